@@ -1,0 +1,100 @@
+# `make` lists the targets. Each of them sets up what it needs: an environment in .venv, the
+# requirements, the native modules. Stamps in .venv keep a second run from doing it again.
+#
+#   PYTHON=python3.12   the interpreter that .venv is made from (3.11 or later)
+#   TORCH=torch         another torch than the pinned one, such as the CUDA build; remembered
+#   ARGS="..."          more arguments for pytest (test, test-gpu, test-asan) or for the demo
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON := python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := $(wildcard aio swap checkpoint infinity)
+CHECKED := $(PACKAGES) $(wildcard tools examples tests) setup.py
+C_FILES := $(wildcard */csrc/*.[ch])
+BUILD_INPUTS := setup.py pyproject.toml MANIFEST.in $(wildcard */_build.py) $(C_FILES)
+ARGS :=
+ASAN_TREE := build/asan
+
+# A torch that was asked for once stays, or `make test` would throw a CUDA build out again.
+PINNED_TORCH := $(shell sed -n '/^torch==/p' requirements.txt)
+TORCH := $(or $(shell cat $(VENV)/torch-choice 2>/dev/null),$(PINNED_TORCH))
+
+.PHONY: help build demo test test-gpu test-asan check bench format clean FORCE
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+build: $(VENV)/built ## Set up .venv and build the native modules
+
+demo: $(VENV)/built ## Train a model bigger than its memory budget; results in demo-output
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/built ## Run the tests
+	$(BIN)/python -m pytest -q -rs --durations=10 $(ARGS)
+
+test-gpu: $(VENV)/built ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -q -rs --durations=10 -m gpu $(ARGS)
+
+# The sanitizers need a build of their own, so the tests run in a copy of the tree. Leaks are
+# not looked for: the interpreter keeps memory until it ends.
+test-asan: $(VENV)/built ## Run the tests of the C code under address and undefined sanitizers
+	rm -rf $(ASAN_TREE) && mkdir -p $(ASAN_TREE)
+	cp -r $(PACKAGES) tests setup.py pyproject.toml $(ASAN_TREE)
+	find $(ASAN_TREE) -name '*.so' -delete
+	cd $(ASAN_TREE) && CFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer -g" \
+	    LDFLAGS="-fsanitize=address,undefined" \
+	    $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace --force
+	cd $(ASAN_TREE) && ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 \
+	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    $(CURDIR)/$(BIN)/python -m pytest -q -rs tests/aio tests/swap $(ARGS)
+
+check: $(VENV)/built ## Check style, types and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(CHECKED)
+	$(if $(C_FILES),$(BIN)/clang-format --dry-run --Werror $(C_FILES))
+
+format: $(VENV)/built ## Put Python and C sources into the style that `check` asks for
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(if $(C_FILES),$(BIN)/clang-format -i $(C_FILES))
+
+bench: $(VENV)/built ## Run the benchmarks in tools; each prints JSON
+	@for program in $(wildcard tools/bench_*.py); do \
+	    echo "== $$program"; $(BIN)/python "$$program"; done
+
+clean: ## Remove everything that `make` made, .venv included
+	rm -rf $(VENV) build dist demo-output *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(wildcard */_native*.so */_native.c)
+
+$(VENV)/created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is older than Python 3.11; say PYTHON=python3.x" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# Rewritten when the wanted torch changes, and only then; pip would take any torch for "torch".
+$(VENV)/torch: $(VENV)/created FORCE
+	@if [ "$$(cat $@ 2>/dev/null || true)" != "$(TORCH)" ]; then \
+	    if [ -f $@ ]; then $(BIN)/python -m pip uninstall -q -y torch; fi; \
+	    echo "$(TORCH)" > $@; \
+	    if [ "$(TORCH)" = "$(PINNED_TORCH)" ]; then rm -f $(VENV)/torch-choice; \
+	    else echo "$(TORCH)" > $(VENV)/torch-choice; fi; fi
+
+$(VENV)/installed: $(VENV)/torch requirements.txt
+	@if [ "$(TORCH)" = "$(PINNED_TORCH)" ]; then cp requirements.txt $(VENV)/requirements.txt; \
+	else sed '/^torch==/,/^$$/c $(TORCH)' requirements.txt > $(VENV)/requirements.txt; fi
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt
+	touch $@
+
+$(VENV)/built: $(VENV)/installed $(BUILD_INPUTS)
+	$(BIN)/python -m pip install -q --disable-pip-version-check \
+	    --no-build-isolation --no-deps -e .
+	touch $@

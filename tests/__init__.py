@@ -1,0 +1,1 @@
+"""Tests of the four packages and of what they promise together."""

@@ -1,0 +1,24 @@
+"""Skips what this machine cannot run, each time with the reason."""
+
+import os
+
+import pytest
+
+
+def _why_no_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a CUDA device"
+
+
+def _why_not_root() -> str | None:
+    return None if os.geteuid() == 0 else "needs root"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for marker, why_not in (("gpu", _why_no_gpu), ("root", _why_not_root)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = why_not() if marked else None
+        if reason is not None:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))

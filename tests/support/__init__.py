@@ -1,0 +1,1 @@
+"""What several test packages share; nothing in here is a test."""
