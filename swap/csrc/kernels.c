@@ -1,0 +1,104 @@
+/* The kernels over whole arrays: picks the table and the threads. */
+#include "dispatch.h"
+#include "pool.h"
+
+#include <errno.h>
+#include <stdbool.h>
+#include <stdlib.h>
+
+/* Elements that a thread takes at a time: some hundred KiB over all arrays, so that hardware
+ * prefetchers have runs to follow and threads still end together. A multiple of SWAP_BLOCK. */
+#define PIECE (8 * SWAP_BLOCK)
+
+struct adam_context {
+    const struct swap_adam *job;
+    swap_adam_range *range;
+};
+
+static void adam_body(void *opaque, int64_t begin, int64_t end) {
+    const struct adam_context *context = opaque;
+    context->range(context->job, begin, end);
+}
+
+static bool below(int32_t value, int32_t limit) { return value >= 0 && value < limit; }
+
+int swap_adam_step(const struct swap_adam *job, int threads) {
+    if (!below(job->layout, SWAP_NUM_LAYOUTS) || !below(job->grad_float, SWAP_NUM_FLOATS) ||
+        !below(job->decay_mode, SWAP_NUM_DECAYS) || job->n < 0 || threads < 1)
+        return -EINVAL;
+    const struct swap_kernels *kernels = swap_kernels();
+    struct adam_context context = {job,
+                                   kernels->adam[job->layout][job->grad_float][job->decay_mode]};
+    swap_parallel(adam_body, &context, job->n, PIECE, threads);
+    return 0;
+}
+
+struct split_context {
+    const struct swap_kernels *kernels;
+    const float *master;
+    uint16_t *hi;
+    int16_t *lo;
+};
+
+static void split_body(void *opaque, int64_t begin, int64_t end) {
+    const struct split_context *context = opaque;
+    context->kernels->split(context->master, context->hi, context->lo, begin, end);
+}
+
+int swap_split(const float *master, uint16_t *hi, int16_t *lo, int64_t n, int threads) {
+    if (n < 0 || threads < 1)
+        return -EINVAL;
+    struct split_context context = {swap_kernels(), master, hi, lo};
+    swap_parallel(split_body, &context, n, PIECE, threads);
+    return 0;
+}
+
+struct merge_context {
+    const struct swap_kernels *kernels;
+    const uint16_t *hi;
+    const int16_t *lo;
+    float *master;
+};
+
+static void merge_body(void *opaque, int64_t begin, int64_t end) {
+    const struct merge_context *context = opaque;
+    context->kernels->merge(context->hi, context->lo, context->master, begin, end);
+}
+
+int swap_merge(const uint16_t *hi, const int16_t *lo, float *master, int64_t n, int threads) {
+    if (n < 0 || threads < 1)
+        return -EINVAL;
+    struct merge_context context = {swap_kernels(), hi, lo, master};
+    swap_parallel(merge_body, &context, n, PIECE, threads);
+    return 0;
+}
+
+struct sum_context {
+    double (*block_sum)(const void *values, int64_t begin, int64_t end);
+    const void *values;
+    double *sums; /* one for each block */
+};
+
+static void sum_body(void *opaque, int64_t begin, int64_t end) {
+    const struct sum_context *context = opaque;
+    for (int64_t at = begin; at < end; at += SWAP_BLOCK)
+        context->sums[at / SWAP_BLOCK] =
+            context->block_sum(context->values, at, end - at < SWAP_BLOCK ? end : at + SWAP_BLOCK);
+}
+
+int swap_sum_of_squares(const void *values, int value_float, int64_t n, double *sum, int threads) {
+    if (!below(value_float, SWAP_NUM_FLOATS) || n < 0 || threads < 1)
+        return -EINVAL;
+    int64_t blocks = (n + SWAP_BLOCK - 1) / SWAP_BLOCK;
+    if (blocks == 0)
+        return 0;
+    double *sums = calloc((size_t)blocks, sizeof *sums);
+    if (!sums)
+        return -ENOMEM;
+    struct sum_context context = {swap_kernels()->block_sum[value_float], values, sums};
+    swap_parallel(sum_body, &context, n, PIECE, threads);
+    for (int64_t block = 0; block < blocks; block++)
+        *sum += sums[block];
+    free(sums);
+    return 0;
+}

@@ -1,0 +1,67 @@
+/* What the kernels of swap take and give; everything here is called from Python through cffi.
+ *
+ * All functions work in place on caller-owned arrays that must stay alive and must not overlap
+ * until the call returns. Any alignment and any length is legal. Results do not depend on the
+ * instruction set nor on the number of threads: every element is computed by the same IEEE
+ * operations in the same order, in the default floating-point environment whatever the caller's is.
+ */
+#ifndef SWAP_KERNELS_H
+#define SWAP_KERNELS_H
+
+#include <stdint.h>
+
+enum swap_float { SWAP_F32, SWAP_BF16, SWAP_F16, SWAP_NUM_FLOATS };
+
+/* How the fp32 master weight and the weight that computes are kept. */
+enum swap_layout {
+    SWAP_HALVES,      /* weight: bf16 high halves, rest: int16 low halves */
+    SWAP_COPY_BF16,   /* weight: bf16 copy (written only), rest: fp32 master */
+    SWAP_COPY_F16,    /* weight: fp16 copy (written only), rest: fp32 master */
+    SWAP_MASTER_ONLY, /* weight: fp32 master, rest: NULL */
+    SWAP_NUM_LAYOUTS
+};
+
+enum swap_decay { SWAP_DECAY_WEIGHT, SWAP_DECAY_GRADIENT, SWAP_NUM_DECAYS };
+
+/* One Adam step over `n` elements. The scalars are as the elementwise formulas in kernels_impl.h
+ * use them, already rounded from double. */
+struct swap_adam {
+    void *weight;
+    void *rest;
+    float *exp_avg;
+    float *exp_avg_sq;
+    const void *grad;
+    int64_t n;
+    int32_t layout;     /* enum swap_layout */
+    int32_t grad_float; /* enum swap_float */
+    int32_t decay_mode; /* enum swap_decay */
+    float decay;        /* factor on the weight, or weight of the weight in the gradient */
+    float grad_scale;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float bias2_sqrt;
+    float eps;
+    float minus_step_size;
+};
+
+/* These return 0 or -errno: -EINVAL for an enum out of range, -ENOMEM. `threads` includes the
+ * caller and is at least 1; fewer are used where a thread would get too little to do. */
+int swap_adam_step(const struct swap_adam *job, int threads);
+int swap_split(const float *master, uint16_t *hi, int16_t *lo, int64_t n, int threads);
+int swap_merge(const uint16_t *hi, const int16_t *lo, float *master, int64_t n, int threads);
+
+/* Adds to *sum, one after the other, the sums of squares of consecutive blocks of
+ * SWAP_BLOCK elements; each block is summed in double. */
+int swap_sum_of_squares(const void *values, int value_float, int64_t n, double *sum, int threads);
+
+/* Names of the instruction sets that this machine can run, fastest first; NULL past the last. */
+const char *swap_isa_name(int index);
+/* The one in use, as an index into those names. swap_set_isa returns 0, or -EINVAL if out of range.
+ */
+int swap_isa(void);
+int swap_set_isa(int index);
+
+#define SWAP_BLOCK 4096
+
+#endif

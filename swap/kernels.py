@@ -1,0 +1,286 @@
+"""Adam on the CPU in one pass over memory, and the small passes around it.
+
+Everything works in place on 1-D contiguous CPU tensors through their addresses. The GIL is
+released, autograd is not told (version counters stay) and no tensor is kept. Several threads may
+call at once as long as no two write to the same memory; the tensors of one call must not overlap.
+
+Invariant: a result depends on its inputs alone, to the last bit: not on the number of threads, the
+instruction set or the address, nor on how a tensor is cut into pieces. All NaNs that the kernels
+compute are the same one.
+
+The update rounds as torch's fused Adam for fp32 does: ``torch.optim.AdamW(fused=True)`` gives the
+same bits where it runs its vector code, which leaves out the last few elements of a tensor.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from swap._native import ffi, lib
+
+if TYPE_CHECKING:
+    from cffi import FFI
+
+BLOCK = lib.SWAP_BLOCK
+"""Elements that ``sum_of_squares`` adds up by themselves."""
+
+_FLOATS = {
+    torch.float32: lib.SWAP_F32,
+    torch.bfloat16: lib.SWAP_BF16,
+    torch.float16: lib.SWAP_F16,
+}
+_LAYOUTS = {
+    (torch.bfloat16, torch.int16): lib.SWAP_HALVES,
+    (torch.bfloat16, torch.float32): lib.SWAP_COPY_BF16,
+    (torch.float16, torch.float32): lib.SWAP_COPY_F16,
+    (torch.float32, None): lib.SWAP_MASTER_ONLY,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamHyper:
+    """What one Adam step depends on besides its tensors.
+
+    ``step`` is the number of this step and counts from 1. ``grad_scale`` multiplies every gradient
+    before it is used: the inverse of a loss scale, times the clipping coefficient. ``decoupled`` is
+    the weight decay of AdamW; without it the decay is added to the gradient, as in Adam.
+
+    Raises ValueError for a value out of range.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    grad_scale: float = 1.0
+    decoupled: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            if not value >= 0.0:
+                raise ValueError(f"{name}={value} must be 0 or more")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name}={value} must be in [0, 1)")
+        if self.step < 1:
+            raise ValueError(f"step={self.step} must be 1 or more; the first step is number 1")
+
+
+def adam_step(
+    *,
+    weight: torch.Tensor,
+    rest: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    hyper: AdamHyper,
+    threads: int | None = None,
+) -> None:
+    """Take one Adam or AdamW step over ``n`` elements, in place.
+
+    The dtypes of ``weight`` and ``rest`` say how the weights are kept:
+
+    - bfloat16 and int16: the two halves of the fp32 master (see ``split_master``);
+    - bfloat16 or float16, and float32: ``rest`` is the master, ``weight`` the copy that computes,
+      which is not read but written anew, rounded to nearest even;
+    - float32 and None: ``weight`` is the master.
+
+    ``exp_avg`` and ``exp_avg_sq`` are float32. ``grad`` is float32, bfloat16 or float16 and does
+    not change. ``threads`` counts the calling one; None takes every CPU that the process may use.
+
+    Raises TypeError for a dtype and ValueError for a shape, a layout or a device that cannot be.
+    """
+    rest_dtype = None if rest is None else rest.dtype
+    layout = _LAYOUTS.get((weight.dtype, rest_dtype))
+    if layout is None:
+        raise TypeError(
+            f"weight is {weight.dtype} and rest {rest_dtype}; pass torch.bfloat16 with torch.int16,"
+            " torch.bfloat16 or torch.float16 with torch.float32, or torch.float32 with None"
+        )
+    n = weight.numel()
+    _check("weight", weight, n, weight.dtype)
+    if rest is not None:
+        _check("rest", rest, n, rest.dtype)
+    _check("exp_avg", exp_avg, n, torch.float32)
+    _check("exp_avg_sq", exp_avg_sq, n, torch.float32)
+    _check("grad", grad, n, *_FLOATS)
+    job = ffi.new(
+        "struct swap_adam *",
+        {
+            "weight": _address(weight),
+            "rest": ffi.NULL if rest is None else _address(rest),
+            "exp_avg": _address(exp_avg),
+            "exp_avg_sq": _address(exp_avg_sq),
+            "grad": _address(grad),
+            "n": n,
+            "layout": layout,
+            "grad_float": _FLOATS[grad.dtype],
+            **_scalars(hyper),
+        },
+    )
+    _raise_on_error(lib.swap_adam_step(job, _num_threads(threads)), "update", n)
+
+
+def _scalars(hyper: AdamHyper) -> dict[str, float]:
+    """What the kernel's formulas take, computed in double as torch does and rounded to float."""
+    # Without decay nothing may be added to the gradient: 0 times an infinite weight is NaN.
+    in_gradient = not hyper.decoupled and hyper.weight_decay != 0.0
+    on_weight = 1.0 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0
+    return {
+        "decay_mode": lib.SWAP_DECAY_GRADIENT if in_gradient else lib.SWAP_DECAY_WEIGHT,
+        "decay": hyper.weight_decay if in_gradient else on_weight,
+        "grad_scale": hyper.grad_scale,
+        "one_minus_beta1": 1.0 - hyper.beta1,
+        "beta2": hyper.beta2,
+        "one_minus_beta2": 1.0 - hyper.beta2,
+        "bias2_sqrt": math.sqrt(1.0 - hyper.beta2**hyper.step),
+        "eps": hyper.eps,
+        "minus_step_size": -hyper.lr / (1.0 - hyper.beta1**hyper.step),
+    }
+
+
+def split_master(
+    master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, *, threads: int | None = None
+) -> None:
+    """Write the halves of the float32 ``master`` to ``hi`` (bfloat16) and ``lo`` (int16).
+
+    ``hi`` is the bfloat16 nearest to the master, ties away from zero, and ``lo`` the difference of
+    the bit patterns, so that ``(hi << 16) + lo`` is the master. Every value comes back bit for bit
+    but those NaNs whose ``hi`` would be no NaN: they become the quiet NaN of their sign.
+
+    Raises TypeError for a dtype and ValueError for a shape, a layout or a device that cannot be.
+    """
+    n = master.numel()
+    _check("master", master, n, torch.float32)
+    _check("hi", hi, n, torch.bfloat16)
+    _check("lo", lo, n, torch.int16)
+    status = lib.swap_split(
+        ffi.cast("float *", master.data_ptr()),
+        ffi.cast("uint16_t *", hi.data_ptr()),
+        ffi.cast("int16_t *", lo.data_ptr()),
+        n,
+        _num_threads(threads),
+    )
+    _raise_on_error(status, "split", n)
+
+
+def merge_master(
+    hi: torch.Tensor, lo: torch.Tensor, out: torch.Tensor, *, threads: int | None = None
+) -> None:
+    """Write to ``out`` the float32 masters whose halves are ``hi`` (bfloat16) and ``lo`` (int16).
+
+    Raises TypeError for a dtype and ValueError for a shape, a layout or a device that cannot be.
+    """
+    n = hi.numel()
+    _check("hi", hi, n, torch.bfloat16)
+    _check("lo", lo, n, torch.int16)
+    _check("out", out, n, torch.float32)
+    status = lib.swap_merge(
+        ffi.cast("uint16_t *", hi.data_ptr()),
+        ffi.cast("int16_t *", lo.data_ptr()),
+        ffi.cast("float *", out.data_ptr()),
+        n,
+        _num_threads(threads),
+    )
+    _raise_on_error(status, "merge", n)
+
+
+def sum_of_squares(grad: torch.Tensor, carry: float = 0.0, *, threads: int | None = None) -> float:
+    """Return ``carry`` plus the squares of ``grad`` (float32, bfloat16 or float16), in double.
+
+    Blocks of BLOCK elements are summed by themselves and added to ``carry`` one after the other:
+    folding over consecutive pieces, each but the last a multiple of BLOCK elements long, gives the
+    same bits as one call on the whole.
+
+    Raises TypeError for a dtype, ValueError for a shape, a layout or a device that cannot be, and
+    MemoryError where 8 bytes for each block cannot be had.
+    """
+    n = grad.numel()
+    _check("grad", grad, n, *_FLOATS)
+    total = ffi.new("double *", carry)
+    status = lib.swap_sum_of_squares(
+        _address(grad), _FLOATS[grad.dtype], n, total, _num_threads(threads)
+    )
+    _raise_on_error(status, "sum", n)
+    return float(total[0])
+
+
+def available_isas() -> tuple[str, ...]:
+    """Return the instruction sets that this machine has and kernels exist for, fastest first.
+
+    They are among "avx512", "avx2", "neon" and "scalar", which is always there.
+    """
+    names: list[str] = []
+    while (name := lib.swap_isa_name(len(names))) != ffi.NULL:
+        names.append(_text(name))
+    return tuple(names)
+
+
+def isa() -> str:
+    """Return the instruction set in use: the fastest unless ``set_isa`` chose another."""
+    return _text(lib.swap_isa_name(lib.swap_isa()))
+
+
+def set_isa(name: str | None) -> None:
+    """Use the kernels for ``name``, one of ``available_isas()``, process-wide; None: the fastest.
+
+    No result changes, only speed. Raises ValueError for a name that is not available.
+    """
+    names = available_isas()
+    if name is not None and name not in names:
+        raise ValueError(f"isa {name!r} is not available here; choose from {', '.join(names)}")
+    lib.swap_set_isa(0 if name is None else names.index(name))
+
+
+def _text(name: FFI.CData) -> str:
+    text = ffi.string(name)
+    assert isinstance(text, bytes)
+    return text.decode()
+
+
+def _address(tensor: torch.Tensor) -> FFI.CData:
+    return ffi.cast("void *", tensor.data_ptr())
+
+
+def _check(name: str, tensor: torch.Tensor, n: int, *dtypes: torch.dtype) -> None:
+    """Raise unless C may take ``tensor`` for an array of ``n`` elements of one of ``dtypes``."""
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{name} is {tensor.dtype}; pass {wanted}")
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ValueError(
+            f"{name} is a {tensor.layout} tensor on {tensor.device}; pass a dense tensor on the CPU"
+        )
+    if tensor.dim() != 1 or tensor.numel() != n:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} where ({n},) is due; pass flat tensors of"
+            " equal length"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has stride {tensor.stride(0)}; pass a contiguous tensor")
+
+
+def _num_threads(threads: int | None) -> int:
+    if threads is None:
+        return len(os.sched_getaffinity(0))
+    if threads < 1:
+        raise ValueError(f"threads={threads} must be 1 or more; the calling thread counts")
+    return threads
+
+
+def _raise_on_error(status: int, what: str, n: int) -> None:
+    if status == 0:
+        return
+    # Whatever else C refuses was refused above.
+    assert status == -errno.ENOMEM, status
+    raise MemoryError(f"cannot {what} {n} elements: {os.strerror(errno.ENOMEM)}")
