@@ -1,0 +1,170 @@
+"""What is left of an engine when the caller has let go of it: the C engine, the requests in
+flight, and the thread that reaps them.
+
+Invariants: from the moment a request is handed to C until its completion is reaped, `_in_flight`
+holds its exported buffer and its file, whatever happens to the caller's objects. The C engine is
+freed when it has drained and no thread is inside one of its calls.
+"""
+
+import atexit
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from aio._native import ffi, lib
+from aio.operation import Operation, Outcome, Request, Ticket
+
+_REAP_MAX = 256
+_KINDS = {"read": lib.AIO_READ, "write": lib.AIO_WRITE}
+
+_live: "set[Core]" = set()
+
+
+class Core:
+    """Owns a C engine. The reaper thread keeps it alive until it is stopped and drained."""
+
+    def __init__(self, handle: Any) -> None:
+        self.pid = os.getpid()
+        # Guards the counts of the files and closing. A finalizer may close a file inside any
+        # allocation, also one made with the lock held: hence an RLock.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # a closed file has no operation left
+        self._handle: Any = ffi.gc(handle, lib.aio_engine_free)
+        self._closing = False
+        self._tokens = count()
+        self._in_flight: dict[int, tuple[Ticket, Any]] = {}
+        self._thread = threading.Thread(target=_reap, args=(self,), name="aio-reaper", daemon=True)
+        _live.add(self)
+        self._thread.start()
+
+    def on_reaper(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def is_forked(self) -> bool:
+        return os.getpid() != self.pid
+
+    def check_usable(self) -> None:
+        """RuntimeError in a forked child, ValueError once closed."""
+        if self.is_forked():
+            raise RuntimeError(
+                f"an engine of process {self.pid} cannot be used in process {os.getpid()}, which"
+                " was forked from it: make an engine in each process"
+            )
+        if self._closing:
+            raise ValueError("the engine is closed")
+
+    def submit(self, requests: Sequence[Request], lane: int) -> list[Operation]:
+        """See Engine.submit. `lane` is -1 for the least loaded one."""
+        self.check_usable()
+        batch = ffi.new("aio_request[]", len(requests))
+        entries: dict[int, tuple[Ticket, Any]] = {}
+        operations: list[Operation] = []
+        for native, request in zip(batch, requests, strict=True):
+            view = _export(request)
+            native.token = token = next(self._tokens)
+            native.file = request.file.native_for(self, request.kind)
+            native.data = view
+            native.offset = _checked_offset(request, len(view))
+            native.nbytes = len(view)
+            native.kind = _KINDS[request.kind]
+            ticket = Ticket(self, request, len(view))
+            entries[token] = ticket, view
+            operations.append(Operation(request, ticket))
+        self._hand_over(batch, entries, lane)
+        return operations
+
+    def _hand_over(self, batch: Any, entries: dict[int, tuple[Ticket, Any]], lane: int) -> None:
+        """Queues the batch in C; blocks without the GIL while the lane is full."""
+        with self.lock:
+            handle = self._handle  # keeps the C engine until this call is over
+            if self._closing:
+                raise ValueError("the engine is closed")
+            for ticket, _ in entries.values():
+                ticket.file.check_open()
+            for ticket, _ in entries.values():
+                ticket.file.in_flight += 1
+            self._in_flight.update(entries)
+        try:
+            lib.aio_engine_submit(handle, batch, len(batch), lane)
+        finally:
+            # Not all when the engine is being closed meanwhile, or when an interrupt kept the
+            # call from being made: C says which ones it will report.
+            for native in batch:
+                if not native.accepted:
+                    self._settle(native.token, Outcome(0, errno.ECANCELED, 0.0, 0.0))
+
+    def _settle(self, token: int, outcome: Outcome) -> None:
+        ticket, view = self._in_flight.pop(token)
+        ffi.release(view)  # first: whoever sees the outcome may expect the buffer to be free
+        with self.lock:
+            file = ticket.file
+            file.in_flight -= 1
+            if file.is_closed and not file.in_flight:
+                file.close_descriptors()
+                self.changed.notify_all()
+        ticket.settle(outcome)
+
+    def reap(self) -> None:
+        """The reaper thread: returns when the engine is stopped and has drained."""
+        completions = ffi.new("aio_completion[]", _REAP_MAX)
+        while num_reaped := lib.aio_engine_reap(self._handle, completions, _REAP_MAX):
+            for native in completions[0:num_reaped]:
+                outcome = Outcome(native.transferred, native.error, native.started, native.finished)
+                self._settle(native.token, outcome)
+        with self.lock:
+            self._closing = True
+            self._handle = None
+        _live.discard(self)
+
+    def stop(self) -> None:
+        """Takes nothing more and lets the lanes drain. Returns at once; callable anywhere."""
+        if self.is_forked():
+            return
+        self._closing = True
+        handle = self._handle
+        if handle is not None:
+            lib.aio_engine_stop(handle)
+
+    def close(self) -> None:
+        """Stops, and waits until everything has been reaped and freed.
+
+        On the reaper thread itself, and in a forked child, there is nothing to wait for.
+        """
+        self.stop()
+        if not self.is_forked() and not self.on_reaper():
+            self._thread.join()
+
+
+def _reap(core: Core) -> None:
+    core.reap()
+
+
+def _export(request: Request) -> Any:
+    """The bytes of a request's buffer, locked in place until released."""
+    try:
+        return ffi.from_buffer("uint8_t[]", request.buffer, require_writable=request.kind == "read")
+    except (TypeError, ValueError, BufferError) as error:
+        wanted = "writable and C-contiguous" if request.kind == "read" else "C-contiguous"
+        raise TypeError(
+            f"cannot {request.kind} with a {type(request.buffer).__name__} ({error}): the buffer"
+            f" must be {wanted}"
+        ) from error
+
+
+def _checked_offset(request: Request, nbytes: int) -> int:
+    if not 0 <= request.offset <= (1 << 63) - 1 - nbytes:
+        raise ValueError(
+            f"cannot {request.kind} {nbytes} bytes at offset {request.offset} of"
+            f" {request.file.path}: offsets go from 0 to 2**63 - 1"
+        )
+    return request.offset
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter goes: what was submitted is still carried out."""
+    for core in list(_live):
+        core.close()

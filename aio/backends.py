@@ -1,0 +1,146 @@
+"""Which backend an engine gets, and why not another one."""
+
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from aio._native import ffi, lib
+from aio.errors import AioError
+
+Backend = Literal["auto", "libaio", "io_uring", "posix", "memory"]
+
+_CODES: dict[str, int] = {
+    "libaio": lib.AIO_LIBAIO,
+    "posix": lib.AIO_POSIX,
+    "memory": lib.AIO_MEMORY,
+}
+# What "auto" tries, best first; posix always works.
+_PREFERENCE = ("libaio", "posix")
+_AIO_LIMIT = Path("/proc/sys/fs/aio-max-nr")
+_AIO_USED = Path("/proc/sys/fs/aio-nr")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBackend:
+    """The backend "memory" with faults, for tests.
+
+    It moves bytes between buffers and the page cache in the lane's thread, in a random order.
+    Same seed and same requests, same faults. Probabilities are per block, 0 to 1.
+    """
+
+    seed: int = 0
+    short_transfer: float = 0.0
+    """A part of the block is moved only."""
+    again: float = 0.0
+    """Nothing is moved, EAGAIN."""
+    interrupted: float = 0.0
+    """Nothing is moved, EINTR."""
+    short_submit: float = 0.0
+    """A block that was to be submitted stays queued."""
+    error: float = 0.0
+    """Nothing is moved, `errno`."""
+    errno: int = errno.EIO
+    gate: int = -1
+    """A descriptor: while it is not readable, no block completes. -1: no gate."""
+
+    def __post_init__(self) -> None:
+        for name in ("short_transfer", "again", "interrupted", "short_submit", "error"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not a probability")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Sizes of an engine; see Engine."""
+
+    queue_depth: int
+    block_bytes: int
+    lanes: int
+    max_pending_bytes: int
+
+    def __post_init__(self) -> None:
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        if not 1 <= self.queue_depth <= 4096:
+            raise ValueError(f"queue_depth={self.queue_depth} is not between 1 and 4096")
+        if not 1 <= self.lanes <= 256:
+            raise ValueError(f"lanes={self.lanes} is not between 1 and 256")
+        if self.block_bytes < page_bytes or self.block_bytes % page_bytes:
+            raise ValueError(
+                f"block_bytes={self.block_bytes} is not a multiple of {page_bytes}, the page size"
+            )
+        if self.max_pending_bytes < 1:
+            raise ValueError(f"max_pending_bytes={self.max_pending_bytes} is not positive")
+
+
+class Started(NamedTuple):
+    """A C engine that runs. `rejected` are (backend, reason), best first."""
+
+    handle: Any
+    backend: str
+    detail: str
+    rejected: tuple[tuple[str, str], ...]
+
+
+def start(backend: Backend | MemoryBackend, limits: Limits) -> Started:
+    """Starts a C engine on the backend asked for, or with "auto" on the best that works.
+
+    Raises ValueError for an unknown backend and AioError when it cannot be set up.
+    """
+    faults = backend if isinstance(backend, MemoryBackend) else MemoryBackend()
+    name = "memory" if isinstance(backend, MemoryBackend) else backend
+    if name != "auto" and name not in _CODES:
+        known = ", ".join(["auto", *_CODES])
+        raise ValueError(f"backend={name!r} is not one of {known}")
+    rejected: list[tuple[str, str]] = []
+    for candidate in _PREFERENCE if name == "auto" else (name,):
+        handle, code = _create(candidate, limits, faults)
+        if not code:
+            detail = ffi.string(lib.aio_backend_detail(_CODES[candidate])).decode()
+            return Started(handle, candidate, detail, tuple(rejected))
+        rejected.append((candidate, _explain(candidate, code, limits)))
+    raise AioError(
+        f"cannot start an engine with backend {candidate}: {rejected[-1][1]}", errno=code
+    )
+
+
+def _create(name: str, limits: Limits, faults: MemoryBackend) -> tuple[Any, int]:
+    config = ffi.new("aio_config *")
+    config.backend = _CODES[name]
+    config.lanes = limits.lanes
+    config.queue_depth = limits.queue_depth
+    config.block_bytes = limits.block_bytes
+    config.max_pending_bytes = limits.max_pending_bytes
+    config.faults.seed = faults.seed & (1 << 64) - 1
+    config.faults.short_transfer = faults.short_transfer
+    config.faults.again = faults.again
+    config.faults.interrupted = faults.interrupted
+    config.faults.short_submit = faults.short_submit
+    config.faults.error = faults.error
+    config.faults.error_number = faults.errno
+    config.faults.gate_fd = faults.gate
+    result = ffi.new("aio_engine **")
+    code = -lib.aio_engine_create(config, result)
+    return result[0], code
+
+
+def _explain(name: str, code: int, limits: Limits) -> str:
+    """Why a backend could not be set up, and what to do about it."""
+    reason = os.strerror(code)
+    if name == "libaio" and code == errno.EAGAIN:
+        return (
+            f"{reason}: {limits.lanes} lanes of depth {limits.queue_depth} do not fit under"
+            f" fs.aio-max-nr ({_number(_AIO_USED)} of {_number(_AIO_LIMIT)} events are taken);"
+            " raise it, or use fewer lanes or a smaller queue_depth"
+        )
+    if code in (errno.ENOSYS, errno.EPERM):
+        return f"{reason}: this kernel or container does not allow it"
+    return reason
+
+
+def _number(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return "?"

@@ -1,0 +1,245 @@
+"""Memory for I/O: one anonymous mapping, handed out in page-aligned ranges.
+
+Invariant: a range is handed out again only when nothing refers to its memory any more. Each range
+has an owner object; numpy arrays, torch tensors, memoryviews and operations in flight all keep it
+alive, directly or through one another, and a finalizer on the owner gives the range back.
+"""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from aio._native import ffi, lib
+from aio.errors import AioError
+from aio.ranges import RangeAllocator
+
+logger = logging.getLogger(__name__)
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class SlabFullError(MemoryError):
+    """A slab has no free range that is large enough.
+
+    `asked`, `free` and `largest_free` are bytes; when `asked` is at most `free`, the slab is
+    fragmented rather than full.
+    """
+
+    def __init__(self, asked: int, free: int, largest_free: int) -> None:
+        super().__init__(asked, free, largest_free)
+        self.asked = asked
+        self.free = free
+        self.largest_free = largest_free
+
+    def __str__(self) -> str:
+        return (
+            f"cannot take {self.asked} bytes from the slab: {self.free} bytes are free, the largest"
+            f" range has {self.largest_free}; release buffers or make the slab larger"
+        )
+
+
+class _Owner:
+    """What numpy sees as the memory of one range; its end is the end of the last use."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_mapping")
+
+    def __init__(self, mapping: object, address: int, nbytes: int) -> None:
+        self._mapping = mapping  # the memory outlives the slab when somebody still looks at it
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+        }
+
+
+class _Returns:
+    """Ranges on their way back.
+
+    A finalizer may run at any allocation, on any thread, also inside the slab's own lock. So it
+    takes no lock: SimpleQueue.put is made to be called in such places.
+    """
+
+    def __init__(self) -> None:
+        self.ranges: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self.waiters: tuple[SimpleQueue[None], ...] = ()
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        self.ranges.put((offset, nbytes))
+        for waiter in self.waiters:
+            waiter.put(None)
+
+
+class Slab:
+    """`nbytes` of memory for I/O, handed out in ranges.
+
+    Thread-safe. Memory is touched when it is first used; `lock` touches it now and keeps it from
+    being swapped out. A lock that fails is one warning with lock=True, and an AioError with
+    lock="required". `huge_pages` asks for transparent huge pages.
+
+    Raises ValueError when nbytes is not positive, MemoryError when the address space is spent.
+    """
+
+    def __init__(
+        self, nbytes: int, *, lock: bool | Literal["required"] = False, huge_pages: bool = True
+    ) -> None:
+        if nbytes <= 0:
+            raise ValueError(f"cannot make a slab of {nbytes} bytes: ask for one or more")
+        self._nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        self._mapping = _map(self._nbytes, huge_pages)
+        self._address = int(ffi.cast("uintptr_t", self._mapping))
+        if lock:
+            _lock(self._mapping, self._nbytes, required=lock == "required")
+        self._allocator = RangeAllocator(self._nbytes, alignment=_PAGE_BYTES)
+        self._returns = _Returns()
+        self._lock = threading.Lock()  # guards the allocator, the counters and closing
+        self._peak_bytes = 0
+        self._num_releases = 0
+        self._seen = threading.local()  # .releases: how many the thread knew of when it last looked
+        self._closed = False
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """A writable array of exactly `nbytes`, page-aligned, its contents undefined.
+
+        The range is free again when the array and everything made from it (slices, tensors of
+        torch.from_numpy, memoryviews, operations) are gone.
+
+        Raises SlabFullError when no free range is large enough, ValueError when nbytes is
+        negative or the slab is closed.
+        """
+        if nbytes < 0:
+            raise ValueError(f"cannot take {nbytes} bytes from the slab")
+        with self._lock:
+            if self._closed:
+                raise ValueError("cannot take memory from the slab: it is closed")
+            if nbytes == 0:
+                return np.empty(0, np.uint8)
+            self._collect()
+            self._seen.releases = self._num_releases
+            offset = self._allocator.allocate(nbytes)
+            if offset is None:
+                allocator = self._allocator
+                raise SlabFullError(nbytes, allocator.free_bytes, allocator.largest_free_bytes)
+            self._peak_bytes = max(self._peak_bytes, self._allocator.used_bytes)
+        owner = _Owner(self._mapping, self._address + offset, nbytes)
+        # At exit the process gives everything back; finalizers would only take time.
+        weakref.finalize(owner, self._returns.give_back, offset, nbytes).atexit = False
+        return np.asarray(owner)
+
+    def wait_for_release(self, timeout: float | None) -> bool:
+        """Waits until a range has come back; False when none did within `timeout` seconds.
+
+        A range that came back since this thread's last allocate() or wait_for_release() counts,
+        so that nothing is missed between a SlabFullError and this call. None waits without limit.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        mine: SimpleQueue[None] = SimpleQueue()
+        with self._lock:
+            self._returns.waiters += (mine,)
+        try:
+            while not self._release_is_new():
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                try:
+                    mine.get(timeout=left)
+                except Empty:
+                    return self._release_is_new()
+            return True
+        finally:
+            with self._lock:
+                self._returns.waiters = tuple(w for w in self._returns.waiters if w is not mine)
+
+    def _release_is_new(self) -> bool:
+        with self._lock:
+            self._collect()
+            is_new = self._num_releases != getattr(self._seen, "releases", 0)
+            self._seen.releases = self._num_releases
+            return is_new
+
+    def _collect(self) -> None:
+        """Takes back what has been released; with the lock held."""
+        while True:
+            try:
+                offset, nbytes = self._returns.ranges.get_nowait()
+            except Empty:
+                return
+            self._allocator.release(offset, nbytes)
+            self._num_releases += 1
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; with `nbytes`, what cudaHostRegister wants to know."""
+        return self._address
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the mapping: what was asked for, rounded up to whole pages."""
+        return self._nbytes
+
+    @property
+    def free_bytes(self) -> int:
+        with self._lock:
+            self._collect()
+            return self._allocator.free_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The most that one allocate() can get now."""
+        with self._lock:
+            self._collect()
+            return self._allocator.largest_free_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of whole pages handed out."""
+        with self._lock:
+            self._collect()
+            return self._allocator.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest used_bytes there has been."""
+        with self._lock:
+            return self._peak_bytes
+
+    def close(self) -> None:
+        """Hands out nothing more. The memory is unmapped when nothing refers to it any more.
+
+        Idempotent. Arrays that were handed out stay valid.
+        """
+        with self._lock:
+            self._closed = True
+            self._mapping = None
+
+    def __enter__(self) -> "Slab":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _map(nbytes: int, huge_pages: bool) -> Any:
+    """An anonymous mapping that unmaps itself with its last reference."""
+    address = ffi.new("uint8_t **")
+    if lib.aio_map(nbytes, huge_pages, address):
+        raise MemoryError(f"cannot map {nbytes} bytes: the address space or its limit is spent")
+    return ffi.gc(address[0], lambda mapped: lib.aio_unmap(mapped, nbytes), nbytes)
+
+
+def _lock(mapping: Any, nbytes: int, *, required: bool) -> None:
+    error = -lib.aio_lock_memory(mapping, nbytes)
+    if not error:
+        return
+    message = (
+        f"cannot lock {nbytes} bytes of memory: {os.strerror(error)}; raise RLIMIT_MEMLOCK"
+        " (ulimit -l)"
+    )
+    if required:
+        raise AioError(message, errno=error, nbytes=nbytes)
+    logger.warning("%s, or the kernel may swap the buffers out and I/O waits for them", message)

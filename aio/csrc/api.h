@@ -1,0 +1,103 @@
+/* What Python sees of the C engine: plain structs and calls that return 0 or -errno.
+ *
+ * Everything between the two cffi marks is also the `cdef` of aio/_build.py: no macros in there.
+ */
+#ifndef AIO_API_H
+#define AIO_API_H
+
+#include <stdint.h>
+
+/* cffi: begin */
+enum aio_kind { AIO_READ, AIO_WRITE };
+enum aio_backend { AIO_POSIX, AIO_LIBAIO, AIO_IO_URING, AIO_MEMORY };
+
+typedef struct aio_engine aio_engine;
+typedef struct aio_file aio_file;
+
+/* How the memory backend misbehaves. Probabilities are per transfer, 0 to 1. */
+typedef struct {
+    uint64_t seed;
+    double short_transfer; /* moves a part only */
+    double again;          /* result -EAGAIN, nothing moved */
+    double interrupted;    /* result -EINTR, nothing moved */
+    double error;          /* result -error_number, nothing moved */
+    double short_submit;   /* probability that submit leaves a block queued */
+    int32_t error_number;
+    int32_t gate_fd; /* nothing completes until this descriptor is readable; -1: no gate */
+} aio_faults;
+
+typedef struct {
+    int32_t backend; /* enum aio_backend */
+    uint32_t lanes;
+    uint32_t queue_depth;       /* blocks in flight, a lane */
+    uint64_t block_bytes;       /* multiple of the page size */
+    uint64_t max_pending_bytes; /* submit waits above this, a lane */
+    aio_faults faults;
+} aio_config;
+
+/* What statx says about direct I/O on one file. Zero alignments: there is no direct I/O. */
+typedef struct {
+    int32_t known; /* 0: kernel or file system do not tell */
+    uint32_t memory;
+    uint32_t offset;
+} aio_alignment;
+
+/* One transfer of any size, offset and address. `data` and `file` must stay valid until the
+ * completion with this token has been reaped. */
+typedef struct {
+    uint64_t token;
+    aio_file *file;
+    uint8_t *data;
+    uint64_t offset;
+    uint64_t nbytes;
+    int32_t kind;     /* enum aio_kind */
+    int32_t accepted; /* set to 1 by aio_engine_submit: there will be a completion */
+} aio_request;
+
+typedef struct {
+    uint64_t token;
+    uint64_t transferred; /* bytes moved; less than asked only with an error */
+    double started;       /* CLOCK_MONOTONIC seconds when its first block was prepared */
+    double finished;      /* CLOCK_MONOTONIC seconds when its last block was reaped */
+    int32_t error;        /* 0 or a positive errno */
+    int32_t growing;      /* 1: the error is of the fallocate before the first byte */
+} aio_completion;
+
+/* Starts the lanes. 0 and *engine, or -errno of the first lane whose backend cannot be set up;
+ * then nothing is left behind. */
+int aio_engine_create(const aio_config *config, aio_engine **engine);
+/* Queues requests in order on `lane`, or each on the least loaded lane when it is negative. Waits
+ * while a lane is over max_pending_bytes. Returns how many were accepted: fewer than `count` only
+ * once the engine is stopping. */
+uint64_t aio_engine_submit(aio_engine *engine, aio_request *requests, uint64_t count, int32_t lane);
+/* Waits for completions and returns how many it stored, at most `max`. 0: the engine was stopped
+ * and everything it had accepted has been reaped. For one thread at a time. */
+uint64_t aio_engine_reap(aio_engine *engine, aio_completion *completions, uint64_t max);
+/* Refuses new requests and lets the lanes end when they have drained. Returns at once. */
+void aio_engine_stop(aio_engine *engine);
+/* Frees an engine whose aio_engine_reap has returned 0. */
+void aio_engine_free(aio_engine *engine);
+/* How the backend reaches the kernel, in words: a static string. */
+const char *aio_backend_detail(int32_t backend);
+
+/* Takes no ownership of the descriptors; direct_fd is -1 where there is no direct I/O. NULL when
+ * there is no memory. */
+aio_file *aio_file_new(int32_t direct_fd, int32_t buffered_fd, uint32_t memory_alignment,
+                       uint32_t offset_alignment, uint64_t size);
+void aio_file_free(aio_file *file);
+int aio_file_alignment(int32_t fd, aio_alignment *alignment);
+/* Reserves a range and grows the file to its end. -EOPNOTSUPP where the file system cannot. */
+int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes);
+/* Tells the file that its size was set from outside. */
+void aio_file_resized(aio_file *file, uint64_t size);
+/* 1 once the kernel has refused a direct transfer that kept the stated alignments. */
+int aio_file_direct_refused(aio_file *file);
+
+/* Anonymous memory at a multiple of 2 MiB, or of the page size when that is smaller. */
+int aio_map(uint64_t nbytes, int32_t huge_pages, uint8_t **address);
+void aio_unmap(uint8_t *address, uint64_t nbytes);
+/* Faults all pages in and keeps them in memory. */
+int aio_lock_memory(uint8_t *address, uint64_t nbytes);
+/* cffi: end */
+
+#endif

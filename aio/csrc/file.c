@@ -1,0 +1,111 @@
+#include "file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include "util.h"
+
+/* struct statx by its kernel offsets, so that headers older than 6.1 build the same module. */
+#define STATX_BYTES 256
+#define STATX_DIOALIGN_BIT 0x2000u
+#define STATX_MASK_AT 0
+#define STATX_DIO_MEMORY_AT 152
+#define STATX_DIO_OFFSET_AT 156
+
+aio_file *aio_file_new(int32_t direct_fd, int32_t buffered_fd, uint32_t memory_alignment,
+                       uint32_t offset_alignment, uint64_t size) {
+    aio_file *file = calloc(1, sizeof *file);
+    if (!file)
+        return NULL;
+    file->direct_fd = direct_fd;
+    file->buffered_fd = buffered_fd;
+    file->memory_alignment = memory_alignment;
+    file->unit = (uint32_t)aio_max(offset_alignment, aio_page_bytes());
+    file->size = size;
+    atomic_init(&file->direct_refused, false);
+    pthread_mutex_init(&file->lock, NULL);
+    return file;
+}
+
+void aio_file_free(aio_file *file) {
+    pthread_mutex_destroy(&file->lock);
+    free(file);
+}
+
+/* Since 6.6 tmpfs takes O_DIRECT and copies all the same; it reports no alignment. */
+static bool lives_in_memory(int fd) {
+    struct statfs status;
+    return !fstatfs(fd, &status) && (status.f_type == TMPFS_MAGIC || status.f_type == RAMFS_MAGIC);
+}
+
+int aio_file_alignment(int32_t fd, aio_alignment *alignment) {
+    uint8_t fields[STATX_BYTES] = {0};
+    uint32_t mask;
+    memset(alignment, 0, sizeof *alignment);
+    if (lives_in_memory(fd)) {
+        alignment->known = 1;
+        return 0;
+    }
+    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_DIOALIGN_BIT, fields))
+        return errno == ENOSYS ? 0 : -errno;
+    memcpy(&mask, fields + STATX_MASK_AT, sizeof mask);
+    if (mask & STATX_DIOALIGN_BIT) {
+        alignment->known = 1;
+        memcpy(&alignment->memory, fields + STATX_DIO_MEMORY_AT, sizeof alignment->memory);
+        memcpy(&alignment->offset, fields + STATX_DIO_OFFSET_AT, sizeof alignment->offset);
+    }
+    return 0;
+}
+
+static int allocate(const aio_file *file, uint64_t offset, uint64_t end) {
+    for (;;) {
+        if (!fallocate(file->buffered_fd, 0, (off_t)offset, (off_t)(end - offset)))
+            return 0;
+        if (errno != EINTR)
+            return errno == ENOSYS ? -EOPNOTSUPP : -errno;
+    }
+}
+
+int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes) {
+    if (!nbytes)
+        return 0;
+    pthread_mutex_lock(&file->lock);
+    const int error = allocate(file, offset, offset + nbytes);
+    if (!error)
+        file->size = aio_max(file->size, offset + nbytes);
+    pthread_mutex_unlock(&file->lock);
+    return error;
+}
+
+void aio_file_resized(aio_file *file, uint64_t size) {
+    pthread_mutex_lock(&file->lock);
+    file->size = size;
+    pthread_mutex_unlock(&file->lock);
+}
+
+int aio_file_direct_refused(aio_file *file) { return atomic_load(&file->direct_refused); }
+
+int aio_file_grow(aio_file *file, uint64_t offset, uint64_t end) {
+    int error = 0;
+    pthread_mutex_lock(&file->lock);
+    if (end > file->size) {
+        /* The lock is held over the call, so that two lanes do not reserve the same range. A hole
+         * that lies below `offset` stays a hole. */
+        if (!file->cannot_allocate)
+            error = allocate(file, aio_max(offset, file->size), end);
+        if (error == -EOPNOTSUPP) {
+            file->cannot_allocate = true; /* the writes grow the file, and meet ENOSPC themselves */
+            error = 0;
+        }
+        if (!error)
+            file->size = end;
+    }
+    pthread_mutex_unlock(&file->lock);
+    return error;
+}

@@ -1,0 +1,87 @@
+#include "util.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <stddef.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "api.h"
+
+#define HUGE_PAGE_BYTES ((uint64_t)2 << 20)
+#define STACK_BYTES (256u << 10)
+
+uint64_t aio_page_bytes(void) { return (uint64_t)sysconf(_SC_PAGESIZE); }
+
+double aio_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+int aio_thread_start(pthread_t *thread, void *(*entry)(void *), void *argument, const char *name) {
+    pthread_attr_t attributes;
+    sigset_t all, before;
+    int error = pthread_attr_init(&attributes);
+    if (error)
+        return -error;
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    sigfillset(&all);
+    /* The thread inherits the mask, so there is no moment in which it could take a signal. */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    error = pthread_create(thread, &attributes, entry, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    if (!error)
+        pthread_setname_np(*thread, name);
+    return -error;
+}
+
+void aio_wake(int fd) {
+    const uint64_t one = 1;
+    /* It can fail only when the counter is full, and then the reader is woken anyway. */
+    while (write(fd, &one, sizeof one) < 0 && errno == EINTR) {
+    }
+}
+
+void aio_sleep(int fd, int milliseconds) {
+    struct pollfd event = {.fd = fd, .events = POLLIN};
+    uint64_t count;
+    if (milliseconds >= 0 && poll(&event, 1, milliseconds) <= 0)
+        return;
+    /* An interrupted read is an early wake-up, which every caller expects. */
+    ssize_t ignored = read(fd, &count, sizeof count);
+    (void)ignored;
+}
+
+int aio_map(uint64_t nbytes, int32_t huge_pages, uint8_t **address) {
+    const uint64_t alignment = nbytes >= HUGE_PAGE_BYTES ? HUGE_PAGE_BYTES : aio_page_bytes();
+    const uint64_t length = aio_round_up(nbytes, aio_page_bytes());
+    if (length < nbytes || length + alignment < length)
+        return -ENOMEM;
+    uint8_t *mapped = mmap(NULL, length + alignment, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED)
+        return -errno;
+    /* Worked example: mapped 0x7f00001ff000, alignment 2 MiB: head 0x1000 bytes, tail the rest. */
+    const uint64_t head = aio_round_up((uint64_t)(uintptr_t)mapped, alignment) - (uintptr_t)mapped;
+    if (head)
+        munmap(mapped, head);
+    if (alignment > head)
+        munmap(mapped + head + length, alignment - head);
+    mapped += head;
+    if (huge_pages)
+        madvise(mapped, length, MADV_HUGEPAGE); /* a wish: a kernel without it serves small pages */
+    *address = mapped;
+    return 0;
+}
+
+void aio_unmap(uint8_t *address, uint64_t nbytes) {
+    munmap(address, aio_round_up(nbytes, aio_page_bytes()));
+}
+
+int aio_lock_memory(uint8_t *address, uint64_t nbytes) {
+    return mlock(address, aio_round_up(nbytes, aio_page_bytes())) ? -errno : 0;
+}

@@ -1,0 +1,33 @@
+/* Small helpers with no state: clock, rounding, threads, eventfd. */
+#ifndef AIO_UTIL_H
+#define AIO_UTIL_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+static inline uint64_t aio_min(uint64_t a, uint64_t b) { return a < b ? a : b; }
+static inline uint64_t aio_max(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+/* `unit` is a power of two: 4095 -> 0 down and 4096 up, with a unit of 4096. */
+static inline uint64_t aio_round_down(uint64_t value, uint64_t unit) { return value & ~(unit - 1); }
+static inline uint64_t aio_round_up(uint64_t value, uint64_t unit) {
+    return aio_round_down(value + unit - 1, unit);
+}
+
+/* Of this machine: 4096, or up to 65536 on some ARM kernels. */
+uint64_t aio_page_bytes(void);
+
+/* CLOCK_MONOTONIC in seconds: what Python's time.perf_counter() and time.monotonic() read. */
+double aio_now(void);
+
+/* Starts a thread that takes no signals, so that Python's handlers stay with Python's threads. */
+int aio_thread_start(pthread_t *thread, void *(*entry)(void *), void *argument, const char *name);
+
+/* Makes an eventfd readable. */
+void aio_wake(int fd);
+/* Waits until an eventfd is readable or `milliseconds` have gone by (-1: no limit), and clears it.
+ */
+void aio_sleep(int fd, int milliseconds);
+
+#endif

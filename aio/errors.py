@@ -1,0 +1,73 @@
+"""The error of a transfer, and of whatever else a file or the kernel refuses."""
+
+import errno as errno_codes
+import os
+
+
+class AioError(OSError):
+    """An I/O error with the range it is about.
+
+    `errno` and `filename` are as in every OSError. `offset` and `nbytes` are what was asked for,
+    None where the failed call has no range (a sync, an engine's start). `transferred` counts the
+    bytes that did move before the error; they need not be the first ones.
+
+    A read that meets the end of the file has errno ENODATA, which no device reports for it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        errno: int,
+        filename: str | None = None,
+        offset: int | None = None,
+        nbytes: int | None = None,
+        transferred: int = 0,
+    ) -> None:
+        super().__init__(errno, os.strerror(errno), filename)
+        self.message = message
+        self.offset = offset
+        self.nbytes = nbytes
+        self.transferred = transferred
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # OSError would call the class with its own three arguments.
+        fields = (self.errno, self.filename, self.offset, self.nbytes, self.transferred)
+        return _rebuild, (self.message, *fields)
+
+
+def _rebuild(
+    message: str,
+    errno: int,
+    filename: str | None,
+    offset: int | None,
+    nbytes: int | None,
+    transferred: int,
+) -> AioError:
+    return AioError(
+        message,
+        errno=errno,
+        filename=filename,
+        offset=offset,
+        nbytes=nbytes,
+        transferred=transferred,
+    )
+
+
+def transfer_error(
+    kind: str, filename: str, offset: int, nbytes: int, *, errno: int, transferred: int
+) -> AioError:
+    """The AioError of a read or write that could not be completed."""
+    reason = "end of file" if errno == errno_codes.ENODATA else os.strerror(errno)
+    progress = f" after {transferred} bytes" if transferred else ""
+    return AioError(
+        f"cannot {kind} {nbytes} bytes at offset {offset} of {filename}: {reason}{progress}",
+        errno=errno,
+        filename=filename,
+        offset=offset,
+        nbytes=nbytes,
+        transferred=transferred,
+    )

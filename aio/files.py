@@ -1,0 +1,295 @@
+"""Files as the engine sees them: one direct and one buffered descriptor on the same inode.
+
+Whole pages go through the direct descriptor, edges through the buffered one; aio/csrc/blocks.h
+says why the two never meet in a page. Opening raises what os.open raises (FileNotFoundError,
+PermissionError, FileExistsError, ...); everything later is an AioError, or a ValueError for a
+mistake of the caller.
+"""
+
+import errno
+import logging
+import os
+import stat
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from aio._native import ffi, lib
+from aio.errors import AioError
+
+if TYPE_CHECKING:
+    from aio._core import Core
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["r", "r+", "w", "x"]
+
+_FLAGS: dict[str, int] = {
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    "x": os.O_RDWR | os.O_CREAT | os.O_EXCL,
+}
+# What direct I/O needs where nobody tells: no device in use asks for more.
+_ASSUMED_ALIGNMENT = 4096
+
+
+class _Direct(NamedTuple):
+    """A descriptor for direct I/O (-1: none), its alignments in bytes, and why there is none."""
+
+    fd: int
+    memory: int
+    offset: int
+    reason: str
+
+
+class File:
+    """An open file of one engine. Engine.open makes them.
+
+    Thread-safe. The engine keeps it while operations on it are in flight.
+    """
+
+    def __init__(self, core: "Core", path: Path, mode: Mode, block_bytes: int) -> None:
+        self.path = path
+        self.mode = mode
+        self.in_flight = 0  # operations; guarded by the core's lock, as is_closed is
+        self.is_closed = True  # until everything below has worked
+        self._core = core
+        self._sync_errno = 0  # of the first sync that failed
+        self._may_allocate = True
+        self._fd = os.open(path, _FLAGS[mode] | os.O_CLOEXEC, 0o666)
+        self._direct = _Direct(-1, 1, 1, "")
+        self._native: Any = None
+        try:
+            _check_kind(self._fd, path)
+            self._direct = _open_direct(self._fd, mode)
+            if block_bytes % max(self._direct.offset, 1):
+                raise ValueError(
+                    f"block_bytes={block_bytes} is not a multiple of {self._direct.offset}, the"
+                    f" alignment of {path}"
+                )
+            self._native = lib.aio_file_new(
+                self._direct.fd, self._fd, self._direct.memory, self._direct.offset, self._size()
+            )
+            if self._native == ffi.NULL:
+                raise MemoryError(f"cannot open {path}")
+        except BaseException:
+            self.close_descriptors()
+            raise
+        self.is_closed = False
+
+    @property
+    def direct(self) -> bool:
+        """Whether aligned transfers bypass the page cache."""
+        self.check_open()
+        return self._direct.fd >= 0 and not lib.aio_file_direct_refused(self._native)
+
+    @property
+    def direct_reason(self) -> str:
+        """Why there is no direct I/O; empty where there is."""
+        return self._direct.reason
+
+    @property
+    def memory_alignment(self) -> int:
+        """Of addresses that the device takes without a copy, in bytes; 1 without direct I/O."""
+        return self._direct.memory
+
+    @property
+    def offset_alignment(self) -> int:
+        """Of offsets and lengths for direct I/O, in bytes; 1 without direct I/O."""
+        return self._direct.offset
+
+    def size(self) -> int:
+        """The file's length now, in bytes."""
+        self.check_open()
+        return self._size()
+
+    def _size(self) -> int:
+        status = os.fstat(self._fd)
+        if stat.S_ISBLK(status.st_mode):
+            return os.lseek(self._fd, 0, os.SEEK_END)
+        return status.st_size
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        """Reserves space for a range and makes the file reach its end, zeros where nothing was.
+
+        Raises AioError, ENOSPC among others; the file then has its old length. Where the file
+        system cannot reserve, the file is made longer only, with one warning.
+        """
+        self._check_writable("allocate space in")
+        if offset < 0 or nbytes < 0:
+            raise ValueError(f"cannot allocate {nbytes} bytes at offset {offset} of {self.path}")
+        before = self._size()
+        error = -lib.aio_file_allocate(self._native, offset, nbytes)
+        if error == errno.EOPNOTSUPP:
+            self._extend(offset + nbytes)
+        elif error:
+            # An allocation that ends half way has made the file longer.
+            if self._size() > before:
+                os.ftruncate(self._fd, before)
+            raise self._error("allocate", error, offset, nbytes)
+
+    def _extend(self, end: int) -> None:
+        if self._may_allocate:
+            self._may_allocate = False
+            logger.warning(
+                "%s: the file system cannot reserve space, so writes may find the disk full"
+                " half way and are slower where they make the file longer",
+                self.path,
+            )
+        if end > self._size():
+            self.truncate(end)
+
+    def truncate(self, nbytes: int) -> None:
+        """Makes the file exactly `nbytes` long. Raises AioError."""
+        self._check_writable("truncate")
+        if nbytes < 0:
+            raise ValueError(f"cannot truncate {self.path} to {nbytes} bytes")
+        try:
+            os.ftruncate(self._fd, nbytes)
+        except OSError as error:
+            message = f"cannot truncate {self.path} to {nbytes} bytes: {error.strerror}"
+            raise AioError(
+                message, errno=error.errno or errno.EIO, filename=os.fspath(self.path)
+            ) from error
+        lib.aio_file_resized(self._native, nbytes)
+
+    def sync(self) -> None:
+        """Makes durable what operations that have ended wrote, and the file's length.
+
+        A new file also needs sync_directory() on its folder. Raises AioError; since the kernel
+        reports a lost page once only, a file whose sync failed once fails every time after.
+        """
+        self.check_open()
+        if not self._sync_errno:
+            try:
+                os.fsync(self._fd)
+                return
+            except OSError as error:
+                self._sync_errno = error.errno or errno.EIO
+        raise AioError(
+            f"cannot sync {self.path}: {os.strerror(self._sync_errno)}; what was written to it may"
+            " be lost, write it again to another file",
+            errno=self._sync_errno,
+            filename=os.fspath(self.path),
+        )
+
+    def close(self) -> None:
+        """Waits for the operations on this file and closes its descriptors. Idempotent.
+
+        Inside a callback it does not wait: the last operation closes them.
+        """
+        core = self._core
+        with core.lock:
+            self.is_closed = True
+            if core.is_forked():
+                self.in_flight = 0  # they are the parent's; its descriptors are its own
+            if not self.in_flight:
+                self.close_descriptors()
+            elif not core.on_reaper():
+                core.changed.wait_for(lambda: self.in_flight == 0)
+
+    def close_descriptors(self) -> None:
+        """For the engine, with its lock held and nothing in flight."""
+        for fd in (self._fd, self._direct.fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = -1
+        self._direct = self._direct._replace(fd=-1)
+        if self._native is not None:
+            lib.aio_file_free(self._native)
+            self._native = None
+
+    def native_for(self, core: "Core", kind: str) -> Any:
+        """The C file, for a transfer of this kind by that engine. ValueError when it may not."""
+        self.check_open()
+        if core is not self._core:
+            raise ValueError(f"{self.path} was opened by another engine: open it with this one")
+        if kind == "write":
+            self._check_writable("write to")
+        elif kind != "read":
+            raise ValueError(f'a request is a "read" or a "write", not {kind!r}')
+        return self._native
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise ValueError(f"{self.path} is closed")
+
+    def _check_writable(self, action: str) -> None:
+        self.check_open()
+        if self.mode == "r":
+            raise ValueError(
+                f'cannot {action} {self.path}: it was opened with mode "r", open it with "r+"'
+            )
+
+    def _error(self, action: str, code: int, offset: int, nbytes: int) -> AioError:
+        return AioError(
+            f"cannot {action} {nbytes} bytes at offset {offset} of {self.path}:"
+            f" {os.strerror(code)}",
+            errno=code,
+            filename=os.fspath(self.path),
+            offset=offset,
+            nbytes=nbytes,
+        )
+
+    def __enter__(self) -> "File":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "is_closed", True):
+            message = f"{self!r} was never closed"
+            warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f'mode "{self.mode}"'
+        return f"<File {self.path}, {state}>"
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Makes durable which names a directory has: after creating, renaming or removing in it.
+
+    Raises what os.open raises for the directory, and AioError when the sync fails.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        name = os.fspath(path)
+        message = f"cannot sync directory {name}: {error.strerror}"
+        raise AioError(message, errno=error.errno or errno.EIO, filename=name) from error
+    finally:
+        os.close(fd)
+
+
+def _check_kind(fd: int, path: Path) -> None:
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
+        raise ValueError(f"{path} is neither a regular file nor a block device")
+
+
+def _open_direct(fd: int, mode: Mode) -> _Direct:
+    """Opens the inode of `fd` again, for direct I/O, where that is possible."""
+    alignment = ffi.new("aio_alignment *")
+    error = -lib.aio_file_alignment(fd, alignment)
+    if error:
+        return _Direct(-1, 1, 1, f"statx failed: {os.strerror(error)}")
+    if alignment.known and not alignment.offset:
+        return _Direct(-1, 1, 1, "the file system has none")
+    flags = (_FLAGS[mode] & os.O_ACCMODE) | os.O_DIRECT | os.O_CLOEXEC
+    try:
+        # By descriptor, not by name: the name may mean another file by now.
+        direct = os.open(f"/proc/self/fd/{fd}", flags)
+    except OSError as refused:
+        return _Direct(-1, 1, 1, f"open with O_DIRECT failed: {refused.strerror}")
+    # Small files and mixed edges go through this descriptor a page at a time. Read-ahead would
+    # only bring in pages that direct writes then have to throw out again.
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    if not alignment.known:
+        return _Direct(direct, _ASSUMED_ALIGNMENT, _ASSUMED_ALIGNMENT, "")
+    return _Direct(direct, alignment.memory, alignment.offset, "")

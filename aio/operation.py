@@ -1,0 +1,222 @@
+"""Requests, and what becomes of them.
+
+An Operation is the caller's half, its Ticket the engine's. While a request is in flight the engine
+holds the ticket and the exported buffer, never the operation: a buffer is free as soon as its
+completion is reaped and the caller lets go of it.
+
+There are no locks in here. A ticket is settled once, by the engine's reaper thread; everybody
+else appends to a list first and looks at the outcome afterwards, so that one of the two sides
+always sees the other.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from aio.errors import transfer_error
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from aio.files import File
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One transfer between `buffer` and the bytes of `file` from `offset` on.
+
+    `buffer` is any C-contiguous object with the buffer protocol, all of whose bytes are moved;
+    writable for a read. Offset, length and address may be anything; those that are multiples of
+    the file's alignments go straight to the device.
+    """
+
+    kind: Literal["read", "write"]
+    file: "File"
+    offset: int
+    buffer: "Buffer"
+
+
+class Outcome(NamedTuple):
+    """How a transfer ended. `errno` is 0 when all its bytes moved. Times are CLOCK_MONOTONIC."""
+
+    transferred: int
+    errno: int
+    started: float
+    finished: float
+
+
+class Host(Protocol):
+    """What a ticket needs to know of the engine."""
+
+    pid: int
+
+    def on_reaper(self) -> bool:
+        """Whether the calling thread is the one that settles tickets."""
+
+
+class Ticket:
+    """The engine's half of an operation."""
+
+    __slots__ = (
+        "_callbacks",
+        "_waiters",
+        "error_seen",
+        "file",
+        "host",
+        "kind",
+        "nbytes",
+        "offset",
+        "outcome",
+    )
+
+    def __init__(self, host: Host, request: Request, nbytes: int) -> None:
+        self.host = host
+        self.kind = request.kind
+        self.file = request.file
+        self.offset = request.offset
+        self.nbytes = nbytes
+        self.outcome: Outcome | None = None
+        self.error_seen = False
+        self._waiters: list[threading.Lock] = []  # held; released to wake one thread each
+        self._callbacks: list[Callable[[], None]] = []
+
+    def settle(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        while self._waiters:
+            self._waiters.pop().release()
+        self._run_callbacks()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Whether the outcome came within `timeout` seconds."""
+        if self.outcome is None and timeout != 0:
+            waiter = threading.Lock()
+            waiter.acquire()
+            self._waiters.append(waiter)
+            if self.outcome is None:
+                waiter.acquire(timeout=-1 if timeout is None else min(timeout, 1e6))
+        return self.outcome is not None
+
+    def add_callback(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+        if self.outcome is not None:
+            self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        while True:
+            try:
+                callback = self._callbacks.pop(0)  # by one thread only, whoever comes first
+            except IndexError:
+                return
+            try:
+                callback()
+            except Exception:
+                logger.exception("a callback of the %s raised", self.describe())
+
+    def describe(self) -> str:
+        return f"{self.kind} of {self.nbytes} bytes at offset {self.offset} of {self.file.path}"
+
+    def error(self) -> OSError | None:
+        """A new exception for a failed outcome; None when there is none."""
+        outcome = self.outcome
+        if outcome is None or not outcome.errno:
+            return None
+        return transfer_error(
+            self.kind,
+            os.fspath(self.file.path),
+            self.offset,
+            self.nbytes,
+            errno=outcome.errno,
+            transferred=outcome.transferred,
+        )
+
+    def __del__(self) -> None:
+        if not self.error_seen and (error := self.error()):
+            logger.error("nobody asked for the result of an operation that failed: %s", error)
+
+
+class Operation:
+    """One submitted request. The engine makes them; see Engine.submit.
+
+    Letting go of an operation does not cancel it. An error that nobody asks for is logged.
+    """
+
+    __slots__ = ("_ticket", "request")
+
+    def __init__(self, request: Request, ticket: Ticket) -> None:
+        self.request = request
+        self._ticket = ticket
+
+    def done(self) -> bool:
+        """Whether the transfer has ended, in success or failure. Never blocks."""
+        return self._ticket.outcome is not None
+
+    def result(self, timeout: float | None = None) -> int:
+        """Waits for the end and returns the bytes moved: always all of them.
+
+        Raises AioError when the transfer could not be completed, TimeoutError when it has not
+        ended after `timeout` seconds (it goes on, and the engine keeps the buffer),
+        and RuntimeError where waiting could never end: inside a callback of the same engine, or
+        in a forked child.
+        """
+        ticket = self._ticket
+        if ticket.outcome is None:
+            self._check_may_wait()
+            if not ticket.wait(timeout):
+                raise TimeoutError(f"{ticket.describe()} has not ended after {timeout} s")
+        ticket.error_seen = True
+        if error := ticket.error():
+            raise error
+        return ticket.nbytes
+
+    def add_done_callback(self, callback: "Callable[[Operation], object]") -> None:
+        """Calls `callback(self)` once the transfer has ended; at once if it has.
+
+        It runs on the engine's reaper thread (or, if at once, on this one): keep it short, every
+        other completion waits for it. What it raises is logged.
+        """
+        self._ticket.add_callback(lambda: _ignore(callback(self)))
+
+    @property
+    def started_at(self) -> float:
+        """When its first block went to the backend, on the clock of time.perf_counter().
+
+        RuntimeError while the operation is not done.
+        """
+        return self._outcome().started
+
+    @property
+    def finished_at(self) -> float:
+        """When its last block came back, on the same clock. RuntimeError while it is not done."""
+        return self._outcome().finished
+
+    def _outcome(self) -> Outcome:
+        outcome = self._ticket.outcome
+        if outcome is None:
+            raise RuntimeError(f"{self._ticket.describe()} has not ended: ask for result() first")
+        return outcome
+
+    def _check_may_wait(self) -> None:
+        host = self._ticket.host
+        if host.pid != os.getpid():
+            raise RuntimeError(
+                f"{self._ticket.describe()} was submitted in process {host.pid} and cannot end in"
+                f" process {os.getpid()}, which was forked from it"
+            )
+        if host.on_reaper() and self._ticket.outcome is None:
+            raise RuntimeError(
+                f"{self._ticket.describe()} has not ended, and waiting for it in a callback would"
+                " stop the thread that reaps completions: use add_done_callback"
+            )
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "in flight"
+        return f"<Operation {self._ticket.describe()}, {state}>"
+
+
+def _ignore(_: object) -> None:
+    """Callbacks return what they like."""

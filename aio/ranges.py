@@ -1,0 +1,113 @@
+"""Byte ranges of a space of known size, handed out and taken back. Pure: no memory, no I/O.
+
+Invariants: free ranges never touch one another (neighbours are joined when they come back), free
+and allocated ranges together cover the space, and every boundary is a multiple of the alignment.
+"""
+
+import bisect
+
+
+class RangeAllocator:
+    """Best fit over a sorted list of free ranges.
+
+    Space for `n` bytes is taken in whole multiples of `alignment`. Not thread-safe.
+    """
+
+    def __init__(self, nbytes: int, *, alignment: int = 4096) -> None:
+        """`nbytes` that do not fill a multiple of `alignment` at the end are never handed out."""
+        if alignment < 1:
+            raise ValueError(f"alignment={alignment} is not a positive number of bytes")
+        if nbytes < 0:
+            raise ValueError(f"nbytes={nbytes} is negative")
+        self.alignment = alignment
+        self._nbytes = 0
+        self._free_bytes = 0
+        self._allocated: dict[int, int] = {}  # offset -> bytes, rounded up
+        self._by_size: list[tuple[int, int]] = []  # (bytes, offset) of the free ranges, sorted
+        self._size_at: dict[int, int] = {}  # offset -> bytes of a free range
+        self._start_of_end: dict[int, int] = {}  # end -> offset of a free range
+        self.grow(nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the space, in bytes, rounded down to the alignment."""
+        return self._nbytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self._free_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._nbytes - self._free_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The most that one allocate() can get now."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    def rounded(self, nbytes: int) -> int:
+        """What a range of `nbytes` takes from the space."""
+        return -(-nbytes // self.alignment) * self.alignment
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of a range of at least `nbytes`, or None when no free range is large enough.
+
+        Of those that are, the smallest is taken, and of equal ones that with the lowest offset.
+        Raises ValueError unless nbytes > 0.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"cannot allocate {nbytes} bytes: ask for one or more")
+        wanted = self.rounded(nbytes)
+        position = bisect.bisect_left(self._by_size, (wanted, 0))
+        if position == len(self._by_size):
+            return None
+        size, offset = self._by_size[position]
+        self._remove_free(offset, size)
+        if size > wanted:
+            self._insert_free(offset + wanted, size - wanted)
+        self._allocated[offset] = wanted
+        self._free_bytes -= wanted
+        return offset
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Takes a range back. ValueError unless allocate(nbytes) gave this offset, and once."""
+        size = self._allocated.get(offset)
+        if size is None or size != self.rounded(nbytes):
+            known = "not allocated" if size is None else f"allocated with {size} bytes"
+            raise ValueError(f"cannot release {nbytes} bytes at offset {offset}: it is {known}")
+        del self._allocated[offset]
+        self._free_bytes += size
+        self._join_free(offset, size)
+
+    def grow(self, nbytes: int) -> None:
+        """Adds `nbytes` at the end, in whole multiples of the alignment."""
+        if nbytes < 0:
+            raise ValueError(f"cannot grow by {nbytes} bytes")
+        added = nbytes // self.alignment * self.alignment
+        if added:
+            self._free_bytes += added
+            self._nbytes += added
+            self._join_free(self._nbytes - added, added)
+
+    def _join_free(self, offset: int, size: int) -> None:
+        """Makes a range free, as one with the free ranges it touches."""
+        end = offset + size
+        if offset in self._start_of_end:
+            offset = self._start_of_end[offset]
+            self._remove_free(offset, self._size_at[offset])
+        if end in self._size_at:
+            after = self._size_at[end]
+            self._remove_free(end, after)
+            end += after
+        self._insert_free(offset, end - offset)
+
+    def _insert_free(self, offset: int, size: int) -> None:
+        bisect.insort(self._by_size, (size, offset))
+        self._size_at[offset] = size
+        self._start_of_end[offset + size] = offset
+
+    def _remove_free(self, offset: int, size: int) -> None:
+        del self._by_size[bisect.bisect_left(self._by_size, (size, offset))]
+        del self._size_at[offset]
+        del self._start_of_end[offset + size]
