@@ -1,0 +1,13 @@
+"""Train PyTorch models whose state does not fit in memory: ``with infinity.offload(model,
+nvme="/mnt"): ...``.
+"""
+
+from infinity.model import OffloadedModel
+from infinity.offload import offload
+from infinity.optimizer import AdamW
+from infinity.planning import Plan, plan
+from infinity.report import Report
+from swap.tiers import BudgetError
+
+__all__ = ["AdamW", "BudgetError", "OffloadedModel", "Plan", "Report", "offload", "plan"]
+__version__ = "0.1.0"

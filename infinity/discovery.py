@@ -1,0 +1,158 @@
+"""What a model consists of: its parameters as records, and what it asks of a budget. Reads the
+model, changes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from swap.layout import ParameterSpec
+
+RESIDENT_ELEMENTS = 16 * 1024
+"""Parameters of up to this many elements (norms, biases) always stay in memory with their state."""
+
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """One distinct parameter: where it came from, and what it is while offloaded (``spec``)."""
+
+    parameter: nn.Parameter
+    spec: ParameterSpec
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    kind: type[nn.Parameter]
+
+    @property
+    def index(self) -> int:
+        return self.spec.index
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+def records_of(model: nn.Module, compute_dtype: torch.dtype | None) -> list[Record]:
+    """A record for each distinct parameter, in the order of ``named_parameters`` (tied ones once,
+    first name).
+
+    Raises ``ValueError`` or ``TypeError`` naming a parameter that cannot be offloaded.
+    """
+    check_compute_dtype(compute_dtype)
+    named = list(model.named_parameters())
+    if not named:
+        raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to offload")
+    records = []
+    for index, (name, parameter) in enumerate(named):
+        check_parameter(name, parameter)
+        spec = ParameterSpec(
+            index=index,
+            name=name,
+            numel=parameter.numel(),
+            dtype=compute_dtype_of(parameter.dtype, compute_dtype),
+            trainable=parameter.requires_grad,
+            resident=parameter.numel() <= RESIDENT_ELEMENTS,
+        )
+        records.append(
+            Record(
+                parameter, spec, parameter.shape, parameter.dtype, parameter.device, type(parameter)
+            )
+        )
+    _check_sharing(named)
+    return records
+
+
+def check_compute_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"compute_dtype={dtype} is not supported; use torch.bfloat16, torch.float16, "
+            "torch.float32, or None to keep each parameter's dtype"
+        )
+
+
+def compute_dtype_of(dtype: torch.dtype, compute_dtype: torch.dtype | None) -> torch.dtype:
+    """Only floating-point values are converted, as ``module.to(dtype)`` does."""
+    return compute_dtype if compute_dtype is not None and dtype.is_floating_point else dtype
+
+
+def check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ValueError(
+            f"{name} is uninitialised; run one forward pass before offloading a lazy module"
+        )
+    if getattr(parameter, "is_offloaded", False):
+        raise ValueError(
+            f"{name} is offloaded already; leave the first offload block before the next"
+        )
+    if type(parameter) is not nn.Parameter and hasattr(parameter, "_local_tensor"):
+        raise TypeError(f"{name} is a DTensor; offload it with infinity.OffloadedAdamW instead")
+    if parameter.requires_grad and parameter.dtype not in TRAINABLE_DTYPES:
+        raise ValueError(
+            f"{name} has dtype {parameter.dtype} and requires a gradient; only real "
+            f"floating-point parameters ({', '.join(str(dtype) for dtype in TRAINABLE_DTYPES)}) "
+            "can be trained: convert it, or call requires_grad_(False)"
+        )
+    if not parameter.is_leaf:
+        raise ValueError(f"{name} is not a leaf tensor; offload parameters, not results")
+
+
+def _check_sharing(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Distinct parameters over the same memory would be trained apart; plain PyTorch trains them
+    together.
+    """
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in named:
+        if parameter.is_meta or not parameter.numel():
+            continue
+        start = parameter.data_ptr()
+        nbytes = parameter.numel() * parameter.element_size()
+        spans.setdefault(parameter.untyped_storage().data_ptr(), []).append(
+            (start, start + nbytes, name)
+        )
+    for ranges in spans.values():
+        ranges.sort()
+        for (_, stop, first), (start, _, second) in itertools.pairwise(ranges):
+            if start < stop:
+                raise ValueError(
+                    f"{first} and {second} are different parameters over the same memory; tie "
+                    "them by assigning the same Parameter object to both modules"
+                )
+
+
+def least_arena_bytes(model: nn.Module, records: Sequence[Record]) -> int:
+    """Bytes of weights that must fit at once: two largest modules, or a whole block (an element of
+    a ModuleList) and one module more, since a checkpointed block keeps its weights until its
+    backward is over.
+    """
+    sizes = {
+        id(record.parameter): record.spec.padded_numel * record.spec.dtype.itemsize
+        for record in records
+        if not record.spec.resident
+    }
+    modules = list(model.modules())
+    largest = max(_weight_bytes(module, sizes, recurse=False) for module in modules)
+    blocks = (_weight_bytes(block, sizes, recurse=True) for block in _blocks(model))
+    return max(2 * largest, max(blocks, default=0) + largest)
+
+
+def _weight_bytes(module: nn.Module, sizes: dict[int, int], *, recurse: bool) -> int:
+    return sum(sizes.get(id(p), 0) for p in module.parameters(recurse=recurse))
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Elements of the innermost module containers."""
+    for module in model.modules():
+        if isinstance(module, _CONTAINERS):
+            for child in module.children():
+                if not any(isinstance(inner, _CONTAINERS) for inner in child.modules()):
+                    yield child
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

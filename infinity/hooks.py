@@ -1,0 +1,100 @@
+"""Hooks on every module: weights in before forward, out after it, inputs in the compute dtype,
+honest state dicts.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from infinity.discovery import Record
+from infinity.residency import Residency
+from swap.timeline import Timeline
+
+
+class ModelHooks:
+    """Registers on ``attach``; the stack given there takes everything off again."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        records: list[Record],
+        residency: Residency,
+        timeline: Timeline,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model = model
+        self._residency = residency
+        self._timeline = timeline
+        self._compute_dtype = compute_dtype
+        self._forward_started: list[float] = []
+        index = {id(record.parameter): record.index for record in records}
+        self._own = {
+            module: [index[id(p)] for p in module.parameters(recurse=False)]
+            for module in model.modules()
+        }
+
+    def attach(self, stack: ExitStack) -> None:
+        for module in self._own:
+            for handle in (
+                module.register_forward_pre_hook(self._enter, prepend=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            stack.callback(module.register_state_dict_pre_hook(self._refuse_state_dict).remove)
+            stack.callback(
+                module.register_load_state_dict_pre_hook(self._refuse_load_state_dict).remove
+            )
+        root = self._model.register_forward_pre_hook(
+            self._cast_inputs, prepend=True, with_kwargs=True
+        )
+        stack.callback(root.remove)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module is self._model:
+            self._forward_started.append(time.perf_counter())
+        self._residency.enter(module, self._own[module])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._residency.leave(module)
+        if module is self._model and self._forward_started:
+            start = self._forward_started.pop()
+            self._timeline.add("forward", start, time.perf_counter())
+
+    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Floating-point inputs of the model take the dtype of its weights, or no operation would
+        accept them.
+        """
+        dtype = self._compute_dtype
+        if dtype is None:
+            return None
+
+        def cast(value: Any) -> Any:
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(dtype) if is_float else value
+
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._residency.is_gathered(self._all_of(module)):
+            raise RuntimeError(
+                "state_dict() of an offloaded model would hold placeholders; call "
+                "offloaded.save(path) or offloaded.export(folder), or ask inside `with "
+                "offloaded.gathered():`"
+            )
+
+    def _refuse_load_state_dict(self, module: nn.Module, *_: Any) -> None:
+        if not self._residency.is_gathered(self._all_of(module)):
+            raise RuntimeError(
+                "load_state_dict() cannot reach the values of an offloaded model; call "
+                "offloaded.load(path), pass weights= to offload, or ask inside `with "
+                "offloaded.gathered(modify=True):`"
+            )
+
+    def _all_of(self, module: nn.Module) -> set[int]:
+        return {index for inner in module.modules() for index in self._own.get(inner, ())}

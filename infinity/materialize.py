@@ -1,0 +1,213 @@
+"""Where the first values of a model come from: its own tensors, a file of weights, or its own
+initialisation.
+
+Values are produced one module at a time, so a model on the meta device is never in memory as a
+whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from tqdm import tqdm
+
+from infinity.discovery import Record
+from swap.tiered import TieredState
+
+
+class Values(Protocol):
+    """A source of first values."""
+
+    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+        """Every record with its values, in any order."""
+
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """The real values of a buffer."""
+
+
+def values_for(
+    model: nn.Module, records: Sequence[Record], weights: str | os.PathLike[str] | None
+) -> Values:
+    """The source for ``model``. Raises ``ValueError``/``FileNotFoundError`` naming what has no
+    values.
+    """
+    if weights is not None:
+        return WeightFiles(model, records, Path(weights))
+    if any(record.parameter.is_meta for record in records):
+        return Initialisation(model, records)
+    return OwnValues()
+
+
+def fill_all(state: TieredState, records: Sequence[Record], values: Values) -> None:
+    """Bring all first values home; shows progress when it takes long."""
+    with tqdm(
+        total=sum(record.spec.weight_bytes for record in records),
+        desc="offloading",
+        unit="B",
+        unit_scale=True,
+        delay=1.0,
+        leave=False,
+        disable=None,
+    ) as progress:
+        for record, tensor in values.parameters(records):
+            state.fill(record.index, tensor)
+            progress.update(record.spec.weight_bytes)
+
+
+class OwnValues:
+    """The tensors that the model came with."""
+
+    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+        for record in records:
+            yield record, record.parameter
+
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer
+
+
+class Initialisation:
+    """A model on meta, initialised as its modules would initialise themselves.
+
+    Each module with parameters of its own is materialised alone, on the CPU; then its
+    ``reset_parameters`` runs, and the model's ``_init_weights(module)`` if it has one (the
+    convention of GPT implementations and Hugging Face).
+    """
+
+    def __init__(self, model: nn.Module, records: Sequence[Record]) -> None:
+        self._model = model
+        self._by_id = {id(record.parameter): record for record in records}
+        for name, module in model.named_modules():
+            own = list(module.parameters(recurse=False))
+            if any(p.is_meta for p in own) and not self._can_initialise(module):
+                raise ValueError(
+                    f"{name or type(model).__name__} ({type(module).__name__}) is on the meta "
+                    "device and has no reset_parameters(); pass weights=, or build the model "
+                    "with real tensors"
+                )
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                raise ValueError(
+                    f"buffer {name} is on the meta device and has no values; pass weights= that "
+                    "hold it, or build it with a real device: `with torch.device('cpu')` around "
+                    "its creation"
+                )
+
+    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+        done: set[int] = set()
+        for module in self._model.modules():
+            own = {
+                name: p
+                for name, p in module._parameters.items()
+                if p is not None and id(p) not in done
+            }
+            done.update(id(p) for p in own.values())
+            values = self._initialised(module) if any(p.is_meta for p in own.values()) else own
+            for name, parameter in own.items():
+                yield self._by_id[id(parameter)], values[name]
+
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer
+
+    def _can_initialise(self, module: nn.Module) -> bool:
+        return (
+            callable(getattr(module, "reset_parameters", None)) or self._initialiser() is not None
+        )
+
+    def _initialiser(self) -> Callable[[nn.Module], Any] | None:
+        found: Any = getattr(self._model, "_init_weights", None)
+        return found if callable(found) else None
+
+    @torch.no_grad()
+    def _initialised(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """The parameters of a lone real copy of ``module``."""
+        alone = copy.copy(module)
+        alone._modules = {}
+        alone._parameters = {
+            name: None
+            if p is None
+            else nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
+            for name, p in module._parameters.items()
+        }
+        reset: Any = getattr(alone, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        initialise = self._initialiser()
+        if initialise is not None:
+            initialise(alone)
+        return {name: p for name, p in alone._parameters.items() if p is not None}
+
+
+class WeightFiles:
+    """Values from safetensors: one file, or a folder of them (Hugging Face shards, or a checkpoint
+    of ours).
+
+    Tensors are found by parameter name, with or without the ``model.`` that checkpoints put before
+    it.
+    """
+
+    def __init__(self, model: nn.Module, records: Sequence[Record], path: Path) -> None:
+        self._where: dict[str, Path] = {}
+        for file in _safetensors_files(path):
+            with safe_open(file, framework="pt") as opened:
+                self._where.update(dict.fromkeys(opened.keys(), file))
+        self._path = path
+        self._names = {record.index: self._find(_names_of(model, record)) for record in records}
+        for record in records:
+            self._check_shape(record)
+
+    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+        for record in records:
+            yield record, self._read(self._names[record.index])
+
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        if name in self._where or f"model.{name}" in self._where:
+            return self._read(self._find([name]))
+        if buffer.is_meta:
+            raise ValueError(f"buffer {name} is on the meta device and not in {self._path}")
+        return buffer
+
+    def _find(self, names: Sequence[str]) -> str:
+        for name in names:
+            for candidate in (name, f"model.{name}"):
+                if candidate in self._where:
+                    return candidate
+        raise ValueError(f"{names[0]} is not among the {len(self._where)} tensors of {self._path}")
+
+    def _check_shape(self, record: Record) -> None:
+        name = self._names[record.index]
+        with safe_open(self._where[name], framework="pt") as opened:
+            shape = tuple(opened.get_slice(name).get_shape())
+        if shape != tuple(record.shape):
+            raise ValueError(
+                f"{name} of {self._path} has shape {shape}, the model has {tuple(record.shape)}"
+            )
+
+    def _read(self, name: str) -> torch.Tensor:
+        with safe_open(self._where[name], framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+        return tensor
+
+
+def _safetensors_files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise FileNotFoundError(f"weights={path} does not exist")
+    files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
+    if not files:
+        raise ValueError(f"weights={path} holds no .safetensors file")
+    return files
+
+
+def _names_of(model: nn.Module, record: Record) -> list[str]:
+    """Every name that a (tied) parameter has in the model's state dict."""
+    return [
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter is record.parameter
+    ]

@@ -1,0 +1,351 @@
+"""The handle that a user holds inside the block: steps, gradients, values, saving, reports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity import persistence
+from infinity.discovery import Record
+from infinity.hooks import ModelHooks
+from infinity.loss_scale import LossScale
+from infinity.optimizer import OffloadedOptimizer
+from infinity.parameter import become_offloaded, become_plain, take_grad
+from infinity.report import Report, make_report, write_trace
+from infinity.residency import Residency
+from infinity.saved import SavedTensors
+from swap.rules import ParameterUpdate, UpdateRule
+from swap.tiered import TieredState
+from swap.tiers import Budget
+
+
+class OffloadedModel:
+    """What ``with infinity.offload(...) as offloaded`` gives. Every method raises ``RuntimeError``
+    after the block.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        records: list[Record],
+        state: TieredState,
+        *,
+        rule: UpdateRule,
+        budget: Budget,
+        max_grad_norm: float | None,
+        loss_scale: LossScale | None,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        self.model = model
+        self.rule = rule
+        self._budget = budget
+        self.optimizer: OffloadedOptimizer
+        self._records = records
+        self._state = state
+        self._index = {id(record.parameter): record.index for record in records}
+        self._max_grad_norm = max_grad_norm
+        self._loss_scale = loss_scale
+        self._clip_factor = 1.0
+        self._norm: torch.Tensor | None = None
+        self._steps = [0] * len(records)
+        self._consumed: set[int] = set()
+        self._residency = Residency(records, state, state.placement.arena_bytes // 2)
+        self._saved = SavedTensors(records, state)
+        self._hooks = ModelHooks(model, records, self._residency, state.timeline, compute_dtype)
+        self._open = True
+
+    # Training.
+
+    def step(self) -> None:
+        """Clip (``max_grad_norm``), take an optimizer step, clear the gradients.
+
+        Returns before the update is finished: the next forward waits for each parameter's own
+        update only. Raises ``AioError`` when the update before this one failed; nothing of this
+        step is done then.
+        """
+        self._check_open()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """``loss.backward()``, scaled for float16 (dynamic loss scaling); the step takes the scale
+        out again.
+        """
+        self._check_open()
+        (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients at the next step so that their norm is at most ``max_norm``; return
+        the norm before.
+        """
+        self._check_open()
+        norm = self._gradient_norm()
+        coefficient = _clip_coefficient(norm, max_norm)
+        self._clip_factor *= coefficient
+        return torch.tensor(norm)
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """2-norm over all gradients of the last step, unscaled and before clipping; 0-d float32 on
+        the CPU.
+        """
+        self._check_open()
+        if self._norm is None:
+            raise RuntimeError("grad_norm is that of the last step, and no step was taken yet")
+        return self._norm
+
+    @property
+    def loss_scale(self) -> float:
+        """What ``backward`` multiplies the loss by: 1 but for float16."""
+        return 1.0 if self._loss_scale is None else self._loss_scale.value
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """A copy of the accumulated gradient of ``parameter`` (None if it has none), on the CPU."""
+        self._check_open()
+        index = self._index_of(parameter)
+        if index not in self._state.gradients.present:
+            return None
+        return self._state.gradients.read(index).view(self._records[index].shape)
+
+    def flush(self) -> None:
+        """Wait until the last step is finished and every value is at home.
+
+        Raises ``AioError`` if the step was stopped by an I/O error; a further call tries to finish
+        it.
+        """
+        self._check_open()
+        self._state.flush()
+
+    # Values.
+
+    @contextmanager
+    def gathered(
+        self,
+        params: nn.Module | Iterable[nn.Parameter] | nn.Parameter | None = None,
+        modify: bool = False,
+    ) -> Iterator[None]:
+        """Real, full tensors in ``params`` (default: all) inside the block; they take memory beyond
+        the budget.
+
+        With ``modify`` changed elements are kept (and become the master exactly); without, changes
+        are lost.
+        """
+        self._check_open()
+        chosen = self._chosen(params)
+        self._state.flush()
+        self._residency.keep_out(record.index for record in chosen)
+        try:
+            for record in chosen:
+                record.parameter.data = self._weight_of(record)
+            yield
+            if modify:
+                for record in chosen:
+                    self._write_back(record)
+        finally:
+            self._residency.let_in(record.index for record in chosen)
+
+    def save(self, path: str | os.PathLike[str], block: bool = True, extra: Any = None) -> Any:
+        """Save weights, masters, moments, step counts, buffers, loss scale and random state to a
+        checkpoint at ``path``.
+
+        ``extra`` is any state tree; ``load`` returns it. Returns what ``checkpoint.save`` returns,
+        when it is durable. Raises as ``checkpoint.save``.
+        """
+        self._check_open()
+        self._state.flush()
+        return persistence.save(self, path, extra)
+
+    def load(self, path: str | os.PathLike[str]) -> Any:
+        """Load what ``save`` wrote; returns its ``extra``. Training continues bit-identically.
+
+        Raises as ``checkpoint.load``, and ``ValueError`` naming what does not match this model; in
+        that case nothing was changed.
+        """
+        self._check_open()
+        self._state.flush()
+        extra = persistence.load(self, path)
+        self.optimizer.zero_grad()
+        return extra
+
+    def export(self, folder: str | os.PathLike[str]) -> list[str]:
+        """Write the weights as Hugging Face safetensors shards with an index; returns the paths."""
+        self._check_open()
+        self._state.flush()
+        return persistence.export(self, folder)
+
+    def report(self) -> Report:
+        """Bytes per tier, traffic, stalls, overlap and peaks so far; ``print`` it for a table."""
+        self._check_open()
+        return make_report(self._state, self._budget.host_bytes, max(self._steps))
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the recent timeline as JSON that Perfetto and chrome://tracing open."""
+        self._check_open()
+        write_trace(self._state.timeline, path)
+
+    # What the optimizer, the parameters and the hooks call.
+
+    def take_step(self) -> None:
+        """Fix norm, clipping, options and step counts, and start the update."""
+        self._check_open()
+        present = sorted(self._state.gradients.present)
+        if not present:
+            return
+        norm = self._gradient_norm()
+        self._norm = torch.tensor(norm)
+        scale = self._clip_factor / self.loss_scale
+        if self._max_grad_norm is not None:
+            scale *= _clip_coefficient(norm, self._max_grad_norm)
+        self._clip_factor = 1.0
+        if self._loss_scale is not None and self._loss_scale.overflowed(norm):
+            self._consumed.update(self._state.gradients.capture())
+            return
+        options = self._options()
+        updates = {index: self._update_of(index, options) for index in present}
+        self._residency.release_visitors()
+        self._state.step(updates, scale)
+        self._consumed.update(present)
+        for index in present:
+            self._steps[index] += 1
+            self._saved.generations[index] += 1
+        self._mark_in_place_updates(present)
+
+    def clear_gradients(self) -> None:
+        self._state.gradients.clear()
+        self._consumed.clear()
+
+    def has_gradient(self, index: int) -> bool:
+        return index in self._consumed or index in self._state.gradients.present
+
+    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        self._state.gradients.clear(index)
+        self._consumed.discard(index)
+        if gradient is not None:
+            self._state.add_gradient(index, gradient)
+
+    def _take_gradient(self, parameter: torch.Tensor) -> None:
+        """Autograd accumulated into ``parameter``: move that to the gradient store."""
+        index = self._index_of(parameter)
+        gradient = take_grad(parameter)
+        if gradient is None:
+            return
+        if index in self._consumed:
+            raise RuntimeError(
+                f"{self._records[index].name} got a gradient on top of one that a step has used; "
+                "call offloaded.step(), or optimizer.zero_grad() after optimizer.step()"
+            )
+        self._state.add_gradient(index, gradient.to_dense() if gradient.is_sparse else gradient)
+
+    # Opening and closing, for ``offload``.
+
+    def attach(self, stack: ExitStack) -> None:
+        """Give the model its offloaded face; ``stack`` takes it off again, whatever happens."""
+        for record in self._records:
+            become_offloaded(record.parameter, record.index, self)
+        stack.callback(self._restore)
+        self._residency.attach(self.model)
+        stack.callback(self._residency.detach)
+        stack.enter_context(self._saved)
+        self._hooks.attach(stack)
+        for record in self._records:
+            if record.spec.trainable:
+                handle = record.parameter.register_post_accumulate_grad_hook(self._take_gradient)
+                stack.callback(handle.remove)
+        stack.callback(self._residency.reset)
+
+    def _restore(self) -> None:
+        """Real tensors with the trained values, on the device and in the dtype that the model came
+        with.
+        """
+        self._open = False
+        try:
+            self._state.flush()
+        finally:
+            for record in self._records:
+                parameter = record.parameter
+                take_grad(parameter)
+                become_plain(parameter, record.kind)
+                parameter.data = torch.empty(record.shape, dtype=record.dtype, device=record.device)
+                if not parameter.is_meta:
+                    self._state.read_all(record.index, parameter.data.view(-1))
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RuntimeError(
+                "the model is not offloaded any more: use it inside the `with` block"
+            )
+
+    def _index_of(self, parameter: torch.Tensor) -> int:
+        try:
+            return self._index[id(parameter)]
+        except KeyError:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} does not belong to the offloaded "
+                "model"
+            ) from None
+
+    def _gradient_norm(self) -> float:
+        return self._state.gradients.norm() / self.loss_scale * self._clip_factor
+
+    def _options(self) -> dict[int, Mapping[str, Any]]:
+        """The options of every parameter's group, copied: a later change belongs to a later step."""
+        options: dict[int, Mapping[str, Any]] = {}
+        for group in self.optimizer.param_groups:
+            frozen = {key: value for key, value in group.items() if key != "params"}
+            options.update({self._index_of(parameter): frozen for parameter in group["params"]})
+        return options
+
+    def _update_of(self, index: int, options: Mapping[int, Mapping[str, Any]]) -> ParameterUpdate:
+        record = self._records[index]
+        if index not in options:
+            raise ValueError(f"{record.name} is in no group of offloaded.optimizer.param_groups")
+        return ParameterUpdate(
+            parameter=index,
+            step=self._steps[index] + 1,
+            shape=record.shape,
+            options=options[index],
+        )
+
+    def _mark_in_place_updates(self, indices: Sequence[int]) -> None:
+        """Tell autograd, as an in-place update would, so that a graph from before the step is
+        refused.
+        """
+        torch.autograd.graph.increment_version([self._records[i].parameter for i in indices])
+
+    def _chosen(self, params: Any) -> list[Record]:
+        if params is None:
+            return self._records
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, torch.Tensor):
+            params = [params]
+        return [self._records[self._index_of(parameter)] for parameter in params]
+
+    def _weight_of(self, record: Record) -> torch.Tensor:
+        weight = torch.empty(record.spec.numel, dtype=record.spec.dtype)
+        self._state.planes.read(record.index, "weight", 0, weight)
+        return weight.view(record.shape).to(self._state.device)
+
+    def _write_back(self, record: Record) -> None:
+        """Elements that were changed become the master exactly; the others keep the master's low
+        bits.
+        """
+        before = self._weight_of(record).view(-1)
+        after = record.parameter.data.reshape(-1).to(before.dtype)
+        if torch.equal(before, after):
+            return
+        master = self._state.read_values(record.index, 0, record.spec.numel)
+        changed = before != after
+        master = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
+        self._state.fill(record.index, master)
+        self._state.weights.drop()
+
+
+def _clip_coefficient(norm: float, max_norm: float) -> float:
+    """As ``torch.nn.utils.clip_grad_norm_``; a norm that is not finite makes the update so, too."""
+    return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm

@@ -1,0 +1,215 @@
+"""Optimizers as users see them, and the rules by which their updates are computed on staged
+tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+from swap.layout import Plane, Segment
+from swap.rules import ParameterUpdate, master_planes
+
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Options of the native AdamW kernel; the defaults are those of ``torch.optim.AdamW``.
+
+    They are the starting values of ``offloaded.optimizer.param_groups`` and are read from there at
+    every step, per group, so schedulers and groups with options of their own work.
+    """
+
+    lr: float | torch.Tensor = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    state_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        _check_not_negative("lr", float(self.lr))
+        _check_not_negative("eps", self.eps)
+        _check_not_negative("weight_decay", self.weight_decay)
+        for position, beta in enumerate(self.betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"betas[{position}]={beta} is not in [0, 1)")
+        if self.state_dtype != torch.float32:
+            raise ValueError(f"state_dtype={self.state_dtype} is not supported; use torch.float32")
+
+    def defaults(self) -> dict[str, Any]:
+        options = asdict(self)
+        del options["state_dtype"]
+        return options
+
+
+def _check_not_negative(name: str, value: float) -> None:
+    if not value >= 0.0:
+        raise ValueError(f"{name}={value} is negative; give 0 or more")
+
+
+class StepTaker(Protocol):
+    """What the optimizer's calls are passed on to."""
+
+    def take_step(self) -> None:
+        """Clip, and start the update of every parameter that has a gradient."""
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients."""
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """The optimizer of an offloaded model: ``param_groups``, schedulers and step hooks work as
+    ever.
+
+    Its state is not in ``state``; it is saved with ``offloaded.save``.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        defaults: dict[str, Any],
+        owner: StepTaker,
+        *,
+        param_groups: list[dict[str, Any]] | None = None,
+    ) -> None:
+        super().__init__(parameters if param_groups is None else param_groups, defaults)
+        self._owner = owner
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Fix the update (norm, clipping, options, step counts) and start it; it finishes behind
+        the next forward.
+
+        Raises what stopped the update before this one. The gradients are consumed: clear them with
+        ``zero_grad``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._owner.take_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients (they are always set to None)."""
+        self._owner.clear_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError(
+            "the state of an offloaded optimizer does not fit a state_dict; call "
+            "offloaded.save(path)"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise RuntimeError("call offloaded.load(path) to load the state of an offloaded optimizer")
+
+
+class TorchRule:
+    """Runs any ``torch.optim.Optimizer`` on whole parameters, in float32 on the CPU.
+
+    The optimizer is given one parameter at a time as a float32 leaf with its state; state tensors
+    of the parameter's shape become planes, anything else (step counts, factored moments) stays in
+    memory in ``small_state``. Optimizers that look at several parameters at once, or need a
+    closure, cannot work this way.
+    """
+
+    whole_parameters = True
+    scratch_bytes_per_element = 16
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if type(optimizer).__name__ == "LBFGS":
+            raise ValueError("LBFGS looks at all parameters at once and cannot be offloaded")
+        self._optimizer = optimizer
+        self._plane_names = self._probe()
+        self.small_state: dict[int, dict[str, Any]] = defaultdict(dict)
+
+    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
+        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        state = (Plane(name, kind, zero=True) for name in self._plane_names)
+        return (*master_planes(dtype), *state)
+
+    def apply(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        planes: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        master = _master(planes)
+        leaf = torch.nn.Parameter(master.view(update.shape))
+        leaf.grad = gradient.to(master.dtype).mul_(gradient_scale).view(update.shape)
+        small = self.small_state[segment.parameter]
+        state = dict(small)
+        if update.step > 1:
+            for name in self._plane_names:
+                state[name] = planes[name].view(update.shape)
+        after = self._step_one(leaf, dict(update.options), state)
+        self._keep(after, planes, small, update.shape)
+        _store_master(master, planes)
+
+    def _keep(
+        self,
+        after: Mapping[str, Any],
+        planes: Mapping[str, torch.Tensor],
+        small: dict[str, Any],
+        shape: torch.Size,
+    ) -> None:
+        for name, value in after.items():
+            if name in self._plane_names and isinstance(value, torch.Tensor):
+                if value.data_ptr() != planes[name].data_ptr():
+                    planes[name].copy_(value.reshape(-1))
+            else:
+                small[name] = value
+
+    def _step_one(
+        self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
+    ) -> Mapping[str, Any]:
+        worker = copy.copy(self._optimizer)
+        worker.param_groups = [options | {"params": [leaf]}]
+        worker.state = defaultdict(dict)
+        if state:
+            worker.state[leaf] = state
+        # The plain step of the class: hooks and schedulers are on the outer optimizer.
+        step = getattr(type(worker).step, "__wrapped__", type(worker).step)
+        step(worker)
+        result: Mapping[str, Any] = worker.state[leaf]
+        return result
+
+    def _probe(self) -> tuple[str, ...]:
+        """Names of the state that has a value for each element, found by a step on two throw-away
+        parameters.
+        """
+        names: dict[str, None] = {}
+        for shape in ((8, 4), (8,)):
+            leaf = torch.nn.Parameter(torch.zeros(shape))
+            leaf.grad = torch.ones(shape)
+            options = {k: v for k, v in self._optimizer.param_groups[0].items() if k != "params"}
+            for name, value in self._step_one(leaf, options, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == leaf.shape:
+                    names[name] = None
+        return tuple(names)
+
+
+def _master(planes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    from swap.kernels import merge_master
+
+    if "lo" in planes:
+        out = torch.empty(planes["weight"].numel(), dtype=torch.float32)
+        merge_master(planes["weight"], planes["lo"], out)
+        return out
+    return planes.get("master", planes["weight"])
+
+
+def _store_master(master: torch.Tensor, planes: Mapping[str, torch.Tensor]) -> None:
+    from swap.kernels import split_master
+
+    if "lo" in planes:
+        split_master(master, planes["weight"], planes["lo"])
+    elif "master" in planes:
+        planes["weight"].copy_(master)

@@ -1,0 +1,172 @@
+"""``infinity.plan``: where every byte would live, and what a step would cost, before anything
+starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.bandwidth import Bandwidth, measure
+from infinity.discovery import least_arena_bytes, records_of
+from infinity.offload import Directories, directories_of, make_budget
+from infinity.optimizer import AdamW
+from swap.layout import ParameterSpec
+from swap.placement import Placement, place
+from swap.rules import AdamRule
+from swap.tiers import Budget, BudgetError, format_bytes
+
+_TYPICAL_MATRIX = 4096 * 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What ``offload`` would do with these budgets; for one rank. Bytes, seconds and steps in the
+    names.
+
+    ``fits`` is False when the budget is below ``least_host_bytes``; the other figures are then
+    those of that least budget. ``io_seconds_per_step`` takes the measured bandwidth of the
+    directories and is None without any. ``bytes_by_tier`` counts homes: state and gradients.
+    """
+
+    num_parameters: int
+    world_size: int
+    budget_host_bytes: int
+    least_host_bytes: int
+    fits: bool
+    host_bytes: int
+    nvme_bytes: int
+    bytes_by_tier: Mapping[str, int]
+    read_bytes_per_step: int
+    written_bytes_per_step: int
+    read_bandwidth: float | None
+    write_bandwidth: float | None
+
+    @property
+    def io_seconds_per_step(self) -> float | None:
+        """Seconds that a step's traffic takes at the measured bandwidth, reads and writes sharing
+        the SSDs.
+        """
+        if not self.read_bandwidth or not self.write_bandwidth:
+            return None
+        return (
+            self.read_bytes_per_step / self.read_bandwidth
+            + self.written_bytes_per_step / self.write_bandwidth
+        )
+
+    def steps_within(self, endurance_bytes: float) -> float:
+        """Steps until ``endurance_bytes`` (a drive's rated TBW) are written; maybe infinite."""
+        written = self.written_bytes_per_step
+        return endurance_bytes / written if written else float("inf")
+
+    def __str__(self) -> str:
+        seconds = self.io_seconds_per_step
+        rows = [
+            ("parameters", f"{self.num_parameters:,} on {self.world_size} rank(s)"),
+            ("host_memory", format_bytes(self.budget_host_bytes)),
+            ("least host_memory that works", format_bytes(self.least_host_bytes)),
+            ("fits", "yes" if self.fits else "no; figures below are for the least budget"),
+            ("host memory taken", format_bytes(self.host_bytes)),
+            ("space taken on NVMe", format_bytes(self.nvme_bytes)),
+            *((f"home in {name}", format_bytes(n)) for name, n in self.bytes_by_tier.items()),
+            ("read per step", format_bytes(self.read_bytes_per_step)),
+            ("written per step", format_bytes(self.written_bytes_per_step)),
+            ("I/O per step", "not measured" if seconds is None else f"{seconds:.2f} s"),
+            ("steps that write 1 PB", f"{self.steps_within(1e15):,.0f}"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def plan(
+    model_or_num_parameters: nn.Module | int,
+    nvme: Directories | None = None,
+    host_memory: int | str | None = None,
+    device_memory: int | str | None = None,
+    world_size: int = 1,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    optimizer: AdamW | None = None,
+) -> Plan:
+    """Where every byte would live, the least budget that works, and the traffic of a step. Changes
+    nothing.
+
+    A number of parameters stands for a transformer in bfloat16 made of 4096 x 4096 matrices.
+    ``nvme`` directories are measured with a short read and write. Raises ``ValueError`` for
+    arguments that are out of range.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size} must be 1 or more")
+    specs, arena = _specs(model_or_num_parameters, compute_dtype)
+    specs = [_slice(spec, world_size) for spec in specs]
+    rule = AdamRule(state_dtype=(optimizer or AdamW()).state_dtype)
+    budget = make_budget(host_memory, device_memory)
+    fits, placement = True, None
+    try:
+        placement = place(specs, rule, budget, least_arena_bytes=arena)
+    except BudgetError as error:
+        fits = False
+        least = Budget(host_bytes=error.least_host_bytes, device_bytes=budget.device_bytes)
+        placement = place(specs, rule, least, least_arena_bytes=arena)
+    bandwidth = None if nvme is None else measure(directories_of(nvme))
+    return _summary(specs, placement, budget, fits, world_size, bandwidth)
+
+
+def _specs(
+    model: nn.Module | int, compute_dtype: torch.dtype | None
+) -> tuple[list[ParameterSpec], int]:
+    if isinstance(model, nn.Module):
+        records = records_of(model, compute_dtype)
+        return [record.spec for record in records], least_arena_bytes(model, records)
+    if model < 1:
+        raise ValueError(f"number of parameters {model} must be 1 or more")
+    dtype = compute_dtype or torch.bfloat16
+    sizes = [_TYPICAL_MATRIX] * (model // _TYPICAL_MATRIX)
+    sizes += [model % _TYPICAL_MATRIX] if model % _TYPICAL_MATRIX else []
+    specs = [
+        ParameterSpec(index=i, name=f"matrix {i}", numel=numel, dtype=dtype, trainable=True)
+        for i, numel in enumerate(sizes)
+    ]
+    return specs, 13 * max(sizes) * dtype.itemsize
+
+
+def _slice(spec: ParameterSpec, world_size: int) -> ParameterSpec:
+    return ParameterSpec(
+        index=spec.index,
+        name=spec.name,
+        numel=-(-spec.numel // world_size),
+        dtype=spec.dtype,
+        trainable=spec.trainable,
+        resident=spec.resident,
+    )
+
+
+def _summary(
+    specs: Sequence[ParameterSpec],
+    placement: Placement,
+    budget: Budget,
+    fits: bool,
+    world_size: int,
+    bandwidth: Bandwidth | None,
+) -> Plan:
+    read, written = placement.traffic_per_step()
+    return Plan(
+        num_parameters=sum(spec.numel for spec in specs) * world_size,
+        world_size=world_size,
+        budget_host_bytes=budget.host_bytes,
+        least_host_bytes=placement.least_host_bytes,
+        fits=fits,
+        host_bytes=placement.host_bytes,
+        nvme_bytes=placement.nvme_bytes,
+        bytes_by_tier={
+            "host": placement.state_host_bytes + placement.gradient_host_bytes,
+            "nvme": placement.state_nvme_bytes + placement.gradient_nvme_bytes,
+        },
+        read_bytes_per_step=read,
+        written_bytes_per_step=written,
+        read_bandwidth=None if bandwidth is None else bandwidth.read,
+        write_bandwidth=None if bandwidth is None else bandwidth.write,
+    )

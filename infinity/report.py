@@ -1,0 +1,161 @@
+"""What the offload did so far, in numbers and as a table, and its timeline as a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swap.tiered import TieredState
+from swap.tiers import Tier, format_bytes
+from swap.timeline import Timeline, busy_seconds, overlap_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A snapshot. Bytes unless the name says seconds; traffic and seconds are totals since the
+    block began.
+
+    ``resident_bytes``: bytes at home or cached in each tier now. ``peak_host_bytes``: the most host
+    memory that the library held at once, of ``budget_host_bytes``. ``stall_seconds``: time in which
+    training waited for the library, and ``stalls``: that time by the parameter waited for.
+    ``overlap_seconds``: time in which reading, computing and writing went on at once.
+    """
+
+    steps: int
+    elapsed_seconds: float
+    budget_host_bytes: int
+    peak_host_bytes: int
+    resident_bytes: Mapping[str, int]
+    planned_bytes: Mapping[str, int]
+    read_bytes: int
+    written_bytes: int
+    read_seconds: float
+    write_seconds: float
+    kernel_seconds: float
+    compute_seconds: float
+    stall_seconds: float
+    overlap_seconds: float
+    weight_hits: int
+    weight_misses: int
+    expected_uses: int
+    unexpected_uses: int
+    stalls: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def written_bytes_per_step(self) -> int:
+        return self.written_bytes // max(1, self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings, for ``json.dumps``."""
+        return {
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in ((name, getattr(self, name)) for name in self.__slots__)
+        }
+
+    def __str__(self) -> str:
+        rows = [
+            ("steps", f"{self.steps} in {self.elapsed_seconds:.1f} s"),
+            (
+                "host memory, peak / budget",
+                f"{format_bytes(self.peak_host_bytes)} / {format_bytes(self.budget_host_bytes)}",
+            ),
+            *((f"in {tier} now", format_bytes(n)) for tier, n in self.resident_bytes.items()),
+            ("read from NVMe", _rate(self.read_bytes, self.read_seconds)),
+            ("written to NVMe", _rate(self.written_bytes, self.write_seconds)),
+            ("written per step", format_bytes(self.written_bytes_per_step)),
+            ("compute (forward, backward)", f"{self.compute_seconds:.2f} s"),
+            ("optimizer kernel", f"{self.kernel_seconds:.2f} s"),
+            ("read, compute and write at once", f"{self.overlap_seconds:.2f} s"),
+            ("stalls", f"{self.stall_seconds:.2f} s"),
+            *((f"  waiting for {name}", f"{s:.2f} s") for name, s in self._worst_stalls()),
+            ("weights found / fetched", f"{self.weight_hits} / {self.weight_misses}"),
+            ("uses foreseen / not", f"{self.expected_uses} / {self.unexpected_uses}"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _worst_stalls(self) -> list[tuple[str, float]]:
+        return sorted(self.stalls.items(), key=lambda item: -item[1])[:3]
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    rate = f", {format_bytes(nbytes / seconds)}/s while busy" if seconds else ""
+    return f"{format_bytes(nbytes)}{rate}"
+
+
+def make_report(state: TieredState, budget_host_bytes: int, steps: int) -> Report:
+    """Count everything up; costs a pass over the recent timeline."""
+    timeline = state.timeline
+    events = timeline.events()
+    stalls: dict[str, float] = {}
+    for event in events:
+        if event.kind == "stall":
+            stalls[event.label] = stalls.get(event.label, 0.0) + event.stop - event.start
+    computing = ("forward", "backward", "kernel")
+    return Report(
+        steps=steps,
+        elapsed_seconds=time.perf_counter() - timeline.started_at,
+        budget_host_bytes=budget_host_bytes,
+        peak_host_bytes=state.peak_host_bytes,
+        resident_bytes=resident_bytes(state),
+        planned_bytes=planned_bytes(state),
+        read_bytes=timeline.nbytes["read"],
+        written_bytes=timeline.nbytes["write"],
+        read_seconds=busy_seconds(events, ["read"]),
+        write_seconds=busy_seconds(events, ["write"]),
+        kernel_seconds=timeline.seconds["kernel"],
+        compute_seconds=timeline.seconds["forward"] + timeline.seconds["backward"],
+        stall_seconds=timeline.seconds["stall"],
+        overlap_seconds=overlap_seconds(events, ["read"], computing, ["write"]),
+        weight_hits=state.weights.hits,
+        weight_misses=state.weights.misses,
+        expected_uses=state.weights.schedule.expected_uses,
+        unexpected_uses=state.weights.schedule.unexpected_uses,
+        stalls=stalls,
+    )
+
+
+def resident_bytes(state: TieredState) -> dict[str, int]:
+    """Bytes in use in each tier now; the arena counts as DEVICE."""
+    return {
+        Tier.DEVICE.value: 0 if state.arena is None else state.arena.used_bytes,
+        Tier.HOST.value: state.used_host_bytes,
+        Tier.NVME.value: 0 if state.extents is None else state.extents.used_bytes,
+    }
+
+
+def planned_bytes(state: TieredState) -> dict[str, int]:
+    """Bytes that the placement gives each purpose."""
+    placement = state.placement
+    return {
+        "state in host": placement.state_host_bytes,
+        "gradients in host": placement.gradient_host_bytes,
+        "weights arena": placement.arena_bytes,
+        "staging": placement.staging_bytes,
+        "spill": placement.spill_bytes,
+        "state on nvme": placement.state_nvme_bytes,
+        "gradients on nvme": placement.gradient_nvme_bytes,
+    }
+
+
+def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """The timeline in the Trace Event Format: one row for each kind of event."""
+    events = [
+        {
+            "name": event.label or event.kind,
+            "cat": event.kind,
+            "ph": "X",
+            "pid": 1,
+            "tid": event.kind,
+            "ts": (event.start - timeline.started_at) * 1e6,
+            "dur": (event.stop - event.start) * 1e6,
+            "args": {"bytes": event.nbytes},
+        }
+        for event in timeline.events()
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

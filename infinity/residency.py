@@ -1,0 +1,186 @@
+"""Which parameters have their weights in place right now: module hooks around forward, and access
+by attribute.
+
+A *frame* is one running forward of one module. It holds the weights of the module's own parameters
+from before its forward until after it. A parameter that is reached through attribute access instead
+(``self.out_proj.weight`` in the parent's forward, ``model.head.weight`` in a loss function) is a
+*visitor*: it is fetched on access and stays until the frame that reached for it ends, or until
+newer visitors need the room.
+
+Parameters whose weights are at home in host memory and computed from there are always in place;
+they are only waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.discovery import Record
+from infinity.parameter import OffloadedParameter, placeholder
+from swap.tiered import TieredState
+
+
+@dataclass(slots=True, eq=False)
+class _Frame:
+    module: nn.Module
+    own: list[int]
+    visitors: list[int] = field(default_factory=list)
+
+
+class Residency:
+    """Puts weights into parameters and takes them out again."""
+
+    def __init__(self, records: list[Record], state: TieredState, visitor_bytes: int) -> None:
+        self._records = records
+        self._state = state
+        self._visitor_bytes = visitor_bytes
+        self._frames: list[_Frame] = []
+        self._visitors: dict[int, int] = {}
+        self._held: dict[int, int] = {}
+        self._kept_out: set[int] = set()
+        self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._placeholders = [
+            placeholder(record.shape, record.spec.dtype, state.device) for record in records
+        ]
+        self.at_home = [self._home_view(record) for record in records]
+
+    # Putting the model under watch, and releasing it.
+
+    def attach(self, model: nn.Module) -> None:
+        """Swap every parameter's data for what it is while offloaded, and watch access to it."""
+        for record in self._records:
+            home = self.at_home[record.index]
+            self._set(record, self._placeholders[record.index] if home is None else home)
+        for module in model.modules():
+            if module._parameters:
+                self._watched.append((module, module._parameters))
+                module._parameters = WatchedParameters(module._parameters, self)
+
+    def detach(self) -> None:
+        """Give every module its own dictionary of parameters back."""
+        for module, parameters in self._watched:
+            parameters.clear()
+            parameters.update(dict.items(module._parameters))
+            module._parameters = parameters
+        self._watched.clear()
+
+    # What hooks and access call.
+
+    def enter(self, module: nn.Module, own: list[int]) -> None:
+        """``module`` begins its forward: its own parameters are fetched and held."""
+        if not self._frames:
+            self.release_visitors()
+        self._hold(own)
+        self._frames.append(_Frame(module, own))
+
+    def leave(self, module: nn.Module) -> None:
+        """``module`` ended its forward, or failed in it, or ``enter`` failed."""
+        if not any(frame.module is module for frame in self._frames):
+            return
+        while True:
+            frame = self._frames.pop()
+            self._release(frame.own)
+            for index in frame.visitors:
+                self._dismiss(index)
+            if frame.module is module:
+                return
+
+    def visit(self, index: int) -> None:
+        """Somebody reached for a parameter that no running forward holds."""
+        if index in self._held or index in self._visitors or index in self._kept_out:
+            return
+        nbytes = self._records[index].spec.weight_bytes
+        while self._visitors and sum(self._visitors.values()) + nbytes > self._visitor_bytes:
+            self._dismiss(next(iter(self._visitors)))
+        self._hold([index])
+        self._visitors[index] = nbytes
+        if self._frames:
+            self._frames[-1].visitors.append(index)
+
+    def release_visitors(self) -> None:
+        """Dismiss all visitors."""
+        for index in list(self._visitors):
+            self._dismiss(index)
+
+    def reset(self) -> None:
+        """Forget all frames, after an exception that went past the hooks."""
+        while self._frames:
+            self.leave(self._frames[-1].module)
+        self.release_visitors()
+
+    def keep_out(self, indices: Iterable[int]) -> None:
+        """Leave these parameters alone (their data is somebody else's) until ``let_in``."""
+        self.reset()
+        self._kept_out.update(indices)
+
+    def is_gathered(self, indices: Iterable[int]) -> bool:
+        """Whether all of these parameters hold real tensors of their own."""
+        return self._kept_out.issuperset(indices)
+
+    def let_in(self, indices: Iterable[int]) -> None:
+        """Undo ``keep_out``: the parameters have their offloaded face again."""
+        for index in indices:
+            self._kept_out.discard(index)
+            home = self.at_home[index]
+            self._set(self._records[index], self._placeholders[index] if home is None else home)
+
+    def _hold(self, indices: list[int]) -> None:
+        wanted = [index for index in indices if index not in self._kept_out]
+        weights = self._state.weights.acquire(wanted)
+        for index, weight in zip(wanted, weights, strict=True):
+            self._held[index] = self._held.get(index, 0) + 1
+            if self.at_home[index] is None and self._held[index] == 1:
+                record = self._records[index]
+                self._set(record, weight.view(record.shape))
+
+    def _release(self, indices: Iterable[int]) -> None:
+        released = [index for index in indices if index in self._held]
+        for index in released:
+            self._held[index] -= 1
+            if not self._held[index]:
+                del self._held[index]
+                if self.at_home[index] is None and index not in self._kept_out:
+                    self._set(self._records[index], self._placeholders[index])
+        self._state.weights.release(released)
+
+    def _dismiss(self, index: int) -> None:
+        if self._visitors.pop(index, None) is not None:
+            self._release([index])
+
+    def _home_view(self, record: Record) -> torch.Tensor | None:
+        weight = self._state.weights.at_home(record.index)
+        return None if weight is None else weight.view(record.shape)
+
+    def _set(self, record: Record, data: torch.Tensor) -> None:
+        with torch.inference_mode(False):
+            record.parameter.data = data
+
+
+class WatchedParameters(dict[str, Any]):
+    """A module's parameters; looking one up by name makes its weights resident."""
+
+    def __init__(self, parameters: dict[str, Any], residency: Residency) -> None:
+        super().__init__(parameters)
+        self._residency = residency
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if isinstance(parameter, OffloadedParameter):
+            self._residency.visit(parameter.offload_index)
+        return parameter
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is not dict.get(self, name):
+            raise RuntimeError(
+                f"parameter {name!r} cannot be replaced while the model is offloaded; change its "
+                "values inside `with offloaded.gathered([parameter], modify=True)`, or replace "
+                "it before the block"
+            )
+
+    def __delitem__(self, name: str) -> None:
+        raise RuntimeError(f"parameter {name!r} cannot be removed while the model is offloaded")

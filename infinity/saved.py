@@ -1,0 +1,114 @@
+"""Saved tensors of autograd: weights are remembered by name and fetched again, everything else is
+kept.
+
+Between forward and backward, autograd keeps what operations saved. A saved tensor that lies in a
+parameter's weights is packed as (parameter, generation, size, stride, offset) and unpacked by
+fetching the weights, so a graph holds no weights. A nested ``saved_tensors_hooks`` (activation
+checkpointing has one) hides these from us; autograd then keeps the buffer itself, which costs
+memory and changes nothing else.
+
+Plain PyTorch refuses a backward pass through something that was changed in place since it was
+saved. So do we: the generation of a parameter counts its updates, and the version of other tensors
+is compared.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.discovery import Record
+from swap.tiered import TieredState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SavedWeight:
+    index: int
+    generation: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SavedTensor:
+    tensor: torch.Tensor
+    version: int
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """The hooks, to be entered for as long as the model is offloaded."""
+
+    def __init__(self, records: list[Record], state: TieredState) -> None:
+        super().__init__(self._pack, self._unpack)
+        self._records = records
+        self._state = state
+        self.generations = [0] * len(records)
+        self._homes = _home_ranges(records, state)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        found = self._locate(tensor)
+        if found is None:
+            version = 0 if tensor.is_inference() else tensor._version
+            return _SavedTensor(tensor, version)
+        index, offset = found
+        return _SavedWeight(index, self.generations[index], tensor.size(), tensor.stride(), offset)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _SavedTensor):
+            return self._check_version(packed)
+        name = self._records[packed.index].name
+        if packed.generation != self.generations[packed.index]:
+            raise RuntimeError(
+                f"{name} was updated by an optimizer step after the forward pass that this "
+                "backward pass belongs to; call backward before step"
+            )
+        weight = self._state.weights.borrow(packed.index)
+        return weight.as_strided(
+            packed.size, packed.stride, weight.storage_offset() + packed.offset
+        )
+
+    def _check_version(self, saved: _SavedTensor) -> torch.Tensor:
+        tensor = saved.tensor
+        if not tensor.is_inference() and tensor._version != saved.version:
+            raise RuntimeError(
+                f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that is needed for the "
+                f"gradient was modified in place: it is at version {tensor._version}, version "
+                f"{saved.version} was saved"
+            )
+        return tensor
+
+    def _locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(parameter, element offset in it) if ``tensor`` lies in the weights of one."""
+        if tensor.layout != torch.strided or not tensor.numel() or tensor.is_neg():
+            return None
+        storage = tensor.untyped_storage()
+        index = self._state.weights.owner(storage._cdata)
+        if index is not None:
+            plain = tensor.dtype == self._records[index].spec.dtype
+            return (index, int(tensor.storage_offset())) if plain and not tensor.is_conj() else None
+        homes = self._homes.get(storage._cdata)
+        if homes is None:
+            return None
+        start = int(tensor.storage_offset())
+        position = bisect_right(homes, (start, len(self._records))) - 1
+        if position < 0:
+            return None
+        first, index = homes[position]
+        return index, start - first
+
+
+def _home_ranges(records: list[Record], state: TieredState) -> dict[int, list[tuple[int, int]]]:
+    """For each storage that weights at home lie in: sorted (first element, parameter)."""
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for record in records:
+        weight = state.weights.at_home(record.index)
+        if weight is not None:
+            storage = weight.untyped_storage()._cdata
+            ranges.setdefault(storage, []).append((int(weight.storage_offset()), record.index))
+    for homes in ranges.values():
+        homes.sort()
+    return ranges

@@ -1,0 +1,212 @@
+"""Gradients between backward and update: kept 16 (or 32) bits wide in host memory, spilled to NVME
+beyond it.
+
+A gradient is accumulated in its parameter's own dtype, as autograd would, so several backward
+passes give the bits that they give in plain PyTorch. Its sum of squares is taken while it is in
+cache, in an order that does not depend on where it is kept, so the norm costs no pass of its own
+and is the same under every budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from aio import Operation, Slab, SlabFullError
+from swap.extents import Extent, ExtentStore
+from swap.kernels import sum_of_squares
+from swap.layout import PIECE, Layout, Segment
+from swap.placement import Placement, gradient_bytes
+from swap.planes import as_bytes, as_tensor
+from swap.tiers import Tier
+from swap.timeline import Timeline
+
+_RELEASE_SECONDS = 60.0
+
+
+class GradientStore:
+    """One accumulated gradient for each parameter that got one since the last step.
+
+    ``add`` and ``clear`` are for one thread at a time; ``stage`` and ``release`` may run on another
+    for parameters that were captured.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        slab: Slab | None,
+        spill: Slab | None,
+        extents: ExtentStore | None,
+        timeline: Timeline,
+    ) -> None:
+        self._layout: Layout = placement.layout
+        self._extents = extents
+        self._spill = spill
+        self._timeline = timeline
+        self._chunk_bytes = placement.spill_chunk_bytes
+        self._host: dict[int, torch.Tensor] = {}
+        self._on_nvme: dict[int, Extent] = {}
+        self._writes: dict[int, list[Operation]] = {}
+        self._squares: dict[int, float] = {}
+        for group in self._layout.subgroups:
+            if group.trainable and placement.gradient_home[group.index] is Tier.HOST:
+                assert slab is not None
+                buffer = slab.allocate(gradient_bytes(group))
+                self._host[group.index] = as_tensor(buffer, group.dtype)
+
+    @property
+    def present(self) -> frozenset[int]:
+        """Parameters that have a gradient."""
+        return frozenset(self._squares)
+
+    def norm(self) -> float:
+        """The 2-norm over all present gradients, in parameter order."""
+        return math.sqrt(sum(self._squares[parameter] for parameter in sorted(self._squares)))
+
+    def add(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Set or accumulate the gradient of ``parameter``. The caller may reuse ``gradient`` on
+        return.
+
+        Raises ``AioError`` when spilling fails.
+        """
+        flat = gradient.detach().reshape(-1)
+        accumulate = parameter in self._squares
+        squares = 0.0
+        for segment in self._layout.segments_of[parameter]:
+            part = flat[segment.start : segment.start + segment.length]
+            if segment.subgroup in self._host:
+                home = self._host[segment.subgroup]
+                target = home[segment.offset : segment.offset + segment.length]
+                squares = _accumulate(target, part, accumulate, squares)
+            else:
+                squares = self._spill_segment(segment, part, accumulate, squares)
+        self._squares[parameter] = squares
+
+    def read(self, parameter: int) -> torch.Tensor:
+        """A copy of the gradient of ``parameter``, flat."""
+        spec = self._layout.specs[parameter]
+        out = torch.empty(spec.numel, dtype=spec.dtype)
+        for segment in self._layout.segments_of[parameter]:
+            part = out[segment.start : segment.start + segment.length]
+            if segment.subgroup in self._host:
+                home = self._host[segment.subgroup]
+                part.copy_(home[segment.offset : segment.offset + segment.length])
+            else:
+                self._settle(segment.subgroup)
+                start = segment.offset * part.dtype.itemsize
+                self._read(segment.subgroup, start, part).result()
+        return out
+
+    def clear(self, parameter: int | None = None) -> None:
+        """Forget the gradient of ``parameter``, or of all; those captured by a step are not
+        touched.
+        """
+        if parameter is None:
+            self._squares.clear()
+        else:
+            self._squares.pop(parameter, None)
+
+    def capture(self) -> frozenset[int]:
+        """Hand what is present to a step: it is no longer present, and stays readable until
+        released.
+        """
+        captured = self.present
+        self._squares.clear()
+        return captured
+
+    def is_host(self, subgroup: int) -> bool:
+        return subgroup in self._host
+
+    def host(self, subgroup: int) -> torch.Tensor:
+        return self._host[subgroup]
+
+    def stage(self, subgroup: int, out: torch.Tensor) -> list[Operation]:
+        """Start reading the spilled gradients of a whole subgroup into ``out``."""
+        self._settle(subgroup)
+        return [self._read(subgroup, 0, out)] if subgroup in self._on_nvme else []
+
+    def release(self, subgroup: int) -> None:
+        """The update of ``subgroup`` is done: its spilled gradients are not needed any more."""
+        extent = self._on_nvme.pop(subgroup, None)
+        if extent is not None:
+            assert self._extents is not None
+            self._extents.release(extent)
+
+    def settle(self) -> None:
+        """Wait until every spill is on the SSD; raises ``AioError``."""
+        for subgroup in list(self._writes):
+            self._settle(subgroup)
+
+    def _spill_segment(
+        self, segment: Segment, part: torch.Tensor, accumulate: bool, squares: float
+    ) -> float:
+        assert self._extents is not None
+        extent = self._on_nvme.get(segment.subgroup)
+        if extent is None:
+            group = self._layout.subgroups[segment.subgroup]
+            extent = self._extents.allocate(gradient_bytes(group))
+            self._on_nvme[segment.subgroup] = extent
+        if accumulate:
+            self._settle(segment.subgroup)
+        name = self._layout.specs[segment.parameter].name
+        for first, values in self._chunks(part):
+            chunk = self._take_chunk(values)
+            target = chunk[: values.numel()]
+            start = (segment.offset + first) * values.dtype.itemsize
+            if accumulate:
+                self._read(segment.subgroup, start, chunk).result()
+            squares = _accumulate(target, values, accumulate, squares)
+            write = self._extents.write(extent, start, as_bytes(chunk))
+            self._writes.setdefault(segment.subgroup, []).append(
+                self._timeline.watch(write, f"gradient of {name}")
+            )
+        return squares
+
+    def _chunks(self, part: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        elements = self._chunk_bytes // part.dtype.itemsize // PIECE * PIECE
+        for first in range(0, part.numel(), elements):
+            yield first, part[first : first + elements]
+
+    def _take_chunk(self, values: torch.Tensor) -> torch.Tensor:
+        """A spill buffer of whole pieces; waits for an earlier write to give one back."""
+        assert self._spill is not None
+        nbytes = -(-values.numel() // PIECE) * PIECE * values.dtype.itemsize
+        while True:
+            try:
+                return as_tensor(self._spill.allocate(nbytes), values.dtype)
+            except SlabFullError:
+                self._drop_finished_writes()
+                if not self._spill.wait_for_release(_RELEASE_SECONDS):
+                    raise
+
+    def _drop_finished_writes(self) -> None:
+        """Forget reaped writes, which hold their buffers; wait for one if none is reaped yet."""
+        pending = [operation for writes in self._writes.values() for operation in writes]
+        if pending and not any(operation.done() for operation in pending):
+            pending[0].result()
+        for subgroup, writes in self._writes.items():
+            for operation in writes:
+                if operation.done():
+                    operation.result()
+            self._writes[subgroup] = [operation for operation in writes if not operation.done()]
+
+    def _settle(self, subgroup: int) -> None:
+        for operation in self._writes.pop(subgroup, ()):
+            operation.result()
+
+    def _read(self, subgroup: int, start: int, out: torch.Tensor) -> Operation:
+        assert self._extents is not None
+        operation = self._extents.read(self._on_nvme[subgroup], start, as_bytes(out), urgent=False)
+        return self._timeline.watch(operation, f"gradients of subgroup {subgroup}")
+
+
+def _accumulate(
+    target: torch.Tensor, values: torch.Tensor, accumulate: bool, squares: float
+) -> float:
+    if accumulate:
+        target.add_(values.to(target.device))
+    else:
+        target.copy_(values)
+    return sum_of_squares(target, squares)

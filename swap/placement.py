@@ -1,0 +1,311 @@
+"""Which tier is home to which bytes under a budget: pure, no I/O.
+
+Host memory is given out in this order: what must be there (small parameters with their state, the
+update's staging slots, the arena that weights pass through, spill buffers), then gradients, then
+optimizer state with its weights, then a larger arena. A byte of gradient or of state in host memory
+spares two bytes of traffic a step; a byte of arena spares one at most, and only while it is not
+evicted.
+
+Homes are given to whole units (see ``layout``), spread evenly over the execution order, so that the
+traffic that is left is spread evenly over the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swap.layout import PIECE, Layout, ParameterSpec, Plane, Subgroup, pack
+from swap.rules import UpdateRule
+from swap.tiers import Budget, BudgetError, Tier, format_bytes
+
+MIN_SUBGROUP_ELEMENTS = 64 * 1024
+MAX_SUBGROUP_ELEMENTS = 8 * 1024 * 1024
+MIN_SLOTS = 3
+"""One subgroup being read, one in the kernel, one being written."""
+MAX_SLOTS = 4
+SPILL_CHUNKS = 4
+MIN_SPILL_CHUNK_BYTES = 256 * 1024
+MAX_SPILL_CHUNK_BYTES = 4 * 1024 * 1024
+STAGING_SHARE = 0.25
+ARENA_SHARE = 0.35
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The homes of all bytes. Sizes in bytes; tuples are indexed by subgroup."""
+
+    layout: Layout
+    state_home: tuple[Tier, ...]
+    gradient_home: tuple[Tier, ...]
+    arena_bytes: int
+    num_slots: int
+    slot_bytes: int
+    scratch_bytes: int
+    spill_chunk_bytes: int
+    least_host_bytes: int
+    state_host_bytes: int
+    gradient_host_bytes: int
+    state_nvme_bytes: int
+    gradient_nvme_bytes: int
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes + self.scratch_bytes
+
+    @property
+    def spill_bytes(self) -> int:
+        return SPILL_CHUNKS * self.spill_chunk_bytes if self.gradient_nvme_bytes else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """All host memory that will be taken."""
+        return (
+            self.state_host_bytes
+            + self.gradient_host_bytes
+            + self.arena_bytes
+            + self.staging_bytes
+            + self.spill_bytes
+        )
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Largest size of the swap files: state, spilled gradients, and copies in flight."""
+        if not (self.state_nvme_bytes or self.gradient_nvme_bytes):
+            return 0
+        return self.state_nvme_bytes + self.gradient_nvme_bytes + 2 * self.staging_bytes
+
+    def traffic_per_step(self) -> tuple[int, int]:
+        """Bytes (read, written) in a step of one forward and one backward pass, in steady state.
+
+        The update reads and writes every plane once and passes new weights on to the forward pass;
+        the backward pass fetches what the arena could not keep; a spilled gradient is written once
+        and read once.
+        """
+        weights = sum(
+            group.numel * group.dtype.itemsize
+            for group, home in zip(self.layout.subgroups, self.state_home, strict=True)
+            if home is Tier.NVME
+        )
+        frozen = sum(
+            group.numel * group.dtype.itemsize
+            for group, home in zip(self.layout.subgroups, self.state_home, strict=True)
+            if home is Tier.NVME and not group.trainable
+        )
+        refetched = max(0, weights - self.arena_bytes)
+        updated = self.state_nvme_bytes - frozen
+        read = updated + self.gradient_nvme_bytes + refetched
+        return read, updated + self.gradient_nvme_bytes
+
+
+def state_bytes(subgroup: Subgroup, rule: UpdateRule) -> int:
+    """Bytes of all planes of ``subgroup``: weights and what an update needs, but gradients."""
+    return subgroup.numel * sum(plane.dtype.itemsize for plane in planes_of(subgroup, rule))
+
+
+def gradient_bytes(subgroup: Subgroup) -> int:
+    return subgroup.numel * subgroup.dtype.itemsize if subgroup.trainable else 0
+
+
+def planes_of(subgroup: Subgroup, rule: UpdateRule) -> tuple[Plane, ...]:
+    """The planes of ``subgroup``, the weights first."""
+    weight = Plane("weight", subgroup.dtype)
+    return (weight, *rule.planes(subgroup.dtype)) if subgroup.trainable else (weight,)
+
+
+def place(
+    specs: Sequence[ParameterSpec], rule: UpdateRule, budget: Budget, *, least_arena_bytes: int
+) -> Placement:
+    """Decide every home.
+
+    ``least_arena_bytes`` is what weights need to pass through: the modules that are at work at once
+    and the next one. Raises ``BudgetError`` with the least budget that works when ``budget`` is
+    below it.
+    """
+    least_arena = least_arena_bytes + PIECE
+    everything = pack(specs, _capacity_for_whole(specs))
+    if _total(everything, rule) <= budget.host_bytes:
+        return _all_in_host(everything, rule)
+    least = _least_host_bytes(specs, rule, least_arena)
+    if budget.host_bytes < least:
+        raise BudgetError(
+            f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
+            f"least {format_bytes(least)} ({least} bytes): {format_bytes(least_arena)} for the "
+            "weights of the largest block at work, the rest for staging the optimizer and for "
+            f"small parameters; {format_bytes(_total(everything, rule))} would hold everything in "
+            "memory",
+            least_host_bytes=least,
+        )
+    elements = _subgroup_elements(specs, rule, budget.host_bytes - least_arena)
+    return _fill(pack(specs, elements), rule, budget.host_bytes, least_arena, least)
+
+
+def _capacity_for_whole(specs: Sequence[ParameterSpec]) -> int:
+    largest = max((spec.padded_numel for spec in specs), default=PIECE)
+    return max(largest, MAX_SUBGROUP_ELEMENTS)
+
+
+def _total(layout: Layout, rule: UpdateRule) -> int:
+    held = sum(state_bytes(group, rule) + gradient_bytes(group) for group in layout.subgroups)
+    return held + _scratch_bytes(layout, rule)
+
+
+def _scratch_bytes(layout: Layout, rule: UpdateRule) -> int:
+    largest = max((group.numel for group in layout.subgroups if group.trainable), default=0)
+    return largest * rule.scratch_bytes_per_element
+
+
+def _all_in_host(layout: Layout, rule: UpdateRule) -> Placement:
+    count = len(layout.subgroups)
+    return Placement(
+        layout=layout,
+        state_home=(Tier.HOST,) * count,
+        gradient_home=(Tier.HOST,) * count,
+        arena_bytes=0,
+        num_slots=0,
+        slot_bytes=0,
+        scratch_bytes=_scratch_bytes(layout, rule),
+        spill_chunk_bytes=0,
+        least_host_bytes=_total(layout, rule),
+        state_host_bytes=sum(state_bytes(group, rule) for group in layout.subgroups),
+        gradient_host_bytes=sum(gradient_bytes(group) for group in layout.subgroups),
+        state_nvme_bytes=0,
+        gradient_nvme_bytes=0,
+    )
+
+
+def _element_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
+    """Staging bytes for an element of the widest kind: planes, gradient, and scratch."""
+    dtypes = {spec.dtype for spec in specs if spec.trainable and not spec.resident}
+    return max(
+        (
+            2 * dtype.itemsize
+            + sum(plane.dtype.itemsize for plane in rule.planes(dtype))
+            + rule.scratch_bytes_per_element
+            for dtype in dtypes
+        ),
+        default=0,
+    )
+
+
+def _least_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
+    if not rule.whole_parameters:
+        return MIN_SUBGROUP_ELEMENTS
+    trained = (spec.padded_numel for spec in specs if spec.trainable)
+    return max(MIN_SUBGROUP_ELEMENTS, max(trained, default=0))
+
+
+def _fixed_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
+    """Bytes of the small parameters, which stay in host memory with all their state."""
+    layout = pack([spec for spec in _renumbered(specs) if spec.resident], MAX_SUBGROUP_ELEMENTS)
+    return sum(state_bytes(group, rule) + gradient_bytes(group) for group in layout.subgroups)
+
+
+def _renumbered(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    kept = [spec for spec in specs if spec.resident]
+    return [
+        ParameterSpec(
+            index=index,
+            name=spec.name,
+            numel=spec.numel,
+            dtype=spec.dtype,
+            trainable=spec.trainable,
+            resident=True,
+        )
+        for index, spec in enumerate(kept)
+    ]
+
+
+def _least_host_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule, least_arena: int) -> int:
+    staging = MIN_SLOTS * _least_elements(specs, rule) * _element_bytes(specs, rule)
+    spill = SPILL_CHUNKS * MIN_SPILL_CHUNK_BYTES
+    return _fixed_bytes(specs, rule) + staging + spill + least_arena
+
+
+def _subgroup_elements(specs: Sequence[ParameterSpec], rule: UpdateRule, host_bytes: int) -> int:
+    """The largest subgroup whose slots take no more than the staging share of what is free."""
+    free = host_bytes - _fixed_bytes(specs, rule)
+    element_bytes = max(1, _element_bytes(specs, rule))
+    elements = int(free * STAGING_SHARE) // (MAX_SLOTS * element_bytes) // PIECE * PIECE
+    least = _least_elements(specs, rule)
+    return max(least, min(elements, MAX_SUBGROUP_ELEMENTS))
+
+
+def _fill(
+    layout: Layout, rule: UpdateRule, host_bytes: int, least_arena: int, least: int
+) -> Placement:
+    groups = layout.subgroups
+    fixed = sum(state_bytes(g, rule) + gradient_bytes(g) for g in groups if g.resident)
+    moving = [group for group in groups if not group.resident]
+    slot_bytes = max(
+        (state_bytes(group, rule) + gradient_bytes(group) for group in moving if group.trainable),
+        default=0,
+    )
+    scratch = _scratch_bytes(layout, rule)
+    chunk = _spill_chunk_bytes(host_bytes)
+    left = host_bytes - fixed - SPILL_CHUNKS * chunk - scratch - least_arena
+    num_slots = MAX_SLOTS if MAX_SLOTS * slot_bytes <= left * STAGING_SHARE else MIN_SLOTS
+    num_slots = num_slots if slot_bytes else 0
+    left -= num_slots * slot_bytes
+    weights = sum(group.numel * group.dtype.itemsize for group in moving)
+    arena = least_arena
+    extra = max(0, min(int(left * ARENA_SHARE), weights - arena))
+    left -= extra
+    gradient_home, left = _choose(moving, gradient_bytes, left)
+    state_home, left = _choose(moving, lambda group: state_bytes(group, rule), left)
+    arena = min(arena + extra + max(0, left), max(weights + PIECE, arena))
+    in_host = {group.index for group in groups if group.resident}
+    gradients_in_host, states_in_host = in_host | gradient_home, in_host | state_home
+    return Placement(
+        layout=layout,
+        state_home=_homes(groups, states_in_host),
+        gradient_home=_homes(groups, gradients_in_host),
+        arena_bytes=arena,
+        num_slots=num_slots,
+        slot_bytes=slot_bytes,
+        scratch_bytes=scratch,
+        spill_chunk_bytes=chunk,
+        least_host_bytes=least,
+        state_host_bytes=sum(state_bytes(g, rule) for g in groups if g.index in states_in_host),
+        gradient_host_bytes=sum(gradient_bytes(g) for g in groups if g.index in gradients_in_host),
+        state_nvme_bytes=sum(state_bytes(g, rule) for g in groups if g.index not in states_in_host),
+        gradient_nvme_bytes=sum(
+            gradient_bytes(g) for g in groups if g.index not in gradients_in_host
+        ),
+    )
+
+
+def _spill_chunk_bytes(host_bytes: int) -> int:
+    chunk = host_bytes // 128 // PIECE * PIECE
+    return max(MIN_SPILL_CHUNK_BYTES, min(chunk, MAX_SPILL_CHUNK_BYTES))
+
+
+def _homes(groups: Sequence[Subgroup], in_host: set[int]) -> tuple[Tier, ...]:
+    return tuple(Tier.HOST if group.index in in_host else Tier.NVME for group in groups)
+
+
+def _choose(
+    groups: Sequence[Subgroup], cost: Callable[[Subgroup], int], left: int
+) -> tuple[set[int], int]:
+    """Subgroups, by whole units, that fit into ``left`` bytes, spread evenly; and what is left
+    then.
+    """
+    units: dict[int, list[Subgroup]] = {}
+    for group in groups:
+        units.setdefault(group.unit, []).append(group)
+    costs = {unit: sum(cost(group) for group in parts) for unit, parts in units.items()}
+    total = sum(costs.values())
+    fraction = min(1.0, left / total) if total else 0.0
+    chosen: set[int] = set()
+    due = 0.0
+    for unit, nbytes in costs.items():
+        due += nbytes * fraction
+        if nbytes <= left and due >= nbytes - 1e-6:
+            chosen.add(unit)
+            left -= nbytes
+            due -= nbytes
+    for unit, nbytes in costs.items():
+        if unit not in chosen and nbytes <= left:
+            chosen.add(unit)
+            left -= nbytes
+    return {group.index for group in groups if group.unit in chosen}, left

@@ -1,0 +1,224 @@
+"""Where the planes of every subgroup are right now, and reading and writing parts of them.
+
+A plane in HOST is an array that the optimizer changes in place. A plane on NVME is an extent that
+is never written again once it was published: an update publishes new extents. A plane whose values
+are all still zero (moments before the first step) has no extent and is never read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+from aio import Operation, Slab
+from swap.extents import Extent, ExtentStore
+from swap.layout import Segment, Subgroup
+from swap.placement import Placement, planes_of
+from swap.rules import UpdateRule
+from swap.tiers import Tier
+
+
+def as_tensor(buffer: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of a slab buffer as a flat tensor that keeps the buffer alive."""
+    return torch.from_numpy(buffer).view(dtype)
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a flat contiguous CPU tensor, as an array that keeps its storage alive."""
+    array: np.ndarray = tensor.view(torch.uint8).numpy()
+    return array
+
+
+class PlaneStore:
+    """All planes of a placement. Extents are swapped under a lock; HOST arrays never move."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        rule: UpdateRule,
+        slab: Slab | None,
+        extents: ExtentStore | None,
+    ) -> None:
+        self.layout = placement.layout
+        self._home = placement.state_home
+        self._extents = extents
+        self._lock = threading.Lock()
+        self._planes = tuple(planes_of(group, rule) for group in self.layout.subgroups)
+        self._host: dict[tuple[int, str], torch.Tensor] = {}
+        self._on_nvme: dict[tuple[int, str], Extent | None] = {}
+        for unit in _units(self.layout.subgroups):
+            if self._home[unit[0].index] is Tier.HOST:
+                assert slab is not None
+                self._map_unit(unit, slab)
+        for group in self.layout.subgroups:
+            if self._home[group.index] is Tier.NVME:
+                self._allocate(group)
+        self._weights = tuple(self._contiguous(spec.index) for spec in self.layout.specs)
+
+    def names(self, subgroup: int) -> tuple[str, ...]:
+        """Names of the planes of a subgroup, the weights first."""
+        return tuple(plane.name for plane in self._planes[subgroup])
+
+    def dtype(self, subgroup: int, name: str) -> torch.dtype:
+        return next(plane.dtype for plane in self._planes[subgroup] if plane.name == name)
+
+    def is_host(self, subgroup: int) -> bool:
+        return self._home[subgroup] is Tier.HOST
+
+    def host(self, subgroup: int, name: str) -> torch.Tensor:
+        """The array of a HOST plane, ``subgroup.numel`` elements."""
+        return self._host[subgroup, name]
+
+    def host_weight(self, parameter: int) -> torch.Tensor | None:
+        """The weights of a parameter as one flat view, if all of them are in HOST."""
+        return self._weights[parameter]
+
+    def extent(self, subgroup: int, name: str) -> Extent | None:
+        """Where an NVME plane is; None while it is all zeros."""
+        with self._lock:
+            return self._on_nvme[subgroup, name]
+
+    def publish(self, subgroup: int, extents: Mapping[str, Extent]) -> None:
+        """Replace the extents of some planes at once and release the old ones."""
+        assert self._extents is not None
+        with self._lock:
+            old = [self._on_nvme[subgroup, name] for name in extents]
+            self._on_nvme.update({(subgroup, name): new for name, new in extents.items()})
+        for extent in old:
+            if extent is not None:
+                self._extents.release(extent)
+
+    def pin(self) -> list[Extent]:
+        """Pin every published extent and return them: a snapshot. Unpin each one through the extent
+        store.
+        """
+        with self._lock:
+            pinned = [extent for extent in self._on_nvme.values() if extent is not None]
+            if self._extents is not None:
+                for extent in pinned:
+                    self._extents.pin(extent)
+        return pinned
+
+    def zero(self, name: str) -> None:
+        """Make every plane of that name all zeros, wherever it is."""
+        for (_, plane), tensor in self._host.items():
+            if plane == name:
+                tensor.zero_()
+        for subgroup, plane in self._on_nvme:
+            if plane == name:
+                self._drop(subgroup, name)
+
+    def read(self, parameter: int, name: str, start: int, out: torch.Tensor) -> None:
+        """Copy elements ``[start, start + len(out))`` of one plane of a parameter into ``out``
+        (flat, CPU).
+
+        Raises ``AioError``. The caller sees to it that no update is under way.
+        """
+        pending = []
+        for segment, low, part in self._overlaps(parameter, start, out):
+            if self.is_host(segment.subgroup):
+                part.copy_(self._host[segment.subgroup, name][low : low + part.numel()])
+                continue
+            extent = self.extent(segment.subgroup, name)
+            if extent is None:
+                part.zero_()
+            else:
+                pending.append(self._transfer("read", extent, low, part))
+        for operation in pending:
+            operation.result()
+
+    def write(self, parameter: int, name: str, start: int, values: torch.Tensor) -> None:
+        """Overwrite elements ``[start, start + len(values))`` of one plane in place (no
+        copy-on-write).
+
+        For filling and loading, with no update under way. Raises ``AioError``.
+        """
+        pending = []
+        for segment, low, part in self._overlaps(parameter, start, values):
+            if self.is_host(segment.subgroup):
+                self._host[segment.subgroup, name][low : low + part.numel()].copy_(part)
+                continue
+            extent = self.extent(segment.subgroup, name)
+            if extent is None:
+                extent = self._fill_with_zeros(segment.subgroup, name)
+            pending.append(self._transfer("write", extent, low, part))
+        for operation in pending:
+            operation.result()
+
+    def _overlaps(
+        self, parameter: int, start: int, tensor: torch.Tensor
+    ) -> Iterator[tuple[Segment, int, torch.Tensor]]:
+        """(segment, first element in its subgroup, slice of ``tensor``) for all that the range
+        touches.
+        """
+        stop = start + tensor.numel()
+        for segment in self.layout.segments_of[parameter]:
+            low = max(start, segment.start)
+            high = min(stop, segment.start + segment.length)
+            if low < high:
+                at = segment.offset + low - segment.start
+                yield segment, at, tensor[low - start : high - start]
+
+    def _transfer(self, kind: str, extent: Extent, first: int, part: torch.Tensor) -> Operation:
+        assert self._extents is not None
+        start = first * part.dtype.itemsize
+        if kind == "read":
+            return self._extents.read(extent, start, as_bytes(part), urgent=True)
+        return self._extents.write(extent, start, as_bytes(part))
+
+    def _map_unit(self, unit: list[Subgroup], slab: Slab) -> None:
+        """One array a plane for the whole unit, so that a split parameter is still contiguous."""
+        for plane in self._planes[unit[0].index]:
+            numel = sum(group.numel for group in unit)
+            whole = as_tensor(slab.allocate(numel * plane.dtype.itemsize), plane.dtype)
+            first = 0
+            for group in unit:
+                self._host[group.index, plane.name] = whole[first : first + group.numel]
+                first += group.numel
+
+    def _allocate(self, group: Subgroup) -> None:
+        assert self._extents is not None
+        for plane in self._planes[group.index]:
+            extent = None
+            if not plane.zero:
+                extent = self._extents.allocate(group.numel * plane.dtype.itemsize)
+            self._on_nvme[group.index, plane.name] = extent
+
+    def _fill_with_zeros(self, subgroup: int, name: str) -> Extent:
+        assert self._extents is not None
+        nbytes = self.layout.subgroups[subgroup].numel * self.dtype(subgroup, name).itemsize
+        extent = self._extents.allocate(nbytes)
+        zeros = np.zeros(min(nbytes, 1 << 20), dtype=np.uint8)
+        operations = [
+            self._extents.write(extent, start, zeros[: min(zeros.nbytes, nbytes - start)])
+            for start in range(0, nbytes, zeros.nbytes)
+        ]
+        for operation in operations:
+            operation.result()
+        self.publish(subgroup, {name: extent})
+        return extent
+
+    def _drop(self, subgroup: int, name: str) -> None:
+        assert self._extents is not None
+        with self._lock:
+            extent, self._on_nvme[subgroup, name] = self._on_nvme[subgroup, name], None
+        if extent is not None:
+            self._extents.release(extent)
+
+    def _contiguous(self, parameter: int) -> torch.Tensor | None:
+        segments = self.layout.segments_of[parameter]
+        if not all(self.is_host(segment.subgroup) for segment in segments):
+            return None
+        first = self._host[segments[0].subgroup, "weight"]
+        numel = self.layout.specs[parameter].numel
+        return first.as_strided((numel,), (1,), first.storage_offset() + segments[0].offset)
+
+
+def _units(subgroups: tuple[Subgroup, ...]) -> list[list[Subgroup]]:
+    units: dict[int, list[Subgroup]] = {}
+    for group in subgroups:
+        units.setdefault(group.unit, []).append(group)
+    return list(units.values())

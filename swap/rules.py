@@ -1,0 +1,130 @@
+"""What an optimizer does to one subgroup: the planes it keeps, and the update itself.
+
+A rule sees tensors and numbers, never files or threads. ``AdamRule`` runs the native kernel on
+every segment; ``TorchRule`` runs any ``torch.optim.Optimizer`` on whole parameters in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from swap.kernels import AdamHyper, adam_step
+from swap.layout import Plane, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterUpdate:
+    """What a step means for one parameter: its group's options, its step count (from 1)."""
+
+    parameter: int
+    step: int
+    shape: torch.Size
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class UpdateRule(Protocol):
+    """The contract between an optimizer and the pipeline.
+
+    ``planes`` names the arrays kept beside the weights of a dtype. ``whole_parameters`` asks for
+    subgroups that never split a parameter. ``scratch_bytes_per_element`` is memory that ``apply``
+    takes beyond its arguments.
+    """
+
+    whole_parameters: bool
+    scratch_bytes_per_element: int
+
+    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
+        """Planes beside ``weight`` for weights of ``dtype``."""
+
+    def apply(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        planes: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        """Update one segment in place. All tensors are flat, on the CPU, of ``segment.length``
+        elements.
+        """
+
+
+def master_planes(dtype: torch.dtype) -> tuple[Plane, ...]:
+    """What completes weights of ``dtype`` to a float32 master: its low half, a copy, or nothing."""
+    if dtype == torch.bfloat16:
+        return (Plane("lo", torch.int16),)
+    if dtype in (torch.float32, torch.float64):
+        return ()
+    return (Plane("master", torch.float32),)
+
+
+class FrozenRule:
+    """No optimizer: weights only, for inference."""
+
+    whole_parameters = False
+    scratch_bytes_per_element = 0
+
+    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
+        return ()
+
+    def apply(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        planes: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        raise AssertionError("a frozen parameter has no update")
+
+
+class AdamRule:
+    """Adam or AdamW by the native kernel. Options: lr, betas, eps, weight_decay, decoupled."""
+
+    whole_parameters = False
+    scratch_bytes_per_element = 0
+
+    def __init__(self, *, state_dtype: torch.dtype = torch.float32, threads: int | None = None):
+        self._state_dtype = state_dtype
+        self._threads = threads
+
+    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
+        return (
+            *master_planes(dtype),
+            Plane("exp_avg", self._state_dtype, zero=True),
+            Plane("exp_avg_sq", self._state_dtype, zero=True),
+        )
+
+    def apply(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        planes: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        options = update.options
+        beta1, beta2 = options["betas"]
+        hyper = AdamHyper(
+            lr=float(options["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(options["eps"]),
+            weight_decay=float(options["weight_decay"]),
+            step=update.step,
+            grad_scale=gradient_scale,
+            decoupled=bool(options.get("decoupled", True)),
+        )
+        adam_step(
+            weight=planes["weight"],
+            rest=planes.get("lo", planes.get("master")),
+            exp_avg=planes["exp_avg"],
+            exp_avg_sq=planes["exp_avg_sq"],
+            grad=gradient,
+            hyper=hyper,
+            threads=self._threads,
+        )

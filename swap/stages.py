@@ -1,0 +1,245 @@
+"""The stages that one subgroup goes through in an update: read, kernel, write-back, publish.
+
+Nothing here decides an order or waits for another subgroup; ``update`` does. A job's new extents
+are published only when every one of its writes is complete, so until then the subgroup is what it
+was before the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from aio import AioError, Operation
+from swap.extents import Extent, ExtentStore
+from swap.gradients import GradientStore
+from swap.layout import PIECE, Segment, Subgroup
+from swap.planes import PlaneStore, as_bytes, as_tensor
+from swap.rules import ParameterUpdate, UpdateRule
+from swap.timeline import Timeline
+from swap.weights import WeightCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """All that an update depends on, fixed when the step was taken."""
+
+    updates: Mapping[int, ParameterUpdate]
+    gradient_scale: float
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One subgroup on its way through the pipeline, with the staging slot that it occupies."""
+
+    subgroup: Subgroup
+    slot: np.ndarray | None = None
+    planes: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradient: torch.Tensor | None = None
+    reads: list[Operation] = field(default_factory=list)
+    extents: dict[str, Extent] = field(default_factory=dict)
+    writes: list[Operation] = field(default_factory=list)
+
+
+class Stages:
+    """What to do with a job. Used by one thread."""
+
+    def __init__(
+        self,
+        planes: PlaneStore,
+        gradients: GradientStore,
+        weights: WeightCache,
+        extents: ExtentStore | None,
+        rule: UpdateRule,
+        slots: Sequence[np.ndarray],
+        timeline: Timeline,
+    ) -> None:
+        self._planes = planes
+        self._gradients = gradients
+        self._weights = weights
+        self._extents = extents
+        self._rule = rule
+        self._slots = deque(slots)
+        self._timeline = timeline
+
+    def can_start(self, subgroup: Subgroup) -> bool:
+        """Whether the job for ``subgroup`` needs no slot, or there is one."""
+        return bool(self._slots) or not self._needs_slot(subgroup)
+
+    def start_read(self, step: Step, subgroup: Subgroup) -> Job:
+        """Take a slot and start the reads that the kernel needs."""
+        job = Job(subgroup)
+        if self._needs_slot(subgroup):
+            job.slot = self._slots.popleft()
+        try:
+            self._carve(job)
+            self._read_gradient(job)
+            if not self._planes.is_host(subgroup.index):
+                self._read_planes(job, step)
+        except BaseException:
+            self.abandon(job)
+            raise
+        return job
+
+    def run_kernel(self, step: Step, job: Job) -> None:
+        """Wait for the reads, update every segment that has an update, pass the new weights on."""
+        for operation in job.reads:
+            operation.result()
+        job.reads.clear()
+        group = job.subgroup
+        with self._timeline.span("kernel", label=f"subgroup {group.index}"):
+            for segment, update in _updated(group, step):
+                self._apply(job, segment, update, step.gradient_scale)
+        for segment, _ in _updated(group, step):
+            stop = segment.offset + segment.length
+            self._weights.offer(segment, job.planes["weight"][segment.offset : stop])
+
+    def start_write(self, job: Job) -> None:
+        """Start writing the new planes to new extents; HOST planes are at home already."""
+        if self._planes.is_host(job.subgroup.index):
+            return
+        assert self._extents is not None
+        for name, plane in job.planes.items():
+            data = as_bytes(plane)
+            extent = self._extents.allocate(data.nbytes)
+            job.extents[name] = extent
+            write = self._extents.write(extent, 0, data)
+            job.writes.append(self._timeline.watch(write, f"subgroup {job.subgroup.index} {name}"))
+
+    def is_written(self, job: Job) -> bool:
+        return all(operation.done() for operation in job.writes)
+
+    def publish(self, job: Job) -> None:
+        """Wait for the writes; then the new extents replace the old ones, and slot and gradients
+        are free.
+        """
+        for operation in job.writes:
+            operation.result()
+        job.writes.clear()
+        group = job.subgroup
+        if job.extents:
+            self._planes.publish(group.index, job.extents)
+            job.extents = {}
+        self._gradients.release(group.index)
+        for segment in group.segments:
+            self._weights.published(segment.parameter, group.index)
+        self._free(job)
+
+    def abandon(self, job: Job) -> None:
+        """Leave the subgroup as it was before the step: let transfers end, give back extents and
+        slot.
+        """
+        for operation in (*job.reads, *job.writes):
+            _let_end(operation)
+        for extent in job.extents.values():
+            assert self._extents is not None
+            self._extents.release(extent)
+        job.extents = {}
+        self._free(job)
+
+    def _needs_slot(self, subgroup: Subgroup) -> bool:
+        index = subgroup.index
+        return not (self._planes.is_host(index) and self._gradients.is_host(index))
+
+    def _free(self, job: Job) -> None:
+        job.reads.clear()
+        job.writes.clear()
+        job.planes = {}
+        job.gradient = None
+        if job.slot is not None:
+            self._slots.append(job.slot)
+            job.slot = None
+
+    def _carve(self, job: Job) -> None:
+        """Lay the staged planes, and a spilled gradient after them, out in the slot; each starts on
+        a page.
+        """
+        group, used = job.subgroup, 0
+        for name in self._planes.names(group.index):
+            if self._planes.is_host(group.index):
+                job.planes[name] = self._planes.host(group.index, name)
+                continue
+            used, job.planes[name] = _cut(job, used, self._planes.dtype(group.index, name))
+        if self._gradients.is_host(group.index):
+            job.gradient = self._gradients.host(group.index)
+        else:
+            used, job.gradient = _cut(job, used, group.dtype)
+
+    def _read_gradient(self, job: Job) -> None:
+        if not self._gradients.is_host(job.subgroup.index):
+            assert job.gradient is not None
+            job.reads += self._gradients.stage(job.subgroup.index, job.gradient)
+
+    def _read_planes(self, job: Job, step: Step) -> None:
+        for name, plane in job.planes.items():
+            if self._planes.extent(job.subgroup.index, name) is None:
+                plane.zero_()
+            elif name != "weight":
+                self._read(job, name, 0, plane.numel())
+            else:
+                for first, last in self._not_cached(job, step):
+                    self._read(job, name, first, last)
+
+    def _not_cached(self, job: Job, step: Step) -> Iterator[tuple[int, int]]:
+        """Element ranges of the weights that no stale entry of the arena could provide, joined into
+        runs.
+        """
+        first = last = 0
+        for segment in job.subgroup.segments:
+            part = job.planes["weight"][segment.offset : segment.offset + segment.length]
+            cached = segment.parameter in step.updates and self._weights.take_stale(segment, part)
+            if cached:
+                if last > first:
+                    yield first, last
+                first = last = segment.offset + _padded(segment)
+            else:
+                last = segment.offset + _padded(segment)
+        if last > first:
+            yield first, last
+
+    def _read(self, job: Job, name: str, first: int, last: int) -> None:
+        assert self._extents is not None
+        extent = self._planes.extent(job.subgroup.index, name)
+        assert extent is not None
+        part = job.planes[name][first:last]
+        start = first * part.dtype.itemsize
+        operation = self._extents.read(extent, start, as_bytes(part), urgent=False)
+        label = f"subgroup {job.subgroup.index} {name}"
+        job.reads.append(self._timeline.watch(operation, label))
+
+    def _apply(self, job: Job, segment: Segment, update: ParameterUpdate, scale: float) -> None:
+        assert job.gradient is not None
+        part = slice(segment.offset, segment.offset + segment.length)
+        planes = {name: plane[part] for name, plane in job.planes.items()}
+        self._rule.apply(segment, update, planes, job.gradient[part], scale)
+
+
+def _updated(group: Subgroup, step: Step) -> Iterator[tuple[Segment, ParameterUpdate]]:
+    for segment in group.segments:
+        update = step.updates.get(segment.parameter)
+        if update is not None:
+            yield segment, update
+
+
+def _padded(segment: Segment) -> int:
+    return max(1, -(-segment.length // PIECE)) * PIECE
+
+
+def _cut(job: Job, used: int, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+    assert job.slot is not None
+    stop = used + job.subgroup.numel * dtype.itemsize
+    return stop, as_tensor(job.slot[used:stop], dtype)
+
+
+def _let_end(operation: Operation) -> None:
+    """Wait for a transfer whose outcome no longer matters: its failure has been, or will be,
+    reported by another.
+    """
+    try:
+        operation.result()
+    except AioError:
+        return

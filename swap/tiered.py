@@ -1,0 +1,259 @@
+"""Training state over tiers: what ``infinity`` holds instead of tensors.
+
+``TieredState`` builds the engine, the slabs, the swap files and the pipeline for a placement, and
+takes them down again. It knows parameters by index and values as flat tensors; modules, shapes and
+optimizers are its caller's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+
+from aio import Engine, Slab
+from swap.arena import Arena, HostArena
+from swap.directory import SwapDirectory
+from swap.extents import ExtentStore
+from swap.gradients import GradientStore
+from swap.kernels import merge_master, split_master
+from swap.layout import PIECE, Layout, Subgroup
+from swap.placement import Placement
+from swap.planes import PlaneStore
+from swap.rules import ParameterUpdate, UpdateRule
+from swap.stages import Stages, Step
+from swap.timeline import Timeline
+from swap.update import UpdatePipeline
+from swap.weights import WeightCache
+
+CHUNK_ELEMENTS = 256 * 1024
+"""Elements that are converted at once when values go in or out."""
+
+
+class TieredState:
+    """Weights, gradients and optimizer state of a list of parameters, each byte in its home tier.
+
+    ``directories`` are folders on the SSDs, ``shares`` the part of the load that each takes
+    (bandwidths do). Raises ``OSError`` subclasses naming a directory that cannot be used and
+    ``AioError`` (ENOSPC) when the swap files do not fit; nothing is left behind then.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        rule: UpdateRule,
+        directories: Sequence[str | os.PathLike[str]],
+        *,
+        shares: Sequence[float] | None = None,
+        device: torch.device | None = None,
+        device_bytes: int | None = None,
+        overlap: bool = True,
+    ) -> None:
+        self.placement = placement
+        self.layout: Layout = placement.layout
+        self.timeline = Timeline()
+        self.device = device or torch.device("cpu")
+        self._stack = ExitStack()
+        with ExitStack() as undo:
+            self._build(undo, rule, directories, shares, device_bytes, overlap)
+            self._stack = undo.pop_all()
+
+    def _build(
+        self,
+        undo: ExitStack,
+        rule: UpdateRule,
+        directories: Sequence[str | os.PathLike[str]],
+        shares: Sequence[float] | None,
+        device_bytes: int | None,
+        overlap: bool,
+    ) -> None:
+        placement = self.placement
+        self.engine: Engine | None = None
+        self.extents: ExtentStore | None = None
+        if placement.nvme_bytes:
+            self._open_files(undo, directories, shares)
+        self.slabs: dict[str, Slab] = {}
+        for name, nbytes in _slab_sizes(placement).items():
+            self.slabs[name] = slab = Slab(nbytes)
+            undo.callback(slab.close)
+        home = self.slabs.get("home")
+        self.planes = PlaneStore(placement, rule, home, self.extents)
+        self.gradients = GradientStore(
+            placement, home, self.slabs.get("spill"), self.extents, self.timeline
+        )
+        self.arena = self._make_arena(device_bytes)
+        specs = self.layout.specs
+        self.weights = WeightCache(
+            specs, self.planes, self.extents, self.arena, self.timeline, prefetch=overlap
+        )
+        staging = self.slabs.get("staging")
+        slots = [] if staging is None else _slots(staging, placement)
+        self.stages = Stages(
+            self.planes, self.gradients, self.weights, self.extents, rule, slots, self.timeline
+        )
+        self.pipeline = UpdatePipeline(self.stages, self.weights, overlap=overlap)
+        undo.callback(self.pipeline.close)
+        self._overlap = overlap
+
+    def _open_files(
+        self,
+        undo: ExitStack,
+        directories: Sequence[str | os.PathLike[str]],
+        shares: Sequence[float] | None,
+    ) -> None:
+        lanes = ExtentStore.LANES_PER_DIRECTORY * len(directories)
+        self.engine = undo.enter_context(Engine(lanes=lanes))
+        opened = []
+        for directory in directories:
+            opened.append(SwapDirectory(directory, self.engine))
+            undo.callback(opened[-1].close)
+        self.extents = ExtentStore(opened, self.engine, shares=shares)
+        self.extents.reserve(self.placement.nvme_bytes)
+
+    def _make_arena(self, device_bytes: int | None) -> Arena | None:
+        slab = self.slabs.get("arena")
+        return None if slab is None else HostArena(slab)
+
+    @property
+    def used_host_bytes(self) -> int:
+        """Host memory in use but for the arena: state at home, gradients, staging, spills."""
+        return sum(slab.used_bytes for name, slab in self.slabs.items() if name != "arena")
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """No more than this many bytes of host memory were ever in use, the arena included."""
+        return sum(slab.peak_bytes for slab in self.slabs.values()) + self.placement.scratch_bytes
+
+    # Values in and out. No update may be under way; ``flush`` sees to that.
+
+    def fill(self, parameter: int, values: torch.Tensor) -> None:
+        """Set the weights (and their master) from ``values``: any float dtype, any device, of any
+        shape.
+        """
+        flat = values.detach().reshape(-1)
+        for start in range(0, flat.numel(), CHUNK_ELEMENTS):
+            self.write_values(parameter, start, flat[start : start + CHUNK_ELEMENTS])
+
+    def write_values(self, parameter: int, start: int, values: torch.Tensor) -> None:
+        """Set elements from ``start``, with all the precision that the master of ``parameter``
+        keeps.
+        """
+        names = self.plane_names(parameter)
+        dtype = self.layout.specs[parameter].dtype
+        values = values.to("cpu")
+        if "lo" in names:
+            high = torch.empty(values.numel(), dtype=torch.bfloat16)
+            low = torch.empty(values.numel(), dtype=torch.int16)
+            split_master(values.to(torch.float32).contiguous(), high, low)
+            self.planes.write(parameter, "weight", start, high)
+            self.planes.write(parameter, "lo", start, low)
+            return
+        self.planes.write(parameter, "weight", start, values.to(dtype).contiguous())
+        if "master" in names:
+            master = values.to(torch.float32).contiguous()
+            self.planes.write(parameter, "master", start, master)
+
+    def read_values(self, parameter: int, start: int, length: int) -> torch.Tensor:
+        """Elements ``[start, start + length)`` in the precision of the master (the weights' own if
+        there is none).
+        """
+        names = self.plane_names(parameter)
+        dtype = self.layout.specs[parameter].dtype
+        if "master" in names:
+            master = torch.empty(length, dtype=torch.float32)
+            self.planes.read(parameter, "master", start, master)
+            return master
+        weight = torch.empty(length, dtype=dtype)
+        self.planes.read(parameter, "weight", start, weight)
+        if "lo" not in names:
+            return weight
+        low = torch.empty(length, dtype=torch.int16)
+        self.planes.read(parameter, "lo", start, low)
+        master = torch.empty(length, dtype=torch.float32)
+        merge_master(weight, low, master)
+        return master
+
+    def read_all(self, parameter: int, out: torch.Tensor) -> None:
+        """Copy the whole parameter into flat ``out`` (any float dtype, any device), in chunks."""
+        for start in range(0, out.numel(), CHUNK_ELEMENTS):
+            part = out[start : start + CHUNK_ELEMENTS]
+            part.copy_(self.read_values(parameter, start, part.numel()))
+
+    def plane_names(self, parameter: int) -> tuple[str, ...]:
+        """Names of the planes that hold ``parameter``, the weights first."""
+        return self.planes.names(self.layout.segments_of[parameter][0].subgroup)
+
+    # A step.
+
+    def add_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Set or accumulate a gradient; waits for an update of ``parameter`` that is still under
+        way.
+        """
+        self.weights.wait_until_updated(parameter)
+        self.gradients.add(parameter, gradient)
+
+    def step(self, updates: Mapping[int, ParameterUpdate], gradient_scale: float) -> None:
+        """Take a step for ``updates``, consuming their gradients; returns before it is finished.
+
+        Raises what stopped the step before, in which case nothing of this one is done.
+        """
+        self.pipeline.wait()
+        step = Step(updates=dict(updates), gradient_scale=gradient_scale)
+        self.gradients.capture()
+        self.weights.schedule.end_cycle()
+        touched = list(self._touched(step))
+        for group in touched:
+            if group.resident:
+                job = self.stages.start_read(step, group)
+                self.stages.run_kernel(step, job)
+                self.stages.publish(job)
+        moving = sorted((group for group in touched if not group.resident), key=self._first_use)
+        if moving:
+            self.pipeline.submit(step, moving)
+        if not self._overlap:
+            self.pipeline.wait()
+
+    def flush(self) -> None:
+        """Wait until every value is at home; finishes a step that an I/O error stopped, or raises
+        it again.
+        """
+        if self.pipeline.failure is not None:
+            self.pipeline.retry()
+        self.pipeline.wait()
+        self.gradients.settle()
+
+    def close(self) -> None:
+        """Stop, and remove the swap files. Idempotent; raises nothing that happened in the
+        background.
+        """
+        self._stack.close()
+
+    def _touched(self, step: Step) -> Iterator[Subgroup]:
+        for group in self.layout.subgroups:
+            if any(segment.parameter in step.updates for segment in group.segments):
+                yield group
+
+    def _first_use(self, group: Subgroup) -> tuple[int, int]:
+        """Updates run in the order of the next forward pass; parts of one parameter have the same
+        first use.
+        """
+        uses = (self.weights.schedule.first_use(part.parameter) for part in group.segments)
+        return min(uses), group.index
+
+
+def _slab_sizes(placement: Placement) -> dict[str, int]:
+    """A slab for each purpose that takes bytes, so that none can starve another."""
+    sizes = {
+        "home": placement.state_host_bytes + placement.gradient_host_bytes,
+        "arena": placement.arena_bytes,
+        "staging": placement.num_slots * placement.slot_bytes,
+        "spill": placement.spill_bytes,
+    }
+    return {name: -(-nbytes // PIECE) * PIECE for name, nbytes in sizes.items() if nbytes}
+
+
+def _slots(slab: Slab, placement: Placement) -> list[np.ndarray]:
+    return [slab.allocate(placement.slot_bytes) for _ in range(placement.num_slots)]

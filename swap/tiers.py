@@ -1,0 +1,81 @@
+"""The three places a byte can live, and what the user allows in each.
+
+DEVICE is the memory of the compute device. On a CPU it is a bounded arena in host memory, and its
+bytes count against the host budget. HOST is (pinned) host memory. NVME is swap files on one or more
+directories.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Tier(enum.Enum):
+    """A home for bytes, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Upper bounds in bytes; ``device_bytes=None`` leaves the device arena to the placement."""
+
+    host_bytes: int
+    device_bytes: int | None = None
+
+
+class BudgetError(ValueError):
+    """A memory budget cannot work.
+
+    ``least_host_bytes`` is the smallest host budget that would (0 where the device budget is at
+    fault).
+    """
+
+    def __init__(self, message: str, *, least_host_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_host_bytes = least_host_bytes
+
+
+def format_bytes(nbytes: float) -> str:
+    """``nbytes`` for people: ``1.50 GiB``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+def parse_bytes(size: int | str, *, name: str = "size") -> int:
+    """Bytes from an int or from text such as ``"16GiB"``, ``"500 MB"``, ``"4096"``.
+
+    Raises ``ValueError`` naming the argument when the text is not a size or the size is not
+    positive.
+    """
+    nbytes = size if isinstance(size, int) else _parse_text(size, name)
+    if isinstance(size, bool) or nbytes <= 0:
+        raise ValueError(f"{name}={size!r} is not a positive number of bytes")
+    return nbytes
+
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate(("K", "M", "G", "T"), start=1)
+}
+
+
+def _parse_text(text: str, name: str) -> int:
+    digits = text.strip().rstrip("BKMGTibkmgt ")
+    unit = text.strip()[len(digits) :].strip()
+    known = {key.lower(): factor for key, factor in _UNITS.items()}
+    try:
+        return int(float(digits) * known[unit.lower()])
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(
+            f"{name}={text!r} is not a size; write bytes as an int or text such as '16GiB' or "
+            "'500MB'"
+        ) from None

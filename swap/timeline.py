@@ -1,0 +1,107 @@
+"""What happened when: reads, writes, kernels, compute and stalls, for reports and traces.
+
+Events are kept in a bounded ring, totals for the whole life. Times are ``time.perf_counter``
+seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aio import Operation
+
+KINDS = ("read", "write", "kernel", "forward", "backward", "copy", "stall")
+_RING = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something of ``kind`` between ``start`` and ``stop`` (seconds), moving ``nbytes``."""
+
+    kind: str
+    start: float
+    stop: float
+    nbytes: int
+    label: str
+
+
+class Timeline:
+    """Thread-safe collector of events."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque(maxlen=_RING)
+        self._lock = threading.Lock()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.nbytes: defaultdict[str, int] = defaultdict(int)
+        self.count: defaultdict[str, int] = defaultdict(int)
+        self.started_at = time.perf_counter()
+
+    def add(
+        self, kind: str, start: float, stop: float, *, nbytes: int = 0, label: str = ""
+    ) -> None:
+        with self._lock:
+            self._events.append(Event(kind, start, stop, nbytes, label))
+            self.seconds[kind] += stop - start
+            self.nbytes[kind] += nbytes
+            self.count[kind] += 1
+
+    @contextmanager
+    def span(self, kind: str, *, nbytes: int = 0, label: str = "") -> Iterator[None]:
+        """Record the body as one event, also when it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(kind, start, time.perf_counter(), nbytes=nbytes, label=label)
+
+    def watch(self, operation: Operation, label: str) -> Operation:
+        """Record ``operation`` when it is reaped; return it."""
+        nbytes = memoryview(operation.request.buffer).nbytes
+        operation.add_done_callback(self._recorder(label, nbytes))
+        return operation
+
+    def events(self, since: float = 0.0) -> list[Event]:
+        """Events that ended after ``since``, oldest first."""
+        with self._lock:
+            return [event for event in self._events if event.stop > since]
+
+    def _recorder(self, label: str, nbytes: int) -> Callable[[Operation], Any]:
+        def record(operation: Operation) -> None:
+            kind = operation.request.kind
+            self.add(kind, operation.started_at, operation.finished_at, nbytes=nbytes, label=label)
+
+        return record
+
+
+def busy_seconds(events: Sequence[Event], kinds: Sequence[str]) -> float:
+    """Seconds in which at least one event of one of ``kinds`` was under way."""
+    return _seconds_with(events, [tuple(kinds)])
+
+
+def overlap_seconds(events: Sequence[Event], *groups: Sequence[str]) -> float:
+    """Seconds in which every one of ``groups`` (tuples of kinds) had an event under way at once."""
+    return _seconds_with(events, [tuple(group) for group in groups])
+
+
+def _seconds_with(events: Sequence[Event], groups: Sequence[tuple[str, ...]]) -> float:
+    edges: list[tuple[float, int, int]] = []
+    for event in events:
+        for index, kinds in enumerate(groups):
+            if event.kind in kinds:
+                edges.append((event.start, index, 1))
+                edges.append((event.stop, index, -1))
+    edges.sort()
+    active = [0] * len(groups)
+    total, since = 0.0, 0.0
+    for at, index, change in edges:
+        if all(active):
+            total += at - since
+        active[index] += change
+        since = at
+    return total

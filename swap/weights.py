@@ -1,0 +1,407 @@
+"""Weights for computing: fetched when they are needed or before, kept while that is worth it,
+evicted.
+
+An entry of the arena is *reading* (operations in flight), *refreshing* (an update delivers its
+parts) or *ready*. When a step is taken, the ready entries of the updated parameters turn *stale*:
+nobody computes with them again, but the update takes the old weights from them instead of from the
+SSD.
+
+Eviction drops what is used farthest in the future by the recorded schedule (Belady).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+
+from aio import AioError, SlabFullError
+from swap.arena import Arena, Entry
+from swap.extents import ExtentStore
+from swap.layout import PIECE, ParameterSpec, Segment
+from swap.planes import PlaneStore, as_bytes
+from swap.schedule import Schedule
+from swap.tiers import BudgetError, format_bytes
+from swap.timeline import Timeline
+
+_RELEASE_SECONDS = 2.0
+"""How long a fetch waits for memory that another thread or the engine is about to drop."""
+
+
+class WeightCache:
+    """The resident weights. All methods are thread-safe."""
+
+    def __init__(
+        self,
+        specs: tuple[ParameterSpec, ...],
+        planes: PlaneStore,
+        extents: ExtentStore | None,
+        arena: Arena | None,
+        timeline: Timeline,
+        *,
+        prefetch: bool = True,
+    ) -> None:
+        self.schedule = Schedule()
+        self.hits = 0
+        self.misses = 0
+        self._specs = specs
+        self._planes = planes
+        self._extents = extents
+        self._arena = arena
+        self._timeline = timeline
+        self._prefetch = prefetch
+        self._entries: dict[int, Entry] = {}
+        self._stale: dict[int, Entry] = {}
+        self._owners: dict[int, int] = {}
+        self._pins: Counter[int] = Counter()
+        self._pending: dict[int, set[int]] = {}
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition(threading.RLock())
+
+    # What a forward or a backward pass does.
+
+    def acquire(self, parameters: Iterable[int]) -> list[torch.Tensor]:
+        """The weights of ``parameters`` as flat tensors, kept resident until ``release``.
+
+        Raises ``AioError`` when they cannot be read and ``BudgetError`` when the arena cannot hold
+        them at once; then none of them is kept.
+        """
+        wanted = list(parameters)
+        with self._changed:
+            self._pins.update(wanted)
+        try:
+            for parameter in wanted[1:]:
+                self._start_early(parameter)
+            return [self.borrow(parameter) for parameter in wanted]
+        except BaseException:
+            self.release(wanted)
+            raise
+
+    def owner(self, storage: int) -> int | None:
+        """The parameter whose weights in the arena have the storage of that ``_cdata``."""
+        parameter = self._owners.get(storage)
+        entry = None if parameter is None else self._entries.get(parameter)
+        if entry is None or entry.weight.untyped_storage()._cdata != storage:
+            return None
+        return parameter
+
+    def release(self, parameters: Iterable[int]) -> None:
+        """Undo one ``acquire`` of each of ``parameters``."""
+        with self._changed:
+            for parameter in parameters:
+                self._pins[parameter] -= 1
+                if self._pins[parameter] <= 0:
+                    del self._pins[parameter]
+
+    def borrow(self, parameter: int) -> torch.Tensor:
+        """The current weights of ``parameter``, flat; valid for as long as the caller refers to
+        them.
+        """
+        with self._changed:
+            self.schedule.record(parameter)
+        weight = self.at_home(parameter)
+        if weight is not None:
+            self.wait_until_updated(parameter)
+        else:
+            weight = self._fetch(parameter)
+        if self._prefetch:
+            self._prefetch_ahead()
+        return weight
+
+    # What the update does.
+
+    def begin_update(
+        self, subgroups_of: Mapping[int, tuple[int, ...]], updated: Collection[int]
+    ) -> None:
+        """These subgroups are about to move; what is cached of the ``updated`` parameters is out of
+        date.
+
+        A parameter that shares a subgroup with an updated one moves with it: no read of its old
+        extents may be in flight, or start, until it is published.
+        """
+        with self._changed:
+            self._failure = None
+            for parameter, subgroups in subgroups_of.items():
+                self._pending[parameter] = set(subgroups)
+                entry = self._entries.get(parameter)
+                if entry is None:
+                    continue
+                if parameter not in updated:
+                    _wait_for(entry)
+                    continue
+                del self._entries[parameter]
+                if not entry.missing:
+                    self._stale[parameter] = entry
+
+    def take_stale(self, segment: Segment, out: torch.Tensor) -> bool:
+        """Copy the old weights of ``segment`` into ``out`` if they are still in the arena."""
+        with self._changed:
+            entry = self._stale.get(segment.parameter)
+        if entry is None or not _wait_for(entry):
+            return False
+        out.copy_(entry.weight[segment.start : segment.start + segment.length])
+        if segment.start + segment.length == entry.spec.numel:
+            with self._changed:
+                self._stale.pop(segment.parameter, None)
+        return True
+
+    def offer(self, segment: Segment, weight: torch.Tensor) -> None:
+        """New weights of ``segment``: keep a copy if there is room that nobody needs sooner. Never
+        waits for memory.
+        """
+        if self.at_home(segment.parameter) is not None:
+            return
+        with self._changed:
+            entry = self._entries.get(segment.parameter)
+            if entry is None and segment.start == 0:
+                entry = self._open_for_refresh(segment.parameter)
+        if entry is None or segment.subgroup not in entry.missing:
+            return
+        assert self._arena is not None
+        self._arena.put(entry, segment.start, weight)
+        with self._changed:
+            entry.missing.discard(segment.subgroup)
+            self._changed.notify_all()
+
+    def published(self, parameter: int, subgroup: int) -> None:
+        """The new values of ``parameter`` in ``subgroup`` are at home."""
+        with self._changed:
+            pending = self._pending.get(parameter)
+            if pending is None:
+                return
+            pending.discard(subgroup)
+            if not pending:
+                del self._pending[parameter]
+            self._changed.notify_all()
+
+    def fail(self, failure: BaseException) -> None:
+        """The update stopped: forget what it offered and has not brought home, wake whoever waits
+        for it.
+        """
+        with self._changed:
+            self._failure = failure
+            for parameter in self._pending:
+                self._entries.pop(parameter, None)
+                self._stale.pop(parameter, None)
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Forget everything cached, because values at home were changed by other means."""
+        with self._changed:
+            for entry in (*self._entries.values(), *self._stale.values()):
+                _wait_for(entry)
+            self._entries.clear()
+            self._stale.clear()
+
+    # How weights are found.
+
+    def at_home(self, parameter: int) -> torch.Tensor | None:
+        """The weights of ``parameter``, flat, if they are computed with where they live; they never
+        move then.
+        """
+        if self._arena is None or self._arena.uses_home:
+            return self._planes.host_weight(parameter)
+        return None
+
+    def wait_until_updated(self, parameter: int) -> None:
+        """Wait until no update of ``parameter`` is under way; raises the failure of one that
+        stopped.
+        """
+        if parameter in self._pending:
+            with self._timeline.span("stall", label=self._specs[parameter].name), self._changed:
+                while parameter in self._pending:
+                    self._check_failure()
+                    self._changed.wait()
+
+    def _fetch(self, parameter: int) -> torch.Tensor:
+        assert self._arena is not None
+        with self._changed:
+            entry = self._entries.get(parameter)
+            if entry is not None and not entry.missing and not entry.is_reading:
+                self.hits += 1
+                return self._arena.ready(entry)
+        with self._timeline.span("stall", label=self._specs[parameter].name):
+            entry = self._find_or_read(parameter)
+            self._finish_reading(entry)
+        return self._arena.ready(entry)
+
+    def _find_or_read(self, parameter: int) -> Entry:
+        with self._changed:
+            while True:
+                entry = self._entries.get(parameter)
+                if entry is not None and not entry.missing:
+                    self.hits += 1
+                    return entry
+                if parameter not in self._pending:
+                    self.misses += 1
+                    entry = self._start_read(parameter, sooner_than=None)
+                    assert entry is not None
+                    return entry
+                self._check_failure()
+                self._changed.wait()
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _finish_reading(self, entry: Entry) -> None:
+        """Wait for the reads of ``entry``; a failed read is raised, and the entry is forgotten."""
+        assert self._arena is not None
+        try:
+            for operation in entry.operations:
+                operation.result()
+        except BaseException:
+            with self._changed:
+                if self._entries.get(entry.spec.index) is entry:
+                    del self._entries[entry.spec.index]
+            raise
+        with self._changed:
+            if entry.is_reading:
+                entry.operations = []
+                self._arena.arrived(entry)
+
+    # How they get into the arena.
+
+    def _start_early(self, parameter: int) -> None:
+        """Start what a module asks for next, so that its parameters are read together."""
+        with self._changed:
+            if self._is_absent(parameter):
+                self._start_read(parameter, sooner_than=self.schedule.distance(parameter))
+
+    def _prefetch_ahead(self) -> None:
+        """Start reads along the schedule for as long as there is room that is not needed sooner."""
+        if self._arena is None or not self.schedule.plan:
+            return
+        ahead_bytes = 0
+        with self._changed:
+            for parameter in self.schedule.upcoming():
+                ahead_bytes += self._specs[parameter].weight_bytes
+                if ahead_bytes > self._arena.nbytes:
+                    return
+                if self._is_absent(parameter) and not self._prefetch_one(parameter):
+                    return
+
+    def _prefetch_one(self, parameter: int) -> bool:
+        return (
+            self._start_read(parameter, sooner_than=self.schedule.distance(parameter)) is not None
+        )
+
+    def _is_absent(self, parameter: int) -> bool:
+        return (
+            parameter not in self._entries
+            and parameter not in self._pending
+            and self.at_home(parameter) is None
+        )
+
+    def _open_for_refresh(self, parameter: int) -> Entry | None:
+        entry = self._make_room(parameter, self.schedule.distance(parameter))
+        if entry is not None:
+            entry.missing = set(self._pending.get(parameter, ()))
+            self._entries[parameter] = entry
+        return entry
+
+    def _start_read(self, parameter: int, *, sooner_than: int | None) -> Entry | None:
+        """Start reading into a new entry; None if there is no room for one that is needed
+        ``sooner_than`` others.
+        """
+        entry = self._make_room(parameter, sooner_than)
+        if entry is None:
+            return None
+        urgent = sooner_than is None
+        for segment in self._planes.layout.segments_of[parameter]:
+            self._fill(entry, segment, urgent=urgent)
+        if not entry.is_reading:
+            assert self._arena is not None
+            self._arena.arrived(entry)
+        self._entries[parameter] = entry
+        return entry
+
+    def _fill(self, entry: Entry, segment: Segment, *, urgent: bool) -> None:
+        """Bring one segment into ``entry``, reading whole pages: the entry is padded like the
+        plane.
+        """
+        assert self._arena is not None
+        if self._planes.is_host(segment.subgroup):
+            home = self._planes.host(segment.subgroup, "weight")
+            values = home[segment.offset : segment.offset + segment.length]
+            self._arena.put(entry, segment.start, values)
+            return
+        assert self._extents is not None
+        extent = self._planes.extent(segment.subgroup, "weight")
+        assert extent is not None
+        length = -(-segment.length // PIECE) * PIECE
+        part = self._arena.land(entry)[segment.start : segment.start + length]
+        start = segment.offset * part.dtype.itemsize
+        operation = self._extents.read(extent, start, as_bytes(part), urgent=urgent)
+        entry.operations.append(self._timeline.watch(operation, entry.spec.name))
+
+    def _make_room(self, parameter: int, sooner_than: int | None) -> Entry | None:
+        """A new entry, evicting what is used later; with ``sooner_than=None`` whatever is not
+        pinned.
+        """
+        assert self._arena is not None
+        spec = self._specs[parameter]
+        while True:
+            try:
+                entry = self._arena.new(spec)
+                self._owners[entry.weight.untyped_storage()._cdata] = parameter
+                self._forget_dead_storages()
+                return entry
+            except SlabFullError as full:
+                if self._evict_one(sooner_than):
+                    continue
+                if sooner_than is not None:
+                    return None
+                if not self._arena.wait_for_release(_RELEASE_SECONDS):
+                    raise self._too_small(spec) from full
+
+    def _forget_dead_storages(self) -> None:
+        if len(self._owners) > 2 * len(self._specs) + 64:
+            live = {e.weight.untyped_storage()._cdata: p for p, e in self._entries.items()}
+            self._owners = live
+
+    def _evict_one(self, sooner_than: int | None) -> bool:
+        """Drop the entry that is used last, if that is later than ``sooner_than``."""
+        victim, holder = None, self._entries
+        farthest = -1 if sooner_than is None else sooner_than
+        for entries in (self._entries, self._stale):
+            for parameter, entry in entries.items():
+                if entries is self._entries and parameter in self._pins:
+                    continue
+                if sooner_than is not None and (entry.missing or not entry.finished_reading()):
+                    continue
+                distance = self.schedule.distance(parameter)
+                if distance > farthest:
+                    victim, holder, farthest = entry, entries, distance
+        if victim is None:
+            return False
+        holder.pop(victim.spec.index)
+        _wait_for(victim)
+        return True
+
+    def _too_small(self, spec: ParameterSpec) -> BudgetError:
+        assert self._arena is not None
+        held = sum(self._specs[parameter].weight_bytes for parameter in self._pins)
+        return BudgetError(
+            f"no room for {spec.name} ({format_bytes(spec.weight_bytes)}): all "
+            f"{format_bytes(self._arena.nbytes)} for weights are taken, {format_bytes(held)} by "
+            "modules at work, the rest by tensors that autograd or the program still holds (a "
+            "checkpointed block keeps its weights until its backward is over); give more "
+            "host_memory, or checkpoint smaller blocks"
+        )
+
+
+def _wait_for(entry: Entry) -> bool:
+    """Wait for the reads of an entry that nobody will compute with; False if one failed.
+
+    Such a failure is not raised here: whoever needs these weights reads them again, and is told
+    then.
+    """
+    try:
+        for operation in entry.operations:
+            operation.result()
+    except AioError:
+        return False
+    return True
