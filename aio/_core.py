@@ -10,11 +10,14 @@ import atexit
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
+from operator import index
 from typing import Any
 
 from aio._native import ffi, lib
+from aio.files import MAX_OFFSET
 from aio.operation import Operation, Outcome, Request, Ticket
 
 _REAP_MAX = 256
@@ -32,7 +35,7 @@ class Core:
         # allocation, also one made with the lock held: hence an RLock.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # a closed file has no operation left
-        self._handle: Any = ffi.gc(handle, lib.aio_engine_free)
+        self._handle: Any = ffi.gc(handle, partial(_free, os.getpid()))
         self._closing = False
         self._tokens = count()
         self._in_flight: dict[int, tuple[Ticket, Any]] = {}
@@ -113,6 +116,8 @@ class Core:
         while num_reaped := lib.aio_engine_reap(self._handle, completions, _REAP_MAX):
             for native in completions[0:num_reaped]:
                 outcome = Outcome(native.transferred, native.error, native.started, native.finished)
+                if native.direct_refused:
+                    self._in_flight[native.token][0].file.direct_was_refused()
                 self._settle(native.token, outcome)
         with self.lock:
             self._closing = True
@@ -142,6 +147,11 @@ def _reap(core: Core) -> None:
     core.reap()
 
 
+def _free(pid: int, handle: Any, getpid: Callable[[], int] = os.getpid) -> None:
+    if pid == getpid():  # the threads that it waits for are not in a forked child
+        lib.aio_engine_free(handle)
+
+
 def _export(request: Request) -> Any:
     """The bytes of a request's buffer, locked in place until released."""
     try:
@@ -155,12 +165,13 @@ def _export(request: Request) -> Any:
 
 
 def _checked_offset(request: Request, nbytes: int) -> int:
-    if not 0 <= request.offset <= (1 << 63) - 1 - nbytes:
+    offset = index(request.offset)
+    if not 0 <= offset <= MAX_OFFSET - nbytes:
         raise ValueError(
-            f"cannot {request.kind} {nbytes} bytes at offset {request.offset} of"
-            f" {request.file.path}: offsets go from 0 to 2**63 - 1"
+            f"cannot {request.kind} {nbytes} bytes at offset {offset} of {request.file.path}:"
+            " files have bytes 0 to 2**63 - 2"
         )
-    return request.offset
+    return offset
 
 
 @atexit.register

@@ -39,6 +39,8 @@ class MemoryBackend:
     """Nothing is moved, EINTR."""
     short_submit: float = 0.0
     """A block that was to be submitted stays queued."""
+    refuse_direct: bool = False
+    """Direct I/O results in EINVAL, as on a file system that only claims to have it."""
     error: float = 0.0
     """Nothing is moved, `errno`."""
     errno: int = errno.EIO
@@ -117,6 +119,7 @@ def _create(name: str, limits: Limits, faults: MemoryBackend) -> tuple[Any, int]
     config.faults.again = faults.again
     config.faults.interrupted = faults.interrupted
     config.faults.short_submit = faults.short_submit
+    config.faults.refuse_direct = faults.refuse_direct
     config.faults.error = faults.error
     config.faults.error_number = faults.errno
     config.faults.gate_fd = faults.gate

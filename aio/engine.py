@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from aio._core import Core
 from aio.backends import Backend, Limits, MemoryBackend, start
-from aio.files import _FLAGS, File, Mode
+from aio.files import FLAGS, File, Mode, warn_buffered
 from aio.operation import Operation, Request
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from aio.operation import BufferLike
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Engine:
         ValueError for a mode, a size or a block_bytes that cannot work.
         """
         self._core.check_usable()
-        if mode not in _FLAGS:
+        if mode not in FLAGS:
             raise ValueError(f'mode={mode!r} is not one of "r", "r+", "w" and "x"')
         if size is not None and (mode == "r" or size < 0):
             raise ValueError(f'size={size} cannot be reserved in {path} with mode "{mode}"')
@@ -144,21 +144,16 @@ class Engine:
         device = file.path.stat().st_dev
         if device not in self._buffered_devices:
             self._buffered_devices.add(device)
-            logger.warning(
-                "%s: no direct I/O (%s), so its data goes through the page cache, which costs a"
-                " copy, processor time and memory",
-                file.path.parent,
-                file.direct_reason,
-            )
+            warn_buffered(file.path.parent, file.direct_reason)
 
     def read(
-        self, file: File, offset: int, buffer: "Buffer", *, lane: int | None = None
+        self, file: File, offset: int, buffer: "BufferLike", *, lane: int | None = None
     ) -> Operation:
         """Fills `buffer`, writable and contiguous, from `offset` on. See submit."""
         return self.submit([Request("read", file, offset, buffer)], lane=lane)[0]
 
     def write(
-        self, file: File, offset: int, buffer: "Buffer", *, lane: int | None = None
+        self, file: File, offset: int, buffer: "BufferLike", *, lane: int | None = None
     ) -> Operation:
         """Writes all of `buffer` from `offset` on; do not change it before the end. See submit."""
         return self.submit([Request("write", file, offset, buffer)], lane=lane)[0]

@@ -9,7 +9,7 @@ class AioError(OSError):
 
     `errno` and `filename` are as in every OSError. `offset` and `nbytes` are what was asked for,
     None where the failed call has no range (a sync, an engine's start). `transferred` counts the
-    bytes that did move before the error; they need not be the first ones.
+    bytes from the start of the range that did move; some behind them may have moved as well.
 
     A read that meets the end of the file has errno ENODATA, which no device reports for it.
     """

@@ -24,12 +24,14 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["r", "r+", "w", "x"]
 
-_FLAGS: dict[str, int] = {
+FLAGS: dict[str, int] = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
     "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
     "x": os.O_RDWR | os.O_CREAT | os.O_EXCL,
 }
+# The kernel counts in signed 64-bit integers.
+MAX_OFFSET = (1 << 63) - 1
 # What direct I/O needs where nobody tells: no device in use asks for more.
 _ASSUMED_ALIGNMENT = 4096
 
@@ -56,8 +58,9 @@ class File:
         self.is_closed = True  # until everything below has worked
         self._core = core
         self._sync_errno = 0  # of the first sync that failed
+        self.error_seen = False  # an operation's error has been raised or logged
         self._may_allocate = True
-        self._fd = os.open(path, _FLAGS[mode] | os.O_CLOEXEC, 0o666)
+        self._fd = os.open(path, FLAGS[mode] | os.O_CLOEXEC, 0o666)
         self._direct = _Direct(-1, 1, 1, "")
         self._native: Any = None
         try:
@@ -80,9 +83,8 @@ class File:
 
     @property
     def direct(self) -> bool:
-        """Whether aligned transfers bypass the page cache."""
-        self.check_open()
-        return self._direct.fd >= 0 and not lib.aio_file_direct_refused(self._native)
+        """Whether whole pages bypass the page cache."""
+        return not self._direct.reason
 
     @property
     def direct_reason(self) -> str:
@@ -117,7 +119,7 @@ class File:
         system cannot reserve, the file is made longer only, with one warning.
         """
         self._check_writable("allocate space in")
-        if offset < 0 or nbytes < 0:
+        if offset < 0 or not 0 <= nbytes <= MAX_OFFSET - offset:
             raise ValueError(f"cannot allocate {nbytes} bytes at offset {offset} of {self.path}")
         before = self._size()
         error = -lib.aio_file_allocate(self._native, offset, nbytes)
@@ -180,10 +182,13 @@ class File:
         Inside a callback it does not wait: the last operation closes them.
         """
         core = self._core
+        if core.is_forked():
+            # The operations are the parent's, and so may be the lock. The descriptors are ours.
+            self.is_closed = True
+            self.close_descriptors()
+            return
         with core.lock:
             self.is_closed = True
-            if core.is_forked():
-                self.in_flight = 0  # they are the parent's; its descriptors are its own
             if not self.in_flight:
                 self.close_descriptors()
             elif not core.on_reaper():
@@ -199,6 +204,12 @@ class File:
         if self._native is not None:
             lib.aio_file_free(self._native)
             self._native = None
+
+    def direct_was_refused(self) -> None:
+        """For the engine: the kernel would not transfer directly what kept the alignments."""
+        if not self._direct.reason:
+            self._direct = self._direct._replace(reason="the kernel refused a direct transfer")
+            warn_buffered(self.path, self._direct.reason)
 
     def native_for(self, core: "Core", kind: str) -> Any:
         """The C file, for a transfer of this kind by that engine. ValueError when it may not."""
@@ -265,6 +276,16 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
+def warn_buffered(path: Path, reason: str) -> None:
+    """The one warning about files without direct I/O."""
+    logger.warning(
+        "%s: no direct I/O (%s), so its data goes through the page cache, which costs a copy,"
+        " processor time and memory",
+        path,
+        reason,
+    )
+
+
 def _check_kind(fd: int, path: Path) -> None:
     mode = os.fstat(fd).st_mode
     if stat.S_ISDIR(mode):
@@ -281,7 +302,7 @@ def _open_direct(fd: int, mode: Mode) -> _Direct:
         return _Direct(-1, 1, 1, f"statx failed: {os.strerror(error)}")
     if alignment.known and not alignment.offset:
         return _Direct(-1, 1, 1, "the file system has none")
-    flags = (_FLAGS[mode] & os.O_ACCMODE) | os.O_DIRECT | os.O_CLOEXEC
+    flags = (FLAGS[mode] & os.O_ACCMODE) | os.O_DIRECT | os.O_CLOEXEC
     try:
         # By descriptor, not by name: the name may mean another file by now.
         direct = os.open(f"/proc/self/fd/{fd}", flags)

@@ -9,6 +9,7 @@ else appends to a list first and looks at the outcome afterwards, so that one of
 always sees the other.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -19,9 +20,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from aio.errors import transfer_error
 
 if TYPE_CHECKING:
+    from typing import Any, TypeAlias
+
+    import numpy.typing as npt
     from typing_extensions import Buffer
 
     from aio.files import File
+
+    # Before Python 3.12 type checkers do not know that arrays export their memory.
+    BufferLike: TypeAlias = Buffer | npt.NDArray[Any]
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +45,7 @@ class Request:
     kind: Literal["read", "write"]
     file: "File"
     offset: int
-    buffer: "Buffer"
+    buffer: "BufferLike"
 
 
 class Outcome(NamedTuple):
@@ -65,7 +72,6 @@ class Ticket:
     __slots__ = (
         "_callbacks",
         "_waiters",
-        "error_seen",
         "file",
         "host",
         "kind",
@@ -81,24 +87,28 @@ class Ticket:
         self.offset = request.offset
         self.nbytes = nbytes
         self.outcome: Outcome | None = None
-        self.error_seen = False
         self._waiters: list[threading.Lock] = []  # held; released to wake one thread each
         self._callbacks: list[Callable[[], None]] = []
 
     def settle(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        while self._waiters:
-            self._waiters.pop().release()
+        with contextlib.suppress(IndexError):  # waiters that time out take themselves off the list
+            while True:
+                self._waiters.pop().release()
         self._run_callbacks()
 
     def wait(self, timeout: float | None) -> bool:
         """Whether the outcome came within `timeout` seconds."""
-        if self.outcome is None and timeout != 0:
+        if self.outcome is None and (timeout is None or timeout > 0):
             waiter = threading.Lock()
             waiter.acquire()
             self._waiters.append(waiter)
             if self.outcome is None:
-                waiter.acquire(timeout=-1 if timeout is None else min(timeout, 1e6))
+                waiter.acquire(
+                    timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+                )
+            with contextlib.suppress(ValueError):
+                self._waiters.remove(waiter)  # it is there only after a timeout
         return self.outcome is not None
 
     def add_callback(self, callback: Callable[[], None]) -> None:
@@ -135,14 +145,17 @@ class Ticket:
         )
 
     def __del__(self) -> None:
-        if not self.error_seen and (error := self.error()):
+        # One message a file: when a disk is full, a whole batch fails for the same reason.
+        if not self.file.error_seen and (error := self.error()):
+            self.file.error_seen = True
             logger.error("nobody asked for the result of an operation that failed: %s", error)
 
 
 class Operation:
     """One submitted request. The engine makes them; see Engine.submit.
 
-    Letting go of an operation does not cancel it. An error that nobody asks for is logged.
+    Letting go of an operation does not cancel it. When no error of a file is ever asked
+    for, the first is logged.
     """
 
     __slots__ = ("_ticket", "request")
@@ -168,8 +181,8 @@ class Operation:
             self._check_may_wait()
             if not ticket.wait(timeout):
                 raise TimeoutError(f"{ticket.describe()} has not ended after {timeout} s")
-        ticket.error_seen = True
         if error := ticket.error():
+            ticket.file.error_seen = True
             raise error
         return ticket.nbytes
 

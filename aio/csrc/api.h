@@ -22,6 +22,7 @@ typedef struct {
     double interrupted;    /* result -EINTR, nothing moved */
     double error;          /* result -error_number, nothing moved */
     double short_submit;   /* probability that submit leaves a block queued */
+    int32_t refuse_direct; /* 1: every direct transfer results in -EINVAL */
     int32_t error_number;
     int32_t gate_fd; /* nothing completes until this descriptor is readable; -1: no gate */
 } aio_faults;
@@ -56,11 +57,11 @@ typedef struct {
 
 typedef struct {
     uint64_t token;
-    uint64_t transferred; /* bytes moved; less than asked only with an error */
-    double started;       /* CLOCK_MONOTONIC seconds when its first block was prepared */
-    double finished;      /* CLOCK_MONOTONIC seconds when its last block was reaped */
-    int32_t error;        /* 0 or a positive errno */
-    int32_t growing;      /* 1: the error is of the fallocate before the first byte */
+    uint64_t transferred;   /* bytes from the start that moved; fewer than asked with an error */
+    double started;         /* CLOCK_MONOTONIC seconds when its first block was prepared */
+    double finished;        /* CLOCK_MONOTONIC seconds when its last block was reaped */
+    int32_t error;          /* 0 or a positive errno */
+    int32_t direct_refused; /* 1: the file turned out to take no direct I/O */
 } aio_completion;
 
 /* Starts the lanes. 0 and *engine, or -errno of the first lane whose backend cannot be set up;
@@ -75,7 +76,7 @@ uint64_t aio_engine_submit(aio_engine *engine, aio_request *requests, uint64_t c
 uint64_t aio_engine_reap(aio_engine *engine, aio_completion *completions, uint64_t max);
 /* Refuses new requests and lets the lanes end when they have drained. Returns at once. */
 void aio_engine_stop(aio_engine *engine);
-/* Frees an engine whose aio_engine_reap has returned 0. */
+/* Frees an engine. Stops it and waits for its lanes first, should that not have been done. */
 void aio_engine_free(aio_engine *engine);
 /* How the backend reaches the kernel, in words: a static string. */
 const char *aio_backend_detail(int32_t backend);
@@ -91,7 +92,7 @@ int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes);
 /* Tells the file that its size was set from outside. */
 void aio_file_resized(aio_file *file, uint64_t size);
 /* 1 once the kernel has refused a direct transfer that kept the stated alignments. */
-int aio_file_direct_refused(aio_file *file);
+int aio_file_direct_refused(const aio_file *file);
 
 /* Anonymous memory at a multiple of 2 MiB, or of the page size when that is smaller. */
 int aio_map(uint64_t nbytes, int32_t huge_pages, uint8_t **address);

@@ -57,6 +57,8 @@ static int64_t transfer(const struct block *block, uint64_t nbytes) {
 static int64_t transfer_with_faults(struct store *store, const struct block *block) {
     const aio_faults *faults = store->faults;
     uint64_t nbytes = block->nbytes;
+    if (faults->refuse_direct && block->direct)
+        return -EINVAL;
     if (happens(store, faults->again))
         return -EAGAIN;
     if (happens(store, faults->interrupted))

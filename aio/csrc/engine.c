@@ -86,7 +86,6 @@ int aio_engine_create(const aio_config *config, aio_engine **result) {
     const int setup_error = wait_settled(engine);
     error = error ? error : setup_error;
     if (error) {
-        aio_engine_stop(engine);
         aio_engine_free(engine);
         return error;
     }
@@ -149,6 +148,8 @@ void aio_engine_stop(aio_engine *engine) {
 }
 
 void aio_engine_free(aio_engine *engine) {
+    struct job *job;
+    aio_engine_stop(engine);
     for (uint32_t i = 0; i < engine->num_lanes; i++) {
         struct lane *lane = &engine->lanes[i];
         pthread_join(lane->thread, NULL);
@@ -156,6 +157,8 @@ void aio_engine_free(aio_engine *engine) {
         pthread_mutex_destroy(&lane->lock);
         close(lane->wake_fd);
     }
+    while ((job = job_queue_pop(&engine->finished)))
+        free(job);
     pthread_cond_destroy(&engine->ready);
     pthread_mutex_destroy(&engine->lock);
     free(engine->lanes);

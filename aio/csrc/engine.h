@@ -20,6 +20,7 @@ struct job {
     struct layout layout;
     uint64_t position;  /* the next block starts here */
     uint64_t in_flight; /* blocks that the lane or a backend holds */
+    uint64_t gap;       /* after an error: no block before this offset was left undone */
     aio_completion completion;
     struct job *next;
 };

@@ -89,7 +89,12 @@ void aio_file_resized(aio_file *file, uint64_t size) {
     pthread_mutex_unlock(&file->lock);
 }
 
-int aio_file_direct_refused(aio_file *file) { return atomic_load(&file->direct_refused); }
+int aio_file_direct_refused(const aio_file *file) { return atomic_load(&file->direct_refused); }
+
+void aio_file_refuse_direct(aio_file *file) {
+    if (!atomic_exchange(&file->direct_refused, true))
+        posix_fadvise(file->buffered_fd, 0, 0, POSIX_FADV_NORMAL);
+}
 
 int aio_file_grow(aio_file *file, uint64_t offset, uint64_t end) {
     int error = 0;

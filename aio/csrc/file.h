@@ -25,6 +25,9 @@ struct aio_file {
 /* Makes room for a write up to `end`, where the file does not reach it yet. 0 or -errno. */
 int aio_file_grow(aio_file *file, uint64_t offset, uint64_t end);
 
+/* From now on everything goes through the page cache. */
+void aio_file_refuse_direct(aio_file *file);
+
 static inline bool aio_file_is_direct(const aio_file *file) {
     return file->direct_fd >= 0 &&
            !atomic_load_explicit(&file->direct_refused, memory_order_relaxed);

@@ -133,6 +133,8 @@ static bool prep_next(struct lane *lane, struct job *job) {
 
 static void job_finish(struct lane *lane, struct job *job) {
     job->completion.finished = aio_now();
+    job->completion.transferred = aio_min(job->gap, job->position) - job->layout.begin;
+    job->completion.direct_refused = aio_file_direct_refused(job->request.file);
     lane->num_jobs--;
     pthread_mutex_lock(&lane->lock);
     atomic_fetch_sub(&lane->pending_bytes, job->request.nbytes);
@@ -159,12 +161,11 @@ static void job_begin(struct lane *lane, struct job *job) {
         layout_of(request->offset, request->nbytes, aio_file_is_direct(file) ? file->unit : 0,
                   lane->engine->config.block_bytes);
     job->position = job->layout.begin;
+    job->gap = job->layout.end;
     if (request->kind == AIO_WRITE && request->nbytes) {
         const int error = aio_file_grow(request->file, request->offset, job->layout.end);
-        if (error) {
+        if (error)
             job_fail(job, -error);
-            job->completion.growing = 1;
-        }
     }
 }
 
@@ -190,7 +191,6 @@ static bool block_advance(struct lane *lane, struct block *block, uint64_t moved
     const aio_file *file = block->job->request.file;
     if (block->bounce && !block->write)
         memcpy(block->target, block->data, moved);
-    block->job->completion.transferred += moved;
     block->stalls = 0;
     block->offset += moved;
     block->nbytes -= moved;
@@ -218,7 +218,7 @@ static bool block_goes_on(struct lane *lane, struct block *block) {
         job_fail(job, block->write ? EIO : ENODATA); /* ENODATA: the end of the file */
     } else if (result == -EINVAL && block->direct) {
         /* The alignments are met, so this file takes no direct I/O, whatever it said. */
-        atomic_store(&job->request.file->direct_refused, true);
+        aio_file_refuse_direct(job->request.file);
         block_make_buffered(lane, block);
         block_retry(lane, block, false);
     } else if (result > 0 || result == -EINTR) {
@@ -234,6 +234,8 @@ static bool block_goes_on(struct lane *lane, struct block *block) {
 
 static void block_end(struct lane *lane, struct block *block) {
     struct job *job = block->job;
+    if (block->nbytes)
+        job->gap = aio_min(job->gap, block->offset);
     block_free(lane, block);
     /* A job that is still on the list of jobs to prepare is finished from there. */
     if (!--job->in_flight && job_is_issued(job) && job != lane->jobs.head)

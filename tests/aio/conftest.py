@@ -1,0 +1,86 @@
+"""Engines over every backend, and a gate that keeps operations in flight for as long as needed."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from aio import AioError, Backend, Engine, MemoryBackend
+
+Bytes = npt.NDArray[np.uint8]
+
+FAULTY = MemoryBackend(seed=7, short_transfer=0.3, again=0.02, interrupted=0.1, short_submit=0.2)
+BACKENDS: dict[str, Backend | MemoryBackend] = {
+    "posix": "posix",
+    "libaio": "libaio",
+    "memory": "memory",
+    "faulty": FAULTY,
+}
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend | MemoryBackend:
+    """Every backend that this machine has, and one with faults that must not be noticed."""
+    chosen = BACKENDS[request.param]
+    try:
+        Engine(chosen, queue_depth=1).close()
+    except AioError as error:
+        pytest.skip(str(error))
+    return chosen
+
+
+@pytest.fixture
+def engine(backend: Backend | MemoryBackend) -> Iterator[Engine]:
+    """Small blocks and a small depth, so that small files take many of both."""
+    with Engine(backend, queue_depth=8, block_bytes=1 << 16, lanes=2) as made:
+        yield made
+
+
+class Gate:
+    """While it is shut, nothing completes in an engine made with `backend()`."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0)
+
+    def backend(self, **faults: float) -> MemoryBackend:
+        return MemoryBackend(gate=self._fd, **faults)  # type: ignore[arg-type]
+
+    def open(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def gated(gate: Gate) -> Iterator[Engine]:
+    """An engine whose operations stay in flight until the gate is opened, at the latest here."""
+    with Engine(gate.backend(), queue_depth=4, block_bytes=1 << 16) as made:
+        yield made
+        gate.open()
+
+
+@pytest.fixture
+def make_file(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a file of given bytes, or of so many random ones, and returns its path."""
+
+    def make(content: Bytes | int = 0, name: str = "data.bin") -> Path:
+        path = tmp_path / name
+        path.write_bytes((random_bytes(content) if isinstance(content, int) else content).data)
+        return path
+
+    return make

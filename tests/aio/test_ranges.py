@@ -1,0 +1,113 @@
+"""RangeAllocator against a model that keeps one flag per unit of the space."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aio import RangeAllocator
+
+ALIGNMENT = 8
+Step = tuple[str, int]
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("allocate"), st.integers(1, 80)),
+        st.tuples(st.just("release"), st.integers(0, 1000)),
+        st.tuples(st.just("grow"), st.integers(0, 40)),
+    ),
+    max_size=60,
+)
+
+
+class Model:
+    """The space as a list of units, each free or taken."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.taken = [False] * (nbytes // ALIGNMENT)
+
+    def free_runs(self) -> list[tuple[int, int]]:
+        """(units, first unit) of every maximal free run."""
+        runs: list[tuple[int, int]] = []
+        begin = 0
+        for unit, taken in enumerate([*self.taken, True]):
+            if taken:
+                if unit > begin:
+                    runs.append((unit - begin, begin))
+                begin = unit + 1
+        return runs
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Best fit, lowest offset first."""
+        units = -(-nbytes // ALIGNMENT)
+        fitting = sorted(run for run in self.free_runs() if run[0] >= units)
+        if not fitting:
+            return None
+        begin = fitting[0][1]
+        self.taken[begin : begin + units] = [True] * units
+        return begin * ALIGNMENT
+
+    def release(self, offset: int, nbytes: int) -> None:
+        begin, units = offset // ALIGNMENT, -(-nbytes // ALIGNMENT)
+        assert all(self.taken[begin : begin + units])
+        self.taken[begin : begin + units] = [False] * units
+
+    def grow(self, nbytes: int) -> None:
+        self.taken += [False] * (nbytes // ALIGNMENT)
+
+
+@settings(max_examples=300, deadline=None)
+@given(nbytes=st.integers(0, 400), script=steps)
+def test_allocator_does_what_the_model_does(nbytes: int, script: list[Step]) -> None:
+    allocator = RangeAllocator(nbytes, alignment=ALIGNMENT)
+    model = Model(nbytes)
+    held: list[tuple[int, int]] = []
+    for action, number in script:
+        if action == "allocate":
+            offset = allocator.allocate(number)
+            assert offset == model.allocate(number)
+            if offset is not None:
+                held.append((offset, number))
+        elif action == "release" and held:
+            released = held.pop(number % len(held))
+            allocator.release(*released)
+            model.release(*released)
+        elif action == "grow":
+            allocator.grow(number)
+            model.grow(number)
+        runs = model.free_runs()
+        assert allocator.nbytes == len(model.taken) * ALIGNMENT
+        assert allocator.used_bytes == sum(model.taken) * ALIGNMENT
+        assert allocator.free_bytes == allocator.nbytes - allocator.used_bytes
+        assert allocator.largest_free_bytes == max([0, *(n * ALIGNMENT for n, _ in runs)])
+    for released in held:
+        allocator.release(*released)
+    assert allocator.largest_free_bytes == allocator.free_bytes == allocator.nbytes
+
+
+def test_release_of_what_is_not_allocated_raises_and_changes_nothing() -> None:
+    allocator = RangeAllocator(1 << 16)
+    offset = allocator.allocate(5000)
+    assert offset == 0
+    for wrong in ((4096, 5000), (0, 4096), (0, 9000), (8192, 1)):
+        with pytest.raises(ValueError, match="cannot release"):
+            allocator.release(*wrong)
+    allocator.release(0, 8000)  # 8000 and 5000 take the same two pages
+    with pytest.raises(ValueError, match="it is not allocated"):
+        allocator.release(0, 5000)
+    assert allocator.free_bytes == 1 << 16
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_allocate_of_nothing_raises(nbytes: int) -> None:
+    with pytest.raises(ValueError, match="ask for one or more"):
+        RangeAllocator(4096).allocate(nbytes)
+
+
+def test_space_that_fills_no_unit_is_never_handed_out() -> None:
+    allocator = RangeAllocator(4095)
+    assert (allocator.nbytes, allocator.allocate(1)) == (0, None)
+
+
+@pytest.mark.parametrize(("nbytes", "alignment"), [(-1, 4096), (4096, 0)])
+def test_impossible_spaces_are_refused(nbytes: int, alignment: int) -> None:
+    with pytest.raises(ValueError, match=r"is not a positive number|is negative"):
+        RangeAllocator(nbytes, alignment=alignment)
