@@ -4,7 +4,6 @@ honest state dicts.
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.discovery import Record
+from infinity.phases import Phases
 from infinity.residency import Residency
-from swap.timeline import Timeline
 
 
 class ModelHooks:
@@ -25,14 +24,13 @@ class ModelHooks:
         model: nn.Module,
         records: list[Record],
         residency: Residency,
-        timeline: Timeline,
+        phases: Phases,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self._model = model
         self._residency = residency
-        self._timeline = timeline
+        self._phases = phases
         self._compute_dtype = compute_dtype
-        self._forward_started: list[float] = []
         index = {id(record.parameter): record.index for record in records}
         self._own = {
             module: [index[id(p)] for p in module.parameters(recurse=False)]
@@ -57,14 +55,13 @@ class ModelHooks:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if module is self._model:
-            self._forward_started.append(time.perf_counter())
+            self._phases.forward_begins()
         self._residency.enter(module, self._own[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._residency.leave(module)
-        if module is self._model and self._forward_started:
-            start = self._forward_started.pop()
-            self._timeline.add("forward", start, time.perf_counter())
+        if module is self._model:
+            self._phases.forward_ends()
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Floating-point inputs of the model take the dtype of its weights, or no operation would

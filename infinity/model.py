@@ -15,7 +15,13 @@ from infinity.discovery import Record
 from infinity.hooks import ModelHooks
 from infinity.loss_scale import LossScale
 from infinity.optimizer import OffloadedOptimizer
-from infinity.parameter import become_offloaded, become_plain, take_grad
+from infinity.parameter import (
+    become_offloaded,
+    become_plain,
+    replace_parameter,
+    take_grad,
+)
+from infinity.phases import Phases
 from infinity.report import Report, make_report, write_trace
 from infinity.residency import Residency
 from infinity.saved import SavedTensors
@@ -40,23 +46,26 @@ class OffloadedModel:
         max_grad_norm: float | None,
         loss_scale: LossScale | None,
         compute_dtype: torch.dtype | None,
+        checkpoint_bytes: int,
     ) -> None:
+        self.checkpoint_bytes = checkpoint_bytes
         self.model = model
         self.rule = rule
         self._budget = budget
         self.optimizer: OffloadedOptimizer
-        self._records = records
-        self._state = state
+        self.records = records
+        self.state = state
         self._index = {id(record.parameter): record.index for record in records}
         self._max_grad_norm = max_grad_norm
-        self._loss_scale = loss_scale
+        self.loss_scale_state = loss_scale
         self._clip_factor = 1.0
         self._norm: torch.Tensor | None = None
-        self._steps = [0] * len(records)
+        self.steps = [0] * len(records)
         self._consumed: set[int] = set()
         self._residency = Residency(records, state, state.placement.arena_bytes // 2)
-        self._saved = SavedTensors(records, state)
-        self._hooks = ModelHooks(model, records, self._residency, state.timeline, compute_dtype)
+        self._phases = Phases(state.timeline)
+        self._saved = SavedTensors(records, state, self._phases)
+        self._hooks = ModelHooks(model, records, self._residency, self._phases, compute_dtype)
         self._open = True
 
     # Training.
@@ -77,7 +86,7 @@ class OffloadedModel:
         out again.
         """
         self._check_open()
-        (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
+        (loss if self.loss_scale_state is None else loss * self.loss_scale_state.value).backward()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients at the next step so that their norm is at most ``max_norm``; return
@@ -102,15 +111,15 @@ class OffloadedModel:
     @property
     def loss_scale(self) -> float:
         """What ``backward`` multiplies the loss by: 1 but for float16."""
-        return 1.0 if self._loss_scale is None else self._loss_scale.value
+        return 1.0 if self.loss_scale_state is None else self.loss_scale_state.value
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A copy of the accumulated gradient of ``parameter`` (None if it has none), on the CPU."""
         self._check_open()
         index = self._index_of(parameter)
-        if index not in self._state.gradients.present:
+        if index not in self.state.gradients.present:
             return None
-        return self._state.gradients.read(index).view(self._records[index].shape)
+        return self.state.gradients.read(index).view(self.records[index].shape)
 
     def flush(self) -> None:
         """Wait until the last step is finished and every value is at home.
@@ -119,7 +128,7 @@ class OffloadedModel:
         it.
         """
         self._check_open()
-        self._state.flush()
+        self.state.flush()
 
     # Values.
 
@@ -137,7 +146,7 @@ class OffloadedModel:
         """
         self._check_open()
         chosen = self._chosen(params)
-        self._state.flush()
+        self.state.flush()
         self._residency.keep_out(record.index for record in chosen)
         try:
             for record in chosen:
@@ -157,7 +166,7 @@ class OffloadedModel:
         when it is durable. Raises as ``checkpoint.save``.
         """
         self._check_open()
-        self._state.flush()
+        self.state.flush()
         return persistence.save(self, path, extra)
 
     def load(self, path: str | os.PathLike[str]) -> Any:
@@ -167,33 +176,35 @@ class OffloadedModel:
         that case nothing was changed.
         """
         self._check_open()
-        self._state.flush()
+        self.state.flush()
         extra = persistence.load(self, path)
         self.optimizer.zero_grad()
+        self._residency.reset()
         return extra
 
     def export(self, folder: str | os.PathLike[str]) -> list[str]:
         """Write the weights as Hugging Face safetensors shards with an index; returns the paths."""
         self._check_open()
-        self._state.flush()
+        self.state.flush()
         return persistence.export(self, folder)
 
     def report(self) -> Report:
         """Bytes per tier, traffic, stalls, overlap and peaks so far; ``print`` it for a table."""
         self._check_open()
-        return make_report(self._state, self._budget.host_bytes, max(self._steps))
+        return make_report(self.state, self._budget.host_bytes, max(self.steps))
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the recent timeline as JSON that Perfetto and chrome://tracing open."""
         self._check_open()
-        write_trace(self._state.timeline, path)
+        write_trace(self.state.timeline, path)
 
     # What the optimizer, the parameters and the hooks call.
 
     def take_step(self) -> None:
         """Fix norm, clipping, options and step counts, and start the update."""
         self._check_open()
-        present = sorted(self._state.gradients.present)
+        self._phases.end_backward()
+        present = sorted(self.state.gradients.present)
         if not present:
             return
         norm = self._gradient_norm()
@@ -202,31 +213,31 @@ class OffloadedModel:
         if self._max_grad_norm is not None:
             scale *= _clip_coefficient(norm, self._max_grad_norm)
         self._clip_factor = 1.0
-        if self._loss_scale is not None and self._loss_scale.overflowed(norm):
-            self._consumed.update(self._state.gradients.capture())
+        if self.loss_scale_state is not None and self.loss_scale_state.overflowed(norm):
+            self._consumed.update(self.state.gradients.capture())
             return
         options = self._options()
         updates = {index: self._update_of(index, options) for index in present}
         self._residency.release_visitors()
-        self._state.step(updates, scale)
+        self.state.step(updates, scale)
         self._consumed.update(present)
         for index in present:
-            self._steps[index] += 1
+            self.steps[index] += 1
             self._saved.generations[index] += 1
         self._mark_in_place_updates(present)
 
     def clear_gradients(self) -> None:
-        self._state.gradients.clear()
+        self.state.gradients.clear()
         self._consumed.clear()
 
     def has_gradient(self, index: int) -> bool:
-        return index in self._consumed or index in self._state.gradients.present
+        return index in self._consumed or index in self.state.gradients.present
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
-        self._state.gradients.clear(index)
+        self.state.gradients.clear(index)
         self._consumed.discard(index)
         if gradient is not None:
-            self._state.add_gradient(index, gradient)
+            self.state.add_gradient(index, gradient)
 
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         """Autograd accumulated into ``parameter``: move that to the gradient store."""
@@ -236,23 +247,26 @@ class OffloadedModel:
             return
         if index in self._consumed:
             raise RuntimeError(
-                f"{self._records[index].name} got a gradient on top of one that a step has used; "
+                f"{self.records[index].name} got a gradient on top of one that a step has used; "
                 "call offloaded.step(), or optimizer.zero_grad() after optimizer.step()"
             )
-        self._state.add_gradient(index, gradient.to_dense() if gradient.is_sparse else gradient)
+        self.state.add_gradient(index, gradient.to_dense() if gradient.is_sparse else gradient)
+        self._phases.backward_works()
 
     # Opening and closing, for ``offload``.
 
     def attach(self, stack: ExitStack) -> None:
         """Give the model its offloaded face; ``stack`` takes it off again, whatever happens."""
-        for record in self._records:
-            become_offloaded(record.parameter, record.index, self)
+        for record in self.records:
+            become_offloaded(
+                record.parameter, record.index, self, record.spec.dtype, self.state.device
+            )
         stack.callback(self._restore)
         self._residency.attach(self.model)
         stack.callback(self._residency.detach)
         stack.enter_context(self._saved)
         self._hooks.attach(stack)
-        for record in self._records:
+        for record in self.records:
             if record.spec.trainable:
                 handle = record.parameter.register_post_accumulate_grad_hook(self._take_gradient)
                 stack.callback(handle.remove)
@@ -264,15 +278,19 @@ class OffloadedModel:
         """
         self._open = False
         try:
-            self._state.flush()
+            self.state.flush()
         finally:
-            for record in self._records:
-                parameter = record.parameter
-                take_grad(parameter)
-                become_plain(parameter, record.kind)
-                parameter.data = torch.empty(record.shape, dtype=record.dtype, device=record.device)
-                if not parameter.is_meta:
-                    self._state.read_all(record.index, parameter.data.view(-1))
+            for record in self.records:
+                self._restore_one(record)
+
+    def _restore_one(self, record: Record) -> None:
+        take_grad(record.parameter)
+        data = torch.empty(record.shape, dtype=record.dtype, device=record.device)
+        restored = become_plain(record.parameter, record.kind, data)
+        if restored is not record.parameter:
+            replace_parameter(self.model, record.parameter, restored)
+        elif not data.is_meta:
+            self.state.read_all(record.index, data.view(-1))
 
     def _check_open(self) -> None:
         if not self._open:
@@ -290,7 +308,7 @@ class OffloadedModel:
             ) from None
 
     def _gradient_norm(self) -> float:
-        return self._state.gradients.norm() / self.loss_scale * self._clip_factor
+        return self.state.gradients.norm() / self.loss_scale * self._clip_factor
 
     def _options(self) -> dict[int, Mapping[str, Any]]:
         """The options of every parameter's group, copied: a later change belongs to a later step."""
@@ -301,12 +319,12 @@ class OffloadedModel:
         return options
 
     def _update_of(self, index: int, options: Mapping[int, Mapping[str, Any]]) -> ParameterUpdate:
-        record = self._records[index]
+        record = self.records[index]
         if index not in options:
             raise ValueError(f"{record.name} is in no group of offloaded.optimizer.param_groups")
         return ParameterUpdate(
             parameter=index,
-            step=self._steps[index] + 1,
+            step=self.steps[index] + 1,
             shape=record.shape,
             options=options[index],
         )
@@ -315,21 +333,21 @@ class OffloadedModel:
         """Tell autograd, as an in-place update would, so that a graph from before the step is
         refused.
         """
-        torch.autograd.graph.increment_version([self._records[i].parameter for i in indices])
+        torch.autograd.graph.increment_version([self.records[i].parameter for i in indices])
 
     def _chosen(self, params: Any) -> list[Record]:
         if params is None:
-            return self._records
+            return self.records
         if isinstance(params, nn.Module):
             params = params.parameters()
         elif isinstance(params, torch.Tensor):
             params = [params]
-        return [self._records[self._index_of(parameter)] for parameter in params]
+        return [self.records[self._index_of(parameter)] for parameter in params]
 
     def _weight_of(self, record: Record) -> torch.Tensor:
         weight = torch.empty(record.spec.numel, dtype=record.spec.dtype)
-        self._state.planes.read(record.index, "weight", 0, weight)
-        return weight.view(record.shape).to(self._state.device)
+        self.state.planes.read(record.index, "weight", 0, weight)
+        return weight.view(record.shape).to(self.state.device)
 
     def _write_back(self, record: Record) -> None:
         """Elements that were changed become the master exactly; the others keep the master's low
@@ -339,11 +357,11 @@ class OffloadedModel:
         after = record.parameter.data.reshape(-1).to(before.dtype)
         if torch.equal(before, after):
             return
-        master = self._state.read_values(record.index, 0, record.spec.numel)
+        master = self.state.read_values(record.index, 0, record.spec.numel)
         changed = before != after
         master = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
-        self._state.fill(record.index, master)
-        self._state.weights.drop()
+        self.state.fill(record.index, master)
+        self.state.weights.drop()
 
 
 def _clip_coefficient(norm: float, max_norm: float) -> float:

@@ -83,6 +83,7 @@ def offload(
             max_grad_norm=max_grad_norm,
             loss_scale=LossScale() if compute_dtype == torch.float16 else None,
             compute_dtype=compute_dtype,
+            checkpoint_bytes=placement.checkpoint_bytes,
         )
         fill_all(state, records, values)
         stack.enter_context(BufferConversion(model, target, compute_dtype, values))

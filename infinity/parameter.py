@@ -76,17 +76,46 @@ class OffloadedGradient(torch.Tensor):
 _ALLOWED = tuple(getattr(torch.Tensor, name) for name in _METADATA)
 
 
-def become_offloaded(parameter: Any, index: int, gradients: Gradients) -> None:
-    """Give ``parameter`` its offloaded class; it stays the same object."""
+def become_offloaded(
+    parameter: Any, index: int, gradients: Gradients, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give ``parameter`` its offloaded class and a placeholder for data; it stays the same object."""
+    face = placeholder(parameter.shape, dtype, device)
+    if parameter.is_meta:
+        # A meta tensor cannot take real data; the object can take the place of one that does.
+        torch.utils.swap_tensors(parameter, nn.Parameter(face, parameter.requires_grad))
+    else:
+        parameter.data = face
     parameter.__class__ = OffloadedParameter
     parameter.offload_index = index
     parameter.offload_gradients = gradients
 
 
-def become_plain(parameter: Any, kind: type[nn.Parameter]) -> None:
-    """Undo ``become_offloaded``."""
+def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -> nn.Parameter:
+    """Undo ``become_offloaded``; ``data`` is what the parameter holds from now on.
+
+    Returns the parameter, or a new one in its place where ``data`` is on meta and a graph that is still alive
+    refers to the old one.
+    """
     parameter.__class__ = kind
     del parameter.offload_index, parameter.offload_gradients
+    if not data.is_meta:
+        parameter.data = data
+        return parameter  # type: ignore[no-any-return]
+    fresh = nn.Parameter(data, parameter.requires_grad)
+    try:
+        torch.utils.swap_tensors(parameter, fresh)
+    except RuntimeError:
+        return fresh
+    return parameter  # type: ignore[no-any-return]
+
+
+def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put ``new`` wherever a module of ``model`` has ``old``."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
 
 
 def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:

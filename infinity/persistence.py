@@ -1,13 +1,251 @@
-"""stub"""
+"""Checkpoints of an offloaded model: its state as a tree of byte sources, and back through byte sinks.
+
+Nothing is gathered: a save streams every plane from its home tier, a load streams into it. The tree is
+
+    model.<name>                weights in the compute dtype, and the model's persistent buffers
+    optimizer.<plane>.<name>    lo, master, exp_avg, ... (see ``swap.planes``), in the shape of the parameter
+    infinity                    step counts, groups, loss scale, random state, small optimizer state
+    extra                       whatever the caller gave
+
+so ``model.*`` alone is an ordinary set of weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+import checkpoint
+from infinity.discovery import Record
+from infinity.loss_scale import LossScale
+from infinity.optimizer import OffloadedOptimizer, TorchRule
+from swap.kernels import merge_master
+from swap.rules import UpdateRule
+from swap.tiered import TieredState
+
+FORMAT = 1
 
 
-def save(offloaded, path, extra):
-    raise NotImplementedError
+class Trainee(Protocol):
+    """What is saved and loaded: the parts of an ``OffloadedModel``."""
+
+    model: nn.Module
+    optimizer: OffloadedOptimizer
+    rule: UpdateRule
+    records: list[Record]
+    state: TieredState
+    steps: list[int]
+    loss_scale_state: LossScale | None
+    checkpoint_bytes: int
 
 
-def load(offloaded, path):
-    raise NotImplementedError
+@dataclass(frozen=True, slots=True)
+class PlaneBytes:
+    """One plane of one parameter as a row-major tensor: a ``checkpoint.ByteSource`` and ``ByteSink``."""
+
+    state: TieredState
+    record: Record
+    plane: str
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.record.shape)
+
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
+        values = self._elements(out)
+        self.state.planes.read(self.record.index, self.plane, start // self.dtype.itemsize, values)
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Take ``data`` as the bytes from byte ``start``; whole elements. Raises ``AioError``."""
+        values = self._elements(data)
+        self.state.planes.write(self.record.index, self.plane, start // self.dtype.itemsize, values)
+
+    def _elements(self, data: memoryview) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
 
 
-def export(offloaded, folder):
-    raise NotImplementedError
+def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any) -> Any:
+    """Save everything that training goes on from. The update must be flushed."""
+    state = _sources(trainee) | {"infinity": _scalars(trainee), "extra": extra}
+    return checkpoint.save(state, path, staging_bytes=trainee.checkpoint_bytes)
+
+
+def load(trainee: Trainee, path: str | os.PathLike[str]) -> Any:
+    """Undo ``save``; returns ``extra``.
+
+    Raises ``ValueError`` naming what does not match before anything is changed. A failure later (a corrupt
+    file, an I/O error) leaves values mixed: load again before training on.
+    """
+    saved = checkpoint.load(path, only=["infinity", "infinity.*"])["infinity"]
+    _check(trainee, saved, path)
+    trainee.state.weights.drop()
+    _load_values(trainee, saved, path)
+    for plane in ("exp_avg", "exp_avg_sq"):
+        if not any(plane in planes for planes in saved["planes"].values()):
+            trainee.state.planes.zero(plane)
+    _restore_scalars(trainee, saved)
+    return checkpoint.load(path, only=["extra", "extra.*"]).get("extra")
+
+
+def _sources(trainee: Trainee) -> dict[str, Any]:
+    model: dict[str, Any] = dict(persistent_buffers(trainee.model))
+    optimizer: dict[str, dict[str, Any]] = {}
+    for record in trainee.records:
+        for plane in _planes(trainee.state, record):
+            part = model if plane.plane == "weight" else optimizer.setdefault(plane.plane, {})
+            part[record.name] = plane
+    return {"model": model, "optimizer": optimizer}
+
+
+def _planes(state: TieredState, record: Record) -> list[PlaneBytes]:
+    subgroup = state.layout.segments_of[record.index][0].subgroup
+    return [
+        PlaneBytes(state, record, name, state.planes.dtype(subgroup, name))
+        for name in state.plane_names(record.index)
+    ]
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a state dict would hold, by their names in it."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def _scalars(trainee: Trainee) -> dict[str, Any]:
+    names = {id(record.parameter): record.name for record in trainee.records}
+    scale = trainee.loss_scale_state
+    small = trainee.rule.small_state if isinstance(trainee.rule, TorchRule) else {}
+    return {
+        "format": FORMAT,
+        "steps": {record.name: trainee.steps[record.index] for record in trainee.records},
+        "planes": {
+            record.name: list(trainee.state.plane_names(record.index)) for record in trainee.records
+        },
+        "shapes": {record.name: list(record.shape) for record in trainee.records},
+        "dtypes": {record.name: record.spec.dtype for record in trainee.records},
+        "groups": [
+            group | {"params": [names[id(parameter)] for parameter in group["params"]]}
+            for group in trainee.optimizer.param_groups
+        ],
+        "loss_scale": None if scale is None else [scale.value, scale.good_steps],
+        "small_state": {trainee.records[index].name: dict(s) for index, s in small.items()},
+        "random": _random_state(),
+    }
+
+
+def _random_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    if saved["format"] != FORMAT:
+        raise ValueError(f"{path} has format {saved['format']}; this version reads {FORMAT}")
+    shapes = saved["shapes"]
+    ours = {record.name: list(record.shape) for record in trainee.records}
+    for name, shape in ours.items():
+        if name not in shapes:
+            raise ValueError(f"{path} has no parameter {name}, which the model has")
+        if shapes[name] != shape:
+            raise ValueError(f"{name} has shape {shapes[name]} in {path}, {shape} in the model")
+    for name in shapes:
+        if name not in ours:
+            raise ValueError(f"{path} has a parameter {name}, which the model has not")
+    groups = trainee.optimizer.param_groups
+    if len(saved["groups"]) != len(groups):
+        raise ValueError(
+            f"{path} has {len(saved['groups'])} parameter groups, the optimizer has {len(groups)}"
+        )
+
+
+def _load_values(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    same: dict[str, Any] = {"model": dict(persistent_buffers(trainee.model)), "optimizer": {}}
+    converted = []
+    for record in trainee.records:
+        for plane in _planes(trainee.state, record):
+            if saved["dtypes"][record.name] != record.spec.dtype and plane.plane in _MASTER:
+                continue
+            if plane.plane not in saved["planes"][record.name]:
+                continue
+            if plane.plane == "weight":
+                same["model"][record.name] = plane
+            else:
+                same["optimizer"].setdefault(plane.plane, {})[record.name] = plane
+        if saved["dtypes"][record.name] != record.spec.dtype:
+            converted.append(record)
+    checkpoint.load(path, only=_names_of(same), into=same, staging_bytes=trainee.checkpoint_bytes)
+    for record in converted:
+        trainee.state.fill(record.index, _master(path, record, saved["planes"][record.name]))
+
+
+_MASTER = ("weight", "lo", "master")
+
+
+def _names_of(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    names = []
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            names += _names_of(value, f"{prefix}{key}.")
+        else:
+            names.append(_literal(f"{prefix}{key}"))
+    return names
+
+
+def _literal(name: str) -> str:
+    """``name`` as a shell pattern that matches nothing else."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _master(path: str | os.PathLike[str], record: Record, planes: Sequence[str]) -> torch.Tensor:
+    """The values of one parameter in the precision of its saved master, read whole."""
+    name = record.name
+    wanted = [f"model.{name}", *(f"optimizer.{p}.{name}" for p in planes if p in _MASTER)]
+    tree = checkpoint.load(path, only=[_literal(entry) for entry in wanted])
+    weight: torch.Tensor = tree["model"][name]
+    others = tree.get("optimizer", {})
+    if "master" in planes:
+        master: torch.Tensor = others["master"][name]
+        return master
+    if "lo" not in planes:
+        return weight
+    out = torch.empty(weight.numel(), dtype=torch.float32)
+    merge_master(weight.reshape(-1), others["lo"][name].reshape(-1), out)
+    return out.view(weight.shape)
+
+
+def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
+    by_name = {record.name: record for record in trainee.records}
+    for name, step in saved["steps"].items():
+        trainee.steps[by_name[name].index] = step
+    for group, values in zip(trainee.optimizer.param_groups, saved["groups"], strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
+    if trainee.loss_scale_state is not None and saved["loss_scale"] is not None:
+        trainee.loss_scale_state.value, trainee.loss_scale_state.good_steps = saved["loss_scale"]
+    if isinstance(trainee.rule, TorchRule):
+        trainee.rule.small_state.clear()
+        for name, small in saved["small_state"].items():
+            trainee.rule.small_state[by_name[name].index] = dict(small)
+    random = saved["random"]
+    torch.set_rng_state(random["cpu"])
+    if torch.cuda.is_available() and len(random["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(random["cuda"])
+
+
+def export(trainee: Trainee, folder: str | os.PathLike[str]) -> list[str]:
+    """The weights and persistent buffers as Hugging Face shards with an index; returns the paths."""
+    weights: dict[str, Any] = dict(persistent_buffers(trainee.model))
+    for record in trainee.records:
+        weights[record.name] = _planes(trainee.state, record)[0]
+    return [os.fspath(file) for file in checkpoint.write_safetensors(weights, folder)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from swap.tiered import TieredState
 from swap.tiers import Tier, format_bytes
-from swap.timeline import Timeline, busy_seconds, overlap_seconds
+from swap.timeline import Event, Timeline, busy_seconds, overlap_seconds, without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,8 @@ def make_report(state: TieredState, budget_host_bytes: int, steps: int) -> Repor
     for event in events:
         if event.kind == "stall":
             stalls[event.label] = stalls.get(event.label, 0.0) + event.stop - event.start
-    computing = ("forward", "backward", "kernel")
+    computing = [*without(events, ("forward", "backward"), "stall"), *_of(events, "kernel")]
+    transfers = _of(events, "read", "write")
     return Report(
         steps=steps,
         elapsed_seconds=time.perf_counter() - timeline.started_at,
@@ -111,13 +112,19 @@ def make_report(state: TieredState, budget_host_bytes: int, steps: int) -> Repor
         kernel_seconds=timeline.seconds["kernel"],
         compute_seconds=timeline.seconds["forward"] + timeline.seconds["backward"],
         stall_seconds=timeline.seconds["stall"],
-        overlap_seconds=overlap_seconds(events, ["read"], computing, ["write"]),
+        overlap_seconds=overlap_seconds(
+            [*transfers, *computing], ["read"], ["forward", "backward", "kernel"], ["write"]
+        ),
         weight_hits=state.weights.hits,
         weight_misses=state.weights.misses,
         expected_uses=state.weights.schedule.expected_uses,
         unexpected_uses=state.weights.schedule.unexpected_uses,
         stalls=stalls,
     )
+
+
+def _of(events: list[Event], *kinds: str) -> list[Event]:
+    return [event for event in events if event.kind in kinds]
 
 
 def resident_bytes(state: TieredState) -> dict[str, int]:

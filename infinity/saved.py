@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from infinity.discovery import Record
+from infinity.phases import Phases
 from swap.tiered import TieredState
 
 
@@ -42,10 +43,11 @@ class _SavedTensor:
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The hooks, to be entered for as long as the model is offloaded."""
 
-    def __init__(self, records: list[Record], state: TieredState) -> None:
+    def __init__(self, records: list[Record], state: TieredState, phases: Phases) -> None:
         super().__init__(self._pack, self._unpack)
         self._records = records
         self._state = state
+        self._phases = phases
         self.generations = [0] * len(records)
         self._homes = _home_ranges(records, state)
 
@@ -58,6 +60,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return _SavedWeight(index, self.generations[index], tensor.size(), tensor.stride(), offset)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        self._phases.backward_works()
         if isinstance(packed, _SavedTensor):
             return self._check_version(packed)
         name = self._records[packed.index].name

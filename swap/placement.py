@@ -13,7 +13,7 @@ traffic that is left is spread evenly over the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swap.layout import PIECE, Layout, ParameterSpec, Plane, Subgroup, pack
 from swap.rules import UpdateRule
@@ -27,6 +27,8 @@ MAX_SLOTS = 4
 SPILL_CHUNKS = 4
 MIN_SPILL_CHUNK_BYTES = 256 * 1024
 MAX_SPILL_CHUNK_BYTES = 4 * 1024 * 1024
+MIN_CHECKPOINT_BYTES = 4 * 1024 * 1024
+MAX_CHECKPOINT_BYTES = 256 * 1024 * 1024
 STAGING_SHARE = 0.25
 ARENA_SHARE = 0.35
 
@@ -43,7 +45,8 @@ class Placement:
     slot_bytes: int
     scratch_bytes: int
     spill_chunk_bytes: int
-    least_host_bytes: int
+    least_host_bytes: int = 0
+    checkpoint_bytes: int = 0
     state_host_bytes: int
     gradient_host_bytes: int
     state_nvme_bytes: int
@@ -66,6 +69,7 @@ class Placement:
             + self.arena_bytes
             + self.staging_bytes
             + self.spill_bytes
+            + self.checkpoint_bytes
         )
 
     @property
@@ -114,7 +118,11 @@ def planes_of(subgroup: Subgroup, rule: UpdateRule) -> tuple[Plane, ...]:
 
 
 def place(
-    specs: Sequence[ParameterSpec], rule: UpdateRule, budget: Budget, *, least_arena_bytes: int
+    specs: Sequence[ParameterSpec],
+    rule: UpdateRule,
+    budget: Budget,
+    *,
+    least_arena_bytes: int,
 ) -> Placement:
     """Decide every home.
 
@@ -124,9 +132,13 @@ def place(
     """
     least_arena = least_arena_bytes + PIECE
     everything = pack(specs, _capacity_for_whole(specs))
-    if _total(everything, rule) <= budget.host_bytes:
-        return _all_in_host(everything, rule)
-    least = _least_host_bytes(specs, rule, least_arena)
+    total = _total(everything, rule)
+    at_work = min(total, _least_host_bytes(specs, rule, least_arena))
+    least = at_work + MIN_CHECKPOINT_BYTES
+    if total + MIN_CHECKPOINT_BYTES <= budget.host_bytes:
+        placement = _all_in_host(everything, rule)
+        aside = _checkpoint_bytes(budget.host_bytes, total)
+        return replace(placement, least_host_bytes=least, checkpoint_bytes=aside)
     if budget.host_bytes < least:
         raise BudgetError(
             f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
@@ -136,8 +148,16 @@ def place(
             "memory",
             least_host_bytes=least,
         )
-    elements = _subgroup_elements(specs, rule, budget.host_bytes - least_arena)
-    return _fill(pack(specs, elements), rule, budget.host_bytes, least_arena, least)
+    aside = _checkpoint_bytes(budget.host_bytes, at_work)
+    elements = _subgroup_elements(specs, rule, budget.host_bytes - aside - least_arena)
+    placement = _fill(pack(specs, elements), rule, budget.host_bytes - aside, least_arena)
+    return replace(placement, least_host_bytes=least, checkpoint_bytes=aside)
+
+
+def _checkpoint_bytes(host_bytes: int, needed: int) -> int:
+    """What a save or a load may stage in: a sixteenth of the budget, if ``needed`` leaves that."""
+    aside = min(host_bytes // 16, MAX_CHECKPOINT_BYTES, host_bytes - needed)
+    return max(MIN_CHECKPOINT_BYTES, aside)
 
 
 def _capacity_for_whole(specs: Sequence[ParameterSpec]) -> int:
@@ -166,7 +186,6 @@ def _all_in_host(layout: Layout, rule: UpdateRule) -> Placement:
         slot_bytes=0,
         scratch_bytes=_scratch_bytes(layout, rule),
         spill_chunk_bytes=0,
-        least_host_bytes=_total(layout, rule),
         state_host_bytes=sum(state_bytes(group, rule) for group in layout.subgroups),
         gradient_host_bytes=sum(gradient_bytes(group) for group in layout.subgroups),
         state_nvme_bytes=0,
@@ -231,9 +250,7 @@ def _subgroup_elements(specs: Sequence[ParameterSpec], rule: UpdateRule, host_by
     return max(least, min(elements, MAX_SUBGROUP_ELEMENTS))
 
 
-def _fill(
-    layout: Layout, rule: UpdateRule, host_bytes: int, least_arena: int, least: int
-) -> Placement:
+def _fill(layout: Layout, rule: UpdateRule, host_bytes: int, least_arena: int) -> Placement:
     groups = layout.subgroups
     fixed = sum(state_bytes(g, rule) + gradient_bytes(g) for g in groups if g.resident)
     moving = [group for group in groups if not group.resident]
@@ -265,7 +282,6 @@ def _fill(
         slot_bytes=slot_bytes,
         scratch_bytes=scratch,
         spill_chunk_bytes=chunk,
-        least_host_bytes=least,
         state_host_bytes=sum(state_bytes(g, rule) for g in groups if g.index in states_in_host),
         gradient_host_bytes=sum(gradient_bytes(g) for g in groups if g.index in gradients_in_host),
         state_nvme_bytes=sum(state_bytes(g, rule) for g in groups if g.index not in states_in_host),

@@ -46,6 +46,7 @@ class PlaneStore:
         self._home = placement.state_home
         self._extents = extents
         self._lock = threading.Lock()
+        self._filling = threading.Lock()
         self._planes = tuple(planes_of(group, rule) for group in self.layout.subgroups)
         self._host: dict[tuple[int, str], torch.Tensor] = {}
         self._on_nvme: dict[tuple[int, str], Extent | None] = {}
@@ -134,16 +135,18 @@ class PlaneStore:
         """Overwrite elements ``[start, start + len(values))`` of one plane in place (no
         copy-on-write).
 
-        For filling and loading, with no update under way. Raises ``AioError``.
+        For filling and loading, with no update under way; several threads may write different elements. Raises
+        ``AioError``.
         """
         pending = []
         for segment, low, part in self._overlaps(parameter, start, values):
             if self.is_host(segment.subgroup):
                 self._host[segment.subgroup, name][low : low + part.numel()].copy_(part)
                 continue
-            extent = self.extent(segment.subgroup, name)
-            if extent is None:
-                extent = self._fill_with_zeros(segment.subgroup, name)
+            with self._filling:
+                extent = self.extent(segment.subgroup, name)
+                if extent is None:
+                    extent = self._fill_with_zeros(segment.subgroup, name)
             pending.append(self._transfer("write", extent, low, part))
         for operation in pending:
             operation.result()

@@ -89,6 +89,24 @@ def overlap_seconds(events: Sequence[Event], *groups: Sequence[str]) -> float:
     return _seconds_with(events, [tuple(group) for group in groups])
 
 
+def without(events: Sequence[Event], kinds: Sequence[str], hole: str) -> list[Event]:
+    """The events of ``kinds``, cut wherever an event of kind ``hole`` was under way."""
+    holes = sorted((event.start, event.stop) for event in events if event.kind == hole)
+    pieces = []
+    for event in events:
+        if event.kind not in kinds:
+            continue
+        start = event.start
+        for low, high in holes:
+            if high > start and low < event.stop:
+                if low > start:
+                    pieces.append(Event(event.kind, start, low, 0, event.label))
+                start = high
+        if start < event.stop:
+            pieces.append(Event(event.kind, start, event.stop, 0, event.label))
+    return pieces
+
+
 def _seconds_with(events: Sequence[Event], groups: Sequence[tuple[str, ...]]) -> float:
     edges: list[tuple[float, int, int]] = []
     for event in events:

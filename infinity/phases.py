@@ -1,0 +1,48 @@
+"""When forward and backward passes run, as seen from hooks: autograd tells nobody when it begins or ends."""
+
+from __future__ import annotations
+
+import time
+
+from swap.timeline import Timeline
+
+
+class Phases:
+    """Turns what hooks notice into ``forward`` and ``backward`` events of the timeline.
+
+    A backward pass is taken to last from the first saved tensor that it asks for to the last gradient or saved tensor
+    before a forward pass or a step. A forward inside it (recomputation) belongs to it.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._forward_depth = 0
+        self._forward_start = 0.0
+        self._backward: tuple[float, float] | None = None
+
+    def forward_begins(self) -> None:
+        """The outermost module begins its forward."""
+        if self._forward_depth == 0:
+            self.end_backward()
+            self._forward_start = time.perf_counter()
+        self._forward_depth += 1
+
+    def forward_ends(self) -> None:
+        """It returned or raised."""
+        if self._forward_depth == 0:
+            return
+        self._forward_depth -= 1
+        if self._forward_depth == 0:
+            self._timeline.add("forward", self._forward_start, time.perf_counter())
+
+    def backward_works(self) -> None:
+        """Autograd asked for a saved tensor or delivered a gradient."""
+        now = time.perf_counter()
+        start = now if self._backward is None else self._backward[0]
+        self._backward = (start, now)
+
+    def end_backward(self) -> None:
+        """Whatever comes now is not the backward pass any more."""
+        if self._backward is not None:
+            self._timeline.add("backward", *self._backward)
+            self._backward = None
