@@ -1,0 +1,50 @@
+"""Builds `checkpoint._native`, CRC-32C in C, alone or fused with copies.
+
+google-crc32c is as fast, but lets go of the interpreter lock only for `bytes` objects, which
+staging memory never is, and cannot copy while it sums.
+"""
+
+from pathlib import Path
+
+from cffi import FFI
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = Path("checkpoint", "csrc")
+"""Relative to ROOT, as setuptools wants its sources."""
+
+ffibuilder = FFI()
+ffibuilder.cdef(
+    """
+    uint32_t ckpt_crc32c(uint32_t crc, const void *data, size_t nbytes);
+    void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
+                          const uint64_t *nbytes, uint32_t *crc);
+    int ckpt_is_zero(const void *data, size_t nbytes);
+    const char *ckpt_crc32c_isa(void);
+    void ckpt_crc32c_force_tables(int on);
+    """
+)
+ffibuilder.set_source(
+    "checkpoint._native",
+    # What cffi generates around the calls converts freely between integers.
+    '#pragma GCC diagnostic ignored "-Wconversion"\n#include "crc32c.h"\n',
+    sources=[str(CSRC / "crc32c.c")],
+    include_dirs=[str(CSRC)],
+    depends=[str(CSRC / "crc32c.h")],
+    extra_compile_args=[
+        "-std=c11",
+        "-D_GNU_SOURCE",
+        "-O3",
+        "-ffp-contract=off",
+        "-fvisibility=hidden",
+        "-pthread",
+        "-Wall",
+        "-Wextra",
+        "-Wconversion",
+        "-Werror",
+    ],
+    extra_link_args=["-pthread"],
+    py_limited_api=True,
+)
+
+if __name__ == "__main__":
+    ffibuilder.compile(tmpdir=str(ROOT))

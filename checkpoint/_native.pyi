@@ -1,0 +1,21 @@
+"""The cffi module built by ``_build.py``; ``csrc/crc32c.h`` says what the functions do."""
+
+from cffi import FFI
+
+class _Lib:
+    def ckpt_crc32c(self, crc: int, data: FFI.CData, nbytes: int, /) -> int: ...
+    def ckpt_copy_crc32c(
+        self,
+        count: int,
+        src: FFI.CData,
+        dst: FFI.CData,
+        nbytes: FFI.CData,
+        crc: FFI.CData,
+        /,
+    ) -> None: ...
+    def ckpt_is_zero(self, data: FFI.CData, nbytes: int, /) -> int: ...
+    def ckpt_crc32c_isa(self) -> FFI.CData: ...
+    def ckpt_crc32c_force_tables(self, on: int, /) -> None: ...
+
+ffi: FFI
+lib: _Lib

@@ -1,0 +1,219 @@
+"""Turns the nodes of a tree into tensors and arrays: memory first, bytes later.
+
+An `Assembler` allocates what nodes describe and notes which stored tensors have to be read into
+what; it reads nothing itself. Leaves that shared memory when they were saved share it again, and a
+leaf that was one object at several places is one object again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from aio import Slab
+from checkpoint import elements
+from checkpoint.boxes import Shape, contiguous_strides, span_elements
+from checkpoint.errors import CorruptCheckpointError
+from checkpoint.names import Path, render
+from checkpoint.records import Manifest, TensorRecord
+from checkpoint.scalars import decode_dtype
+from checkpoint.tree import DataNode
+
+MIN_MAPPED_BYTES = 1 << 20
+"""From here on memory is mapped page by page, so that the device can read into it directly."""
+
+_MAX_SIZE = (1 << 63) - 1
+_FLAGS = {"requires_grad", "parameter", "device"}
+_VIEW_KEYS = {"view", "dtype", "shape", "strides"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """What a node stands for: stored tensor `index`, or a view `offset` bytes into it.
+
+    `strides` are in elements; None for row-major. `is_whole` if it is all of the stored tensor as
+    it was saved.
+    """
+
+    index: int
+    offset: int
+    dtype: torch.dtype
+    shape: Shape
+    strides: Shape | None
+    is_whole: bool
+
+
+def view_of(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
+    """Checks a tensor's node against the manifest. Raises CorruptCheckpointError."""
+    if "view" in node:
+        _check_keys(path, node, _VIEW_KEYS, _VIEW_KEYS | _FLAGS)
+        return _checked_view(manifest, path, node)
+    key, more = ("array", {"dtype"}) if "array" in node else ("tensor", set[str]())
+    _check_keys(path, node, {key} | more, {key} | (more or _FLAGS))
+    record = _record(manifest, path, node[key])
+    return TensorView(node[key], 0, record.element.torch, record.shape, record.strides, True)
+
+
+def _checked_view(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
+    place = _sizes(path, node["view"])
+    shape, strides = _sizes(path, node["shape"]), _sizes(path, node["strides"])
+    element = elements.BY_NAME.get(node["dtype"]) if isinstance(node["dtype"], str) else None
+    if len(place) != 2 or len(shape) != len(strides) or element is None:
+        raise _corrupt(path, "not the description of a view")
+    index, offset = place
+    record = _record(manifest, path, index)
+    reach = span_elements(shape, strides) * element.itemsize
+    same = record.dtype == element.name and record.shape == shape
+    if record.strides is None:
+        fits = offset + reach <= record.nbytes
+        same = same and strides == contiguous_strides(shape)
+    else:
+        # What lies between the elements of a strided tensor was not saved.
+        fits = same = same and offset == 0 and strides == record.strides
+    start = offset + (record.storage[1] if record.storage else 0)
+    if not fits or start % element.itemsize:
+        raise _corrupt(path, f"a view beyond tensor {record.name[:200]!r}")
+    return TensorView(index, offset, element.torch, shape, strides, same and offset == 0)
+
+
+def _record(manifest: Manifest, path: Path, index: Any) -> TensorRecord:
+    if type(index) is not int or not 0 <= index < len(manifest.tensors):
+        raise _corrupt(path, "no such tensor in the manifest")
+    return manifest.tensors[index]
+
+
+def _sizes(path: Path, value: Any) -> Shape:
+    if not isinstance(value, list) or len(value) > 64:
+        raise _corrupt(path, "not a list of sizes")
+    if not all(type(item) is int and 0 <= item <= _MAX_SIZE for item in value):
+        raise _corrupt(path, "not a list of sizes")
+    return tuple(value)
+
+
+def _check_keys(path: Path, node: DataNode, needed: set[str], allowed: set[str]) -> None:
+    if not needed <= node.keys() <= allowed:
+        raise _corrupt(path, "not a node that this version knows")
+
+
+def _corrupt(path: Path, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{render(path)}: {what}")
+
+
+class Assembler:
+    """Builds the leaves of one checkpoint on `device` (None: where each was saved from).
+
+    `tensors` are the stored tensors asked for so far, by their index: what has to be read.
+    """
+
+    def __init__(self, manifest: Manifest, device: torch.device | None) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._manifest = manifest
+        self._device = device
+        self._leaves: dict[tuple[str, int], Any] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def build(self, path: Path, node: DataNode) -> Any:
+        """The leaf of a node, its content yet to be read. Raises CorruptCheckpointError."""
+        view = view_of(self._manifest, path, node)
+        if "view" in node:
+            return _flagged(path, node, self._view(view, self._device_of(path, node)))
+        kind = "array" if "array" in node else "tensor"
+        leaf = self._leaves.get((kind, view.index))
+        if leaf is None:
+            stored = self._stored(view.index, self._device_of(path, node))
+            leaf = _flagged(path, node, stored) if kind == "tensor" else _array(path, node, stored)
+            self._leaves[kind, view.index] = leaf
+        return leaf
+
+    def _device_of(self, path: Path, node: DataNode) -> torch.device:
+        if "array" in node:
+            return torch.device("cpu")
+        if self._device is not None:
+            return self._device
+        try:
+            return torch.device(node.get("device", "cpu"))
+        except (RuntimeError, TypeError) as error:
+            raise _corrupt(path, "not a device") from error
+
+    def _view(self, view: TensorView, device: torch.device) -> torch.Tensor:
+        base = self._stored(view.index, device)
+        offset = int(base.storage_offset()) * base.element_size() + view.offset
+        strides = contiguous_strides(view.shape) if view.strides is None else view.strides
+        return _typed(base.untyped_storage(), view.dtype, offset, view.shape, strides)
+
+    def _stored(self, index: int, device: torch.device) -> torch.Tensor:
+        tensor = self.tensors.get(index)
+        if tensor is None:
+            tensor = self.tensors[index] = self._allocate(self._manifest.tensors[index], device)
+        return tensor
+
+    def _allocate(self, record: TensorRecord, device: torch.device) -> torch.Tensor:
+        dtype = record.element.torch
+        if record.storage is None:
+            nbytes = record.nbytes
+            if device.type == "cpu" and nbytes >= MIN_MAPPED_BYTES:
+                strides = record.strides or contiguous_strides(record.shape)
+                return _typed(_mapped(nbytes), dtype, 0, record.shape, strides)
+            if record.strides is None:
+                return torch.empty(record.shape, dtype=dtype, device=device)
+            return torch.empty_strided(record.shape, record.strides, dtype=dtype, device=device)
+        index, offset = record.storage
+        if index not in self._storages:
+            self._storages[index] = _storage(self._manifest.storages[index], device)
+        strides = record.strides or contiguous_strides(record.shape)
+        return _typed(self._storages[index], dtype, offset, record.shape, strides)
+
+
+def _mapped(nbytes: int) -> torch.UntypedStorage:
+    """Zeroed memory of its own mapping, given back when the last tensor over it is gone."""
+    with Slab(nbytes) as slab:
+        return torch.from_numpy(slab.allocate(nbytes)).untyped_storage()
+
+
+def _storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Zeroed, for what lies between the tensors of a shared storage."""
+    if device.type == "cpu" and nbytes >= MIN_MAPPED_BYTES:
+        return _mapped(nbytes)
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+
+def _typed(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Shape, strides: Shape
+) -> torch.Tensor:
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset // dtype.itemsize, shape, strides)
+
+
+def _flagged(path: Path, node: DataNode, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a Parameter and with gradients, where it was saved so."""
+    requires_grad, parameter = node.get("requires_grad", False), node.get("parameter", False)
+    if type(requires_grad) is not bool or type(parameter) is not bool:
+        raise _corrupt(path, "a flag that is not true or false")
+    if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise _corrupt(path, f"a gradient for {tensor.dtype}")
+    if parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _array(path: Path, node: DataNode, stored: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A numpy array over the memory of a stored tensor."""
+    try:
+        dtype = decode_dtype(node["dtype"])
+    except ValueError as error:
+        raise _corrupt(path, str(error)) from error
+    element, extra = elements.of_numpy(dtype)
+    shape = tuple(stored.shape)
+    outer = shape[: len(shape) - len(extra)]
+    if stored.dtype != element.torch or shape[len(outer) :] != extra:
+        raise _corrupt(path, f"an array of {dtype} over a tensor of {stored.dtype}, {shape}")
+    if not stored.is_contiguous():
+        raise _corrupt(path, "an array over a strided tensor")
+    raw = stored.numpy()
+    if dtype.itemsize == 0 or math.prod(shape) == 0:
+        return np.zeros(outer, dtype)
+    return raw.reshape(-1).view(dtype).reshape(outer)

@@ -1,0 +1,114 @@
+"""Boxes in tensors: pure arithmetic between flat element ranges and per-dimension ranges.
+
+A box is (start, shape), both one integer per dimension. Row-major order throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+Shape = tuple[int, ...]
+
+
+def contiguous_strides(shape: Sequence[int]) -> Shape:
+    """Row-major strides in elements; a dimension of 0 or 1 counts as 1, as in torch."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a row-major walk meets consecutive elements; strides of dimensions of 1 are free."""
+    if 0 in shape:
+        return True
+    expected = contiguous_strides(shape)
+    return all(
+        size == 1 or have == want for size, have, want in zip(shape, strides, expected, strict=True)
+    )
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements fill one gapless range, each once, in whatever order of dimensions."""
+    if 0 in shape:
+        return True
+    step = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last one touched, both included; 0 if there is none."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def split_dimension(shape: Sequence[int]) -> int | None:
+    """Dimension along which a row-major box can be cut into contiguous parts; None if it cannot."""
+    return next((axis for axis, size in enumerate(shape) if size > 1), None)
+
+
+def range_boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[tuple[slice, ...], Shape]]:
+    """Cuts elements [first, last) of a row-major tensor into few boxes, in order.
+
+    Yields (slices, shape of the slice). At most two boxes per dimension and one more.
+    """
+    yield from _range_boxes((), shape, first, last)
+
+
+def _range_boxes(
+    fixed: tuple[slice, ...], shape: Shape, first: int, last: int
+) -> Iterator[tuple[tuple[slice, ...], Shape]]:
+    if first >= last:
+        return
+    ones = (1,) * len(fixed)
+    if not shape:
+        yield fixed, ones
+        return
+    row = math.prod(shape[1:])
+    low, into_low = divmod(first, row)
+    high, into_high = divmod(last, row)
+    if low == high:
+        yield from _range_boxes((*fixed, slice(low, low + 1)), shape[1:], into_low, into_high)
+        return
+    if into_low:
+        yield from _range_boxes((*fixed, slice(low, low + 1)), shape[1:], into_low, row)
+        low += 1
+    if low < high:
+        rest = tuple(slice(0, size) for size in shape[1:])
+        yield (*fixed, slice(low, high), *rest), (*ones, high - low, *shape[1:])
+    yield from _range_boxes((*fixed, slice(high, high + 1)), shape[1:], 0, into_high)
+
+
+def intersect(
+    start_a: Sequence[int], shape_a: Sequence[int], start_b: Sequence[int], shape_b: Sequence[int]
+) -> tuple[Shape, Shape] | None:
+    """The box that two boxes have in common, or None."""
+    start, shape = [], []
+    for from_a, size_a, from_b, size_b in zip(start_a, shape_a, start_b, shape_b, strict=True):
+        low, high = max(from_a, from_b), min(from_a + size_a, from_b + size_b)
+        if low >= high:
+            return None
+        start.append(low)
+        shape.append(high - low)
+    return tuple(start), tuple(shape)
+
+
+def flat_first(whole: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> int | None:
+    """Where a box begins in its row-major tensor, if it is one gapless range there, else None."""
+    if 0 in shape:
+        return 0
+    partial = False
+    for size, limit in zip(reversed(shape), reversed(whole), strict=True):
+        if partial and size != 1:
+            return None
+        partial = partial or size != limit
+    return sum(low * step for low, step in zip(start, contiguous_strides(whole), strict=True))

@@ -1,0 +1,202 @@
+/* CRC-32C three ways: tables for any machine, the crc32 instructions of SSE4.2 and of ARMv8.
+ *
+ * The instruction takes 8 bytes every cycle but its result is ready only after 3, so one chain of
+ * them runs at a third of the speed. Long inputs are therefore cut into three lanes that are summed
+ * side by side and joined: CRC is linear, crc(a ++ b) = shift(crc(a), |b|) ^ crc(b), where shift
+ * advances a register over |b| zero bytes. For the fixed lane lengths that shift is four lookups.
+ */
+#include "crc32c.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <nmmintrin.h>
+#define CRC_TARGET __attribute__((target("sse4.2")))
+#define CRC_NAME "sse4.2"
+#elif defined(__aarch64__)
+#include <arm_acle.h>
+#include <sys/auxv.h>
+#define CRC_TARGET __attribute__((target("+crc")))
+#define CRC_NAME "armv8-crc"
+#endif
+
+#define POLYNOMIAL 0x82F63B78u /* reflected Castagnoli */
+#define LONG_LANE 4096u
+#define SHORT_LANE 256u
+#define COPY_BLOCK 16384u /* stays in the first-level cache between the copy and the sum */
+
+typedef struct {
+    uint32_t by_byte[4][256];
+} shift_table;
+
+static uint32_t byte_table[8][256];
+static shift_table long_shift, short_shift;
+static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
+static int has_instruction;
+static atomic_int tables_forced;
+
+static void make_byte_table(void) {
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t crc = i;
+        for (int bit = 0; bit < 8; bit++)
+            crc = (crc >> 1) ^ ((crc & 1u) ? POLYNOMIAL : 0u);
+        byte_table[0][i] = crc;
+    }
+    for (uint32_t i = 0; i < 256; i++)
+        for (int k = 1; k < 8; k++)
+            byte_table[k][i] =
+                (byte_table[k - 1][i] >> 8) ^ byte_table[0][byte_table[k - 1][i] & 0xFFu];
+}
+
+static uint32_t over_zeros(uint32_t crc, size_t nbytes) {
+    while (nbytes--)
+        crc = (crc >> 8) ^ byte_table[0][crc & 0xFFu];
+    return crc;
+}
+
+static void make_shift_table(shift_table *table, size_t nbytes) {
+    uint32_t of_bit[32]; /* the shift is linear: what it does to each bit says it all */
+    for (int bit = 0; bit < 32; bit++)
+        of_bit[bit] = over_zeros(1u << bit, nbytes);
+    for (int byte = 0; byte < 4; byte++)
+        for (uint32_t value = 0; value < 256; value++) {
+            uint32_t sum = 0;
+            for (int bit = 0; bit < 8; bit++)
+                sum ^= ((value >> bit) & 1u) ? of_bit[8 * byte + bit] : 0u;
+            table->by_byte[byte][value] = sum;
+        }
+}
+
+static int detect(void) {
+#if defined(__x86_64__)
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSE4_2) != 0;
+#elif defined(__aarch64__)
+    return (getauxval(AT_HWCAP) & (1ul << 7)) != 0; /* HWCAP_CRC32 */
+#else
+    return 0;
+#endif
+}
+
+static void make_tables(void) {
+    make_byte_table();
+    make_shift_table(&long_shift, LONG_LANE);
+    make_shift_table(&short_shift, SHORT_LANE);
+    has_instruction = detect();
+}
+
+static uint64_t load64(const uint8_t *p) {
+    uint64_t value;
+    memcpy(&value, p, sizeof value);
+    return value;
+}
+
+/* Registers below are the inverted CRC, as the instruction keeps them. */
+static uint32_t update_tables(uint32_t reg, const uint8_t *p, size_t nbytes) {
+    for (; nbytes >= 8; nbytes -= 8, p += 8) {
+        uint32_t low = reg ^ ((uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 |
+                              (uint32_t)p[3] << 24);
+        reg = byte_table[7][low & 0xFFu] ^ byte_table[6][(low >> 8) & 0xFFu] ^
+              byte_table[5][(low >> 16) & 0xFFu] ^ byte_table[4][low >> 24] ^ byte_table[3][p[4]] ^
+              byte_table[2][p[5]] ^ byte_table[1][p[6]] ^ byte_table[0][p[7]];
+    }
+    for (; nbytes; nbytes--, p++)
+        reg = (reg >> 8) ^ byte_table[0][(reg ^ *p) & 0xFFu];
+    return reg;
+}
+
+#ifdef CRC_TARGET
+CRC_TARGET static inline uint32_t step8(uint32_t reg, uint64_t value) {
+#if defined(__x86_64__)
+    return (uint32_t)_mm_crc32_u64(reg, value);
+#else
+    return __crc32cd(reg, value);
+#endif
+}
+
+static inline uint32_t shift(const shift_table *table, uint32_t reg) {
+    return table->by_byte[0][reg & 0xFFu] ^ table->by_byte[1][(reg >> 8) & 0xFFu] ^
+           table->by_byte[2][(reg >> 16) & 0xFFu] ^ table->by_byte[3][reg >> 24];
+}
+
+CRC_TARGET static inline uint32_t three_lanes(uint32_t reg, const uint8_t *p, size_t lane,
+                                              const shift_table *table) {
+    uint32_t second = 0, third = 0;
+    for (size_t i = 0; i < lane; i += 8) {
+        reg = step8(reg, load64(p + i));
+        second = step8(second, load64(p + lane + i));
+        third = step8(third, load64(p + 2 * lane + i));
+    }
+    return shift(table, shift(table, reg) ^ second) ^ third;
+}
+
+CRC_TARGET static uint32_t update_instruction(uint32_t reg, const uint8_t *p, size_t nbytes) {
+    for (; nbytes >= 3 * LONG_LANE; nbytes -= 3 * LONG_LANE, p += 3 * LONG_LANE)
+        reg = three_lanes(reg, p, LONG_LANE, &long_shift);
+    for (; nbytes >= 3 * SHORT_LANE; nbytes -= 3 * SHORT_LANE, p += 3 * SHORT_LANE)
+        reg = three_lanes(reg, p, SHORT_LANE, &short_shift);
+    for (; nbytes >= 8; nbytes -= 8, p += 8)
+        reg = step8(reg, load64(p));
+    return update_tables(reg, p, nbytes);
+}
+#else
+#define CRC_NAME "tables"
+static uint32_t update_instruction(uint32_t reg, const uint8_t *p, size_t nbytes) {
+    return update_tables(reg, p, nbytes);
+}
+#endif
+
+static int uses_instruction(void) {
+    pthread_once(&tables_once, make_tables);
+    return has_instruction && !atomic_load_explicit(&tables_forced, memory_order_relaxed);
+}
+
+uint32_t ckpt_crc32c(uint32_t crc, const void *data, size_t nbytes) {
+    const uint8_t *p = data;
+    return ~(uses_instruction() ? update_instruction(~crc, p, nbytes)
+                                : update_tables(~crc, p, nbytes));
+}
+
+static uint32_t copy_and_sum(uint32_t crc, uint8_t *to, const uint8_t *from, size_t nbytes) {
+    while (nbytes) {
+        size_t part = nbytes < COPY_BLOCK ? nbytes : COPY_BLOCK;
+        memcpy(to, from, part);
+        crc = ckpt_crc32c(crc, to, part);
+        to += part;
+        from += part;
+        nbytes -= part;
+    }
+    return crc;
+}
+
+void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
+                      const uint64_t *nbytes, uint32_t *crc) {
+    for (size_t i = 0; i < count; i++) {
+        const void *from = (const void *)(uintptr_t)src[i];
+        void *to = (void *)(uintptr_t)dst[i];
+        size_t length = (size_t)nbytes[i];
+        if (!from)
+            memset(to, 0, length);
+        else if (!to)
+            crc[i] = ckpt_crc32c(crc[i], from, length);
+        else
+            crc[i] = copy_and_sum(crc[i], to, from, length);
+    }
+}
+
+int ckpt_is_zero(const void *data, size_t nbytes) {
+    const uint8_t *p = data;
+    uint8_t seen = 0;
+    for (size_t i = 0; i < nbytes; i++)
+        seen = (uint8_t)(seen | p[i]);
+    return seen == 0;
+}
+
+const char *ckpt_crc32c_isa(void) { return uses_instruction() ? CRC_NAME : "tables"; }
+
+void ckpt_crc32c_force_tables(int on) {
+    atomic_store_explicit(&tables_forced, on, memory_order_relaxed);
+}

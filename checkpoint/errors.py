@@ -1,0 +1,49 @@
+"""What is wrong with a checkpoint on disk, as exceptions that name file, tensor and extent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class CorruptCheckpointError(ValueError):
+    """A checkpoint exists and cannot be trusted: its manifest or its data is not what was saved.
+
+    `path` is the file at fault, `tensor` the leaf it would have given, `offset` and `nbytes` the
+    extent of the file; each is None where the fault has no such place.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: str | Path | None = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+        nbytes: int | None = None,
+    ) -> None:
+        self.path = None if path is None else str(path)
+        self.tensor = tensor
+        self.offset = offset
+        self.nbytes = nbytes
+        super().__init__(_place(self.path, tensor, offset, nbytes) + what)
+
+
+class IncompleteCheckpointError(ValueError):
+    """A directory is there and holds no manifest: the save that made it never finished."""
+
+
+def _place(path: str | None, tensor: str | None, offset: int | None, nbytes: int | None) -> str:
+    parts = []
+    if tensor is not None:
+        parts.append(f"tensor {_short(tensor)!r}")
+    if offset is not None:
+        extent = f"at offset {offset}" if nbytes is None else f"{nbytes} bytes at offset {offset}"
+        parts.append(extent + (f" of {path}" if path is not None else ""))
+    elif path is not None:
+        parts.append(path)
+    return ", ".join(parts) + ": " if parts else ""
+
+
+def _short(text: str, limit: int = 200) -> str:
+    """A hostile name may be megabytes long; an error message may not."""
+    return text if len(text) <= limit else text[:limit] + "..."

@@ -1,0 +1,210 @@
+"""Loading into a tree that is there: which leaf of it takes which leaf of the checkpoint.
+
+Leaves belong together by their keys; where keys differ (`{"a": {"b": t}}` and `{"a.b": t}`) by
+their names. Nothing is written before everything fits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoint import elements
+from checkpoint.assembly import Assembler, TensorView, view_of
+from checkpoint.names import Path, closest, natural_name, render
+from checkpoint.reading import TensorRead
+from checkpoint.records import Manifest
+from checkpoint.selection import Selection
+from checkpoint.sources import ByteSink
+from checkpoint.targets import SinkTarget, Target, TensorTarget
+from checkpoint.tree import DataNode, decode_tree, encode_tree
+
+Finish = Callable[[], None]
+
+
+@dataclass(slots=True)
+class IntoPlan:
+    """What to read into the live tree, and what remains to do when that has been read."""
+
+    reads: list[TensorRead]
+    copies: list[Finish]
+    replace: Callable[[], Any]
+
+    def finish(self) -> Any:
+        """Copies what could not be read in place, replaces plain values, gives the tree."""
+        for copy in self.copies:
+            copy()
+        return self.replace()
+
+
+def is_target(value: object) -> bool:
+    """Whether a leaf of a live tree takes tensor data."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return True
+    return isinstance(value, ByteSink) and not isinstance(value, type)
+
+
+def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
+    """Matches a live tree with a checkpoint.
+
+    Raises ValueError naming the leaf that the checkpoint lacks or that has another dtype or shape,
+    TypeError for a live tree that holds what no checkpoint holds.
+    """
+    saved = _Saved(manifest)
+    live = encode_tree(into, is_target)
+    assembler = Assembler(manifest, None)
+    plan = IntoPlan([], [], lambda: _replace((), into, saved, selection))
+    for name, leaf in live.by_name.items():
+        if not selection.wants(name):
+            continue
+        path, node = saved.data(leaf.path, name)
+        view = view_of(manifest, path, node)
+        target = _target(leaf.path, leaf.value, view)
+        if view.is_whole:
+            plan.reads.append(TensorRead(view.index, target))
+        else:
+            # Part of another tensor's bytes: read that one whole, then copy.
+            plan.copies.append(_copy(assembler.build(path, node), target))
+    plan.reads.extend(
+        TensorRead(index, TensorTarget(tensor)) for index, tensor in assembler.tensors.items()
+    )
+    _check_values((), into, saved, selection)
+    return plan
+
+
+_DATA = object()
+"""Stands for a tensor in a tree that is decoded for its other leaves."""
+
+
+class _Saved:
+    """The leaves of a checkpoint by path and by name."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._data: dict[Path, DataNode] = {}
+        tree = decode_tree(manifest.tree, self._note)
+        self._values = dict(_plain_leaves((), tree))
+        self._data_paths = _by_name(self._data)
+        self._value_paths = _by_name(self._values)
+
+    def _note(self, path: Path, node: DataNode) -> Any:
+        self._data[path] = node
+        return _DATA
+
+    def data(self, path: Path, name: str) -> tuple[Path, DataNode]:
+        found = path if path in self._data else self._data_paths.get(name)
+        if found is None:
+            raise _missing(path, name, self._data_paths)
+        return found, self._data[found]
+
+    def value(self, path: Path) -> Any:
+        name = natural_name(path)
+        found = path if path in self._values else self._value_paths.get(name)
+        if found is None:
+            raise _missing(path, name, self._value_paths)
+        return self._values[found]
+
+
+def _by_name(paths: dict[Path, Any]) -> dict[str, Path]:
+    """Paths by natural name, where only one has it."""
+    names: dict[str, Path | None] = {}
+    for path in paths:
+        name = natural_name(path)
+        names[name] = None if name in names else path
+    return {name: path for name, path in names.items() if path is not None}
+
+
+def _missing(path: Path, name: str, names: dict[str, Path]) -> ValueError:
+    similar = closest(name, names)
+    hint = f"; it has {', '.join(map(repr, similar))}" if similar else ""
+    return ValueError(f"{render(path, 'into')} is not in the checkpoint{hint}")
+
+
+def _plain_leaves(path: Path, tree: Any) -> Iterator[tuple[Path, Any]]:
+    """Leaves of a decoded tree that are not tensor data."""
+    kind = type(tree)
+    if kind in (dict, OrderedDict):
+        for key, item in tree.items():
+            yield from _plain_leaves((*path, key), item)
+    elif kind in (list, tuple):
+        for index, item in enumerate(tree):
+            yield from _plain_leaves((*path, index), item)
+    elif tree is not _DATA:
+        yield path, tree
+
+
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+
+
+def _items(tree: Any) -> list[tuple[object, Any]]:
+    return list(tree.items() if isinstance(tree, dict) else enumerate(tree))
+
+
+def _check_values(path: Path, into: Any, saved: _Saved, selection: Selection) -> None:
+    """Raises ValueError for a plain value of the live tree that the checkpoint lacks."""
+    if type(into) in _CONTAINERS:
+        for key, item in _items(into):
+            _check_values((*path, key), item, saved, selection)
+    elif not is_target(into) and selection.wants(natural_name(path)):
+        saved.value(path)
+
+
+def _replace(path: Path, into: Any, saved: _Saved, selection: Selection) -> Any:
+    """Puts saved plain values where the live tree has old ones; tuples are made anew if need be."""
+    kind = type(into)
+    if kind in _CONTAINERS:
+        changed = [
+            (key, item, _replace((*path, key), item, saved, selection))
+            for key, item in _items(into)
+        ]
+        if kind is tuple:
+            same = all(old is new for _, old, new in changed)
+            return into if same else tuple(new for _, _, new in changed)
+        for key, old, new in changed:
+            if old is not new:
+                into[key] = new
+        return into
+    if is_target(into) or not selection.wants(natural_name(path)):
+        return into
+    return saved.value(path)
+
+
+def _target(path: Path, value: Any, view: TensorView) -> Target:
+    """The target that a live leaf is. Raises ValueError if it does not fit what was saved."""
+    where = render(path, "into")
+    if isinstance(value, np.ndarray):
+        value = _array_as_tensor(where, value)
+    dtype, shape = value.dtype, tuple(value.shape)
+    if dtype != view.dtype or shape != view.shape:
+        raise ValueError(
+            f"{where} is {dtype} of shape {shape}, the checkpoint holds {view.dtype} of shape "
+            f"{view.shape}"
+        )
+    if not isinstance(value, torch.Tensor):
+        return SinkTarget(value, shape, dtype.itemsize)
+    if value.is_meta or value.layout != torch.strided or value.is_quantized:
+        raise ValueError(f"{where} has no plain memory to load into; give a strided tensor")
+    if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), shape, strict=True)):
+        raise ValueError(f"{where} is an expanded tensor, whose elements share memory")
+    return TensorTarget(value)
+
+
+def _array_as_tensor(where: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        raise ValueError(f"{where} is an array that is read-only or runs backwards; give a copy")
+    _, extra = elements.of_numpy(array.dtype)
+    return torch.from_numpy(array[..., None].view(np.uint8) if extra else array)
+
+
+def _copy(loaded: torch.Tensor, target: Target) -> Finish:
+    def copy() -> None:
+        flat = loaded.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        shape = tuple(loaded.shape)
+        if flat.size:
+            target.place((0,) * len(shape), shape).deliver(0, flat.data)
+
+    return copy

@@ -1,0 +1,117 @@
+"""Generations: the data of one save, found and removed by its id alone.
+
+Every save makes `<checkpoint>/<uuid>/`. It holds the data files, or, where stripes go to other
+directories, `stripes.json`, which names the directories made there. It is durable before they are
+made and removed after them, so that nothing a killed save leaves is ever lost from sight.
+
+Invariant: only files with names of data files are deleted, and only in directories that end in the
+id of their generation.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aio import sync_directory
+from checkpoint.manifest import MANIFEST_NAME
+from checkpoint.validation import is_data_file_name, is_uuid
+
+logger = logging.getLogger(__name__)
+
+STRIPES_NAME = "stripes.json"
+_MAX_STRIPES_BYTES = 1 << 20
+
+
+def temporary_manifest(checkpoint: Path, uuid: str) -> Path:
+    """The name that a manifest is written under before it counts."""
+    return checkpoint / f"{MANIFEST_NAME}.{uuid}.tmp"
+
+
+def create_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path]) -> list[Path]:
+    """Makes the directories of a save and gives those whose entries are new and not yet durable.
+
+    `stripes` are the directories to make elsewhere; their parents must exist. Raises OSError.
+    """
+    home = checkpoint / uuid
+    home.mkdir()
+    if not stripes:
+        return [home, checkpoint]
+    write_durably(home / STRIPES_NAME, json.dumps([str(stripe) for stripe in stripes]).encode())
+    sync_directory(home)
+    sync_directory(checkpoint)
+    for stripe in stripes:
+        stripe.mkdir()
+    return [*stripes, *sorted({stripe.parent for stripe in stripes})]
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Creates a file with this content and syncs it; its name is the caller's to sync."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove_generation(checkpoint: Path, uuid: str) -> None:
+    """Removes the data of one save, whole or in part. Raises OSError for what will not go."""
+    home = checkpoint / uuid
+    for stripe in _stripes_of(home, f"{checkpoint.name}.{uuid}"):
+        _remove_data_directory(stripe)
+    (home / STRIPES_NAME).unlink(missing_ok=True)
+    _remove_data_directory(home)
+    temporary_manifest(checkpoint, uuid).unlink(missing_ok=True)
+
+
+def prune(checkpoint: Path, keep: str) -> None:
+    """Removes every generation but one. What cannot be removed is a warning: the save is done."""
+    for uuid in generations(checkpoint):
+        if uuid == keep:
+            continue
+        try:
+            remove_generation(checkpoint, uuid)
+        except OSError as error:
+            logger.warning("%s: cannot remove what save %s left: %s", checkpoint, uuid, error)
+
+
+def generations(checkpoint: Path) -> list[str]:
+    """Ids of all saves of which there is anything in a checkpoint's directory."""
+    found = set()
+    for entry in os.scandir(checkpoint):
+        if entry.is_dir(follow_symlinks=False) and is_uuid(entry.name):
+            found.add(entry.name)
+        parts = entry.name.split(".")
+        if entry.name.startswith(f"{MANIFEST_NAME}.") and parts[-1] == "tmp" and is_uuid(parts[-2]):
+            found.add(parts[-2])
+    return sorted(found)
+
+
+def _stripes_of(home: Path, name: str) -> list[Path]:
+    """Directories elsewhere that belong to a generation; damaged lists give what can be trusted."""
+    try:
+        with (home / STRIPES_NAME).open("rb") as file:
+            content: Any = json.loads(file.read(_MAX_STRIPES_BYTES))
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        # It was cut off before it was durable, and nothing had been made elsewhere.
+        return []
+    if not isinstance(content, list):
+        return []
+    paths = [Path(item) for item in content if isinstance(item, str)]
+    return [path for path in paths if path.is_absolute() and path.name == name]
+
+
+def _remove_data_directory(directory: Path) -> None:
+    try:
+        entries = list(os.scandir(directory))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if is_data_file_name(entry.name) and not entry.is_dir(follow_symlinks=False):
+            Path(entry.path).unlink(missing_ok=True)
+    directory.rmdir()

@@ -1,0 +1,116 @@
+"""`load` and `list_tensors`: from a checkpoint back to a state tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from aio import Engine
+from checkpoint.assembly import Assembler
+from checkpoint.errors import CorruptCheckpointError
+from checkpoint.into import plan_into
+from checkpoint.locate import read_manifest
+from checkpoint.reader import ReadOptions
+from checkpoint.reading import TensorRead, read_tensors
+from checkpoint.records import Manifest
+from checkpoint.saving import STAGING_BYTES, PathLike
+from checkpoint.selection import Selection
+from checkpoint.targets import TensorTarget
+from checkpoint.tree import MISSING, DataNode, data_nodes, decode_tree
+
+_T = TypeVar("_T")
+_MAX_RETRIES = 3
+
+
+def load(
+    path: PathLike,
+    only: str | Sequence[str] | None = None,
+    into: Any = None,
+    map_location: str | torch.device | None = "cpu",
+    verify: bool = True,
+    *,
+    engine: Engine | None = None,
+    staging_bytes: int = STAGING_BYTES,
+) -> Any:
+    """Loads the state tree that was saved at `path`, equal in every type and value.
+
+    `only`: shell patterns over the names of leaves; the tree then holds what matched, and lists
+    close up over what did not. `into`: a tree whose tensors, arrays and byte sinks are written in
+    place, found by their keys; it is returned, its other values replaced by the saved ones; what
+    the checkpoint holds beyond it is not read. `map_location`: device of new tensors; None for the
+    one that each was saved from. `verify=False` skips the checksums of data.
+
+    Beyond the tensors themselves it takes `staging_bytes` of memory. `engine` is used and left
+    open; without one, an engine with a lane per data file lives for the call.
+
+    Raises FileNotFoundError for a missing path, IncompleteCheckpointError for one without manifest,
+    CorruptCheckpointError naming file, tensor and extent for damage, ValueError for a pattern that
+    matches nothing and for an `into` that does not fit, OSError for what cannot be read. After an
+    error tensors of `into` may hold old and new values.
+    """
+    checkpoint = Path(path).resolve()
+    options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=verify)
+    device = None if map_location is None else torch.device(map_location)
+    selection = Selection(only)
+
+    def attempt(manifest: Manifest) -> Any:
+        if into is not None:
+            return _load_into(manifest, checkpoint, into, selection, options)
+        return _load_new(manifest, checkpoint, selection, device, options)
+
+    return _with_current_manifest(checkpoint, attempt)
+
+
+def list_tensors(path: PathLike) -> list[str]:
+    """Names of all tensors and arrays, in the order of the tree. Reads the manifest alone.
+
+    Raises what `load` raises for a missing, incomplete or corrupt checkpoint.
+    """
+    return list(data_nodes(read_manifest(Path(path).resolve()).tree))
+
+
+def _with_current_manifest(checkpoint: Path, attempt: Callable[[Manifest], _T]) -> _T:
+    """Reads again if a save took the checkpoint's place, and its files, meanwhile."""
+    manifest = read_manifest(checkpoint)
+    for _ in range(_MAX_RETRIES):
+        try:
+            return attempt(manifest)
+        except (CorruptCheckpointError, FileNotFoundError):
+            newer = read_manifest(checkpoint)
+            if newer.uuid == manifest.uuid:
+                raise
+            manifest = newer
+    return attempt(manifest)
+
+
+def _load_new(
+    manifest: Manifest,
+    checkpoint: Path,
+    selection: Selection,
+    device: torch.device | None,
+    options: ReadOptions,
+) -> Any:
+    names = {path: name for name, (path, _) in data_nodes(manifest.tree).items()}
+    assembler = Assembler(manifest, device)
+
+    def data(path: tuple[object, ...], node: DataNode) -> Any:
+        return assembler.build(path, node) if selection.wants(names[path]) else MISSING
+
+    wanted = None if selection.is_everything else selection.wants
+    tree = decode_tree(manifest.tree, data, wanted)
+    selection.check_matched()
+    reads = [TensorRead(index, TensorTarget(tensor)) for index, tensor in assembler.tensors.items()]
+    read_tensors(manifest, checkpoint, reads, options)
+    return tree
+
+
+def _load_into(
+    manifest: Manifest, checkpoint: Path, into: Any, selection: Selection, options: ReadOptions
+) -> Any:
+    plan = plan_into(manifest, into, selection)
+    selection.check_matched()
+    read_tensors(manifest, checkpoint, plan.reads, options)
+    return plan.finish()

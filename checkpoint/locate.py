@@ -1,0 +1,72 @@
+"""Finding what is on disk: manifests, data files, and what saves that never finished left."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoint.manifest import FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode_manifest
+from checkpoint.records import FileRecord, Manifest
+
+_HEAD_BYTES = 4096
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Reads and checks the manifest of the checkpoint at a path.
+
+    Raises FileNotFoundError if the path is missing, NotADirectoryError if it is a file,
+    IncompleteCheckpointError if it holds no manifest, CorruptCheckpointError if the manifest is not
+    to be trusted, other OSErrors as they come.
+    """
+    path = checkpoint / MANIFEST_NAME
+    try:
+        raw = _read_regular_file(path, MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        if not checkpoint.exists():
+            raise FileNotFoundError(2, "there is no checkpoint", str(checkpoint)) from None
+        raise IncompleteCheckpointError(
+            f"{checkpoint} holds no {MANIFEST_NAME}: no save to it has finished"
+        ) from None
+    return decode_manifest(raw, path)
+
+
+def _read_regular_file(path: Path, limit: int) -> bytes:
+    """A pipe or a device of this name would block or never end, so the kind is looked at first."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError("not a regular file", path=path)
+        if status.st_size > limit:
+            raise CorruptCheckpointError(
+                f"{status.st_size} bytes, more than the {limit} that a manifest may have", path=path
+            )
+        return file.read(limit + 1)
+
+
+def is_own_manifest(path: Path) -> bool:
+    """Whether a file that may be damaged began its life as the manifest of a checkpoint."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    return head.startswith(b'{"sha256":"') or f'"format":"{FORMAT}"'.encode() in head
+
+
+def check_data_file(manifest: Manifest, checkpoint: Path, file: FileRecord) -> Path:
+    """The path of a data file whose kind and size are what the manifest says.
+
+    Raises CorruptCheckpointError if it is missing, not a regular file, or of another size.
+    """
+    path = manifest.file_path(checkpoint, file)
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError("the data file is missing", path=path) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptCheckpointError("the data file is not a regular file", path=path)
+    if status.st_size != file.nbytes:
+        raise CorruptCheckpointError(
+            f"the data file has {status.st_size} bytes, the manifest says {file.nbytes}", path=path
+        )
+    return path

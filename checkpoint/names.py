@@ -1,0 +1,60 @@
+"""Names of leaves: keys joined by dots, told apart where two leaves would have the same one.
+
+Invariants: names of one tree are unique; none is empty, `__metadata__` or begins with `__pad__`,
+which data files keep for themselves; every name is valid UTF-8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Path = tuple[object, ...]
+"""Keys and indices from the root to a node."""
+
+PAD_PREFIX = "__pad__"
+METADATA_KEY = "__metadata__"
+ROOT_NAME = "state"
+
+
+def natural_name(path: Path) -> str:
+    """`("model", "h.0.weight")` gives `model.h.0.weight`; the root itself is called `state`."""
+    name = ".".join(str(key) for key in path) or ROOT_NAME
+    # Half of a surrogate pair is a legal Python string and no legal UTF-8.
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def unique_names(natural: Sequence[str]) -> list[str]:
+    """Gives each leaf, in order, its natural name, or that name with `~2`, `~3`, ... if taken.
+
+    A suffixed name is never one that another leaf has by nature. Names that data files reserve
+    get a `~` in front first.
+    """
+    wanted = [_unreserved(name) for name in natural]
+    by_nature = set(wanted)
+    taken: set[str] = set()
+    next_suffix: dict[str, int] = {}
+    names = []
+    for name in wanted:
+        unique = name
+        while unique in taken or (unique != name and unique in by_nature):
+            next_suffix[name] = next_suffix.get(name, 1) + 1
+            unique = f"{name}~{next_suffix[name]}"
+        taken.add(unique)
+        names.append(unique)
+    return names
+
+
+def _unreserved(name: str) -> str:
+    return "~" + name if name == METADATA_KEY or name.startswith(PAD_PREFIX) else name
+
+
+def render(path: Path, root: str = "state") -> str:
+    """`state['trainer']['callbacks'][2]`, as a user would write the access."""
+    return root + "".join(f"[{key!r}]" for key in path)
+
+
+def closest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """Names that resemble one that was not found, for error messages."""
+    import difflib
+
+    return difflib.get_close_matches(name, list(names), n=count, cutoff=0.5)

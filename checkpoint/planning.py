@@ -1,0 +1,186 @@
+"""From a state tree to everything that a save has to write, decided before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoint.boxes import is_dense
+from checkpoint.datafile import DataFileLayout, Entry, plan_data_file
+from checkpoint.manifest import encode_node
+from checkpoint.names import render
+from checkpoint.records import TensorRecord
+from checkpoint.scalars import encode_dtype
+from checkpoint.sharing import Region, Stored, View, plan_sharing
+from checkpoint.sources import Source, is_data_leaf, source_of
+from checkpoint.striping import Part, Shard, plan_stripes
+from checkpoint.tree import Leaf, encode_tree
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """A tensor to store: its record, still without chunks, and where its bytes come from."""
+
+    record: TensorRecord
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """A state tree taken apart: tensors to store, storages that several share, the tree's JSON."""
+
+    tensors: tuple[TensorPlan, ...]
+    storages: tuple[int, ...]
+    tree_text: str
+    tree: Any
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.source.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One data file: the shards in it and where each begins."""
+
+    stripe: int
+    shards: tuple[Shard, ...]
+    layout: DataFileLayout
+
+
+def plan_state(state: object) -> StatePlan:
+    """Takes a state tree apart.
+
+    Raises TypeError naming the path of a leaf that cannot be saved, ValueError for a tree that
+    holds itself or is too deep.
+    """
+    encoded = encode_tree(state, is_data_leaf)
+    leaves = encoded.leaves
+    sources = [_source(leaf) for leaf in leaves]
+    sharing = plan_sharing([_region(leaf.value) for leaf in leaves])
+    stored = [index for index, place in enumerate(sharing.places) if isinstance(place, Stored)]
+    number = {index: position for position, index in enumerate(stored)}
+    tensors = []
+    for index in stored:
+        place = sharing.places[index]
+        assert isinstance(place, Stored)
+        record = _record(leaves[index], sources[index], place)
+        tensors.append(TensorPlan(record, sources[index]))
+    for index, leaf in enumerate(leaves):
+        leaf.node.update(_leaf_node(leaf, sharing.places[index], number, index))
+    return StatePlan(tuple(tensors), sharing.storages, encode_node(encoded.node), encoded.node)
+
+
+def _source(leaf: Leaf) -> Source:
+    try:
+        return source_of(leaf.value)
+    except TypeError as error:
+        raise TypeError(f"cannot save {render(leaf.path)}: {error}") from error
+
+
+def _region(value: Any) -> Region | None:
+    """Where a tensor lies in its storage; what is not a torch tensor shares nothing."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    storage = value.untyped_storage()
+    itemsize = value.element_size()
+    return Region(
+        (str(value.device), storage.data_ptr()),
+        int(value.storage_offset()) * itemsize,
+        itemsize,
+        tuple(value.shape),
+        value.stride(),
+    )
+
+
+def _record(leaf: Leaf, source: Source, place: Stored) -> TensorRecord:
+    strides = _strides_to_keep(leaf.value, place)
+    storage = None if place.storage is None else (place.storage, place.offset)
+    return TensorRecord(leaf.name, source.element.name, source.shape, (), strides, storage)
+
+
+def _strides_to_keep(value: Any, place: Stored) -> tuple[int, ...] | None:
+    """Strides matter in a shared storage, and where they are a mere order of dimensions."""
+    if not isinstance(value, torch.Tensor) or value.is_contiguous():
+        return None
+    strides = tuple(value.stride())
+    if place.storage is None and not is_dense(value.shape, strides):
+        return None
+    return strides
+
+
+def _leaf_node(
+    leaf: Leaf, place: Stored | View, number: dict[int, int], index: int
+) -> dict[str, Any]:
+    """What the tree says of a leaf; `number` turns a stored leaf's index into its tensor's."""
+    value = leaf.value
+    if isinstance(value, np.ndarray):
+        return {"array": number[index], "dtype": _array_dtype(leaf)}
+    if not isinstance(value, torch.Tensor):
+        return {"tensor": number[index]}
+    if isinstance(place, Stored):
+        return {"tensor": number[index], **_tensor_flags(value)}
+    return {
+        "view": [number[place.base], place.offset],
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "strides": list(value.stride()),
+        **_tensor_flags(value),
+    }
+
+
+def _array_dtype(leaf: Leaf) -> Any:
+    try:
+        return encode_dtype(leaf.value.dtype)
+    except TypeError as error:
+        raise TypeError(f"cannot save {render(leaf.path)}: {error}") from error
+
+
+def _tensor_flags(value: torch.Tensor) -> dict[str, Any]:
+    flags: dict[str, Any] = {}
+    if value.requires_grad:
+        flags["requires_grad"] = True
+    if isinstance(value, torch.nn.Parameter):
+        flags["parameter"] = True
+    if value.device.type != "cpu":
+        flags["device"] = str(value.device)
+    return flags
+
+
+def plan_files(
+    state: StatePlan, *, uuid: str, rank: int, weights: Sequence[float]
+) -> list[FilePlan]:
+    """Lays the tensors of a state out in one data file per stripe; stripes left empty get none.
+
+    Raises ValueError if a data file's header would be longer than safetensors allows.
+    """
+    parts = [_whole(tensor.record) for tensor in state.tensors]
+    files = []
+    for stripe, shards in enumerate(plan_stripes(parts, weights)):
+        if not shards and stripe > 0:
+            continue
+        label = f"r{rank}-{stripe}"
+        entries = [_entry(state.tensors[shard.tensor].record, shard) for shard in shards]
+        metadata = {"checkpoint": uuid, "file": label}
+        layout = plan_data_file(entries, label=label, metadata=metadata)
+        files.append(FilePlan(stripe, tuple(shards), layout))
+    return files
+
+
+def _whole(record: TensorRecord) -> Part:
+    return Part(record.element.itemsize, (0,) * len(record.shape), record.shape)
+
+
+def _entry(record: TensorRecord, shard: Shard) -> Entry:
+    element = record.element
+    return Entry(
+        record.name,
+        element.file_code,
+        shard.shape + element.file_suffix,
+        shard.start + (0,) * len(element.file_suffix),
+        shard.nbytes,
+    )

@@ -1,0 +1,87 @@
+"""What a manifest says, as immutable records. Sizes and offsets are in bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint import elements
+from checkpoint.checksum import CRC_BLOCK_BYTES
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A data file: `path` is relative to root number `root`, or to the checkpoint if None."""
+
+    root: int | None
+    path: str
+    nbytes: int
+    header_nbytes: int
+    header_crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """A box of a tensor, row-major in one extent of one file; one CRC per 16 MiB of it."""
+
+    file: int
+    offset: int
+    nbytes: int
+    start: Shape
+    shape: Shape
+    crc32c: tuple[int, ...]
+
+    def block(self, number: int) -> tuple[int, int]:
+        """First byte and length, within the chunk, of checksum block `number`."""
+        first = number * CRC_BLOCK_BYTES
+        return first, min(CRC_BLOCK_BYTES, self.nbytes - first)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """A stored tensor. `strides` (elements) and `storage` say how to lay it out in memory.
+
+    `strides` is None for row-major; `storage` is (index of the shared storage, byte offset there).
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    chunks: tuple[ChunkRecord, ...]
+    strides: Shape | None = None
+    storage: tuple[int, int] | None = None
+
+    @property
+    def element(self) -> elements.ElementType:
+        return elements.BY_NAME[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.element.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything about one checkpoint. `tree` is the JSON node of the state tree."""
+
+    uuid: str
+    world_size: int
+    roots: tuple[str, ...]
+    files: tuple[FileRecord, ...]
+    storages: tuple[int, ...]
+    tensors: tuple[TensorRecord, ...]
+    tree: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def file_path(self, checkpoint: Path, file: FileRecord) -> Path:
+        """Where a data file of the checkpoint at `checkpoint` is."""
+        root = checkpoint if file.root is None else Path(self.roots[file.root])
+        return root / file.path

@@ -1,0 +1,199 @@
+"""Where the bytes of a save come from: tensors, arrays, and objects that read themselves.
+
+Every source gives the bytes of a row-major tensor, whatever its strides and device. One whose bytes
+already lie so in host memory says at which address, and is then read without Python. Sources are
+read from several threads at once, at most one thread per part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from checkpoint import elements
+from checkpoint.boxes import Shape, range_boxes
+from checkpoint.elements import ElementType
+
+
+@runtime_checkable
+class ByteSource(Protocol):
+    """A tensor that is not in memory: it is saved by reading it piece by piece.
+
+    `read(start, out)` fills `out` with bytes [start, start + len(out)) of the row-major tensor.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, start: int, out: memoryview) -> None: ...
+
+
+@runtime_checkable
+class ByteSink(Protocol):
+    """A tensor that is not in memory: it is loaded by writing it piece by piece.
+
+    `write(start, data)` takes bytes [start, start + len(data)) of the row-major tensor; pieces come
+    in any order, each byte once, and `data` is valid until the call returns.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def write(self, start: int, data: memoryview) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One tensor to save: its type and where its row-major bytes are.
+
+    `address` is where they lie in host memory, or None; `read` fills a buffer with them from a byte
+    offset, a multiple of the item size, on; `owner` keeps the memory alive.
+    """
+
+    element: ElementType
+    shape: Shape
+    address: int | None
+    read: Callable[[int, memoryview], None]
+    owner: object
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.element.itemsize
+
+
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_data_leaf(value: object) -> bool:
+    """Whether a value of a state tree is saved as tensor data."""
+    return isinstance(value, torch.Tensor | np.ndarray) or _is_byte_source(value)
+
+
+def _is_byte_source(value: object) -> bool:
+    return isinstance(value, ByteSource) and not isinstance(value, type)
+
+
+def source_of(value: Any) -> Source:
+    """The source of a data leaf. Raises TypeError, without a path, for what cannot be saved."""
+    if isinstance(value, torch.Tensor):
+        return tensor_source(value)
+    if isinstance(value, np.ndarray):
+        return array_source(value)
+    return _reading_source(value)
+
+
+def tensor_source(tensor: torch.Tensor) -> Source:
+    """Source of a strided tensor on any device."""
+    _check_tensor(tensor)
+    tensor = tensor.detach()
+    shape = tuple(tensor.shape)
+    plain = tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+    in_place = plain and tensor.is_contiguous()
+    return Source(
+        elements.BY_TORCH[tensor.dtype],
+        shape,
+        tensor.data_ptr() if in_place else None,
+        _TensorReader(tensor, shape),
+        tensor,
+    )
+
+
+def _check_tensor(tensor: torch.Tensor) -> None:
+    kind = type(tensor)
+    if kind not in _TENSOR_TYPES:
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is a tensor type it does not know")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"a tensor of layout {tensor.layout}; convert it with .to_dense()")
+    if tensor.is_quantized:
+        raise TypeError("a quantized tensor; save its .int_repr() and its scale instead")
+    if tensor.is_meta:
+        raise TypeError("a tensor on the meta device has no data to save")
+
+
+class _TensorReader:
+    """Reads ranges of a tensor of any strides and device by copying boxes of it."""
+
+    __slots__ = ("_shape", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, shape: Shape) -> None:
+        self._tensor = tensor
+        self._shape = shape
+
+    def __call__(self, start: int, out: memoryview) -> None:
+        tensor = carrier_view(self._tensor)
+        flat = torch.frombuffer(out, dtype=tensor.dtype)
+        first = start // tensor.element_size()
+        done = 0
+        for slices, shape in range_boxes(self._shape, first, first + flat.numel()):
+            count = math.prod(shape)
+            flat[done : done + count].view(shape).copy_(tensor[slices])
+            done += count
+
+
+def carrier_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor under a dtype that every device can copy; conjugation is left to the copy."""
+    if tensor.is_complex() or tensor.is_neg():
+        return tensor
+    return tensor.view(_CARRIERS[tensor.element_size()])
+
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def array_source(array: np.ndarray[Any, Any]) -> Source:
+    """Source of a numpy array; a dtype that torch lacks travels as bytes in one more dimension."""
+    if type(array) is not np.ndarray:
+        raise TypeError(f"{type(array).__name__}, a kind of array; convert it with numpy.asarray")
+    element, extra = elements.of_numpy(array.dtype)
+    address = array.ctypes.data if array.flags.c_contiguous else None
+    shape = tuple(array.shape) + extra
+    return Source(element, shape, address, _ArrayReader(array), array)
+
+
+class _ArrayReader:
+    __slots__ = ("_array",)
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+
+    def __call__(self, start: int, out: memoryview) -> None:
+        array = self._array
+        itemsize = array.dtype.itemsize
+        raw = np.frombuffer(out, np.uint8)
+        done = 0
+        first, into = divmod(start, itemsize)
+        last, beyond = divmod(start + len(raw), itemsize)
+        if into or beyond:
+            self._read_ragged(start, raw)
+            return
+        for slices, shape in range_boxes(tuple(array.shape), first, last):
+            nbytes = math.prod(shape) * itemsize
+            target = raw[done : done + nbytes].view(array.dtype).reshape(shape)
+            target[...] = array[slices]
+            done += nbytes
+
+    def _read_ragged(self, start: int, raw: np.ndarray[Any, Any]) -> None:
+        """Item sizes that are no power of two (a 12-byte string) do not end where blocks do."""
+        itemsize = self._array.dtype.itemsize
+        first = start // itemsize
+        last = -(-(start + len(raw)) // itemsize)
+        whole = bytearray((last - first) * itemsize)
+        self(first * itemsize, memoryview(whole))
+        skip = start - first * itemsize
+        raw[:] = np.frombuffer(whole, np.uint8)[skip : skip + len(raw)]
+
+
+def _reading_source(source: ByteSource) -> Source:
+    if source.dtype not in elements.BY_TORCH:
+        raise TypeError(
+            f"a byte source of dtype {source.dtype!r}, which is not a plain torch dtype"
+        )
+    shape = tuple(int(size) for size in source.shape)
+    if any(size < 0 for size in shape):
+        raise TypeError(f"a byte source of shape {shape}")
+    return Source(elements.BY_TORCH[source.dtype], shape, None, source.read, source)

@@ -1,0 +1,107 @@
+"""Where loaded bytes go: tensors of any strides on any device, and byte sinks.
+
+A target stands for a whole row-major tensor and gives a place for each box of it. Places are
+written from several threads at once, each byte by one of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from checkpoint.boxes import Shape, contiguous_strides, flat_first, range_boxes
+from checkpoint.sources import ByteSink, carrier_view
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the bytes of one box go: to an address, if they lie in a row there, else to a function.
+
+    `deliver(first, data)` takes bytes of the row-major box from byte `first` on.
+    """
+
+    address: int | None
+    deliver: Callable[[int, memoryview], None]
+
+
+class Target(Protocol):
+    """What a stored tensor is loaded into."""
+
+    def place(self, start: Shape, shape: Shape) -> Place: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTarget:
+    """A tensor in memory, of any strides, on any device."""
+
+    tensor: torch.Tensor
+
+    def place(self, start: Shape, shape: Shape) -> Place:
+        part = self.tensor.detach()
+        if shape != tuple(part.shape):
+            for axis, (low, size) in enumerate(zip(start, shape, strict=True)):
+                part = part.narrow(axis, low, size)
+        plain = part.device.type == "cpu" and not part.is_conj() and not part.is_neg()
+        address = part.data_ptr() if plain and part.is_contiguous() else None
+        return Place(address, _BoxWriter(part, shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _BoxWriter:
+    part: torch.Tensor
+    shape: Shape
+
+    def __call__(self, first_byte: int, data: memoryview) -> None:
+        part = carrier_view(self.part)
+        flat = torch.frombuffer(data, dtype=part.dtype)
+        first = first_byte // part.element_size()
+        done = 0
+        with torch.no_grad():
+            for slices, shape in range_boxes(self.shape, first, first + flat.numel()):
+                count = math.prod(shape)
+                part[slices].copy_(flat[done : done + count].view(shape))
+                done += count
+
+
+@dataclass(frozen=True, slots=True)
+class SinkTarget:
+    """A byte sink; a box that is no gapless range of the whole is handed over row by row."""
+
+    sink: ByteSink
+    shape: Shape
+    itemsize: int
+
+    def place(self, start: Shape, shape: Shape) -> Place:
+        first = flat_first(self.shape, start, shape)
+        if first is None:
+            return Place(None, _RowWriter(self, start, shape))
+        base = first * self.itemsize
+        return Place(None, lambda first_byte, data: self.sink.write(base + first_byte, data))
+
+
+@dataclass(frozen=True, slots=True)
+class _RowWriter:
+    target: SinkTarget
+    start: Shape
+    shape: Shape
+
+    def __call__(self, first_byte: int, data: memoryview) -> None:
+        itemsize = self.target.itemsize
+        strides = contiguous_strides(self.target.shape)
+        first = first_byte // itemsize
+        done = 0
+        for slices, shape in range_boxes(self.shape, first, first + len(data) // itemsize):
+            row_bytes = shape[-1] * itemsize
+            low = [start + part.start for start, part in zip(self.start, slices, strict=True)]
+            for index in itertools.product(*(range(size) for size in shape[:-1])):
+                place = sum(
+                    (begin + step) * stride
+                    for begin, step, stride in zip(low, (*index, 0), strides, strict=True)
+                )
+                self.target.sink.write(place * itemsize, data[done : done + row_bytes])
+                done += row_bytes

@@ -1,0 +1,98 @@
+"""`verify`: reads every byte of a checkpoint and says what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from aio import Engine
+from checkpoint.assembly import view_of
+from checkpoint.checksum import crc32c
+from checkpoint.errors import CorruptCheckpointError
+from checkpoint.locate import read_manifest
+from checkpoint.manifest import MANIFEST_NAME
+from checkpoint.names import PAD_PREFIX
+from checkpoint.reader import ChunkRead, ReadOptions
+from checkpoint.reading import read_files
+from checkpoint.records import ChunkRecord, Manifest
+from checkpoint.saving import STAGING_BYTES, PathLike
+from checkpoint.tree import data_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found. `problems` names file, tensor and extent of each; none if all is well.
+
+    `uuid`, `num_tensors` and `nbytes` (of all tensors) are empty if the manifest is damaged.
+    """
+
+    path: Path
+    uuid: str
+    num_tensors: int
+    nbytes: int
+    problems: tuple[CorruptCheckpointError, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.path}: {self.num_tensors} tensors, {self.nbytes} bytes, all as saved"
+        lines = [f"{self.path}: {len(self.problems)} problems"]
+        return "\n".join(lines + [f"  {problem}" for problem in self.problems])
+
+
+def verify(
+    path: PathLike, *, engine: Engine | None = None, staging_bytes: int = STAGING_BYTES
+) -> VerifyReport:
+    """Reads the manifest, every header, every tensor and every gap, and reports all damage.
+
+    Raises FileNotFoundError for a missing path, IncompleteCheckpointError for one without manifest,
+    OSError for what cannot be read at all.
+    """
+    checkpoint = Path(path).resolve()
+    try:
+        manifest = read_manifest(checkpoint)
+    except CorruptCheckpointError as error:
+        return VerifyReport(checkpoint, "", 0, 0, (error,))
+    problems: list[CorruptCheckpointError] = []
+    try:
+        for where, node in data_nodes(manifest.tree).values():
+            view_of(manifest, where, node)
+    except CorruptCheckpointError as error:
+        problems.append(CorruptCheckpointError(str(error), path=checkpoint / MANIFEST_NAME))
+    options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=True)
+    read_files(manifest, checkpoint, _everything(manifest), options, problems)
+    nbytes = sum(tensor.nbytes for tensor in manifest.tensors)
+    return VerifyReport(checkpoint, manifest.uuid, len(manifest.tensors), nbytes, tuple(problems))
+
+
+def _everything(manifest: Manifest) -> dict[int, list[ChunkRead]]:
+    """All chunks and all gaps of every data file, none of it to be kept."""
+    by_file: dict[int, list[ChunkRead]] = {number: [] for number in range(len(manifest.files))}
+    for tensor in manifest.tensors:
+        for chunk in tensor.chunks:
+            if chunk.nbytes:
+                by_file[chunk.file].append(ChunkRead(tensor.name, chunk, 0, chunk.nbytes, None))
+    for number, reads in by_file.items():
+        reads.extend(_gaps(manifest, number, reads))
+    return by_file
+
+
+def _gaps(manifest: Manifest, number: int, reads: list[ChunkRead]) -> Iterator[ChunkRead]:
+    """What lies between the tensors of a file: zeros."""
+    file = manifest.files[number]
+    reached = file.header_nbytes
+    edges = sorted((read.chunk.offset, read.chunk.nbytes) for read in reads)
+    for offset, nbytes in [*edges, (file.nbytes, 0)]:
+        gap = offset - reached
+        if gap:
+            crcs = (crc32c(bytes(gap)),)
+            chunk = ChunkRecord(number, reached, gap, (0,), (gap,), crcs)
+            yield ChunkRead(PAD_PREFIX, chunk, 0, gap, None)
+        reached = offset + nbytes
