@@ -44,9 +44,9 @@ test-gpu: $(VENV)/built ## Run the tests that need a CUDA device
 # not looked for: the interpreter keeps memory until it ends.
 test-asan: $(VENV)/built ## Run the tests of the C code under address and undefined sanitizers
 	rm -rf $(ASAN_TREE) && mkdir -p $(ASAN_TREE)
-	cp -r $(PACKAGES) tests setup.py pyproject.toml $(ASAN_TREE)
+	cp -r $(PACKAGES) tests setup.py pyproject.toml LICENSE $(ASAN_TREE)
 	find $(ASAN_TREE) -name '*.so' -delete
-	cd $(ASAN_TREE) && CFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer -g" \
+	cd $(ASAN_TREE) && CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g" \
 	    LDFLAGS="-fsanitize=address,undefined" \
 	    $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace --force
 	cd $(ASAN_TREE) && ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 \
