@@ -3,7 +3,7 @@ nvme="/mnt"): ...``.
 """
 
 from infinity.model import OffloadedModel
-from infinity.offload import offload
+from infinity.offloading import offload
 from infinity.optimizer import AdamW
 from infinity.planning import Plan, plan
 from infinity.report import Report

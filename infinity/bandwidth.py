@@ -46,7 +46,7 @@ def _measure_one(directory: str | os.PathLike[str]) -> Bandwidth:
             seconds = {}
             for kind in ("write", "read"):
                 start = time.perf_counter()
-                requests = [Request(kind, file, offset, buffer) for offset in offsets]  # type: ignore[arg-type]
+                requests = [Request(kind, file, offset, buffer) for offset in offsets]
                 for operation in engine.submit(requests):
                     operation.result()
                 if kind == "write":

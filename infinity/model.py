@@ -117,7 +117,7 @@ class OffloadedModel:
         """A copy of the accumulated gradient of ``parameter`` (None if it has none), on the CPU."""
         self._check_open()
         index = self._index_of(parameter)
-        if index not in self.state.gradients.present:
+        if index not in self._present:
             return None
         return self.state.gradients.read(index).view(self.records[index].shape)
 
@@ -204,7 +204,7 @@ class OffloadedModel:
         """Fix norm, clipping, options and step counts, and start the update."""
         self._check_open()
         self._phases.end_backward()
-        present = sorted(self.state.gradients.present)
+        present = sorted(self._present)
         if not present:
             return
         norm = self._gradient_norm()
@@ -231,7 +231,7 @@ class OffloadedModel:
         self._consumed.clear()
 
     def has_gradient(self, index: int) -> bool:
-        return index in self._consumed or index in self.state.gradients.present
+        return index in self._consumed or index in self._present
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         self.state.gradients.clear(index)
@@ -307,11 +307,19 @@ class OffloadedModel:
                 "model"
             ) from None
 
+    @property
+    def _present(self) -> frozenset[int]:
+        """Parameters with a gradient, once all that are on their way have arrived."""
+        self.state.collect_gradients()
+        return self.state.gradients.present
+
     def _gradient_norm(self) -> float:
+        self.state.collect_gradients()
         return self.state.gradients.norm() / self.loss_scale * self._clip_factor
 
     def _options(self) -> dict[int, Mapping[str, Any]]:
-        """The options of every parameter's group, copied: a later change belongs to a later step."""
+        """The options of every parameter's group, copied: a later change belongs to a later step.
+        """
         options: dict[int, Mapping[str, Any]] = {}
         for group in self.optimizer.param_groups:
             frozen = {key: value for key, value in group.items() if key != "params"}

@@ -79,7 +79,8 @@ _ALLOWED = tuple(getattr(torch.Tensor, name) for name in _METADATA)
 def become_offloaded(
     parameter: Any, index: int, gradients: Gradients, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Give ``parameter`` its offloaded class and a placeholder for data; it stays the same object."""
+    """Give ``parameter`` its offloaded class and a placeholder for data; it stays the same object.
+    """
     face = placeholder(parameter.shape, dtype, device)
     if parameter.is_meta:
         # A meta tensor cannot take real data; the object can take the place of one that does.
@@ -94,8 +95,8 @@ def become_offloaded(
 def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -> nn.Parameter:
     """Undo ``become_offloaded``; ``data`` is what the parameter holds from now on.
 
-    Returns the parameter, or a new one in its place where ``data`` is on meta and a graph that is still alive
-    refers to the old one.
+    Returns the parameter, or a new one in its place where ``data`` is on meta and a graph that is
+    still alive refers to the old one.
     """
     parameter.__class__ = kind
     del parameter.offload_index, parameter.offload_gradients

@@ -1,11 +1,13 @@
-"""Checkpoints of an offloaded model: its state as a tree of byte sources, and back through byte sinks.
+"""Checkpoints of an offloaded model: its state as a tree of byte sources, and back through byte
+sinks.
 
-Nothing is gathered: a save streams every plane from its home tier, a load streams into it. The tree is
+Nothing is gathered: a save streams every plane from its home tier, a load streams into it. The tree
+is
 
-    model.<name>                weights in the compute dtype, and the model's persistent buffers
-    optimizer.<plane>.<name>    lo, master, exp_avg, ... (see ``swap.planes``), in the shape of the parameter
-    infinity                    step counts, groups, loss scale, random state, small optimizer state
-    extra                       whatever the caller gave
+model.<name>                weights in the compute dtype, and the model's persistent buffers
+optimizer.<plane>.<name>    lo, master, exp_avg, ... (see ``swap.planes``), in the shape of the
+parameter infinity                    step counts, groups, loss scale, random state, small optimizer
+state extra.value                 whatever the caller gave
 
 so ``model.*`` alone is an ordinary set of weights.
 """
@@ -47,7 +49,9 @@ class Trainee(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlaneBytes:
-    """One plane of one parameter as a row-major tensor: a ``checkpoint.ByteSource`` and ``ByteSink``."""
+    """One plane of one parameter as a row-major tensor: a ``checkpoint.ByteSource`` and
+    ``ByteSink``.
+    """
 
     state: TieredState
     record: Record
@@ -74,17 +78,20 @@ class PlaneBytes:
 
 def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any) -> Any:
     """Save everything that training goes on from. The update must be flushed."""
-    state = _sources(trainee) | {"infinity": _scalars(trainee), "extra": extra}
+    state = _sources(trainee) | {
+        "infinity": _scalars(trainee),
+        "extra": {"given": extra is not None, "value": extra},
+    }
     return checkpoint.save(state, path, staging_bytes=trainee.checkpoint_bytes)
 
 
 def load(trainee: Trainee, path: str | os.PathLike[str]) -> Any:
     """Undo ``save``; returns ``extra``.
 
-    Raises ``ValueError`` naming what does not match before anything is changed. A failure later (a corrupt
-    file, an I/O error) leaves values mixed: load again before training on.
+    Raises ``ValueError`` naming what does not match before anything is changed. A failure later (a
+    corrupt file, an I/O error) leaves values mixed: load again before training on.
     """
-    saved = checkpoint.load(path, only=["infinity", "infinity.*"])["infinity"]
+    saved = checkpoint.load(path, only=["infinity.*"])["infinity"]
     _check(trainee, saved, path)
     trainee.state.weights.drop()
     _load_values(trainee, saved, path)
@@ -92,7 +99,7 @@ def load(trainee: Trainee, path: str | os.PathLike[str]) -> Any:
         if not any(plane in planes for planes in saved["planes"].values()):
             trainee.state.planes.zero(plane)
     _restore_scalars(trainee, saved)
-    return checkpoint.load(path, only=["extra", "extra.*"]).get("extra")
+    return checkpoint.load(path, only=["extra.*"])["extra"].get("value")
 
 
 def _sources(trainee: Trainee) -> dict[str, Any]:
@@ -244,7 +251,8 @@ def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
 
 
 def export(trainee: Trainee, folder: str | os.PathLike[str]) -> list[str]:
-    """The weights and persistent buffers as Hugging Face shards with an index; returns the paths."""
+    """The weights and persistent buffers as Hugging Face shards with an index; returns the paths.
+    """
     weights: dict[str, Any] = dict(persistent_buffers(trainee.model))
     for record in trainee.records:
         weights[record.name] = _planes(trainee.state, record)[0]

@@ -1,4 +1,6 @@
-"""When forward and backward passes run, as seen from hooks: autograd tells nobody when it begins or ends."""
+"""When forward and backward passes run, as seen from hooks: autograd tells nobody when it begins
+or ends.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from swap.timeline import Timeline
 class Phases:
     """Turns what hooks notice into ``forward`` and ``backward`` events of the timeline.
 
-    A backward pass is taken to last from the first saved tensor that it asks for to the last gradient or saved tensor
-    before a forward pass or a step. A forward inside it (recomputation) belongs to it.
+    A backward pass is taken to last from the first saved tensor that it asks for to the last
+    gradient or saved tensor before a forward pass or a step. A forward inside it (recomputation)
+    belongs to it.
     """
 
     def __init__(self, timeline: Timeline) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.bandwidth import Bandwidth, measure
 from infinity.discovery import least_arena_bytes, records_of
-from infinity.offload import Directories, directories_of, make_budget
+from infinity.offloading import Directories, directories_of, make_budget
 from infinity.optimizer import AdamW
 from swap.layout import ParameterSpec
 from swap.placement import Placement, place

@@ -23,14 +23,15 @@ class Entry:
 
     ``weight`` is what is computed with, ``numel`` elements. ``operations`` are the reads still in
     flight, ``missing`` the subgroups whose updated part has not been delivered. ``landing`` (host,
-    padded for aligned reads) is where reads go; ``event`` is set by arenas that copy
-    asynchronously.
+    padded for aligned reads) is where reads go, ``landed`` the (start, length) of what they bring;
+    ``event`` is set by arenas that copy asynchronously.
     """
 
     spec: ParameterSpec
     weight: torch.Tensor
     landing: torch.Tensor | None = None
     operations: list[Operation] = field(default_factory=list)
+    landed: list[tuple[int, int]] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)
     event: Any = None
 
@@ -43,20 +44,21 @@ class Entry:
 
 
 class Arena(Protocol):
-    """Where weights are computed from. ``uses_home``: weights at home in HOST are used there,
-    without an entry.
+    """Where weights are computed from.
+
+    ``uses_home``: weights at home in HOST are computed with there, without an entry.
     """
 
     uses_home: bool
 
-    def new(self, spec: ParameterSpec) -> Entry:
-        """An empty entry; raises ``SlabFullError``, a ``MemoryError``, when there is no room."""
+    def new(self, spec: ParameterSpec, *, landing: bool) -> Entry:
+        """An empty entry, with a landing buffer if reads will go to it; raises ``SlabFullError``."""
 
-    def land(self, entry: Entry) -> torch.Tensor:
-        """The padded host tensor that reads for ``entry`` go to; raises ``SlabFullError``."""
+    def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
+        """Copy host ``values`` to elements from ``start``; they must stay until ``ready``."""
 
     def put(self, entry: Entry, start: int, values: torch.Tensor) -> None:
-        """Copy host ``values`` to elements from ``start``; ``values`` may be reused on return."""
+        """As ``fill``, but ``values`` may be reused on return."""
 
     def arrived(self, entry: Entry) -> None:
         """All reads of ``entry`` are finished."""
@@ -88,16 +90,15 @@ class HostArena:
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
 
-    def new(self, spec: ParameterSpec) -> Entry:
+    def new(self, spec: ParameterSpec, *, landing: bool) -> Entry:
         padded = as_tensor(self._slab.allocate(spec.padded_numel * spec.dtype.itemsize), spec.dtype)
         return Entry(spec=spec, weight=padded[: spec.numel], landing=padded)
 
-    def land(self, entry: Entry) -> torch.Tensor:
-        assert entry.landing is not None
-        return entry.landing
+    def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
+        entry.weight[start : start + values.numel()].copy_(values)
 
     def put(self, entry: Entry, start: int, values: torch.Tensor) -> None:
-        entry.weight[start : start + values.numel()].copy_(values)
+        self.fill(entry, start, values)
 
     def arrived(self, entry: Entry) -> None:
         """Nothing is left to do: the bytes are where they are computed with."""

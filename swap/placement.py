@@ -47,6 +47,7 @@ class Placement:
     spill_chunk_bytes: int
     least_host_bytes: int = 0
     checkpoint_bytes: int = 0
+    inbox_bytes: int = 0
     state_host_bytes: int
     gradient_host_bytes: int
     state_nvme_bytes: int
@@ -70,6 +71,7 @@ class Placement:
             + self.staging_bytes
             + self.spill_bytes
             + self.checkpoint_bytes
+            + self.inbox_bytes
         )
 
     @property
@@ -123,22 +125,24 @@ def place(
     budget: Budget,
     *,
     least_arena_bytes: int,
+    separate_device: bool = False,
 ) -> Placement:
     """Decide every home.
 
     ``least_arena_bytes`` is what weights need to pass through: the modules that are at work at once
     and the next one. Raises ``BudgetError`` with the least budget that works when ``budget`` is
-    below it.
+    below it. ``separate_device``: weights are computed from memory that is not the host's.
     """
     least_arena = least_arena_bytes + PIECE
+    inbox = _inbox_bytes(specs) if separate_device else 0
     everything = pack(specs, _capacity_for_whole(specs))
-    total = _total(everything, rule)
-    at_work = min(total, _least_host_bytes(specs, rule, least_arena))
+    total = _total(everything, rule) + inbox
+    at_work = min(total, _least_host_bytes(specs, rule, least_arena) + inbox)
     least = at_work + MIN_CHECKPOINT_BYTES
     if total + MIN_CHECKPOINT_BYTES <= budget.host_bytes:
         placement = _all_in_host(everything, rule)
         aside = _checkpoint_bytes(budget.host_bytes, total)
-        return replace(placement, least_host_bytes=least, checkpoint_bytes=aside)
+        return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
     if budget.host_bytes < least:
         raise BudgetError(
             f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
@@ -149,9 +153,20 @@ def place(
             least_host_bytes=least,
         )
     aside = _checkpoint_bytes(budget.host_bytes, at_work)
-    elements = _subgroup_elements(specs, rule, budget.host_bytes - aside - least_arena)
-    placement = _fill(pack(specs, elements), rule, budget.host_bytes - aside, least_arena)
-    return replace(placement, least_host_bytes=least, checkpoint_bytes=aside)
+    host_bytes = budget.host_bytes - aside - inbox
+    elements = _subgroup_elements(specs, rule, host_bytes - least_arena)
+    spare = budget.host_bytes - aside - at_work
+    placement = _fill(pack(specs, elements), rule, host_bytes, least_arena, spare)
+    if budget.device_bytes is not None and not separate_device:
+        # On a CPU the arena is the device.
+        arena = max(least_arena, min(placement.arena_bytes, budget.device_bytes))
+        placement = replace(placement, arena_bytes=arena)
+    return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
+
+
+def _inbox_bytes(specs: Sequence[ParameterSpec]) -> int:
+    """Room for two of the largest gradients on their way from the device."""
+    return 2 * max((spec.padded_numel * spec.dtype.itemsize for spec in specs), default=0)
 
 
 def _checkpoint_bytes(host_bytes: int, needed: int) -> int:
@@ -194,13 +209,11 @@ def _all_in_host(layout: Layout, rule: UpdateRule) -> Placement:
 
 
 def _element_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
-    """Staging bytes for an element of the widest kind: planes, gradient, and scratch."""
+    """Staging bytes for an element of the widest kind: its planes and its gradient."""
     dtypes = {spec.dtype for spec in specs if spec.trainable and not spec.resident}
     return max(
         (
-            2 * dtype.itemsize
-            + sum(plane.dtype.itemsize for plane in rule.planes(dtype))
-            + rule.scratch_bytes_per_element
+            2 * dtype.itemsize + sum(plane.dtype.itemsize for plane in rule.planes(dtype))
             for dtype in dtypes
         ),
         default=0,
@@ -236,7 +249,8 @@ def _renumbered(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
 
 
 def _least_host_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule, least_arena: int) -> int:
-    staging = MIN_SLOTS * _least_elements(specs, rule) * _element_bytes(specs, rule)
+    element_bytes = MIN_SLOTS * _element_bytes(specs, rule) + rule.scratch_bytes_per_element
+    staging = _least_elements(specs, rule) * element_bytes
     spill = SPILL_CHUNKS * MIN_SPILL_CHUNK_BYTES
     return _fixed_bytes(specs, rule) + staging + spill + least_arena
 
@@ -244,13 +258,15 @@ def _least_host_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule, least_ar
 def _subgroup_elements(specs: Sequence[ParameterSpec], rule: UpdateRule, host_bytes: int) -> int:
     """The largest subgroup whose slots take no more than the staging share of what is free."""
     free = host_bytes - _fixed_bytes(specs, rule)
-    element_bytes = max(1, _element_bytes(specs, rule))
-    elements = int(free * STAGING_SHARE) // (MAX_SLOTS * element_bytes) // PIECE * PIECE
+    element_bytes = MAX_SLOTS * _element_bytes(specs, rule) + rule.scratch_bytes_per_element
+    elements = int(free * STAGING_SHARE) // max(1, element_bytes) // PIECE * PIECE
     least = _least_elements(specs, rule)
     return max(least, min(elements, MAX_SUBGROUP_ELEMENTS))
 
 
-def _fill(layout: Layout, rule: UpdateRule, host_bytes: int, least_arena: int) -> Placement:
+def _fill(
+    layout: Layout, rule: UpdateRule, host_bytes: int, least_arena: int, spare: int
+) -> Placement:
     groups = layout.subgroups
     fixed = sum(state_bytes(g, rule) + gradient_bytes(g) for g in groups if g.resident)
     moving = [group for group in groups if not group.resident]
@@ -259,7 +275,7 @@ def _fill(layout: Layout, rule: UpdateRule, host_bytes: int, least_arena: int) -
         default=0,
     )
     scratch = _scratch_bytes(layout, rule)
-    chunk = _spill_chunk_bytes(host_bytes)
+    chunk = _spill_chunk_bytes(spare)
     left = host_bytes - fixed - SPILL_CHUNKS * chunk - scratch - least_arena
     num_slots = MAX_SLOTS if MAX_SLOTS * slot_bytes <= left * STAGING_SHARE else MIN_SLOTS
     num_slots = num_slots if slot_bytes else 0
@@ -291,8 +307,9 @@ def _fill(layout: Layout, rule: UpdateRule, host_bytes: int, least_arena: int) -
     )
 
 
-def _spill_chunk_bytes(host_bytes: int) -> int:
-    chunk = host_bytes // 128 // PIECE * PIECE
+def _spill_chunk_bytes(spare: int) -> int:
+    """Larger writes, where the budget has more to spare than the least."""
+    chunk = spare // 32 // PIECE * PIECE
     return max(MIN_SPILL_CHUNK_BYTES, min(chunk, MAX_SPILL_CHUNK_BYTES))
 
 

@@ -135,8 +135,8 @@ class PlaneStore:
         """Overwrite elements ``[start, start + len(values))`` of one plane in place (no
         copy-on-write).
 
-        For filling and loading, with no update under way; several threads may write different elements. Raises
-        ``AioError``.
+        For filling and loading, with no update under way; several threads may write different
+        elements. Raises ``AioError``.
         """
         pending = []
         for segment, low, part in self._overlaps(parameter, start, values):

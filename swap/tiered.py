@@ -16,6 +16,7 @@ import torch
 
 from aio import Engine, Slab
 from swap.arena import Arena, HostArena
+from swap.device import CudaLink, DeviceArena, GradientInbox, Link, register_with_cuda
 from swap.directory import SwapDirectory
 from swap.extents import ExtentStore
 from swap.gradients import GradientStore
@@ -26,7 +27,7 @@ from swap.planes import PlaneStore
 from swap.rules import ParameterUpdate, UpdateRule
 from swap.stages import Stages, Step
 from swap.timeline import Timeline
-from swap.update import UpdatePipeline
+from swap.update import UpdatePipeline, parts_of
 from swap.weights import WeightCache
 
 CHUNK_ELEMENTS = 256 * 1024
@@ -51,6 +52,7 @@ class TieredState:
         device: torch.device | None = None,
         device_bytes: int | None = None,
         overlap: bool = True,
+        link: Link | None = None,
     ) -> None:
         self.placement = placement
         self.layout: Layout = placement.layout
@@ -58,7 +60,7 @@ class TieredState:
         self.device = device or torch.device("cpu")
         self._stack = ExitStack()
         with ExitStack() as undo:
-            self._build(undo, rule, directories, shares, device_bytes, overlap)
+            self._build(undo, rule, directories, shares, device_bytes, overlap, link)
             self._stack = undo.pop_all()
 
     def _build(
@@ -69,6 +71,7 @@ class TieredState:
         shares: Sequence[float] | None,
         device_bytes: int | None,
         overlap: bool,
+        link: Link | None,
     ) -> None:
         placement = self.placement
         self.engine: Engine | None = None
@@ -84,7 +87,12 @@ class TieredState:
         self.gradients = GradientStore(
             placement, home, self.slabs.get("spill"), self.extents, self.timeline
         )
+        self.link = self._make_link(undo) if link is None else link
+        self.inbox: GradientInbox | None = None
         self.arena = self._make_arena(device_bytes)
+        if self.link is not None:
+            self.inbox = GradientInbox(self.link, self.slabs["inbox"], self.gradients)
+            undo.callback(self.inbox.close)
         specs = self.layout.specs
         self.weights = WeightCache(
             specs, self.planes, self.extents, self.arena, self.timeline, prefetch=overlap
@@ -97,6 +105,7 @@ class TieredState:
         self.pipeline = UpdatePipeline(self.stages, self.weights, overlap=overlap)
         undo.callback(self.pipeline.close)
         self._overlap = overlap
+        self._neighbours = _neighbours(self.layout)
 
     def _open_files(
         self,
@@ -113,8 +122,18 @@ class TieredState:
         self.extents = ExtentStore(opened, self.engine, shares=shares)
         self.extents.reserve(self.placement.nvme_bytes)
 
+    def _make_link(self, undo: ExitStack) -> Link | None:
+        if self.device.type != "cuda":
+            return None
+        for slab in self.slabs.values():
+            undo.callback(register_with_cuda(slab))
+        return CudaLink(self.device)
+
     def _make_arena(self, device_bytes: int | None) -> Arena | None:
         slab = self.slabs.get("arena")
+        if self.link is not None:
+            assert device_bytes is not None
+            return DeviceArena(self.link, device_bytes, slab)
         return None if slab is None else HostArena(slab)
 
     @property
@@ -192,8 +211,18 @@ class TieredState:
         """Set or accumulate a gradient; waits for an update of ``parameter`` that is still under
         way.
         """
-        self.weights.wait_until_updated(parameter)
-        self.gradients.add(parameter, gradient)
+        for other in self._neighbours[parameter]:
+            self.weights.wait_until_updated(other)
+        if self.inbox is not None and gradient.device == self.device:
+            self.inbox.add(parameter, gradient)
+        else:
+            self.collect_gradients()
+            self.gradients.add(parameter, gradient.cpu())
+
+    def collect_gradients(self) -> None:
+        """Wait until every gradient that was added is stored; raises what stopped one."""
+        if self.inbox is not None:
+            self.inbox.collect()
 
     def step(self, updates: Mapping[int, ParameterUpdate], gradient_scale: float) -> None:
         """Take a step for ``updates``, consuming their gradients; returns before it is finished.
@@ -201,15 +230,17 @@ class TieredState:
         Raises what stopped the step before, in which case nothing of this one is done.
         """
         self.pipeline.wait()
+        self.collect_gradients()
         step = Step(updates=dict(updates), gradient_scale=gradient_scale)
         self.gradients.capture()
         self.weights.schedule.end_cycle()
         touched = list(self._touched(step))
-        for group in touched:
-            if group.resident:
-                job = self.stages.start_read(step, group)
-                self.stages.run_kernel(step, job)
-                self.stages.publish(job)
+        resident = [group for group in touched if group.resident]
+        self.weights.begin_update(parts_of(resident), step.updates)
+        for group in resident:
+            job = self.stages.start_read(step, group)
+            self.stages.run_kernel(step, job)
+            self.stages.publish(job)
         moving = sorted((group for group in touched if not group.resident), key=self._first_use)
         if moving:
             self.pipeline.submit(step, moving)
@@ -251,9 +282,20 @@ def _slab_sizes(placement: Placement) -> dict[str, int]:
         "arena": placement.arena_bytes,
         "staging": placement.num_slots * placement.slot_bytes,
         "spill": placement.spill_bytes,
+        "inbox": placement.inbox_bytes,
     }
     return {name: -(-nbytes // PIECE) * PIECE for name, nbytes in sizes.items() if nbytes}
 
 
 def _slots(slab: Slab, placement: Placement) -> list[np.ndarray]:
     return [slab.allocate(placement.slot_bytes) for _ in range(placement.num_slots)]
+
+
+def _neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """For each parameter, those that share a subgroup with it, itself included."""
+    shared: list[set[int]] = [set() for _ in layout.specs]
+    for group in layout.subgroups:
+        members = {segment.parameter for segment in group.segments}
+        for parameter in members:
+            shared[parameter] |= members
+    return tuple(tuple(sorted(others)) for others in shared)

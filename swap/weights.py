@@ -258,9 +258,13 @@ class WeightCache:
                     del self._entries[entry.spec.index]
             raise
         with self._changed:
-            if entry.is_reading:
-                entry.operations = []
-                self._arena.arrived(entry)
+            self._arrive(entry)
+
+    def _arrive(self, entry: Entry) -> None:
+        assert self._arena is not None
+        if entry.is_reading:
+            entry.operations = []
+            self._arena.arrived(entry)
 
     # How they get into the arena.
 
@@ -276,12 +280,22 @@ class WeightCache:
             return
         ahead_bytes = 0
         with self._changed:
+            self._send_on()
             for parameter in self.schedule.upcoming():
                 ahead_bytes += self._specs[parameter].weight_bytes
                 if ahead_bytes > self._arena.nbytes:
                     return
                 if self._is_absent(parameter) and not self._prefetch_one(parameter):
                     return
+
+    def _send_on(self) -> None:
+        """Let entries whose reads are finished go on to the device, if there is one."""
+        assert self._arena is not None
+        if self._arena.uses_home:
+            return
+        for entry in list(self._entries.values()):
+            if entry.is_reading and entry.finished_reading():
+                self._arrive(entry)
 
     def _prefetch_one(self, parameter: int) -> bool:
         return (
@@ -296,7 +310,7 @@ class WeightCache:
         )
 
     def _open_for_refresh(self, parameter: int) -> Entry | None:
-        entry = self._make_room(parameter, self.schedule.distance(parameter))
+        entry = self._make_room(parameter, self.schedule.distance(parameter), landing=False)
         if entry is not None:
             entry.missing = set(self._pending.get(parameter, ()))
             self._entries[parameter] = entry
@@ -306,12 +320,13 @@ class WeightCache:
         """Start reading into a new entry; None if there is no room for one that is needed
         ``sooner_than`` others.
         """
-        entry = self._make_room(parameter, sooner_than)
+        segments = self._planes.layout.segments_of[parameter]
+        landing = not all(self._planes.is_host(segment.subgroup) for segment in segments)
+        entry = self._make_room(parameter, sooner_than, landing=landing)
         if entry is None:
             return None
-        urgent = sooner_than is None
-        for segment in self._planes.layout.segments_of[parameter]:
-            self._fill(entry, segment, urgent=urgent)
+        for segment in segments:
+            self._fill(entry, segment, urgent=sooner_than is None)
         if not entry.is_reading:
             assert self._arena is not None
             self._arena.arrived(entry)
@@ -326,18 +341,20 @@ class WeightCache:
         if self._planes.is_host(segment.subgroup):
             home = self._planes.host(segment.subgroup, "weight")
             values = home[segment.offset : segment.offset + segment.length]
-            self._arena.put(entry, segment.start, values)
+            self._arena.fill(entry, segment.start, values)
             return
         assert self._extents is not None
         extent = self._planes.extent(segment.subgroup, "weight")
         assert extent is not None
         length = -(-segment.length // PIECE) * PIECE
-        part = self._arena.land(entry)[segment.start : segment.start + length]
+        assert entry.landing is not None
+        part = entry.landing[segment.start : segment.start + length]
+        entry.landed.append((segment.start, segment.length))
         start = segment.offset * part.dtype.itemsize
         operation = self._extents.read(extent, start, as_bytes(part), urgent=urgent)
         entry.operations.append(self._timeline.watch(operation, entry.spec.name))
 
-    def _make_room(self, parameter: int, sooner_than: int | None) -> Entry | None:
+    def _make_room(self, parameter: int, sooner_than: int | None, *, landing: bool) -> Entry | None:
         """A new entry, evicting what is used later; with ``sooner_than=None`` whatever is not
         pinned.
         """
@@ -345,7 +362,7 @@ class WeightCache:
         spec = self._specs[parameter]
         while True:
             try:
-                entry = self._arena.new(spec)
+                entry = self._arena.new(spec, landing=landing)
                 self._owners[entry.weight.untyped_storage()._cdata] = parameter
                 self._forget_dead_storages()
                 return entry

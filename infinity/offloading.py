@@ -19,10 +19,12 @@ from infinity.optimizer import AdamW, OffloadedOptimizer, OptimizerFactory, Torc
 from swap.placement import Placement, place
 from swap.rules import AdamRule, FrozenRule, UpdateRule
 from swap.tiered import TieredState
-from swap.tiers import Budget, parse_bytes
+from swap.tiers import Budget, BudgetError, format_bytes, parse_bytes
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _DEFAULT_OPTIMIZER = AdamW()
+_DEVICE_SHARE = 0.5
+"""Part of the free device memory that weights take by default; activations have the rest."""
 
 
 @contextmanager
@@ -64,12 +66,14 @@ def offload(
     target = _device(device)
     records = records_of(model, compute_dtype)
     rule, inner = _rule(optimizer, records)
-    budget = make_budget(host_memory, device_memory)
+    budget = make_budget(host_memory, device_memory, target)
+    check_device_budget(budget, least_arena_bytes(model, records))
     placement = place(
         [record.spec for record in records],
         rule,
         budget,
         least_arena_bytes=least_arena_bytes(model, records),
+        separate_device=target.type != "cpu",
     )
     values = values_for(model, records, weights)
     with ExitStack() as stack:
@@ -92,18 +96,35 @@ def offload(
         yield offloaded
 
 
-def make_budget(host_memory: int | str | None, device_memory: int | str | None) -> Budget:
+def make_budget(
+    host_memory: int | str | None,
+    device_memory: int | str | None,
+    device: torch.device | None = None,
+) -> Budget:
     """The budget that the arguments of ``offload`` mean; half of the memory that is free by
     default.
     """
     if host_memory is None:
         host_memory = psutil.virtual_memory().available // 2
+    device_bytes = None
+    if device_memory is not None:
+        device_bytes = parse_bytes(device_memory, name="device_memory")
+    elif device is not None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        device_bytes = int(free * _DEVICE_SHARE)
     return Budget(
-        host_bytes=parse_bytes(host_memory, name="host_memory"),
-        device_bytes=None
-        if device_memory is None
-        else parse_bytes(device_memory, name="device_memory"),
+        host_bytes=parse_bytes(host_memory, name="host_memory"), device_bytes=device_bytes
     )
+
+
+def check_device_budget(budget: Budget, least_bytes: int) -> None:
+    """Raises ``BudgetError`` if the weights that are at work at once do not fit ``device_memory``.
+    """
+    if budget.device_bytes is not None and budget.device_bytes < least_bytes:
+        raise BudgetError(
+            f"device_memory={format_bytes(budget.device_bytes)} is too small: the largest block of "
+            f"this model computes from {format_bytes(least_bytes)} ({least_bytes} bytes) of weights"
+        )
 
 
 def directories_of(nvme: Directories) -> list[str]:
