@@ -80,7 +80,10 @@ ffibuilder.set_source(
     '#pragma GCC diagnostic ignored "-Wconversion"\n#include "kernels.h"\n',
     sources=[str(CSRC / name) for name in SOURCES],
     include_dirs=[str(CSRC)],
-    depends=[str(CSRC / name) for name in ("kernels.h", "dispatch.h", "pool.h", "kernels_impl.h")],
+    depends=[
+        str(CSRC / name)
+        for name in ("kernels.h", "dispatch.h", "pool.h", "vectors.h", "kernels_impl.h")
+    ],
     extra_compile_args=COMPILE_ARGS,
     extra_link_args=["-pthread"],
     libraries=["m"],

@@ -5,16 +5,14 @@
 
 #include "kernels.h"
 
-/* Each kernel works on elements [begin, end) and nothing else. */
-typedef void swap_adam_range(const struct swap_adam *job, int64_t begin, int64_t end);
-
 struct swap_kernels {
     const char *name;
-    swap_adam_range *adam[SWAP_NUM_LAYOUTS][SWAP_NUM_FLOATS][SWAP_NUM_DECAYS];
-    /* The sum of squares of one block of at most SWAP_BLOCK elements. */
-    double (*block_sum[SWAP_NUM_FLOATS])(const void *values, int64_t begin, int64_t end);
-    void (*split)(const float *master, uint16_t *hi, int16_t *lo, int64_t begin, int64_t end);
-    void (*merge)(const uint16_t *hi, const int16_t *lo, float *master, int64_t begin, int64_t end);
+    /* Elements [begin, end) of the job and nothing else. */
+    void (*adam)(const struct swap_adam *job, int64_t begin, int64_t end);
+    /* The sum over elements [begin, end), at most SWAP_BLOCK of them. */
+    double (*sum_of_squares)(const void *values, enum swap_float kind, int64_t begin, int64_t end);
+    void (*split)(const float *master, uint16_t *hi, int16_t *lo, int64_t n);
+    void (*merge)(const uint16_t *hi, const int16_t *lo, float *master, int64_t n);
 };
 
 #if defined(__x86_64__)

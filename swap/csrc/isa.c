@@ -19,7 +19,8 @@ static void find_tables(void) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         tables[num_tables++] = &swap_kernels_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("f16c"))
         tables[num_tables++] = &swap_kernels_avx2;
 #elif defined(__aarch64__)
     tables[num_tables++] = &swap_kernels_neon;

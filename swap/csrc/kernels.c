@@ -11,13 +11,13 @@
 #define PIECE (8 * SWAP_BLOCK)
 
 struct adam_context {
+    const struct swap_kernels *kernels;
     const struct swap_adam *job;
-    swap_adam_range *range;
 };
 
 static void adam_body(void *opaque, int64_t begin, int64_t end) {
     const struct adam_context *context = opaque;
-    context->range(context->job, begin, end);
+    context->kernels->adam(context->job, begin, end);
 }
 
 static bool below(int32_t value, int32_t limit) { return value >= 0 && value < limit; }
@@ -26,9 +26,7 @@ int swap_adam_step(const struct swap_adam *job, int threads) {
     if (!below(job->layout, SWAP_NUM_LAYOUTS) || !below(job->grad_float, SWAP_NUM_FLOATS) ||
         !below(job->decay_mode, SWAP_NUM_DECAYS) || job->n < 0 || threads < 1)
         return -EINVAL;
-    const struct swap_kernels *kernels = swap_kernels();
-    struct adam_context context = {job,
-                                   kernels->adam[job->layout][job->grad_float][job->decay_mode]};
+    struct adam_context context = {swap_kernels(), job};
     swap_parallel(adam_body, &context, job->n, PIECE, threads);
     return 0;
 }
@@ -42,7 +40,8 @@ struct split_context {
 
 static void split_body(void *opaque, int64_t begin, int64_t end) {
     const struct split_context *context = opaque;
-    context->kernels->split(context->master, context->hi, context->lo, begin, end);
+    context->kernels->split(context->master + begin, context->hi + begin, context->lo + begin,
+                            end - begin);
 }
 
 int swap_split(const float *master, uint16_t *hi, int16_t *lo, int64_t n, int threads) {
@@ -62,7 +61,8 @@ struct merge_context {
 
 static void merge_body(void *opaque, int64_t begin, int64_t end) {
     const struct merge_context *context = opaque;
-    context->kernels->merge(context->hi, context->lo, context->master, begin, end);
+    context->kernels->merge(context->hi + begin, context->lo + begin, context->master + begin,
+                            end - begin);
 }
 
 int swap_merge(const uint16_t *hi, const int16_t *lo, float *master, int64_t n, int threads) {
@@ -74,16 +74,19 @@ int swap_merge(const uint16_t *hi, const int16_t *lo, float *master, int64_t n, 
 }
 
 struct sum_context {
-    double (*block_sum)(const void *values, int64_t begin, int64_t end);
+    const struct swap_kernels *kernels;
     const void *values;
+    enum swap_float kind;
     double *sums; /* one for each block */
 };
 
 static void sum_body(void *opaque, int64_t begin, int64_t end) {
     const struct sum_context *context = opaque;
-    for (int64_t at = begin; at < end; at += SWAP_BLOCK)
+    for (int64_t at = begin; at < end; at += SWAP_BLOCK) {
+        int64_t stop = end - at < SWAP_BLOCK ? end : at + SWAP_BLOCK;
         context->sums[at / SWAP_BLOCK] =
-            context->block_sum(context->values, at, end - at < SWAP_BLOCK ? end : at + SWAP_BLOCK);
+            context->kernels->sum_of_squares(context->values, context->kind, at, stop);
+    }
 }
 
 int swap_sum_of_squares(const void *values, int value_float, int64_t n, double *sum, int threads) {
@@ -95,7 +98,7 @@ int swap_sum_of_squares(const void *values, int value_float, int64_t n, double *
     double *sums = calloc((size_t)blocks, sizeof *sums);
     if (!sums)
         return -ENOMEM;
-    struct sum_context context = {swap_kernels()->block_sum[value_float], values, sums};
+    struct sum_context context = {swap_kernels(), values, (enum swap_float)value_float, sums};
     swap_parallel(sum_body, &context, n, PIECE, threads);
     for (int64_t block = 0; block < blocks; block++)
         *sum += sums[block];

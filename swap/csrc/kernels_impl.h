@@ -1,220 +1,184 @@
-/* The kernels themselves, as plain loops that compilers turn into vector code.
+/* The kernels themselves, written once over the vectors of vectors.h.
  *
- * Included once for each instruction set by a file that has set the compiler's target and defined
- * KERNEL_TABLE (the table to define), KERNEL_NAME and, where the target has it, KERNEL_FMA (the
- * hardware's fused multiply-add).
+ * Included for each instruction set by a file that has defined those and KERNEL_TABLE and
+ * KERNEL_NAME.
  *
- * The elementwise formulas and their rounding are those of torch's fused CPU Adam for fp32, which
- * contracts three multiply-adds; here those three are written out as fused() and the compiler must
- * contract nothing (-ffp-contract=off), so that every instruction set gives the same bits. Moments
- * are touched by load_moment and store_moment alone, and kernels know the absolute index of each
- * element: other dtypes for moments, with stochastic rounding or scales for each SWAP_BLOCK, go
- * there.
+ * The formulas and their rounding are those of torch's fused CPU Adam for fp32, whose compiler
+ * contracts three multiply-adds; here those are written out as fused(), and the compiler must
+ * contract nothing (-ffp-contract=off), so that every instruction set gives the same bits.
+ *
+ * Loops go by lines of LINE elements, a cache line of 16-bit values. A range's last, partial line
+ * is copied to one that is whole, so that there is no second form of any formula.
  */
 #include "dispatch.h"
 
-#include <math.h>
-#include <stdbool.h>
 #include <stddef.h>
-#include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
+#define LINE 32
 
-INLINE uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-INLINE float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
-
-/* a * b + c, rounded once. */
-INLINE float fused(float a, float b, float c) {
-#ifdef KERNEL_FMA
-    return __builtin_fmaf(a, b, c);
-#else
-    /* The product of two floats is exact in double. The sum is rounded to odd: when it is inexact
-     * and even, it moves to its neighbour on the side of the error. A double so rounded keeps on
-     * which side of a float's tie the exact sum lies, so rounding it again to float is right. */
-    double product = (double)a * (double)b;
-    double sum = product + (double)c;
-    double part = sum - product;
-    double error = (product - (sum - part)) + ((double)c - part);
-    uint64_t bits;
-    memcpy(&bits, &sum, sizeof bits);
-    bool inexact = error > 0.0 || error < 0.0; /* false for NaN, which an infinite sum gives */
-    uint64_t step = (error > 0.0) == (sum > 0.0) ? (uint64_t)1 : ~(uint64_t)0;
-    bits += inexact && !(bits & 1) ? step : 0;
-    memcpy(&sum, &bits, sizeof sum);
-    return (float)sum;
-#endif
-}
+/* How far ahead of its use memory is asked for, in elements. Hardware prefetchers follow each
+ * array, but with five to seven of them they come too late; twice as far ahead is as good or worse.
+ */
+#define AHEAD 64
 
 /* Which NaN an operation gives differs between machines; what is stored must not. */
-INLINE float one_nan(float value) { return value != value ? float_of(0x7fc00000u) : value; }
-
-INLINE float bf16_to_float(uint16_t half) { return float_of((uint32_t)half << 16); }
-
-/* To nearest, ties to even. NaN must come from one_nan. */
-INLINE uint16_t float_to_bf16(float value) {
-    uint32_t bits = bits_of(value);
-    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+INLINE floats one_nan(floats x) {
+    words nan = (words)(x != x);
+    return (floats)((nan & 0x7fc00000u) | (~nan & (words)x));
 }
 
-INLINE float f16_to_float(uint16_t half) {
-    uint32_t magnitude = (uint32_t)(half & 0x7fffu) << 13;
-    /* The exponent is rebased by a multiplication, which is exact and gets subnormals right too. */
-    uint32_t finite = bits_of(float_of(magnitude) * 0x1p112f);
-    uint32_t bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite;
-    return float_of(bits | (uint32_t)(half & 0x8000u) << 16);
+INLINE floats load_bf16(const uint16_t *from) { return (floats)(widen_unsigned(from) << 16); }
+
+/* To nearest, ties to even; x has no NaN but one_nan's. */
+INLINE void store_bf16(floats x, uint16_t *to) {
+    words bits = (words)x;
+    narrow((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, to);
 }
 
-/* To nearest, ties to even; what is too large becomes infinite. NaN must come from one_nan. */
-INLINE uint16_t float_to_f16(float value) {
-    uint32_t bits = bits_of(value);
-    uint32_t magnitude = bits & 0x7fffffffu;
-    /* Normal: move the exponent's bias from 127 to 15 and round; a carry moves to the next
-     * exponent. */
-    uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    /* Subnormal: the lowest bit of a float around one half weighs 2**-24, as that of such a half.
-     */
-    uint32_t tiny = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-    uint32_t half = magnitude < 0x38800000u ? tiny : normal;
-    half = magnitude >= 0x47800000u ? 0x7c00u : half;
-    half = magnitude > 0x7f800000u ? 0x7e00u : half;
-    return (uint16_t)(half | (bits >> 16 & 0x8000u));
+/* The high half is the nearest bfloat16, ties away from zero; the low half, taken as a signed
+ * number, is what is left of the bits. Example: 0x3f808000, a tie, gives 0x3f81 and -0x8000. */
+INLINE floats load_halves(const uint16_t *hi, const int16_t *lo) {
+    return (floats)((widen_unsigned(hi) << 16) + widen_signed(lo));
 }
 
-/* The master from its halves; see split_bits. */
-INLINE uint32_t merge_bits(uint16_t hi, int16_t lo) {
-    return ((uint32_t)hi << 16) + (uint32_t)(int32_t)lo;
+/* x has no NaN that rounds to anything else; see keep_nan. */
+INLINE void store_halves(floats x, uint16_t *hi, int16_t *lo) {
+    words bits = (words)x;
+    narrow((bits + 0x8000u) >> 16, hi);
+    narrow(bits, lo);
 }
 
-/* The nearest bfloat16 with ties away from zero, and the low half of the bits, which taken as a
- * signed number is what is left. Example: 0x3f808000, a tie, gives 0x3f81 and -0x8000. */
-INLINE uint16_t hi_of_bits(uint32_t bits) { return (uint16_t)((bits + 0x8000u) >> 16); }
-INLINE int16_t lo_of_bits(uint32_t bits) { return (int16_t)(uint16_t)bits; }
+/* NaNs at the edges of their range, whose high half would be infinite or zero, become quiet ones.
+ */
+INLINE floats keep_nan(floats x) {
+    floats nearest = (floats)(((words)x + 0x8000u) & 0xffff0000u);
+    words lost = (words)(x != x) & (words)(nearest == nearest);
+    words quiet = ((words)x & 0x80000000u) | 0x7fc00000u;
+    return (floats)((lost & quiet) | (~lost & (words)x));
+}
 
-INLINE float load_float(enum swap_float kind, const void *values, int64_t i) {
+INLINE floats load_as(enum swap_float kind, const void *values, int64_t i) {
     if (kind == SWAP_F32)
-        return ((const float *)values)[i];
-    uint16_t half = ((const uint16_t *)values)[i];
-    return kind == SWAP_BF16 ? bf16_to_float(half) : f16_to_float(half);
+        return load((const float *)values + i);
+    if (kind == SWAP_BF16)
+        return load_bf16((const uint16_t *)values + i);
+    return widen_f16((const uint16_t *)values + i);
 }
 
-INLINE float load_moment(const float *moments, int64_t i) { return moments[i]; }
-INLINE void store_moment(float *moments, int64_t i, float value) { moments[i] = one_nan(value); }
+/* Moments are touched here alone, and at an absolute index: other dtypes for them, with stochastic
+ * rounding or with scales for each SWAP_BLOCK, would go here. */
+INLINE floats load_moment(const float *moment, int64_t i) { return load(moment + i); }
+INLINE void store_moment(floats x, float *moment, int64_t i) { store(x, moment + i); }
 
-INLINE void adam(const struct swap_adam *job, int64_t begin, int64_t end, enum swap_layout layout,
-                 enum swap_float grad_float, enum swap_decay decay_mode) {
-    uint16_t *restrict weight = job->weight;
-    int16_t *restrict low = job->rest;
-    float *restrict master = layout == SWAP_MASTER_ONLY ? job->weight : job->rest;
-    float *restrict exp_avg = job->exp_avg;
-    float *restrict exp_avg_sq = job->exp_avg_sq;
-    const void *restrict grad = job->grad;
-    const float decay = job->decay, grad_scale = job->grad_scale;
-    const float beta2 = job->beta2, one_minus_beta2 = job->one_minus_beta2;
-    const float bias2_sqrt = job->bias2_sqrt, eps = job->eps;
-    const float minus_step_size = job->minus_step_size;
-    /* Interpolating from the nearer end keeps the far end exact, as torch's lerp does. */
-    const bool from_old = job->one_minus_beta1 < 0.5f;
-    const float toward_grad = from_old ? job->one_minus_beta1 : job->one_minus_beta1 - 1.0f;
+struct weights {
+    enum swap_layout layout;
+    uint16_t *weight;
+    int16_t *low;
+    float *master;
+};
 
-    for (int64_t i = begin; i < end; i++) {
-        float g = load_float(grad_float, grad, i) * grad_scale;
-        float p = layout == SWAP_HALVES ? float_of(merge_bits(weight[i], low[i])) : master[i];
-        float m = load_moment(exp_avg, i), v = load_moment(exp_avg_sq, i);
-        if (decay_mode == SWAP_DECAY_WEIGHT)
-            p *= decay;
+INLINE floats load_master(const struct weights *at, int64_t i) {
+    return at->layout == SWAP_HALVES ? load_halves(at->weight + i, at->low + i)
+                                     : load(at->master + i);
+}
+
+INLINE void store_master(floats p, const struct weights *at, int64_t i) {
+    if (at->layout == SWAP_HALVES)
+        store_halves(p, at->weight + i, at->low + i);
+    else
+        store(p, at->master + i);
+    if (at->layout == SWAP_COPY_BF16)
+        store_bf16(p, at->weight + i);
+    if (at->layout == SWAP_COPY_F16)
+        narrow_f16(p, at->weight + i);
+}
+
+/* Asks for the line of `size`-byte values at index i. */
+INLINE void prefetch_line(const void *values, int size, int64_t i, bool to_write) {
+    for (int byte = 0; byte < LINE * size; byte += 64) {
+        const char *address = (const char *)values + i * size + byte;
+        if (to_write)
+            __builtin_prefetch(address, 1, 3);
         else
-            g = fused(p, decay, g);
-        m = fused(toward_grad, g - m, from_old ? m : g);
-        v = fused(one_minus_beta2 * g, g, v * beta2);
-        p = one_nan(p + minus_step_size * m / (sqrtf(v) / bias2_sqrt + eps));
-        store_moment(exp_avg, i, m);
-        store_moment(exp_avg_sq, i, v);
-        if (layout == SWAP_HALVES) {
-            weight[i] = hi_of_bits(bits_of(p));
-            low[i] = lo_of_bits(bits_of(p));
-        } else {
-            master[i] = p;
+            __builtin_prefetch(address, 0, 3);
+    }
+}
+
+/* Asks for the lines at index i of all arrays. */
+INLINE void prefetch_lines(const struct swap_adam *job, const struct weights *weights,
+                           enum swap_float grad_float, int64_t i) {
+    prefetch_line(job->exp_avg, 4, i, true);
+    prefetch_line(job->exp_avg_sq, 4, i, true);
+    prefetch_line(job->grad, grad_float == SWAP_F32 ? 4 : 2, i, false);
+    if (weights->layout != SWAP_MASTER_ONLY)
+        prefetch_line(weights->weight, 2, i, true);
+    if (weights->layout == SWAP_HALVES)
+        prefetch_line(weights->low, 2, i, true);
+    else
+        prefetch_line(weights->master, 4, i, true);
+}
+
+/* Interpolating from the nearer end keeps the far end exact, as torch's lerp does. */
+INLINE floats interpolate(floats m, floats g, float weight_of_g, bool near_m) {
+    floats zero = {0.0f};
+    return near_m ? fused(zero + weight_of_g, g - m, m)
+                  : fused(zero + (weight_of_g - 1.0f), g - m, g);
+}
+
+INLINE void adam(const struct swap_adam *shared, int64_t begin, int64_t end,
+                 enum swap_layout layout, enum swap_float grad_float, enum swap_decay decay_mode,
+                 bool near_m) {
+    const struct swap_adam own = *shared, *job = &own; /* no store can change it */
+    const struct weights weights = {layout, job->weight, job->rest,
+                                    layout == SWAP_MASTER_ONLY ? job->weight : job->rest};
+    const floats zero = {0.0f};
+
+    for (int64_t line = begin; line < end; line += LINE) {
+        prefetch_lines(job, &weights, grad_float, line + AHEAD);
+        for (int64_t i = line; i < line + LINE; i += WIDTH) {
+            floats p = load_master(&weights, i);
+            floats g = load_as(grad_float, job->grad, i) * job->grad_scale;
+            floats m = load_moment(job->exp_avg, i);
+            floats v = load_moment(job->exp_avg_sq, i);
+            if (decay_mode == SWAP_DECAY_WEIGHT)
+                p *= job->decay;
+            else
+                g = fused(p, zero + job->decay, g);
+            m = interpolate(m, g, job->one_minus_beta1, near_m);
+            v = fused(job->one_minus_beta2 * g, g, v * job->beta2);
+            p += job->minus_step_size * m / (square_root(v) / job->bias2_sqrt + job->eps);
+            if (__builtin_expect(any_nan(p), false)) { /* p is NaN wherever m or v is */
+                p = one_nan(p);
+                m = one_nan(m);
+                v = one_nan(v);
+            }
+            store_moment(m, job->exp_avg, i);
+            store_moment(v, job->exp_avg_sq, i);
+            store_master(p, &weights, i);
         }
-        if (layout == SWAP_COPY_BF16)
-            weight[i] = float_to_bf16(p);
-        if (layout == SWAP_COPY_F16)
-            weight[i] = float_to_f16(p);
     }
-}
-
-/* LANES sums side by side, then halved pairwise: an order that every vector width can keep. Squares
- * of floats are exact in double. */
-#define LANES 32
-
-INLINE double block_sum(const void *values, int64_t begin, int64_t end, enum swap_float kind) {
-    double lanes[LANES] = {0.0};
-    int64_t i = begin;
-    for (; i + LANES <= end; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) {
-            double value = load_float(kind, values, i + lane);
-            lanes[lane] += value * value;
-        }
-    for (int lane = 0; i + lane < end; lane++) {
-        double value = load_float(kind, values, i + lane);
-        lanes[lane] += value * value;
-    }
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int lane = 0; lane < width; lane++)
-            lanes[lane] += lanes[lane + width];
-    return lanes[0];
-}
-
-static void split(const float *restrict master, uint16_t *restrict hi, int16_t *restrict lo,
-                  int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-        uint32_t bits = bits_of(master[i]);
-        uint32_t nearest = hi_of_bits(bits);
-        /* Only NaNs at the edges of their range round to something else. */
-        bool lost = is_nan_bits(bits) && !is_nan_bits(nearest << 16);
-        hi[i] = (uint16_t)(lost ? (bits >> 16 & 0x8000u) | 0x7fc0u : nearest);
-        lo[i] = lost ? 0 : lo_of_bits(bits);
-    }
-}
-
-static void merge(const uint16_t *restrict hi, const int16_t *restrict lo, float *restrict master,
-                  int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-        master[i] = float_of(merge_bits(hi[i], lo[i]));
 }
 
 #define ADAM(layout, grad, decay)                                                                  \
     static void adam_##layout##_##grad##_##decay(const struct swap_adam *job, int64_t begin,       \
                                                  int64_t end) {                                    \
-        adam(job, begin, end, SWAP_##layout, SWAP_##grad, SWAP_DECAY_##decay);                     \
+        if (job->one_minus_beta1 < 0.5f)                                                           \
+            adam(job, begin, end, SWAP_##layout, SWAP_##grad, SWAP_DECAY_##decay, true);           \
+        else                                                                                       \
+            adam(job, begin, end, SWAP_##layout, SWAP_##grad, SWAP_DECAY_##decay, false);          \
     }
-#define ADAM_OF_GRAD(layout, grad) ADAM(layout, grad, WEIGHT) ADAM(layout, grad, GRADIENT)
 #define ADAM_OF_LAYOUT(layout)                                                                     \
-    ADAM_OF_GRAD(layout, F32) ADAM_OF_GRAD(layout, BF16) ADAM_OF_GRAD(layout, F16)
+    ADAM(layout, F32, WEIGHT)                                                                      \
+    ADAM(layout, F32, GRADIENT)                                                                    \
+    ADAM(layout, BF16, WEIGHT)                                                                     \
+    ADAM(layout, BF16, GRADIENT)                                                                   \
+    ADAM(layout, F16, WEIGHT)                                                                      \
+    ADAM(layout, F16, GRADIENT)
 
 ADAM_OF_LAYOUT(HALVES)
 ADAM_OF_LAYOUT(COPY_BF16)
 ADAM_OF_LAYOUT(COPY_F16)
 ADAM_OF_LAYOUT(MASTER_ONLY)
-
-#define BLOCK_SUM(kind)                                                                            \
-    static double block_sum_##kind(const void *values, int64_t begin, int64_t end) {               \
-        return block_sum(values, begin, end, SWAP_##kind);                                         \
-    }
-
-BLOCK_SUM(F32)
-BLOCK_SUM(BF16)
-BLOCK_SUM(F16)
 
 #define BOTH_DECAYS(layout, grad)                                                                  \
     [SWAP_##grad] = {[SWAP_DECAY_WEIGHT] = adam_##layout##_##grad##_WEIGHT,                        \
@@ -223,12 +187,145 @@ BLOCK_SUM(F16)
     [SWAP_##layout] = {BOTH_DECAYS(layout, F32), BOTH_DECAYS(layout, BF16),                        \
                        BOTH_DECAYS(layout, F16)}
 
+typedef void adam_lines(const struct swap_adam *job, int64_t begin, int64_t end);
+
+static adam_lines *const adam_kinds[SWAP_NUM_LAYOUTS][SWAP_NUM_FLOATS][SWAP_NUM_DECAYS] = {
+    ALL_GRADS(HALVES), ALL_GRADS(COPY_BF16), ALL_GRADS(COPY_F16), ALL_GRADS(MASTER_ONLY)};
+
+/* A line of any kind of values. */
+union line {
+    float wide[LINE];
+    uint16_t narrow[LINE];
+    int16_t low[LINE];
+};
+
+/* Updates the `n` elements at index `at`, less than a line, in a line of their own. */
+static void adam_partial_line(adam_lines *lines, const struct swap_adam *job, int64_t at,
+                              int64_t n) {
+    const size_t index = (size_t)at, count = (size_t)n;
+    const size_t grad_size = job->grad_float == SWAP_F32 ? 4 : 2;
+    const size_t weight_size = job->layout == SWAP_MASTER_ONLY ? 4 : 2;
+    const size_t rest_size = job->layout == SWAP_HALVES ? 2 : 4;
+    char *from_weight = (char *)job->weight + index * weight_size;
+    char *from_rest = job->rest ? (char *)job->rest + index * rest_size : NULL;
+    float *from_exp_avg = job->exp_avg + at, *from_exp_avg_sq = job->exp_avg_sq + at;
+    union line weight = {{0.0f}}, rest = weight, grad = weight, exp_avg = weight,
+               exp_avg_sq = weight;
+
+    memcpy(&weight, from_weight, count * weight_size);
+    if (from_rest)
+        memcpy(&rest, from_rest, count * rest_size);
+    memcpy(&grad, (const char *)job->grad + index * grad_size, count * grad_size);
+    memcpy(&exp_avg, from_exp_avg, count * sizeof *from_exp_avg);
+    memcpy(&exp_avg_sq, from_exp_avg_sq, count * sizeof *from_exp_avg_sq);
+    struct swap_adam own = *job;
+    own.weight = &weight;
+    own.rest = &rest;
+    own.grad = &grad;
+    own.exp_avg = exp_avg.wide;
+    own.exp_avg_sq = exp_avg_sq.wide;
+    lines(&own, 0, LINE);
+    memcpy(from_weight, &weight, count * weight_size);
+    if (from_rest)
+        memcpy(from_rest, &rest, count * rest_size);
+    memcpy(from_exp_avg, &exp_avg, count * sizeof *from_exp_avg);
+    memcpy(from_exp_avg_sq, &exp_avg_sq, count * sizeof *from_exp_avg_sq);
+}
+
+static void adam_range(const struct swap_adam *job, int64_t begin, int64_t end) {
+    adam_lines *lines = adam_kinds[job->layout][job->grad_float][job->decay_mode];
+    int64_t partial = end - (end - begin) % LINE;
+    lines(job, begin, partial);
+    if (partial < end)
+        adam_partial_line(lines, job, partial, end - partial);
+}
+
+static void split(const float *master, uint16_t *hi, int16_t *lo, int64_t n) {
+    int64_t i = 0;
+    for (; i + WIDTH <= n; i += WIDTH)
+        store_halves(keep_nan(load(master + i)), hi + i, lo + i);
+    if (i < n) {
+        size_t count = (size_t)(n - i);
+        float masters[WIDTH] = {0.0f};
+        uint16_t his[WIDTH];
+        int16_t los[WIDTH];
+        memcpy(masters, master + i, count * sizeof *masters);
+        store_halves(keep_nan(load(masters)), his, los);
+        memcpy(hi + i, his, count * sizeof *his);
+        memcpy(lo + i, los, count * sizeof *los);
+    }
+}
+
+static void merge(const uint16_t *hi, const int16_t *lo, float *master, int64_t n) {
+    int64_t i = 0;
+    for (; i + WIDTH <= n; i += WIDTH)
+        store(load_halves(hi + i, lo + i), master + i);
+    if (i < n) {
+        size_t count = (size_t)(n - i);
+        float masters[WIDTH];
+        uint16_t his[WIDTH] = {0};
+        int16_t los[WIDTH] = {0};
+        memcpy(his, hi + i, count * sizeof *his);
+        memcpy(los, lo + i, count * sizeof *los);
+        store(load_halves(his, los), masters);
+        memcpy(master + i, masters, count * sizeof *masters);
+    }
+}
+
+/* A sum is kept in LINE lanes, in vectors of half as many doubles as there are floats in one. */
+#define FEW (WIDTH / 2)
+#define NUM_SUMS (LINE / FEW)
+
+INLINE void add_squares(doubles *sums, const float *values) {
+    for (int k = 0; k < NUM_SUMS; k++) {
+        few_floats x;
+        memcpy(&x, values + k * FEW, sizeof x);
+        doubles wide = __builtin_convertvector(x, doubles);
+        sums[k] += wide * wide; /* the square of a float is exact in double */
+    }
+}
+
+INLINE double sum_lines(enum swap_float kind, const void *values, int64_t begin, int64_t end) {
+    doubles sums[NUM_SUMS] = {{0.0}};
+    float line[LINE];
+    int64_t at = begin;
+    for (; at + LINE <= end; at += LINE) {
+        if (kind == SWAP_F32) {
+            add_squares(sums, (const float *)values + at);
+            continue;
+        }
+        for (int i = 0; i < LINE; i += WIDTH)
+            store(load_as(kind, values, at + i), line + i);
+        add_squares(sums, line);
+    }
+    if (at < end) {
+        const size_t size = kind == SWAP_F32 ? 4 : 2;
+        union line partial = {{0.0f}};
+        memcpy(&partial, (const char *)values + (size_t)at * size, (size_t)(end - at) * size);
+        for (int i = 0; i < LINE; i += WIDTH)
+            store(load_as(kind, &partial, i), line + i);
+        add_squares(sums, line);
+    }
+    double lanes[LINE];
+    memcpy(lanes, sums, sizeof lanes);
+    for (int width = LINE / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++)
+            lanes[lane] += lanes[lane + width];
+    return lanes[0];
+}
+
+static double sum_of_squares(const void *values, enum swap_float kind, int64_t begin, int64_t end) {
+    if (kind == SWAP_F32)
+        return sum_lines(SWAP_F32, values, begin, end);
+    if (kind == SWAP_BF16)
+        return sum_lines(SWAP_BF16, values, begin, end);
+    return sum_lines(SWAP_F16, values, begin, end);
+}
+
 const struct swap_kernels KERNEL_TABLE = {
     .name = KERNEL_NAME,
-    .adam = {ALL_GRADS(HALVES), ALL_GRADS(COPY_BF16), ALL_GRADS(COPY_F16), ALL_GRADS(MASTER_ONLY)},
-    .block_sum = {[SWAP_F32] = block_sum_F32,
-                  [SWAP_BF16] = block_sum_BF16,
-                  [SWAP_F16] = block_sum_F16},
+    .adam = adam_range,
+    .sum_of_squares = sum_of_squares,
     .split = split,
     .merge = merge,
 };

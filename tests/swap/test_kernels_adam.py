@@ -135,6 +135,26 @@ def test_step_in_pieces_at_any_address_gives_the_same_bits(layout: str, name: st
     _assert_same_bits(pieces, _stepped(state))
 
 
+def _at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
+    memory = bytearray(tensor.numel() * tensor.element_size() + 1)
+    moved = torch.frombuffer(memory, dtype=tensor.dtype, offset=1, count=tensor.numel())
+    moved.copy_(tensor)
+    assert moved.data_ptr() % 2 == 1
+    return moved
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", available_isas())
+def test_step_at_odd_addresses_gives_the_same_bits(layout: str, name: str) -> None:
+    set_isa(name)
+    state = _state(layout, torch.float16, 1003)
+    odd = {
+        name: None if tensor is None else _at_odd_address(tensor) for name, tensor in state.items()
+    }
+    adam_step(**odd, hyper=HYPER)  # type: ignore[arg-type]
+    _assert_same_bits(odd, _stepped(state))
+
+
 @pytest.mark.parametrize("n", [0, 1, 7, 31, 33])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_step_over_few_elements_equals_the_head_of_a_longer_one(layout: str, n: int) -> None:
