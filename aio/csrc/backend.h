@@ -22,6 +22,7 @@ struct block {
     int fd;
     bool write;
     bool direct;     /* through the direct descriptor */
+    bool refused;    /* the direct descriptor said EINVAL */
     uint64_t offset; /* in the file */
     uint64_t nbytes;
     uint8_t *data;    /* what is handed to the kernel: the caller's memory or the bounce buffer */

@@ -196,8 +196,11 @@ static bool block_advance(struct lane *lane, struct block *block, uint64_t moved
     block->nbytes -= moved;
     block->target += moved;
     block->data += moved;
-    if (!block->nbytes)
+    if (!block->nbytes) {
+        if (block->refused)
+            aio_file_refuse_direct(block->job->request.file);
         return false;
+    }
     /* A transfer cut off between two units, as by the end of the file, goes on through the page
      * cache. No other block touches these pages. */
     if (block->direct &&
@@ -217,8 +220,9 @@ static bool block_goes_on(struct lane *lane, struct block *block) {
     if (result == 0) {
         job_fail(job, block->write ? EIO : ENODATA); /* ENODATA: the end of the file */
     } else if (result == -EINVAL && block->direct) {
-        /* The alignments are met, so this file takes no direct I/O, whatever it said. */
-        aio_file_refuse_direct(job->request.file);
+        /* The alignments are met. If the page cache takes the block, it was direct I/O that the
+         * file will not have; else the error is of another kind, such as a limit on file sizes. */
+        block->refused = true;
         block_make_buffered(lane, block);
         block_retry(lane, block, false);
     } else if (result > 0 || result == -EINTR) {

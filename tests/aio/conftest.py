@@ -1,6 +1,9 @@
 """Engines over every backend, and a gate that keeps operations in flight for as long as needed."""
 
 import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 
 from aio import AioError, Backend, Engine, MemoryBackend
 
+ROOT = Path(__file__).parents[2]
 Bytes = npt.NDArray[np.uint8]
 
 FAULTY = MemoryBackend(seed=7, short_transfer=0.3, again=0.02, interrupted=0.1, short_submit=0.2)
@@ -23,6 +27,24 @@ BACKENDS: dict[str, Backend | MemoryBackend] = {
 
 def random_bytes(nbytes: int, seed: int = 0) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def open_descriptors() -> set[int]:
+    """Of this process; without the one that the question itself takes."""
+    return {int(path.name) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+
+
+def run_python(script: str, *arguments: str) -> list[str]:
+    """Runs an indented script in a process of its own and returns the lines it printed."""
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    return run.stdout.splitlines()
 
 
 @pytest.fixture(params=BACKENDS)

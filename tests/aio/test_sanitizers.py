@@ -1,0 +1,54 @@
+"""The C engine under the address, undefined-behaviour and thread sanitizers, without Python."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from aio import _native
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = {
+    "posix": _native.lib.AIO_POSIX,
+    "libaio": _native.lib.AIO_LIBAIO,
+    "memory": _native.lib.AIO_MEMORY,
+}
+NOT_HERE = 77  # what the harness exits with when the kernel has no such backend
+
+
+@pytest.fixture(scope="module", params=["address,undefined", "thread"])
+def harness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The harness and the engine in one program, compiled with a sanitizer."""
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    program = tmp_path_factory.mktemp("harness") / "harness"
+    sources = [*sorted((ROOT / "aio" / "csrc").glob("*.c")), ROOT / "tests" / "aio" / "harness.c"]
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", f"-fsanitize={request.param}"]
+    flags += ["-fno-sanitize-recover=all", "-I", str(ROOT / "aio" / "csrc"), "-pthread"]
+    built = subprocess.run(
+        [compiler, *flags, "-o", str(program), *map(str, sources), "-ldl"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if built.returncode and "cannot find" in built.stderr:
+        pytest.skip(f"needs the run-time library of -fsanitize={request.param}")
+    assert built.returncode == 0, built.stderr
+    return program
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_engine_under_load_has_no_fault_leak_or_race(
+    harness: Path, backend: str, tmp_path: Path
+) -> None:
+    run = subprocess.run(
+        [harness, tmp_path / "data", str(BACKENDS[backend])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode == NOT_HERE:
+        pytest.skip(f"this kernel has no {backend}")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
