@@ -1,9 +1,9 @@
 """Trains a GPT of 100 million parameters in half of the memory that its training state takes.
 
 The model is plain PyTorch, the text is the source code of Python's own library, tokens are bytes.
-One process trains the first half, saves a checkpoint and ends; a second one resumes from it and
-writes a sample; a third takes a few of the same steps in plain PyTorch, for comparison. What was
-measured is left in the output folder: report.txt, sample.txt, demo.png, measurements.json.
+One process takes a few steps in plain PyTorch, for comparison; a second one trains from the start,
+offloaded, saves a checkpoint halfway and ends; a third resumes from it and writes a sample. What
+was measured is left in the output folder: report.txt, sample.txt, demo.png, measurements.json.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from rich.text import Text
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
-from train_gpt_report import Measurements, draw, report_table
+from train_gpt_report import Measurements, draw, mib, report_table
 
 if TYPE_CHECKING:
     import infinity
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 VOCABULARY = 256  # tokens are bytes
 HEAD_WIDTH = 64
 PLAIN_STEPS = 4
+WARM_UP_STEPS = 8
+MIN_STEPS, MAX_STEPS = 20, 80
+TRAINING_SECONDS = 200
 SAMPLE_BYTES = 240
 SAMPLE_CONTEXT = 64
 TEMPERATURE = 0.7
@@ -135,12 +139,13 @@ def loss_of_step(
 
 
 def schedule(settings: Settings) -> Callable[[int], float]:
-    """The factor of the learning rate: a short warm-up, then half a cosine down to a tenth."""
-    warm = max(1, settings.steps // 10)
+    """The factor of the learning rate: a warm-up, then half a cosine down to a tenth."""
 
     def factor(step: int) -> float:
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / settings.steps)))
-        return min(1.0, (step + 1) / warm) * (0.1 + 0.9 * cosine)
+        if step < WARM_UP_STEPS:
+            return (step + 1) / WARM_UP_STEPS
+        part = (step - WARM_UP_STEPS) / max(1, settings.steps - WARM_UP_STEPS)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, part)))
 
     return factor
 
@@ -269,8 +274,8 @@ def train_plain(settings: Settings) -> Measurements:
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(settings))
-    meter = Meter("plain PyTorch", settings, 0, min(PLAIN_STEPS, settings.steps))
-    for step in range(min(PLAIN_STEPS, settings.steps)):
+    meter = Meter("plain PyTorch", settings, 0, settings.steps)
+    for step in range(settings.steps):
         loss = loss_of_step(model, text, step, settings)
         loss.backward()
         for master, weight in zip(masters, weights, strict=True):
@@ -311,6 +316,12 @@ def start_worker(name: str, settings: Settings) -> Measurements:
 # The driver.
 
 
+def affordable_steps(plain: Measurements) -> int:
+    """How many steps to take on this machine; room is left for offloading to cost something."""
+    seconds = 1.25 * median(plain.step_seconds[1:])
+    return max(MIN_STEPS, min(MAX_STEPS, int(TRAINING_SECONDS / seconds)))
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
@@ -318,7 +329,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--nvme", action="append", help="swap directory, one for each SSD (default: in --output)")
     add("--host-memory", default="640MiB", help="the budget (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--steps", type=int, default=80, help="optimizer steps in all (default: %(default)s)")
+    add("--steps", type=int, help=f"in all (default: what takes about {TRAINING_SECONDS} s)")
     add("--layers", type=int, default=8)
     add("--width", type=int, default=1024, help=f"a multiple of {HEAD_WIDTH}")
     add("--batch", type=int, default=8, help="sequences a step")
@@ -327,11 +338,24 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--keep-checkpoint", action="store_true", help="leave the checkpoint in the folder")
     arguments = parser.parse_args()
-    if arguments.steps < 4:
+    if arguments.steps is not None and arguments.steps < 4:
         parser.error(f"--steps {arguments.steps} is too few; give 4 or more")
     if arguments.width % HEAD_WIDTH:
         parser.error(f"--width {arguments.width} is not a multiple of {HEAD_WIDTH}")
     return arguments
+
+
+def show_plan(settings: Settings, console: Console) -> None:
+    """Where every byte will live; SystemExit if the budget cannot work."""
+    import infinity
+
+    plan = infinity.plan(
+        meta_model(settings), host_memory=settings.host_memory, compute_dtype=torch.bfloat16
+    )
+    if not plan.fits:
+        least = mib(plan.least_host_bytes)
+        raise SystemExit(f"--host-memory {settings.host_memory} is too small; the least is {least}")
+    console.print(Panel(Text(str(plan)), title="the plan"))
 
 
 def main() -> None:
@@ -339,14 +363,18 @@ def main() -> None:
     keep_checkpoint = vars(arguments).pop("keep_checkpoint")
     output = Path(arguments.output)
     swap = output / "swap"
-    if arguments.nvme is None:
-        arguments.nvme = [str(swap)]
-        swap.mkdir(parents=True, exist_ok=True)
-    output.mkdir(parents=True, exist_ok=True)
+    arguments.nvme = arguments.nvme or [str(swap)]
+    wanted_steps, arguments.steps = arguments.steps, PLAIN_STEPS
     settings = Settings(**vars(arguments))
+    console = Console()
+    show_plan(settings, console)
+    output.mkdir(parents=True, exist_ok=True)
+    if settings.nvme == [str(swap)]:
+        swap.mkdir(exist_ok=True)
     try:
-        runs = [start_worker("first", settings), start_worker("second", settings)]
         plain = start_worker("plain", settings)
+        settings = replace(settings, steps=wanted_steps or affordable_steps(plain))
+        runs = [start_worker("first", settings), start_worker("second", settings)]
     finally:
         shutil.rmtree(swap, ignore_errors=True)
         if not keep_checkpoint:
@@ -358,7 +386,6 @@ def main() -> None:
     table = report_table(runs, plain)
     with (output / "report.txt").open("w") as file:
         Console(file=file, width=88).print(table)
-    console = Console()
     console.print(table)
     console.print(Panel(Text(runs[1].sample), title="what it writes now"))
     console.print(f"report.txt, sample.txt, demo.png and measurements.json are in {output}/")

@@ -24,6 +24,7 @@ def test_demo_made_small_resumes_reports_and_leaves_only_its_results(tmp_path: P
     results = {"demo.png", "measurements.json", "report.txt", "sample.txt"}
     assert left == {"out", *(f"out/{name}" for name in results)}
     first, second, plain = json.loads((tmp_path / "out/measurements.json").read_text())["runs"]
+    assert len(plain["losses"]) == 4
     assert (len(first["losses"]), second["first_step"], len(second["losses"])) == (3, 3, 3)
     assert max(first["peak_held"], second["peak_held"]) <= 16 << 20
     for offloaded, reference in zip(first["losses"], plain["losses"], strict=False):
@@ -35,5 +36,5 @@ def test_demo_made_small_resumes_reports_and_leaves_only_its_results(tmp_path: P
 def test_demo_with_a_budget_that_cannot_work_ends_with_the_least_one(tmp_path: Path) -> None:
     done = run_demo(tmp_path, "--host-memory", "100kB")
     assert done.returncode == 1
-    assert "BudgetError" in done.stderr
-    assert list(tmp_path.rglob("*")) == [tmp_path / "out"]
+    assert "least" in done.stderr
+    assert list(tmp_path.rglob("*")) == []
