@@ -7,7 +7,6 @@ leaf that was one object at several places is one object again.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +47,47 @@ class TensorView:
 
 
 def view_of(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
-    """Checks a tensor's node against the manifest. Raises CorruptCheckpointError."""
+    """Checks everything that a tensor's node says. Raises CorruptCheckpointError."""
+    if "array" in node:
+        return _checked_array(manifest, path, node)
     if "view" in node:
         _check_keys(path, node, _VIEW_KEYS, _VIEW_KEYS | _FLAGS)
-        return _checked_view(manifest, path, node)
-    key, more = ("array", {"dtype"}) if "array" in node else ("tensor", set[str]())
-    _check_keys(path, node, {key} | more, {key} | (more or _FLAGS))
-    record = _record(manifest, path, node[key])
-    return TensorView(node[key], 0, record.element.torch, record.shape, record.strides, True)
+        view = _checked_view(manifest, path, node)
+    else:
+        _check_keys(path, node, {"tensor"}, {"tensor"} | _FLAGS)
+        view = _whole(node["tensor"], _record(manifest, path, node["tensor"]))
+    _check_flags(path, node, view.dtype)
+    return view
+
+
+def _whole(index: int, record: TensorRecord) -> TensorView:
+    return TensorView(index, 0, record.element.torch, record.shape, record.strides, True)
+
+
+def _checked_array(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
+    _check_keys(path, node, {"array", "dtype"}, {"array", "dtype"})
+    record = _record(manifest, path, node["array"])
+    try:
+        dtype = decode_dtype(node["dtype"])
+    except ValueError as error:
+        raise _corrupt(path, str(error)) from error
+    element, extra = elements.of_numpy(dtype)
+    fits = record.dtype == element.name and record.shape[len(record.shape) - len(extra) :] == extra
+    if not fits or record.strides is not None or record.storage is not None:
+        raise _corrupt(path, f"an array of {dtype} over {record.dtype} of shape {record.shape}")
+    return _whole(node["array"], record)
+
+
+def _check_flags(path: Path, node: DataNode, dtype: torch.dtype) -> None:
+    requires_grad = node.get("requires_grad", False)
+    if type(requires_grad) is not bool or type(node.get("parameter", False)) is not bool:
+        raise _corrupt(path, "a flag that is not true or false")
+    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise _corrupt(path, f"a gradient for {dtype}")
+    try:
+        torch.device(node.get("device", "cpu"))
+    except (RuntimeError, TypeError) as error:
+        raise _corrupt(path, "not a device") from error
 
 
 def _checked_view(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
@@ -120,24 +152,19 @@ class Assembler:
         """The leaf of a node, its content yet to be read. Raises CorruptCheckpointError."""
         view = view_of(self._manifest, path, node)
         if "view" in node:
-            return _flagged(path, node, self._view(view, self._device_of(path, node)))
+            return _flagged(node, self._view(view, self._device_of(node)))
         kind = "array" if "array" in node else "tensor"
         leaf = self._leaves.get((kind, view.index))
         if leaf is None:
-            stored = self._stored(view.index, self._device_of(path, node))
-            leaf = _flagged(path, node, stored) if kind == "tensor" else _array(path, node, stored)
+            stored = self._stored(view.index, self._device_of(node))
+            leaf = _flagged(node, stored) if kind == "tensor" else _array(node, stored)
             self._leaves[kind, view.index] = leaf
         return leaf
 
-    def _device_of(self, path: Path, node: DataNode) -> torch.device:
+    def _device_of(self, node: DataNode) -> torch.device:
         if "array" in node:
             return torch.device("cpu")
-        if self._device is not None:
-            return self._device
-        try:
-            return torch.device(node.get("device", "cpu"))
-        except (RuntimeError, TypeError) as error:
-            raise _corrupt(path, "not a device") from error
+        return torch.device(node.get("device", "cpu")) if self._device is None else self._device
 
     def _view(self, view: TensorView, device: torch.device) -> torch.Tensor:
         base = self._stored(view.index, device)
@@ -188,32 +215,19 @@ def _typed(
     return empty.set_(storage, offset // dtype.itemsize, shape, strides)
 
 
-def _flagged(path: Path, node: DataNode, tensor: torch.Tensor) -> torch.Tensor:
+def _flagged(node: DataNode, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as a Parameter and with gradients, where it was saved so."""
-    requires_grad, parameter = node.get("requires_grad", False), node.get("parameter", False)
-    if type(requires_grad) is not bool or type(parameter) is not bool:
-        raise _corrupt(path, "a flag that is not true or false")
-    if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise _corrupt(path, f"a gradient for {tensor.dtype}")
-    if parameter:
+    requires_grad = node.get("requires_grad", False)
+    if node.get("parameter", False):
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _array(path: Path, node: DataNode, stored: torch.Tensor) -> np.ndarray[Any, Any]:
+def _array(node: DataNode, stored: torch.Tensor) -> np.ndarray[Any, Any]:
     """A numpy array over the memory of a stored tensor."""
-    try:
-        dtype = decode_dtype(node["dtype"])
-    except ValueError as error:
-        raise _corrupt(path, str(error)) from error
-    element, extra = elements.of_numpy(dtype)
-    shape = tuple(stored.shape)
-    outer = shape[: len(shape) - len(extra)]
-    if stored.dtype != element.torch or shape[len(outer) :] != extra:
-        raise _corrupt(path, f"an array of {dtype} over a tensor of {stored.dtype}, {shape}")
-    if not stored.is_contiguous():
-        raise _corrupt(path, "an array over a strided tensor")
-    raw = stored.numpy()
-    if dtype.itemsize == 0 or math.prod(shape) == 0:
-        return np.zeros(outer, dtype)
-    return raw.reshape(-1).view(dtype).reshape(outer)
+    dtype = decode_dtype(node["dtype"])
+    _, extra = elements.of_numpy(dtype)
+    shape = tuple(stored.shape)[: stored.dim() - len(extra)]
+    if stored.numel() == 0:
+        return np.zeros(shape, dtype)
+    return stored.numpy().reshape(-1).view(dtype).reshape(shape)

@@ -21,11 +21,20 @@ class CorruptCheckpointError(ValueError):
         offset: int | None = None,
         nbytes: int | None = None,
     ) -> None:
+        self.what = what
         self.path = None if path is None else str(path)
         self.tensor = tensor
         self.offset = offset
         self.nbytes = nbytes
         super().__init__(_place(self.path, tensor, offset, nbytes) + what)
+
+    def in_file(self, path: str | Path | None) -> CorruptCheckpointError:
+        """The same fault, said to be in this file unless it names one already."""
+        if self.path is not None or path is None:
+            return self
+        return CorruptCheckpointError(
+            self.what, path=path, tensor=self.tensor, offset=self.offset, nbytes=self.nbytes
+        )
 
 
 class IncompleteCheckpointError(ValueError):

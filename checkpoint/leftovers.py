@@ -50,11 +50,17 @@ def create_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path]) -> l
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Creates a file with this content and syncs it; its name is the caller's to sync."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Creates a file with this content and syncs it; its name is the caller's to sync.
+
+    Raises OSError that names the file.
+    """
+    try:
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write: {error.strerror}", str(path)) from error
 
 
 def remove_generation(checkpoint: Path, uuid: str) -> None:

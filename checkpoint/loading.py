@@ -13,6 +13,7 @@ from checkpoint.assembly import Assembler
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.into import plan_into
 from checkpoint.locate import read_manifest
+from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.reader import ReadOptions
 from checkpoint.reading import TensorRead, read_tensors
 from checkpoint.records import Manifest
@@ -69,21 +70,25 @@ def list_tensors(path: PathLike) -> list[str]:
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint.
     """
-    return list(data_nodes(read_manifest(Path(path).resolve()).tree))
+    checkpoint = Path(path).resolve()
+    return _with_current_manifest(checkpoint, lambda manifest: list(data_nodes(manifest.tree)))
 
 
 def _with_current_manifest(checkpoint: Path, attempt: Callable[[Manifest], _T]) -> _T:
     """Reads again if a save took the checkpoint's place, and its files, meanwhile."""
     manifest = read_manifest(checkpoint)
-    for _ in range(_MAX_RETRIES):
+    for remaining in reversed(range(_MAX_RETRIES)):
         try:
             return attempt(manifest)
-        except (CorruptCheckpointError, FileNotFoundError):
+        except (CorruptCheckpointError, FileNotFoundError) as error:
             newer = read_manifest(checkpoint)
-            if newer.uuid == manifest.uuid:
+            if newer.uuid != manifest.uuid and remaining:
+                manifest = newer
+            elif isinstance(error, CorruptCheckpointError):
+                raise error.in_file(checkpoint / MANIFEST_NAME) from error
+            else:
                 raise
-            manifest = newer
-    return attempt(manifest)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _load_new(

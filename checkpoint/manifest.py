@@ -118,14 +118,21 @@ def decode_manifest(raw: bytes, path: Path | None = None) -> Manifest:
         manifest = _decode(raw)
         validate(manifest)
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(
-            str(error), path=path, tensor=error.tensor, offset=error.offset, nbytes=error.nbytes
-        ) from error
+        raise _of_manifest(error, path) from error
     except ValueError as error:
         raise CorruptCheckpointError(str(error), path=path) from error
     except RecursionError as error:
         raise CorruptCheckpointError("the JSON is nested too deep", path=path) from error
     return manifest
+
+
+def _of_manifest(error: CorruptCheckpointError, path: Path | None) -> CorruptCheckpointError:
+    """It is the manifest that is at fault for what it says of a data file."""
+    if error.path is None:
+        return error.in_file(path)
+    moved = CorruptCheckpointError(str(error), path=path)
+    moved.tensor, moved.offset, moved.nbytes = error.tensor, error.offset, error.nbytes
+    return moved
 
 
 def _decode(raw: bytes) -> Manifest:

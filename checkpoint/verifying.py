@@ -17,7 +17,7 @@ from checkpoint.reader import ChunkRead, ReadOptions
 from checkpoint.reading import read_files
 from checkpoint.records import ChunkRecord, Manifest
 from checkpoint.saving import STAGING_BYTES, PathLike
-from checkpoint.tree import data_nodes
+from checkpoint.tree import decode_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,9 @@ def verify(
         return VerifyReport(checkpoint, "", 0, 0, (error,))
     problems: list[CorruptCheckpointError] = []
     try:
-        for where, node in data_nodes(manifest.tree).values():
-            view_of(manifest, where, node)
+        decode_tree(manifest.tree, lambda where, node: view_of(manifest, where, node))
     except CorruptCheckpointError as error:
-        problems.append(CorruptCheckpointError(str(error), path=checkpoint / MANIFEST_NAME))
+        problems.append(error.in_file(checkpoint / MANIFEST_NAME))
     options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=True)
     read_files(manifest, checkpoint, _everything(manifest), options, problems)
     nbytes = sum(tensor.nbytes for tensor in manifest.tensors)
