@@ -12,12 +12,13 @@ from aio.errors import AioError
 Backend = Literal["auto", "libaio", "io_uring", "posix", "memory"]
 
 _CODES: dict[str, int] = {
+    "io_uring": lib.AIO_IO_URING,
     "libaio": lib.AIO_LIBAIO,
     "posix": lib.AIO_POSIX,
     "memory": lib.AIO_MEMORY,
 }
 # What "auto" tries, best first; posix always works.
-_PREFERENCE = ("libaio", "posix")
+_PREFERENCE = ("io_uring", "libaio", "posix")
 _AIO_LIMIT = Path("/proc/sys/fs/aio-max-nr")
 _AIO_USED = Path("/proc/sys/fs/aio-nr")
 
@@ -139,6 +140,8 @@ def _explain(name: str, code: int, limits: Limits) -> str:
         )
     if code in (errno.ENOSYS, errno.EPERM):
         return f"{reason}: this kernel or container does not allow it"
+    if name == "io_uring" and code == errno.ENOMEM:
+        return f"{reason}: before Linux 5.12 its rings count against RLIMIT_MEMLOCK (ulimit -l)"
     return reason
 
 

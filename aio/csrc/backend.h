@@ -57,6 +57,7 @@ struct backend_ops {
 
 extern const struct backend_ops aio_posix_backend;
 extern const struct backend_ops aio_libaio_backend;
+extern const struct backend_ops aio_uring_backend;
 extern const struct backend_ops aio_memory_backend;
 
 const char *aio_libaio_detail(void);

@@ -13,6 +13,8 @@ const struct backend_ops *aio_backend_find(int32_t backend) {
         return &aio_posix_backend;
     case AIO_LIBAIO:
         return &aio_libaio_backend;
+    case AIO_IO_URING:
+        return aio_uring_backend.setup ? &aio_uring_backend : NULL;
     case AIO_MEMORY:
         return &aio_memory_backend;
     default:

@@ -20,6 +20,7 @@ FAULTY = MemoryBackend(seed=7, short_transfer=0.3, again=0.02, interrupted=0.1, 
 BACKENDS: dict[str, Backend | MemoryBackend] = {
     "posix": "posix",
     "libaio": "libaio",
+    "io_uring": "io_uring",
     "memory": "memory",
     "faulty": FAULTY,
 }

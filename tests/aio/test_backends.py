@@ -84,7 +84,7 @@ class TestAuto:
 
 
 class TestNamed:
-    @pytest.mark.parametrize("name", ["posix", "libaio", "memory"])
+    @pytest.mark.parametrize("name", ["posix", "libaio", "io_uring", "memory"])
     def test_backend_asked_for_is_the_one_taken(self, name: Backend) -> None:
         with Engine(name) as engine:
             assert engine.describe().backend == name

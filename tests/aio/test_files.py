@@ -338,9 +338,9 @@ class TestFullDisk:
             with engine.open(folder / "fits", "x", size=8 * MIB) as file:
                 assert file.size() == 8 * MIB
 
-    @pytest.mark.parametrize("name", ["libaio", "posix", "memory"])
+    @pytest.mark.parametrize("name", ["libaio", "io_uring", "posix", "memory"])
     def test_write_that_does_not_fit_fails_and_the_disk_is_usable_again(
-        self, name: Literal["libaio", "posix", "memory"]
+        self, name: Literal["libaio", "io_uring", "posix", "memory"]
     ) -> None:
         content = random_bytes(4 * MIB)
         with aio_loop.loop_mount(16 * MIB) as folder, Engine(name) as engine:
@@ -387,7 +387,7 @@ _LIMITED = """
 """
 
 
-@pytest.mark.parametrize("name", ["libaio", "posix", "memory"])
+@pytest.mark.parametrize("name", ["libaio", "io_uring", "posix", "memory"])
 def test_short_write_of_the_kernel_is_an_error_with_the_bytes_that_moved(
     name: str, tmp_path: Path
 ) -> None:

@@ -398,7 +398,7 @@ _EXIT = """
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit()", "del engine", "del engine, file"])
-@pytest.mark.parametrize("name", ["posix", "libaio"])
+@pytest.mark.parametrize("name", ["posix", "libaio", "io_uring"])
 def test_interpreter_exit_with_operations_in_flight_writes_them_all(
     name: str, end: str, tmp_path: Path
 ) -> None:

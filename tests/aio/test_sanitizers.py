@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 BACKENDS = {
     "posix": _native.lib.AIO_POSIX,
     "libaio": _native.lib.AIO_LIBAIO,
+    "io_uring": _native.lib.AIO_IO_URING,
     "memory": _native.lib.AIO_MEMORY,
 }
 NOT_HERE = 77  # what the harness exits with when the kernel has no such backend
