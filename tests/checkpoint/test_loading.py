@@ -1,0 +1,218 @@
+"""Loading a part, loading into what is there, loading elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+from tests.checkpoint.trees import assert_same, bits
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    weight = torch.randn(20, 30)
+    state = {
+        "model": OrderedDict([("h.0.weight", weight), ("h.0.bias", torch.ones(30))]),
+        "head": weight[:10],
+        "optimizer": {"state": {0: {"exp_avg": torch.randn(20, 30), "step": 3}}, "groups": [1, 2]},
+        "list": [torch.zeros(2), torch.ones(2), "text"],
+        "numbers": np.arange(6).reshape(2, 3),
+        "dates": np.array(["2020-01-01", "2021-01-01"], "M8[D]"),
+        "step": 7,
+        "empty": {},
+    }
+    checkpoint.save(state, tmp_path / "step")
+    return tmp_path / "step"
+
+
+def test_names_are_keys_joined_by_dots(path: Path) -> None:
+    assert checkpoint.list_tensors(path) == [
+        "model.h.0.weight",
+        "model.h.0.bias",
+        "head",
+        "optimizer.state.0.exp_avg",
+        "list.0",
+        "list.1",
+        "numbers",
+        "dates",
+    ]
+
+
+def test_colliding_names_are_told_apart_everywhere(tmp_path: Path) -> None:
+    state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1), "b~2": torch.ones(2)}, 1: {"x": 0}}
+    checkpoint.save(state, tmp_path / "step")
+    assert checkpoint.list_tensors(tmp_path / "step") == ["a.b", "a.b~3", "a.b~2"]
+    assert_same({"a": {"b": torch.ones(1)}}, checkpoint.load(tmp_path / "step", only="a.b~3"))
+    # A live tree in another order still takes what its keys say.
+    live = {"a": {"b": torch.zeros(1), "b~2": torch.zeros(2)}, "a.b": torch.ones(1)}
+    checkpoint.load(tmp_path / "step", into=live)
+    assert_same({"a": state["a"], "a.b": state["a.b"]}, live)
+
+
+@pytest.mark.parametrize(
+    ("only", "expected"),
+    [
+        (["model.*"], ["model"]),
+        ("step", ["step"]),
+        (["*.exp_avg", "list.[01]"], ["optimizer", "list"]),
+        (["empty"], ["empty"]),
+        (["*"], None),
+    ],
+)
+def test_only_gives_the_tree_with_what_matched(
+    path: Path, only: str | list[str], expected: list[str] | None
+) -> None:
+    whole = checkpoint.load(path)
+    part = checkpoint.load(path, only=only)
+    assert list(part) == (list(whole) if expected is None else expected)
+    if "list" in part and only != ["*"]:
+        assert_same(whole["list"][:2], part["list"])
+        assert_same(
+            {"state": {0: {"exp_avg": part["optimizer"]["state"][0]["exp_avg"]}}}, part["optimizer"]
+        )
+
+
+def test_only_reads_no_other_data(path: Path) -> None:
+    (file,) = path.rglob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    (bias,) = (t for t in _records(path) if t.name == "model.h.0.bias")
+    kept = content[bias.chunks[0].offset : bias.chunks[0].offset + 120]
+    header = bytes(content[:4096])
+    content[:] = b"\xff" * len(content)
+    content[:4096] = header
+    content[bias.chunks[0].offset : bias.chunks[0].offset + 120] = kept
+    file.write_bytes(content)
+    assert checkpoint.load(path, only="*.bias")["model"]["h.0.bias"].sum() == 30
+
+
+def _records(path: Path) -> Any:
+    from checkpoint.locate import read_manifest
+
+    return read_manifest(path).tensors
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_a_hint(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"only='stepp' matches no name.*'step'"):
+        checkpoint.load(path, only=["model.*", "stepp"])
+
+
+def test_into_writes_live_tensors_in_place_and_replaces_values(path: Path) -> None:
+    whole = checkpoint.load(path)
+    weight = torch.nn.Parameter(torch.zeros(20, 30))
+    live: dict[str, Any] = {
+        "model": OrderedDict([("h.0.weight", weight), ("h.0.bias", torch.zeros(60)[::2])]),
+        "head": torch.zeros(10, 30),
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(30, 20).t(), "step": None}}},
+        "list": (torch.zeros(2), torch.zeros(2), ""),
+        "numbers": np.zeros((3, 2), int).T,
+        "dates": np.zeros(4, "M8[D]")[::2],
+        "step": 0,
+    }
+    tensors = [live["model"]["h.0.weight"], live["head"], live["numbers"], live["dates"]]
+    loaded = checkpoint.load(path, into=live)
+    assert loaded is live
+    assert loaded["model"]["h.0.weight"] is tensors[0]
+    assert bits(tensors[0]) == bits(whole["model"]["h.0.weight"])
+    assert bits(live["model"]["h.0.bias"]) == bits(whole["model"]["h.0.bias"])
+    assert bits(tensors[1]) == bits(whole["head"])
+    assert bits(live["optimizer"]["state"][0]["exp_avg"]) == bits(
+        whole["optimizer"]["state"][0]["exp_avg"]
+    )
+    assert live["optimizer"]["state"][0]["step"] == 3
+    assert live["list"][2] == "text"
+    assert type(live["list"]) is tuple
+    assert np.array_equal(tensors[2], whole["numbers"])
+    assert np.array_equal(tensors[3], whole["dates"])
+    assert live["step"] == 7
+
+
+def test_into_with_only_leaves_the_rest_alone(path: Path) -> None:
+    live: dict[str, Any] = {
+        "model": {"h.0.weight": torch.zeros(20, 30), "h.0.bias": torch.zeros(30)},
+        "step": 0,
+    }
+    checkpoint.load(path, only=["model.h.0.bias"], into=live)
+    assert live["step"] == 0
+    assert not live["model"]["h.0.weight"].any()
+    assert live["model"]["h.0.bias"].all()
+
+
+MISFITS = [
+    ({"step": torch.zeros(1)}, "into\\['step'\\] is not in the checkpoint"),
+    ({"stop": 1}, "into\\['stop'\\] is not in the checkpoint; it has 'step'"),
+    ({"model": {"h.0.bias": torch.zeros(31)}}, "shape \\(31,\\).*shape \\(30,\\)"),
+    ({"model": {"h.0.bias": torch.zeros(30, dtype=torch.float64)}}, "float64.*float32"),
+    ({"model": {"h.0.bias": torch.zeros(1).expand(30)}}, "expanded"),
+    ({"model": {"h.0.bias": torch.zeros(30, device="meta")}}, "no plain memory"),
+    ({"numbers": np.zeros((2, 3), "i4")}, "int32.*int64"),
+    ({"numbers": np.zeros((2, 3), int)[::-1]}, "runs backwards"),
+    ({"numbers": np.broadcast_to(np.zeros(3, int), (2, 3))}, "read-only"),
+]
+
+
+@pytest.mark.parametrize(("into", "match"), MISFITS, ids=range(len(MISFITS)))
+def test_a_live_tree_that_does_not_fit_is_refused_before_anything_is_written(
+    path: Path, into: Any, match: str
+) -> None:
+    bystander = torch.zeros(2)
+    with pytest.raises(ValueError, match=match):
+        checkpoint.load(path, into={"list": [bystander, torch.zeros(2), ""], **into})
+    assert not bystander.any()
+
+
+def test_large_live_tensors_are_read_in_place_wherever_they_lie(tmp_path: Path) -> None:
+    big = torch.randn(3_000_001)
+    checkpoint.save({"x": big}, tmp_path / "step")
+    memory = torch.zeros(3_100_000)
+    for shift in (0, 1, 1023):
+        live = memory[shift : shift + big.numel()]
+        checkpoint.load(tmp_path / "step", into={"x": live})
+        assert torch.equal(live, big)
+        assert not memory[shift + big.numel() :].any()
+        memory.zero_()
+
+
+def test_a_load_during_saves_to_the_same_path_gives_one_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    checkpoint.save({"x": torch.full((1000,), 0), "n": 0}, path)
+
+    def save_often() -> None:
+        for seed in range(1, 15):
+            checkpoint.save({"x": torch.full((1000,), seed), "n": seed}, path)
+
+    thread = threading.Thread(target=save_often)
+    thread.start()
+    seen = []
+    while thread.is_alive():
+        loaded = checkpoint.load(path)
+        assert (loaded["x"] == loaded["n"]).all()
+        seen.append(loaded["n"])
+    thread.join()
+    assert seen == sorted(seen)
+
+
+def test_staging_memory_bounds_what_sources_and_sinks_see(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="raise staging_bytes"):
+        checkpoint.save({"x": 1}, tmp_path / "step", staging_bytes=4096)
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_gpu_come_back_where_they_are_wanted(tmp_path: Path) -> None:
+    state = {"x": torch.randn(3_000_000, device="cuda"), "y": torch.randn(5, 4, device="cuda").t()}
+    checkpoint.save(state, tmp_path / "step")
+    for place, kind in (("cpu", "cpu"), (None, "cuda"), ("cuda:0", "cuda")):
+        loaded = checkpoint.load(tmp_path / "step", map_location=place)
+        assert loaded["x"].device.type == kind
+        assert torch.equal(loaded["x"].cpu(), state["x"].cpu())
+        assert torch.equal(loaded["y"].cpu(), state["y"].cpu())
+    live = {"x": torch.zeros_like(state["x"]), "y": torch.zeros(5, 4, device="cuda").t()}
+    checkpoint.load(tmp_path / "step", into=live)
+    assert torch.equal(live["x"], state["x"])
+    assert torch.equal(live["y"], state["y"])
