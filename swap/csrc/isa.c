@@ -5,7 +5,12 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stddef.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #define MAX_TABLES 3
 
@@ -13,14 +18,21 @@ static const struct swap_kernels *tables[MAX_TABLES];
 static int num_tables;
 static atomic_int chosen;
 
+#if defined(__x86_64__)
+/* Not every compiler's __builtin_cpu_supports knows this name. */
+static bool has_f16c(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 static void find_tables(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         tables[num_tables++] = &swap_kernels_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
         tables[num_tables++] = &swap_kernels_avx2;
 #elif defined(__aarch64__)
     tables[num_tables++] = &swap_kernels_neon;
