@@ -19,6 +19,7 @@ _CODES: dict[str, int] = {
 }
 # What "auto" tries, best first; posix always works.
 _PREFERENCE = ("io_uring", "libaio", "posix")
+_MAX_BLOCK_BYTES = 1 << 30
 _AIO_LIMIT = Path("/proc/sys/fs/aio-max-nr")
 _AIO_USED = Path("/proc/sys/fs/aio-nr")
 
@@ -72,6 +73,11 @@ class Limits:
         if self.block_bytes < page_bytes or self.block_bytes % page_bytes:
             raise ValueError(
                 f"block_bytes={self.block_bytes} is not a multiple of {page_bytes}, the page size"
+            )
+        if self.block_bytes > _MAX_BLOCK_BYTES:
+            raise ValueError(
+                f"block_bytes={self.block_bytes} is more than {_MAX_BLOCK_BYTES}, about the most"
+                " that Linux moves in one transfer"
             )
         if self.max_pending_bytes < 1:
             raise ValueError(f"max_pending_bytes={self.max_pending_bytes} is not positive")

@@ -6,6 +6,7 @@ PermissionError, FileExistsError, ...); everything later is an AioError, or a Va
 mistake of the caller.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -32,6 +33,8 @@ FLAGS: dict[str, int] = {
 }
 # The kernel counts in signed 64-bit integers.
 MAX_OFFSET = (1 << 63) - 1
+# A file is opened twice by descriptor: its name may mean another file by the second time.
+_DESCRIPTORS = Path("/proc/self/fd")
 # What direct I/O needs where nobody tells: no device in use asks for more.
 _ASSUMED_ALIGNMENT = 4096
 
@@ -65,7 +68,7 @@ class File:
         self._native: Any = None
         try:
             _check_kind(self._fd, path)
-            self._direct = _open_direct(self._fd, mode)
+            self._direct = _open_direct(self._fd, path, mode)
             if block_bytes % max(self._direct.offset, 1):
                 raise ValueError(
                     f"block_bytes={block_bytes} is not a multiple of {self._direct.offset}, the"
@@ -294,7 +297,18 @@ def _check_kind(fd: int, path: Path) -> None:
         raise ValueError(f"{path} is neither a regular file nor a block device")
 
 
-def _open_direct(fd: int, mode: Mode) -> _Direct:
+def _reopen(fd: int, path: Path, flags: int) -> int:
+    """A second descriptor on the inode of `fd`."""
+    with contextlib.suppress(FileNotFoundError):  # where /proc is not mounted
+        return os.open(_DESCRIPTORS / str(fd), flags)
+    again = os.open(path, flags)
+    if not os.path.samestat(os.fstat(fd), os.fstat(again)):
+        os.close(again)
+        raise OSError(errno.ESTALE, "the name now means another file")
+    return again
+
+
+def _open_direct(fd: int, path: Path, mode: Mode) -> _Direct:
     """Opens the inode of `fd` again, for direct I/O, where that is possible."""
     alignment = ffi.new("aio_alignment *")
     error = -lib.aio_file_alignment(fd, alignment)
@@ -302,10 +316,8 @@ def _open_direct(fd: int, mode: Mode) -> _Direct:
         return _Direct(-1, 1, 1, f"statx failed: {os.strerror(error)}")
     if alignment.known and not alignment.offset:
         return _Direct(-1, 1, 1, "the file system has none")
-    flags = (FLAGS[mode] & os.O_ACCMODE) | os.O_DIRECT | os.O_CLOEXEC
     try:
-        # By descriptor, not by name: the name may mean another file by now.
-        direct = os.open(f"/proc/self/fd/{fd}", flags)
+        direct = _reopen(fd, path, (FLAGS[mode] & os.O_ACCMODE) | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as refused:
         return _Direct(-1, 1, 1, f"open with O_DIRECT failed: {refused.strerror}")
     # Small files and mixed edges go through this descriptor a page at a time. Read-ahead would

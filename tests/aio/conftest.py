@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,8 @@ import pytest
 from aio import AioError, Backend, Engine, MemoryBackend
 
 ROOT = Path(__file__).parents[2]
+# Python 3.12 warns of forks in a process with threads, which is what is tested.
+_QUIET = ("-W", "ignore::DeprecationWarning")
 Bytes = npt.NDArray[np.uint8]
 
 FAULTY = MemoryBackend(seed=7, short_transfer=0.3, again=0.02, interrupted=0.1, short_submit=0.2)
@@ -35,28 +37,43 @@ def open_descriptors() -> set[int]:
     return {int(path.name) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
 
 
-def run_python(script: str, *arguments: str) -> list[str]:
-    """Runs an indented script in a process of its own and returns the lines it printed."""
+def run_python(script: str, *arguments: str, under: Sequence[str] = (), **env: str) -> list[str]:
+    """Runs an indented script in a process of its own and returns the lines it printed.
+
+    `under` is a command that runs the process, `env` what is added to its environment.
+    """
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        [*under, sys.executable, *_QUIET, "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
+        env=os.environ | env,
     )
     assert (run.returncode, run.stderr) == (0, "")
     return run.stdout.splitlines()
+
+
+def skip_unless_available(backend: Backend | MemoryBackend) -> None:
+    try:
+        Engine(backend, queue_depth=1).close()
+    except AioError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend | MemoryBackend:
     """Every backend that this machine has, and one with faults that must not be noticed."""
     chosen = BACKENDS[request.param]
-    try:
-        Engine(chosen, queue_depth=1).close()
-    except AioError as error:
-        pytest.skip(str(error))
+    skip_unless_available(chosen)
     return chosen
+
+
+@pytest.fixture(params=["posix", "libaio", "io_uring"])
+def real_backend(request: pytest.FixtureRequest) -> str:
+    """Every backend that works on real descriptors in the kernel's own time."""
+    skip_unless_available(request.param)
+    return str(request.param)
 
 
 @pytest.fixture

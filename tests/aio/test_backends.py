@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aio import AioError, Backend, Engine, MemoryBackend, backends
-from tests.aio.conftest import open_descriptors
+from tests.aio.conftest import open_descriptors, skip_unless_available
 
 # More events than fs.aio-max-nr has by default, and than this machine has left.
 _AIO_MAX = Path("/proc/sys/fs/aio-max-nr")
@@ -86,11 +86,13 @@ class TestAuto:
 class TestNamed:
     @pytest.mark.parametrize("name", ["posix", "libaio", "io_uring", "memory"])
     def test_backend_asked_for_is_the_one_taken(self, name: Backend) -> None:
+        skip_unless_available(name)
         with Engine(name) as engine:
             assert engine.describe().backend == name
             assert str(engine.describe()).startswith(name)
 
     def test_libaio_says_how_it_reaches_the_kernel(self) -> None:
+        skip_unless_available("libaio")
         with Engine("libaio") as engine:
             assert engine.describe().detail in (
                 "libaio.so.1",
@@ -122,6 +124,7 @@ class TestNamed:
         ({"lanes": 0}, "lanes=0 is not between 1 and 256"),
         ({"block_bytes": 6000}, "block_bytes=6000 is not a multiple of"),
         ({"block_bytes": 0}, "block_bytes=0 is not a multiple of"),
+        ({"block_bytes": 2 << 30}, "block_bytes=2147483648 is more than 1073741824"),
         ({"max_pending_bytes": 0}, "max_pending_bytes=0 is not positive"),
     ],
 )
@@ -139,7 +142,7 @@ def test_block_that_is_no_multiple_of_the_files_alignment_is_refused_by_name(
     path = tmp_path / "data"
     path.touch()
     monkeypatch.setattr(
-        files, "_open_direct", lambda fd, mode: files._Direct(os.dup(fd), 512, 1 << 16, "")
+        files, "_open_direct", lambda fd, *_: files._Direct(os.dup(fd), 512, 1 << 16, "")
     )
     before = open_descriptors()
     with (

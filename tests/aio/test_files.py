@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from aio import AioError, Engine, MemoryBackend, _native, sync_directory
+from aio import AioError, Backend, Engine, MemoryBackend, _native, files, sync_directory
 from tests.aio.conftest import Gate, open_descriptors, random_bytes, run_python
 from tests.support import aio_loop
 
@@ -97,6 +97,32 @@ class TestOpen:
                 assert alignment & (alignment - 1) == 0
                 assert file.direct or alignment == 1
             assert file.direct == (file.direct_reason == "")
+
+    def test_direct_io_works_where_proc_is_not_mounted(
+        self,
+        plain: Engine,
+        make_file: Callable[..., Path],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        path = make_file(10)
+        with plain.open(path) as file:
+            reason = file.direct_reason
+        monkeypatch.setattr(files, "_DESCRIPTORS", tmp_path / "missing")
+        with plain.open(path) as file:
+            assert file.direct_reason == reason
+
+    def test_file_that_is_replaced_while_it_is_opened_is_never_half_of_each(
+        self, make_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, other = make_file(10), make_file(20, name="other")
+        with path.open("rb") as handle:
+            other.replace(path)
+            before = open_descriptors()
+            monkeypatch.setattr(files, "_DESCRIPTORS", tmp_path / "missing")
+            with pytest.raises(OSError, match="the name now means another file"):
+                files._reopen(handle.fileno(), path, os.O_RDONLY)
+            assert open_descriptors() == before
 
     def test_descriptors_are_closed_and_none_is_inherited(
         self, plain: Engine, make_file: Callable[..., Path]
@@ -259,7 +285,7 @@ class TestBuffered:
         content = random_bytes(3 * MIB + 1)
         paths = [folder / f"aio-test-{os.getpid()}-{i}" for i in range(2)]
         try:
-            with Engine("libaio", block_bytes=1 << 16) as engine:
+            with Engine(block_bytes=1 << 16) as engine:
                 for path in paths:
                     with engine.open(path, "w") as file:
                         assert not file.direct
@@ -322,7 +348,7 @@ class TestFullDisk:
     def test_reserving_too_much_fails_at_open_and_leaves_no_file(self) -> None:
         with (
             aio_loop.loop_mount(16 * MIB) as folder,
-            Engine("libaio") as engine,
+            Engine() as engine,
         ):
             for mode in ("w", "x"):
                 with pytest.raises(AioError) as caught:
@@ -338,12 +364,11 @@ class TestFullDisk:
             with engine.open(folder / "fits", "x", size=8 * MIB) as file:
                 assert file.size() == 8 * MIB
 
-    @pytest.mark.parametrize("name", ["libaio", "io_uring", "posix", "memory"])
     def test_write_that_does_not_fit_fails_and_the_disk_is_usable_again(
-        self, name: Literal["libaio", "io_uring", "posix", "memory"]
+        self, real_backend: Backend
     ) -> None:
         content = random_bytes(4 * MIB)
-        with aio_loop.loop_mount(16 * MIB) as folder, Engine(name) as engine:
+        with aio_loop.loop_mount(16 * MIB) as folder, Engine(real_backend) as engine:
             with engine.open(folder / "data", "w") as file:
                 engine.write(file, 0, content).result()
                 with pytest.raises(AioError) as caught:
@@ -387,12 +412,11 @@ _LIMITED = """
 """
 
 
-@pytest.mark.parametrize("name", ["libaio", "io_uring", "posix", "memory"])
 def test_short_write_of_the_kernel_is_an_error_with_the_bytes_that_moved(
-    name: str, tmp_path: Path
+    real_backend: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "data"
-    first, second, intact = run_python(_LIMITED, str(path), name)
+    first, second, intact = run_python(_LIMITED, str(path), real_backend)
     is_efbig, moved, _, message = re.split(r" (\d+) (?=(cannot))", first)
     assert (is_efbig, message) == (
         "True",

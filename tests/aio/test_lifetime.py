@@ -398,13 +398,12 @@ _EXIT = """
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit()", "del engine", "del engine, file"])
-@pytest.mark.parametrize("name", ["posix", "libaio", "io_uring"])
 def test_interpreter_exit_with_operations_in_flight_writes_them_all(
-    name: str, end: str, tmp_path: Path
+    real_backend: str, end: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "data"
     script = _EXIT.replace("{end}", end)
-    assert run_python(script, str(path), name) == ["called"]
+    assert run_python(script, str(path), real_backend) == ["called"]
     expected = b"".join(bytes([i]) * 1_000_001 for i in range(20))
     assert path.read_bytes() == expected
 

@@ -1,5 +1,6 @@
 """The C engine under the address, undefined-behaviour and thread sanitizers, without Python."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -49,6 +50,8 @@ def test_engine_under_load_has_no_fault_leak_or_race(
         capture_output=True,
         text=True,
         check=False,
+        # The tests themselves may run with a sanitizer's library loaded before all others.
+        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
     )
     if run.returncode == NOT_HERE:
         pytest.skip(f"this kernel has no {backend}")
