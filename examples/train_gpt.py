@@ -1,4 +1,4 @@
-"""Trains a GPT of 100 million parameters in half of the memory that its training state takes.
+"""Trains a GPT of 100 million parameters in a fraction of the memory of its training state.
 
 The model is plain PyTorch, the text is the source code of Python's own library, tokens are bytes.
 One process takes a few steps in plain PyTorch, for comparison; a second one trains from the start,
@@ -29,7 +29,7 @@ from rich.text import Text
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
-from train_gpt_report import Measurements, draw, mib, report_table
+from train_gpt_report import Measurements, draw, mib, process_memory, report_table
 
 if TYPE_CHECKING:
     import infinity
@@ -199,22 +199,15 @@ class Meter:
             f"loss {loss:.3f}, {seconds:.2f} s/step, {gigabytes:.2f} GB moved", refresh=False
         )
         self._bar.update()
+        if self._bar.n == self._bar.total:
+            self._bar.close()
 
     def finish(self, settings: Settings) -> Measurements:
-        self._bar.close()
+        """Write down the peaks: call it last."""
         self.seen.peak_rss = process_memory("VmHWM")
         if settings.device == "cuda":
             self.seen.peak_device = torch.cuda.max_memory_allocated()
         return self.seen
-
-
-def process_memory(entry: str) -> int:
-    """VmRSS (now) or VmHWM (the most so far) of this process in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == entry:
-            return int(value.split()[0]) * 1024
-    raise ValueError(f"/proc/self/status has no {entry}")
 
 
 def tiers_and_moved(offloaded: infinity.OffloadedModel) -> tuple[dict[str, int], int]:

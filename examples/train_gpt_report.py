@@ -34,6 +34,15 @@ class Measurements:
     sample: str = ""
 
 
+def process_memory(entry: str) -> int:
+    """VmRSS (now) or VmHWM (the most so far) of this process in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == entry:
+            return int(value.split()[0]) * 1024
+    raise ValueError(f"/proc/self/status has no {entry}")
+
+
 def report_table(runs: list[Measurements], plain: Measurements) -> Table:
     """What the offloaded halves and plain PyTorch took, side by side."""
     reports = [run.report for run in runs]
