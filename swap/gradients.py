@@ -10,20 +10,18 @@ and is the same under every budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 
-from aio import Operation, Slab, SlabFullError
+from aio import Operation, Slab
 from swap.extents import Extent, ExtentStore
 from swap.kernels import sum_of_squares
 from swap.layout import PIECE, Layout, Segment
 from swap.placement import Placement, gradient_bytes
 from swap.planes import as_bytes, as_tensor
+from swap.spills import SpillWriter
 from swap.tiers import Tier
 from swap.timeline import Timeline
-
-_RELEASE_SECONDS = 60.0
 
 
 class GradientStore:
@@ -43,12 +41,14 @@ class GradientStore:
     ) -> None:
         self._layout: Layout = placement.layout
         self._extents = extents
-        self._spill = spill
+        self._spills: SpillWriter | None = None
+        if spill is not None:
+            assert extents is not None
+            self._spills = SpillWriter(spill, extents, timeline)
         self._timeline = timeline
         self._chunk_bytes = placement.spill_chunk_bytes
         self._host: dict[int, torch.Tensor] = {}
         self._on_nvme: dict[int, Extent] = {}
-        self._writes: dict[int, list[Operation]] = {}
         self._squares: dict[int, float] = {}
         for group in self._layout.subgroups:
             if group.trainable and placement.gradient_home[group.index] is Tier.HOST:
@@ -66,22 +66,27 @@ class GradientStore:
         return math.sqrt(sum(self._squares[parameter] for parameter in sorted(self._squares)))
 
     def add(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Set or accumulate the gradient of ``parameter``. The caller may reuse ``gradient`` on
-        return.
+        """Set or accumulate the gradient of ``parameter``, in the parameter's dtype. The caller
+        may reuse ``gradient`` on return.
 
-        Raises ``AioError`` when spilling fails.
+        Raises ``AioError`` when spilling fails, be it of a gradient that was added before; then
+        ``parameter`` has no gradient, because it may be half accumulated.
         """
         flat = gradient.detach().reshape(-1)
         accumulate = parameter in self._squares
         squares = 0.0
-        for segment in self._layout.segments_of[parameter]:
-            part = flat[segment.start : segment.start + segment.length]
-            if segment.subgroup in self._host:
-                home = self._host[segment.subgroup]
-                target = home[segment.offset : segment.offset + segment.length]
-                squares = _accumulate(target, part, accumulate, squares)
-            else:
-                squares = self._spill_segment(segment, part, accumulate, squares)
+        try:
+            for segment in self._layout.segments_of[parameter]:
+                part = flat[segment.start : segment.start + segment.length]
+                if segment.subgroup in self._host:
+                    home = self._host[segment.subgroup]
+                    target = home[segment.offset : segment.offset + segment.length]
+                    squares = _accumulate(target, part, accumulate, squares)
+                else:
+                    squares = self._spill_segment(segment, part, accumulate, squares)
+        except BaseException:
+            self._squares.pop(parameter, None)
+            raise
         self._squares[parameter] = squares
 
     def read(self, parameter: int) -> torch.Tensor:
@@ -135,66 +140,47 @@ class GradientStore:
             self._extents.release(extent)
 
     def settle(self) -> None:
-        """Wait until every spill is on the SSD; raises ``AioError``."""
-        for subgroup in list(self._writes):
-            self._settle(subgroup)
+        """Wait until every spill is on the SSD; raises ``AioError``, and waits for a second try
+        then.
+        """
+        if self._spills is not None:
+            self._spills.settle_all()
+
+    def _settle(self, subgroup: int) -> None:
+        assert self._spills is not None
+        self._spills.settle(subgroup)
 
     def _spill_segment(
         self, segment: Segment, part: torch.Tensor, accumulate: bool, squares: float
     ) -> float:
         assert self._extents is not None
-        extent = self._on_nvme.get(segment.subgroup)
-        if extent is None:
+        assert self._spills is not None
+        if segment.subgroup not in self._on_nvme:
             group = self._layout.subgroups[segment.subgroup]
-            extent = self._extents.allocate(gradient_bytes(group))
-            self._on_nvme[segment.subgroup] = extent
+            self._on_nvme[segment.subgroup] = self._extents.allocate(gradient_bytes(group))
+        # Writes to the same bytes must not be in flight together: either could come last.
         if accumulate:
-            self._settle(segment.subgroup)
-        name = self._layout.specs[segment.parameter].name
-        for first, values in self._chunks(part):
-            chunk = self._take_chunk(values)
-            target = chunk[: values.numel()]
-            start = (segment.offset + first) * values.dtype.itemsize
-            if accumulate:
-                self._read(segment.subgroup, start, chunk).result()
-            squares = _accumulate(target, values, accumulate, squares)
-            write = self._extents.write(extent, start, as_bytes(chunk))
-            self._writes.setdefault(segment.subgroup, []).append(
-                self._timeline.watch(write, f"gradient of {name}")
-            )
+            self._spills.settle_segment(segment)
+        else:
+            self._spills.discard(segment)
+        dtype = self._layout.subgroups[segment.subgroup].dtype
+        elements = self._chunk_bytes // dtype.itemsize // PIECE * PIECE
+        for first in range(0, part.numel(), elements):
+            values = part[first : first + elements]
+            squares = self._spill_chunk(segment, first, values, accumulate, squares)
         return squares
 
-    def _chunks(self, part: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        elements = self._chunk_bytes // part.dtype.itemsize // PIECE * PIECE
-        for first in range(0, part.numel(), elements):
-            yield first, part[first : first + elements]
-
-    def _take_chunk(self, values: torch.Tensor) -> torch.Tensor:
-        """A spill buffer of whole pieces; waits for an earlier write to give one back."""
-        assert self._spill is not None
-        nbytes = -(-values.numel() // PIECE) * PIECE * values.dtype.itemsize
-        while True:
-            try:
-                return as_tensor(self._spill.allocate(nbytes), values.dtype)
-            except SlabFullError:
-                self._drop_finished_writes()
-                if not self._spill.wait_for_release(_RELEASE_SECONDS):
-                    raise
-
-    def _drop_finished_writes(self) -> None:
-        """Forget reaped writes, which hold their buffers; wait for one if none is reaped yet."""
-        pending = [operation for writes in self._writes.values() for operation in writes]
-        if pending and not any(operation.done() for operation in pending):
-            pending[0].result()
-        for subgroup, writes in self._writes.items():
-            for operation in writes:
-                if operation.done():
-                    operation.result()
-            self._writes[subgroup] = [operation for operation in writes if not operation.done()]
-
-    def _settle(self, subgroup: int) -> None:
-        for operation in self._writes.pop(subgroup, ()):
-            operation.result()
+    def _spill_chunk(
+        self, segment: Segment, first: int, values: torch.Tensor, accumulate: bool, squares: float
+    ) -> float:
+        assert self._spills is not None
+        chunk = self._spills.take(values.numel(), self._layout.subgroups[segment.subgroup].dtype)
+        start = (segment.offset + first) * chunk.dtype.itemsize
+        if accumulate:
+            self._read(segment.subgroup, start, chunk).result()
+        squares = _accumulate(chunk[: values.numel()], values, accumulate, squares)
+        self._spills.write(segment, self._on_nvme[segment.subgroup], start, chunk)
+        return squares
 
     def _read(self, subgroup: int, start: int, out: torch.Tensor) -> Operation:
         assert self._extents is not None

@@ -1,0 +1,233 @@
+"""A plain twin of ``TieredState``: every value an ordinary tensor, every update the same kernel.
+
+Also builders for layouts and placements that put homes where no planner would, and for tiered
+states over a late engine and a late link.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from swap.kernels import merge_master, split_master, sum_of_squares
+from swap.layout import PIECE, Layout, ParameterSpec, Segment, pack
+from swap.placement import Placement, gradient_bytes, planes_of, state_bytes
+from swap.rules import AdamRule, ParameterUpdate
+from swap.tiered import TieredState
+from swap.tiers import Tier
+from tests.support.late_engine import Faults, LateEngine
+
+RULE = AdamRule(threads=1)
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def specs_of(
+    sizes: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    frozen: Iterable[int] = (),
+    resident: Iterable[int] = (),
+) -> list[ParameterSpec]:
+    frozen, resident = set(frozen), set(resident)
+    return [
+        ParameterSpec(
+            index=index,
+            name=f"p{index}",
+            numel=numel,
+            dtype=dtype,
+            trainable=index not in frozen,
+            resident=index in resident,
+        )
+        for index, numel in enumerate(sizes)
+    ]
+
+
+def placement_of(
+    layout: Layout,
+    *,
+    state_on_nvme: Callable[[int], bool] = lambda unit: True,
+    gradient_on_nvme: Callable[[int], bool] = lambda subgroup: True,
+    arena_bytes: int,
+    num_slots: int = 3,
+    spill_chunk_bytes: int = 4 * PIECE,
+    inbox_bytes: int = 0,
+) -> Placement:
+    """Homes as the two functions say (by unit, by subgroup); resident subgroups are in HOST."""
+    groups = layout.subgroups
+    state = [not g.resident and state_on_nvme(g.unit) for g in groups]
+    gradient = [g.trainable and not g.resident and gradient_on_nvme(g.index) for g in groups]
+    moving = [g for g in groups if g.trainable and not g.resident]
+    slot_bytes = max((state_bytes(g, RULE) + gradient_bytes(g) for g in moving), default=0)
+
+    def total(cost: Callable[[Any], int], chosen: Sequence[bool], wanted: bool) -> int:
+        return sum(cost(g) for g, on in zip(groups, chosen, strict=True) if on is wanted)
+
+    def state_cost(group: Any) -> int:
+        return state_bytes(group, RULE)
+
+    return Placement(
+        layout=layout,
+        state_home=tuple(Tier.NVME if on else Tier.HOST for on in state),
+        gradient_home=tuple(Tier.NVME if on else Tier.HOST for on in gradient),
+        arena_bytes=arena_bytes,
+        num_slots=num_slots if slot_bytes else 0,
+        slot_bytes=slot_bytes,
+        scratch_bytes=0,
+        spill_chunk_bytes=spill_chunk_bytes,
+        inbox_bytes=inbox_bytes,
+        state_host_bytes=total(state_cost, state, False),
+        gradient_host_bytes=total(gradient_bytes, gradient, False),
+        state_nvme_bytes=total(state_cost, state, True),
+        gradient_nvme_bytes=total(gradient_bytes, gradient, True),
+    )
+
+
+def padded_bytes(layout: Layout) -> int:
+    """Of the weights of all parameters, each in whole pieces."""
+    return sum(spec.padded_numel * spec.dtype.itemsize for spec in layout.specs)
+
+
+@contextmanager
+def late_engines(seed: int, faults: Faults | None = None) -> Iterator[list[LateEngine]]:
+    """Every ``TieredState`` made inside has a late engine; the list holds them."""
+    made: list[LateEngine] = []
+
+    def make(lanes: int) -> LateEngine:
+        made.append(LateEngine(lanes, seed=seed, faults=faults))
+        return made[-1]
+
+    with patch("swap.tiered.Engine", make):
+        yield made
+
+
+class Plain:
+    """What the tiers must be indistinguishable from."""
+
+    def __init__(self, specs: Sequence[ParameterSpec]) -> None:
+        self.specs = list(specs)
+        self.planes: list[dict[str, torch.Tensor]] = []
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.steps = [0] * len(self.specs)
+        layout = pack(self.specs, 1 << 40)
+        for spec in self.specs:
+            group = layout.subgroups[layout.segments_of[spec.index][0].subgroup]
+            self.planes.append(
+                {p.name: torch.zeros(spec.numel, dtype=p.dtype) for p in planes_of(group, RULE)}
+            )
+
+    def weight(self, parameter: int) -> torch.Tensor:
+        return self.planes[parameter]["weight"]
+
+    def values(self, parameter: int) -> torch.Tensor:
+        planes = self.planes[parameter]
+        if "master" in planes:
+            return planes["master"]
+        if "lo" not in planes:
+            return planes["weight"]
+        master = torch.empty(self.specs[parameter].numel)
+        merge_master(planes["weight"], planes["lo"], master, threads=1)
+        return master
+
+    def write(self, parameter: int, start: int, values: torch.Tensor) -> None:
+        planes, stop = self.planes[parameter], start + values.numel()
+        if "lo" in planes:
+            part = planes["weight"][start:stop], planes["lo"][start:stop]
+            split_master(values.float().contiguous(), *part, threads=1)
+            return
+        planes["weight"][start:stop] = values.to(planes["weight"].dtype)
+        if "master" in planes:
+            planes["master"][start:stop] = values.float()
+
+    def add_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
+        if parameter in self.gradients:
+            self.gradients[parameter].add_(gradient)
+        else:
+            self.gradients[parameter] = gradient.to(self.specs[parameter].dtype, copy=True)
+
+    def norm(self) -> float:
+        squares = (sum_of_squares(self.gradients[p], threads=1) for p in sorted(self.gradients))
+        return float(sum(squares) ** 0.5)
+
+    def updates(self, parameters: Iterable[int], **options: Any) -> dict[int, ParameterUpdate]:
+        """A step for ``parameters``, each with its own count of steps."""
+        return {
+            p: ParameterUpdate(
+                parameter=p,
+                step=self.steps[p] + 1,
+                shape=torch.Size([self.specs[p].numel]),
+                options=OPTIONS | options,
+            )
+            for p in parameters
+        }
+
+    def step(self, updates: Mapping[int, ParameterUpdate], scale: float) -> None:
+        for p, update in updates.items():
+            numel = self.specs[p].numel
+            whole = Segment(parameter=p, subgroup=0, start=0, length=numel, offset=0)
+            RULE.apply(whole, update, self.planes[p], self.gradients[p], scale)
+            self.steps[p] += 1
+        self.gradients.clear()
+
+
+def random_values(seed: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal to the last bit, NaNs and signs of zeros included."""
+    if left.dtype != right.dtype:
+        return False
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def fill_both(state: TieredState, plain: Plain, seed: int = 0) -> None:
+    for spec in plain.specs:
+        values = random_values(1000 * seed + spec.index, spec.numel)
+        state.fill(spec.index, values)
+        plain.write(spec.index, 0, values)
+
+
+def add_to_both(state: TieredState, plain: Plain, parameter: int, seed: int) -> None:
+    spec = plain.specs[parameter]
+    gradient = random_values(seed, spec.numel, spec.dtype)
+    state.add_gradient(parameter, gradient)
+    plain.add_gradient(parameter, gradient)
+
+
+def step_both(
+    state: TieredState, plain: Plain, parameters: Iterable[int], scale: float = 1.0, **options: Any
+) -> None:
+    updates = plain.updates(parameters, **options)
+    state.step(updates, scale)
+    plain.step(updates, scale)
+
+
+def assert_same(state: TieredState, plain: Plain) -> None:
+    """Every plane of every parameter, once all that is under way has ended."""
+    state.flush()
+    for spec in plain.specs:
+        for name, expected in plain.planes[spec.index].items():
+            out = torch.empty(spec.numel, dtype=expected.dtype)
+            state.planes.read(spec.index, name, 0, out)
+            assert same_bits(out, expected), f"{name} of {spec.name} differs"
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """Descriptors of this process and folders under ``roots``: equal before and after."""
+
+    descriptors: frozenset[str]
+    folders: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, *roots: Path) -> "Leftovers":
+        fds = (p for p in Path("/proc/self/fd").iterdir() if p.is_symlink())
+        return cls(
+            frozenset(f"{p.name} {p.readlink()}" for p in fds),
+            tuple(tuple(sorted(str(p) for p in root.rglob("*"))) for root in roots),
+        )
