@@ -108,12 +108,18 @@ def test_command_runs_in_the_cgroup_with_every_directory_filled_in(ssds: ssd_rig
 
 @pytest.mark.usefixtures("rig_possible")
 def test_rig_leaves_nothing_behind_also_after_an_exception() -> None:
-    with pytest.raises(KeyError), ssd_rig.ssd_rig(2, SMALL) as rig:
-        name = rig.name
-        (rig.directories[0] / "file").write_bytes(b"x")
-        assert len(traces(name)) == 7
-        raise KeyError
-    assert traces(name) == []
+    names = []
+
+    def fail_in_the_middle() -> None:
+        with ssd_rig.ssd_rig(2, SMALL) as rig:
+            names.append(rig.name)
+            (rig.directories[0] / "file").write_bytes(b"x")
+            assert len(traces(rig.name)) == 7
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_in_the_middle()
+    assert traces(names[0]) == []
 
 
 @pytest.mark.usefixtures("rig_possible")
@@ -222,19 +228,24 @@ def test_rig_without_a_cgroup_that_limits_says_why(
 
 @pytest.mark.usefixtures("rig_possible")
 @pytest.mark.parametrize(
-    ("count", "spec", "message"),
+    ("count", "size_bytes", "limit_bytes", "message"),
     [
-        (0, {}, "count=0"),
-        (33, {"size_bytes": 16 << 20}, "count=33"),
-        (1, {"size_bytes": 1 << 20}, "size_bytes=1048576"),
-        (1, {"limit_bytes": 1000}, "limit_bytes=1000"),
+        (0, 16 << 20, 1 << 20, "count=0"),
+        (33, 16 << 20, 1 << 20, "count=33"),
+        (1, 1 << 20, 1 << 20, "size_bytes=1048576"),
+        (1, 16 << 20, 1000, "limit_bytes=1000"),
     ],
 )
 def test_rig_of_numbers_that_cannot_work_is_refused_by_name(
-    count: int, spec: dict[str, int], message: str
+    count: int, size_bytes: int, limit_bytes: int, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message), ssd_rig.ssd_rig(count, ssd_rig.Spec(**spec)):
-        pass
+    def make() -> None:
+        spec = ssd_rig.Spec(size_bytes=size_bytes, limit_bytes=limit_bytes)
+        with ssd_rig.ssd_rig(count, spec):
+            pass
+
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 @pytest.mark.usefixtures("rig_possible")

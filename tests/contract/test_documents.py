@@ -40,8 +40,6 @@ def test_check_and_test_are_what_ci_runs() -> None:
 
 
 def test_what_is_missing_in_a_text_is_found() -> None:
-    text = (
-        "Run `make nothing` or\n```\nmake test\nmake void ARGS=x\n```\nmake sure. `aio/no.py`"
-    )
+    text = "Run `make nothing` or\n```\nmake test\nmake void ARGS=x\n```\nmake sure. `aio/no.py`"
     assert missing_targets(text) == {"nothing", "void"}
     assert missing_paths(f"{text} [a](no.md) [b](https://a.b)", ROOT) == {"aio/no.py", "no.md"}
