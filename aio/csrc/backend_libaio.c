@@ -159,8 +159,12 @@ static uint32_t libaio_reap(void *context, struct block **done, uint32_t max) {
     if (!queue->in_flight || count == max)
         return count;
     const long room = (long)aio_min(max - count, sizeof events / sizeof *events);
-    const int reaped = calls.getevents(queue->context, 0, room, events, &at_once);
-    for (int i = 0; i < reaped; i++) { /* none when it was interrupted: wake_fd stays readable */
+    int reaped;
+    while ((reaped = calls.getevents(queue->context, 0, room, events, &at_once)) == -EINTR) {
+    }
+    if (reaped < 0) /* the eventfd has been read already: nobody else would ask again */
+        aio_wake(queue->wake_fd);
+    for (int i = 0; i < reaped; i++) {
         struct block *block = (struct block *)(uintptr_t)events[i].data;
         block->result = events[i].res;
         done[count++] = block;

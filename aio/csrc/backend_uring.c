@@ -44,6 +44,7 @@ static const uint32_t wishes[] = {
 
 struct ring {
     int fd;
+    int wake_fd;
     struct block_queue prepared; /* not yet taken by the kernel */
     struct block_queue refused;  /* by io_uring_enter, with a result */
     uint32_t in_flight;          /* taken and not reaped */
@@ -145,6 +146,7 @@ static int uring_setup(const struct backend_config *config, void **context) {
     if (!ring)
         return -ENOMEM;
     ring->fd = -1;
+    ring->wake_fd = config->wake_fd;
     block_queue_init(&ring->prepared);
     block_queue_init(&ring->refused);
     int error = ring_open(ring, config->depth, &params);
@@ -221,8 +223,13 @@ static uint32_t uring_reap(void *context, struct block **done, uint32_t max) {
     uint32_t head = *ring->cq_head; /* written by this thread alone */
     uint32_t tail = __atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE);
     if (head == tail) {
-        /* Lets the kernel post what has ended, and what overflowed the ring. */
-        ring_enter(ring, 0, IORING_ENTER_GETEVENTS);
+        /* Lets the kernel post what has ended. The eventfd has been read already, so that a call
+         * that failed must see to its own repetition. */
+        int error;
+        while ((error = ring_enter(ring, 0, IORING_ENTER_GETEVENTS)) == -EINTR) {
+        }
+        if (error < 0)
+            aio_wake(ring->wake_fd);
         tail = __atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE);
     }
     for (; count < max && head != tail; head++) {

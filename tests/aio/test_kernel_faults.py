@@ -58,10 +58,12 @@ class TestPassingFaults:
         [
             ("libaio", "io_submit:error=EAGAIN:when=1..3"),
             ("libaio", "io_submit:error=EINTR:when=2..5"),
-            ("libaio", "io_getevents:error=EINTR:when=1..4"),
+            ("libaio", "io_getevents:error=EINTR:when=1+2"),
+            ("libaio", "io_getevents:error=EAGAIN:when=1+2"),
             ("io_uring", "io_uring_enter:error=EAGAIN:when=1..3"),
             ("io_uring", "io_uring_enter:error=EBUSY:when=4..6"),
             ("io_uring", "io_uring_enter:error=EINTR:when=1+3"),
+            ("io_uring", "io_uring_enter:error=EAGAIN:when=1+2"),
             ("posix", "pwrite64:error=EAGAIN:when=1..3"),
             ("posix", "pwrite64:error=EINTR:when=1+4"),
             ("libaio", "fallocate:error=EINTR:when=1..2"),

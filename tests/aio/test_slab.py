@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import resource
 import threading
 import weakref
@@ -234,6 +235,13 @@ def test_slab_above_the_address_space_raises_memory_error() -> None:
         Slab(1 << 62)
 
 
+# The address sanitizer makes mlock() a call that does nothing.
+can_lock = pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="needs a real mlock"
+)
+
+
+@can_lock
 def test_locked_slab_is_in_memory_from_the_start() -> None:
     try:
         slab = Slab(4 * MIB, lock="required")
@@ -267,6 +275,7 @@ _UNLOCKABLE = """
 """
 
 
+@can_lock
 def test_lock_that_fails_is_a_warning_or_with_required_an_error() -> None:
     warning, error = run_python(_UNLOCKABLE)
     assert warning.startswith("WARNING cannot lock 1048576 bytes of memory: ")
