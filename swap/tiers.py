@@ -53,8 +53,13 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     """Bytes from an int or from text such as ``"16GiB"``, ``"500 MB"``, ``"4096"``.
 
     Raises ``ValueError`` naming the argument when the text is not a size or the size is not
-    positive.
+    positive, ``TypeError`` when it is neither an int nor text (a float, say).
     """
+    if not isinstance(size, int | str):
+        raise TypeError(
+            f"{name}={size!r} is a {type(size).__name__}; write bytes as an int or text such as "
+            "'16GiB' or '500MB'"
+        )
     nbytes = size if isinstance(size, int) else _parse_text(size, name)
     if isinstance(size, bool) or nbytes <= 0:
         raise ValueError(f"{name}={size!r} is not a positive number of bytes")
@@ -73,7 +78,8 @@ def _parse_text(text: str, name: str) -> int:
     unit = text.strip()[len(digits) :].strip()
     known = {key.lower(): factor for key, factor in _UNITS.items()}
     try:
-        return int(float(digits) * known[unit.lower()])
+        number = int(digits) if digits.isdecimal() else float(digits)
+        return int(number * known[unit.lower()])
     except (KeyError, ValueError, OverflowError):
         raise ValueError(
             f"{name}={text!r} is not a size; write bytes as an int or text such as '16GiB' or "
