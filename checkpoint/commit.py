@@ -200,13 +200,13 @@ def _merge(plan: SavePlan, ranks: Sequence[RankRecords]) -> Manifest:
     files: list[FileRecord] = []
     chunks: dict[int, list[ChunkRecord]] = {}
     for records in ranks:
+        before = len(files)
         for tensor, own in records.chunks.items():
-            moved = [replace(chunk, file=chunk.file + len(files)) for chunk in own]
+            moved = [replace(chunk, file=chunk.file + before) for chunk in own] if before else own
             chunks.setdefault(tensor, []).extend(moved)
         files.extend(records.files)
     tensors = [
-        replace(tensor.record, chunks=tuple(chunks[index]))
-        for index, tensor in enumerate(plan.state.tensors)
+        tensor.record.with_chunks(chunks[index]) for index, tensor in enumerate(plan.state.tensors)
     ]
     return Manifest(
         uuid=plan.uuid,

@@ -14,6 +14,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from checkpoint.names import METADATA_KEY, PAD_PREFIX
 
@@ -25,8 +26,7 @@ DCP_KEY = "DCP_SHARDING_INFO"
 _SAVED_OFFSETS = "saved_offsets"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor as a data file shows it: safetensors' code and shape, its place in the whole."""
 
     name: str

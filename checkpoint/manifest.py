@@ -29,6 +29,7 @@ MAX_SIZE = (1 << 63) - 1
 _T = TypeVar("_T")
 
 _FIRST_LINE = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n')
+_CRC = re.compile("[0-9a-f]{8}")
 _FIRST_LINE_BYTES = len('{"sha256":"') + 64 + len('",\n')
 
 
@@ -45,9 +46,9 @@ def encode_manifest(manifest: Manifest, tree_text: str | None = None) -> bytes:
         "roots": manifest.roots,
         "files": [_file_node(file) for file in manifest.files],
         "storages": manifest.storages,
-        "tensors": [_tensor_node(tensor) for tensor in manifest.tensors],
     }
     lines = [f"{json.dumps(key)}:{encode_node(value)}" for key, value in fields.items()]
+    lines.append(f'"tensors":[{",".join(map(_tensor_text, manifest.tensors))}]')
     lines.append(f'"tree":{encode_node(manifest.tree) if tree_text is None else tree_text}')
     body = (",\n".join(lines) + "}\n").encode("ascii")
     raw = b'{"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
@@ -81,35 +82,37 @@ def _file_node(file: FileRecord) -> dict[str, Any]:
         "path": file.path,
         "nbytes": file.nbytes,
         "header_nbytes": file.header_nbytes,
-        "header_crc32c": _hex(file.header_crc32c),
+        "header_crc32c": f"{file.header_crc32c:08x}",
     }
 
 
-def _tensor_node(tensor: TensorRecord) -> dict[str, Any]:
-    node: dict[str, Any] = {
-        "name": tensor.name,
-        "dtype": tensor.dtype,
-        "shape": tensor.shape,
-        "chunks": [_chunk_node(chunk, tensor) for chunk in tensor.chunks],
-    }
+def _tensor_text(tensor: TensorRecord) -> str:
+    """JSON text; there may be a hundred thousand of them, so it is put together by hand."""
+    chunks = ",".join(_chunk_text(chunk, tensor) for chunk in tensor.chunks)
+    text = (
+        f'{{"name":{json.dumps(tensor.name)},"dtype":"{tensor.dtype}",'
+        f'"shape":{_list_text(tensor.shape)},"chunks":[{chunks}]'
+    )
     if tensor.strides is not None:
-        node["strides"] = tensor.strides
+        text += f',"strides":{_list_text(tensor.strides)}'
     if tensor.storage is not None:
-        node["storage"] = tensor.storage
-    return node
+        text += f',"storage":{_list_text(tensor.storage)}'
+    return text + "}"
 
 
-def _chunk_node(chunk: ChunkRecord, tensor: TensorRecord) -> dict[str, Any]:
-    node: dict[str, Any] = {"file": chunk.file, "offset": chunk.offset, "nbytes": chunk.nbytes}
+def _chunk_text(chunk: ChunkRecord, tensor: TensorRecord) -> str:
+    box = ""
     if chunk.shape != tensor.shape:
-        node["start"] = chunk.start
-        node["shape"] = chunk.shape
-    node["crc32c"] = [_hex(crc) for crc in chunk.crc32c]
-    return node
+        box = f'"start":{_list_text(chunk.start)},"shape":{_list_text(chunk.shape)},'
+    crcs = ",".join([f'"{crc:08x}"' for crc in chunk.crc32c])
+    return (
+        f'{{"file":{chunk.file},"offset":{chunk.offset},"nbytes":{chunk.nbytes},'
+        f'{box}"crc32c":[{crcs}]}}'
+    )
 
 
-def _hex(crc: int) -> str:
-    return f"{crc:08x}"
+def _list_text(sizes: Shape) -> str:
+    return f"[{','.join(map(str, sizes))}]"
 
 
 def decode_manifest(raw: bytes, path: Path | None = None) -> Manifest:
@@ -252,6 +255,8 @@ def _chunk(node: Any, whole: Shape) -> ChunkRecord:
 def _keys(node: Any, needed: set[str], allowed: set[str], what: str) -> None:
     if not isinstance(node, dict):
         raise ValueError(f"a {what} that is no JSON object")
+    if node.keys() == needed:
+        return
     for key in needed - node.keys():
         raise ValueError(f"a {what} without {key!r}")
     for key in node.keys() - needed - allowed:
@@ -297,6 +302,6 @@ def _shape(node: dict[str, Any], key: str) -> Shape:
 
 
 def _as_crc(value: Any) -> int:
-    if not isinstance(value, str) or re.fullmatch("[0-9a-f]{8}", value) is None:
+    if not isinstance(value, str) or _CRC.fullmatch(value) is None:
         raise ValueError("a checksum that is not eight hexadecimal digits")
     return int(value, 16)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,7 @@ from checkpoint.striping import Part, Shard, plan_stripes
 from checkpoint.tree import Leaf, encode_tree
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
+class TensorPlan(NamedTuple):
     """A tensor to store: its record, still without chunks, and where its bytes come from."""
 
     record: TensorRecord
@@ -61,7 +61,7 @@ def plan_state(state: object) -> StatePlan:
     encoded = encode_tree(state, is_data_leaf)
     leaves = encoded.leaves
     sources = [_source(leaf) for leaf in leaves]
-    sharing = plan_sharing([_region(leaf.value) for leaf in leaves])
+    sharing = plan_sharing(_regions(leaves))
     stored = [index for index, place in enumerate(sharing.places) if isinstance(place, Stored)]
     number = {index: position for position, index in enumerate(stored)}
     tensors = []
@@ -82,19 +82,28 @@ def _source(leaf: Leaf) -> Source:
         raise TypeError(f"cannot save {render(leaf.path)}: {error}") from error
 
 
-def _region(value: Any) -> Region | None:
-    """Where a tensor lies in its storage; what is not a torch tensor shares nothing."""
+def _regions(leaves: Sequence[Leaf]) -> list[Region | None]:
+    """Where tensors lie in their storages, for those that are not alone in theirs."""
+    keys = [_storage_key(leaf.value) for leaf in leaves]
+    members = Counter(keys)
+    return [
+        _region(leaf.value, key) if key is not None and members[key] > 1 else None
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+
+
+def _storage_key(value: Any) -> object:
+    """Tells storages apart; None for what is not a torch tensor and shares nothing."""
     if not isinstance(value, torch.Tensor):
         return None
-    storage = value.untyped_storage()
+    address = value.untyped_storage().data_ptr()
+    return address if value.is_cpu else (str(value.device), address)
+
+
+def _region(value: torch.Tensor, key: object) -> Region:
     itemsize = value.element_size()
-    return Region(
-        (str(value.device), storage.data_ptr()),
-        int(value.storage_offset()) * itemsize,
-        itemsize,
-        tuple(value.shape),
-        value.stride(),
-    )
+    offset = int(value.storage_offset()) * itemsize
+    return Region(key, offset, itemsize, tuple(value.shape), value.stride())
 
 
 def _record(leaf: Leaf, source: Source, place: Stored) -> TensorRecord:
@@ -144,9 +153,9 @@ def _tensor_flags(value: torch.Tensor) -> dict[str, Any]:
     flags: dict[str, Any] = {}
     if value.requires_grad:
         flags["requires_grad"] = True
-    if isinstance(value, torch.nn.Parameter):
+    if type(value) is torch.nn.Parameter:
         flags["parameter"] = True
-    if value.device.type != "cpu":
+    if not value.is_cpu:
         flags["device"] = str(value.device)
     return flags
 

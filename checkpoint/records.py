@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ class TensorRecord:
     chunks: tuple[ChunkRecord, ...]
     strides: Shape | None = None
     storage: tuple[int, int] | None = None
+
+    def with_chunks(self, chunks: Iterable[ChunkRecord]) -> TensorRecord:
+        """The same tensor, stored in these."""
+        return TensorRecord(
+            self.name, self.dtype, self.shape, tuple(chunks), self.strides, self.storage
+        )
 
     @property
     def element(self) -> elements.ElementType:

@@ -51,14 +51,14 @@ class ByteSink(Protocol):
 class Source:
     """One tensor to save: its type and where its row-major bytes are.
 
-    `address` is where they lie in host memory, or None; `read` fills a buffer with them from a byte
-    offset, a multiple of the item size, on; `owner` keeps the memory alive.
+    They lie at `address` in host memory, or else `read` fills a buffer with them, from a byte
+    offset on that is a multiple of the item size. `owner` keeps the memory alive.
     """
 
     element: ElementType
     shape: Shape
     address: int | None
-    read: Callable[[int, memoryview], None]
+    read: Callable[[int, memoryview], None] | None
     owner: object
 
     @property
@@ -90,17 +90,10 @@ def source_of(value: Any) -> Source:
 def tensor_source(tensor: torch.Tensor) -> Source:
     """Source of a strided tensor on any device."""
     _check_tensor(tensor)
-    tensor = tensor.detach()
-    shape = tuple(tensor.shape)
-    plain = tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
-    in_place = plain and tensor.is_contiguous()
-    return Source(
-        elements.BY_TORCH[tensor.dtype],
-        shape,
-        tensor.data_ptr() if in_place else None,
-        _TensorReader(tensor, shape),
-        tensor,
-    )
+    element, shape = elements.BY_TORCH[tensor.dtype], tuple(tensor.shape)
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return Source(element, shape, tensor.data_ptr(), None, tensor)
+    return Source(element, shape, None, _TensorReader(tensor.detach(), shape), tensor)
 
 
 def _check_tensor(tensor: torch.Tensor) -> None:
@@ -150,9 +143,10 @@ def array_source(array: np.ndarray[Any, Any]) -> Source:
     if type(array) is not np.ndarray:
         raise TypeError(f"{type(array).__name__}, a kind of array; convert it with numpy.asarray")
     element, extra = elements.of_numpy(array.dtype)
-    address = array.ctypes.data if array.flags.c_contiguous else None
     shape = tuple(array.shape) + extra
-    return Source(element, shape, address, _ArrayReader(array), array)
+    if array.flags.c_contiguous:
+        return Source(element, shape, array.ctypes.data, None, array)
+    return Source(element, shape, None, _ArrayReader(array), array)
 
 
 class _ArrayReader:

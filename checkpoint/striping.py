@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from checkpoint.boxes import Shape, split_dimension
 
@@ -21,8 +21,7 @@ MIN_SHARD_BYTES = 4 << 20
 """A tensor is not cut into parts smaller than this: each is a request and an entry of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """What one rank holds of a tensor: the row-major box at `start` of `shape`."""
 
     itemsize: int
@@ -34,8 +33,7 @@ class Part:
         return math.prod(self.shape) * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """A contiguous range of a part that goes into one file.
 
     `start` and `shape` are its box in the whole tensor; `first_byte` counts in the part.
@@ -52,6 +50,8 @@ def plan_stripes(
     parts: Sequence[Part], weights: Sequence[float], min_shard_bytes: int = MIN_SHARD_BYTES
 ) -> list[list[Shard]]:
     """Gives each stripe its shards; `weights` are the stripes' shares of all bytes, any scale."""
+    if len(weights) == 1:
+        return [[_whole(index, part) for index, part in enumerate(parts)]]
     total = sum(part.nbytes for part in parts)
     scale = total / sum(weights)
     lacks = [weight * scale for weight in weights]
@@ -66,6 +66,10 @@ def plan_stripes(
     return stripes
 
 
+def _whole(index: int, part: Part) -> Shard:
+    return Shard(index, part.start, part.shape, 0, part.nbytes)
+
+
 def _cut(
     index: int, part: Part, lacks: list[float], min_shard_bytes: int
 ) -> list[tuple[int, Shard]]:
@@ -74,7 +78,7 @@ def _cut(
     pieces = min(len(lacks), nbytes // min_shard_bytes)
     if pieces < 2 or axis is None:
         emptiest = max(range(len(lacks)), key=lacks.__getitem__)
-        return [(emptiest, Shard(index, part.start, part.shape, 0, nbytes))]
+        return [(emptiest, _whole(index, part))]
     neediest = sorted(range(len(lacks)), key=lacks.__getitem__, reverse=True)[:pieces]
     chosen = sorted(neediest)
     rows = _proportional(part.shape[axis], [max(lacks[stripe], 1.0) for stripe in chosen])

@@ -95,7 +95,8 @@ def _check_file(manifest: Manifest, file: FileRecord) -> None:
 
 def _check_tensor(manifest: Manifest, tensor: TensorRecord) -> None:
     # Sizes of 0 make any other size harmless to hold and harmful to multiply.
-    if math.prod(max(size, 1) for size in tensor.shape) * tensor.element.itemsize > _MAX_BYTES:
+    sizes = [size for size in tensor.shape if size] if 0 in tensor.shape else tensor.shape
+    if math.prod(sizes) * tensor.element.itemsize > _MAX_BYTES:
         raise CorruptCheckpointError("more than 2^63 bytes", tensor=tensor.name)
     for chunk in tensor.chunks:
         _check_chunk(manifest, tensor, chunk)
@@ -116,9 +117,10 @@ def _check_chunk(manifest: Manifest, tensor: TensorRecord, chunk: ChunkRecord) -
     file = manifest.files[chunk.file]
     if len(chunk.start) != len(tensor.shape) or len(chunk.shape) != len(tensor.shape):
         raise corrupt("a chunk with other dimensions than its tensor")
-    for low, size, limit in zip(chunk.start, chunk.shape, tensor.shape, strict=True):
-        if low + size > limit:
-            raise corrupt("a chunk reaches beyond its tensor")
+    if chunk.shape is not tensor.shape:
+        for low, size, limit in zip(chunk.start, chunk.shape, tensor.shape, strict=True):
+            if low + size > limit:
+                raise corrupt("a chunk reaches beyond its tensor")
     if chunk.nbytes != math.prod(chunk.shape) * tensor.element.itemsize:
         raise corrupt(f"a chunk of shape {chunk.shape} cannot have that size")
     if chunk.offset % ALIGNMENT or chunk.offset < file.header_nbytes:
@@ -131,9 +133,11 @@ def _check_chunk(manifest: Manifest, tensor: TensorRecord, chunk: ChunkRecord) -
 
 def _check_tiling(tensor: TensorRecord) -> None:
     chunks = tensor.chunks
-    if sum(chunk.nbytes for chunk in chunks) != tensor.nbytes:
+    nbytes = tensor.nbytes
+    held = chunks[0].nbytes if len(chunks) == 1 else sum(chunk.nbytes for chunk in chunks)
+    if held != nbytes:
         raise CorruptCheckpointError("its chunks do not add up to it", tensor=tensor.name)
-    if len(chunks) < 2 or tensor.nbytes == 0:
+    if len(chunks) < 2 or nbytes == 0:
         return
     if len(chunks) > _MAX_GENERAL_CHUNKS:
         raise CorruptCheckpointError(f"{len(chunks)} chunks", tensor=tensor.name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,30 +135,33 @@ class _FileStream:
     slots: Slots
     slab: Slab
     sums: FileSums = field(init=False)
+    _origins: list[int | None] = field(init=False)
     _free: list[np.ndarray[Any, Any]] = field(init=False)
     _in_flight: deque[_InFlight] = field(init=False)
 
     def __post_init__(self) -> None:
         self.sums = [[] for _ in self.job.plan.shards]
+        header = self.job.plan.layout.header
+        self._origins = [int(ffi.cast("uintptr_t", ffi.from_buffer(header)))]
+        for shard, source in zip(self.job.plan.shards, self.job.sources, strict=True):
+            address = source.address
+            self._origins.append(None if address is None else address + shard.first_byte)
         self._free = [self.slab.allocate(self.slots.nbytes) for _ in range(self.slots.count)]
         self._in_flight = deque()
 
-    def runs(self) -> Any:
+    def runs(self) -> Iterator[Run]:
         """The header is extent 0, shard k is extent k + 1."""
         layout = self.job.plan.layout
+        alignment = self.job.file.memory_alignment if self.job.file.direct else 0
         extents = [Extent(0, len(layout.header))]
-        for shard, offset, source in zip(
-            self.job.plan.shards, layout.offsets, self.job.sources, strict=True
+        for shard, offset, origin in zip(
+            self.job.plan.shards, layout.offsets, self._origins[1:], strict=True
         ):
-            direct = self._is_direct(source, shard.first_byte, shard.nbytes)
+            large = alignment and shard.nbytes >= MIN_DIRECT_BYTES
+            # The device takes it from where it lies.
+            direct = bool(large and origin is not None and origin % alignment == 0)
             extents.append(Extent(offset, shard.nbytes, direct))
         return plan_runs(extents, layout.nbytes, self.slots.nbytes)
-
-    def _is_direct(self, source: Source, first_byte: int, nbytes: int) -> bool:
-        """Whether the device takes the bytes from where they lie."""
-        if source.address is None or nbytes < MIN_DIRECT_BYTES or not self.job.file.direct:
-            return False
-        return (source.address + first_byte) % self.job.file.memory_alignment == 0
 
     def submit(self, run: Run) -> None:
         if run.direct:
@@ -170,11 +173,11 @@ class _FileStream:
         number, first, _, nbytes = run.pieces[0]
         while len(self._in_flight) >= _MAX_DIRECT_IN_FLIGHT + self.slots.count:
             self._reap()
-        address = self._address(number, first)
-        assert address is not None
-        data = ffi.buffer(ffi.cast("char *", address), nbytes)
+        origin = self._origins[number]
+        assert origin is not None
+        data = ffi.buffer(ffi.cast("char *", origin + first), nbytes)
         self._write(run.offset, data, None)
-        self._sum(run, [address], [0], [nbytes])
+        self._sum(run, [origin + first], [0], [nbytes])
 
     def _submit_staged(self, run: Run) -> None:
         while not self._free:
@@ -195,27 +198,21 @@ class _FileStream:
         base = buffer.ctypes.data
         origins, targets, sizes = [], [], []
         for number, first, place, nbytes in run.pieces:
-            address = 0 if number == ZEROS else self._address(number, first)
             target = base + place
-            if address is None:
+            origin = 0 if number == ZEROS else self._origins[number]
+            if origin is None:
                 self._read(number, first, buffer[place : place + nbytes])
-                address, target = target, 0
-            origins.append(address)
+                origins.append(target)
+                target = 0
+            else:
+                origins.append(origin + first if origin else 0)
             targets.append(target)
             sizes.append(nbytes)
         self._sum(run, origins, targets, sizes)
 
-    def _address(self, number: int, first: int) -> int | None:
-        """Where in host memory the bytes of an extent are, from `first` on."""
-        if number == 0:
-            return int(ffi.cast("uintptr_t", ffi.from_buffer(self.job.plan.layout.header))) + first
-        address = self.job.sources[number - 1].address
-        if address is None:
-            return None
-        return address + self.job.plan.shards[number - 1].first_byte + first
-
     def _read(self, number: int, first: int, out: np.ndarray[Any, Any]) -> None:
         source, shard = self.job.sources[number - 1], self.job.plan.shards[number - 1]
+        assert source.read is not None
         source.read(shard.first_byte + first, out.data)
 
     def _sum(self, run: Run, origins: list[int], targets: list[int], sizes: list[int]) -> None:
