@@ -133,7 +133,7 @@ def place(
     and the next one. Raises ``BudgetError`` with the least budget that works when ``budget`` is
     below it. ``separate_device``: weights are computed from memory that is not the host's.
     """
-    least_arena = least_arena_bytes + PIECE
+    least_arena = _whole_pages(least_arena_bytes + PIECE)
     inbox = _inbox_bytes(specs) if separate_device else 0
     everything = pack(specs, _capacity_for_whole(specs))
     total = _total(everything, rule) + inbox
@@ -153,9 +153,10 @@ def place(
             least_host_bytes=least,
         )
     aside = _checkpoint_bytes(budget.host_bytes, at_work)
-    host_bytes = budget.host_bytes - aside - inbox
+    # Memory is taken by pages: an arena of what is left must not be rounded up beyond the budget.
+    host_bytes = (budget.host_bytes - aside - inbox) // PIECE * PIECE
     elements = _subgroup_elements(specs, rule, host_bytes - least_arena)
-    spare = budget.host_bytes - aside - at_work
+    spare = host_bytes + inbox - at_work
     placement = _fill(pack(specs, elements), rule, host_bytes, least_arena, spare)
     if budget.device_bytes is not None and not separate_device:
         # On a CPU the arena is the device.
@@ -172,7 +173,11 @@ def _inbox_bytes(specs: Sequence[ParameterSpec]) -> int:
 def _checkpoint_bytes(host_bytes: int, needed: int) -> int:
     """What a save or a load may stage in: a sixteenth of the budget, if ``needed`` leaves that."""
     aside = min(host_bytes // 16, MAX_CHECKPOINT_BYTES, host_bytes - needed)
-    return max(MIN_CHECKPOINT_BYTES, aside)
+    return max(MIN_CHECKPOINT_BYTES, aside // PIECE * PIECE)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PIECE) * PIECE
 
 
 def _capacity_for_whole(specs: Sequence[ParameterSpec]) -> int:

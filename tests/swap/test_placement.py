@@ -1,0 +1,237 @@
+"""Placement: every home is decided once, and no budget is exceeded, to the byte."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swap import placement as planner
+from swap.layout import PIECE, ParameterSpec
+from swap.placement import MIN_CHECKPOINT_BYTES, MIN_SLOTS, Placement, gradient_bytes, place
+from swap.rules import AdamRule, FrozenRule, UpdateRule
+from swap.tiered import _slab_sizes
+from swap.tiers import Budget, BudgetError, Tier
+
+
+class WholeRule(AdamRule):
+    """As rules that run any optimizer: whole parameters, and memory of their own."""
+
+    whole_parameters = True
+    scratch_bytes_per_element = 16
+
+
+RULES: dict[str, UpdateRule] = {
+    "adam": AdamRule(),
+    "whole": WholeRule(),
+    "frozen": FrozenRule(),
+}
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    specs: list[ParameterSpec]
+    rule: UpdateRule
+    least_arena_bytes: int
+    separate_device: bool
+
+    def place(self, host_bytes: int) -> Placement:
+        return place(
+            self.specs,
+            self.rule,
+            Budget(host_bytes=host_bytes),
+            least_arena_bytes=self.least_arena_bytes,
+            separate_device=self.separate_device,
+        )
+
+    def least(self) -> int:
+        with pytest.raises(BudgetError) as caught:
+            self.place(1)
+        return caught.value.least_host_bytes
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rule = draw(st.sampled_from(sorted(RULES)))
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    one_dtype = draw(st.sampled_from([[dtype] for dtype in dtypes] + [dtypes]))
+    drawn = draw(
+        st.lists(
+            st.tuples(
+                st.one_of(st.integers(0, 20_000), st.integers(0, 40 * MIB)),
+                st.sampled_from(one_dtype),
+                st.booleans() if rule != "frozen" else st.just(False),
+            ),
+            min_size=1,
+            max_size=30,
+        )
+    )
+    specs = [
+        ParameterSpec(
+            index=index,
+            name=f"p{index}",
+            numel=numel,
+            dtype=dtype,
+            trainable=train,
+            resident=numel <= 16 * 1024,
+        )
+        for index, (numel, dtype, train) in enumerate(drawn)
+    ]
+    moving = [s.padded_numel * s.dtype.itemsize for s in specs if not s.resident]
+    largest = max(moving, default=0)
+    arena = draw(st.integers(largest, 3 * largest + draw(st.sampled_from([0, 1, 5000]))))
+    return Case(specs, RULES[rule], arena, draw(st.booleans()))
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[Case, int, Placement]:
+    """A case with a budget that works: the least, one that holds everything, or between."""
+    case = draw(cases())
+    least = case.least()
+    roomy = 2 * least + 16 * sum(spec.padded_numel for spec in case.specs) * 2
+    share = draw(st.sampled_from([0.0, 1e-6, 1e-3, 0.01, 0.1, 0.3, 0.6, 1.0]))
+    budget = least + int(share * (roomy - least)) + draw(st.integers(0, 5000))
+    return case, budget, case.place(budget)
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=cases())
+def test_least_budget_works_and_a_byte_less_does_not(case: Case) -> None:
+    least = case.least()
+    assert case.place(least).least_host_bytes == least
+    with pytest.raises(BudgetError) as caught:
+        case.place(least - 1)
+    assert caught.value.least_host_bytes == least
+    assert str(least) in str(caught.value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(placed=placed())
+def test_budget_is_never_exceeded(placed: tuple[Case, int, Placement]) -> None:
+    _, budget, placement = placed
+    assert placement.host_bytes <= budget
+    taken = sum(_slab_sizes(placement).values())
+    assert taken + placement.scratch_bytes + placement.checkpoint_bytes <= budget
+    assert placement.checkpoint_bytes >= MIN_CHECKPOINT_BYTES
+
+
+@settings(max_examples=200, deadline=None)
+@given(placed=placed())
+def test_homes_hold_exactly_what_is_counted(placed: tuple[Case, int, Placement]) -> None:
+    case, _, placement = placed
+    held = {(tier, what): 0 for tier in (Tier.HOST, Tier.NVME) for what in ("state", "gradient")}
+    groups = placement.layout.subgroups
+    homes = zip(groups, placement.state_home, placement.gradient_home, strict=True)
+    for group, state, gradient in homes:
+        held[state, "state"] += planner.state_bytes(group, case.rule)
+        held[gradient, "gradient"] += gradient_bytes(group)
+        if group.resident:
+            assert (state, gradient) == (Tier.HOST, Tier.HOST)
+    assert placement.state_host_bytes == held[Tier.HOST, "state"]
+    assert placement.state_nvme_bytes == held[Tier.NVME, "state"]
+    assert placement.gradient_host_bytes == held[Tier.HOST, "gradient"]
+    assert placement.gradient_nvme_bytes == held[Tier.NVME, "gradient"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(placed=placed())
+def test_parts_of_a_parameter_have_one_home(placed: tuple[Case, int, Placement]) -> None:
+    """Whoever computes with weights at home needs all of them there."""
+    _, _, placement = placed
+    homes: dict[int, set[Tier]] = {}
+    for group, home in zip(placement.layout.subgroups, placement.state_home, strict=True):
+        homes.setdefault(group.unit, set()).add(home)
+    assert all(len(tiers) == 1 for tiers in homes.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(placed=placed())
+def test_what_moves_has_slots_that_hold_it_and_an_arena_that_passes_it(
+    placed: tuple[Case, int, Placement],
+) -> None:
+    case, _, placement = placed
+    groups = placement.layout.subgroups
+    homes = zip(groups, placement.state_home, placement.gradient_home, strict=True)
+    for group, state, gradient in homes:
+        if Tier.NVME not in (state, gradient):
+            continue
+        if group.trainable:
+            assert placement.num_slots >= MIN_SLOTS
+            needed = planner.state_bytes(group, case.rule) + gradient_bytes(group)
+            assert placement.slot_bytes >= needed
+            assert placement.scratch_bytes >= group.numel * case.rule.scratch_bytes_per_element
+        if state is Tier.NVME:
+            assert placement.arena_bytes >= case.least_arena_bytes
+        if gradient is Tier.NVME and group.trainable:
+            chunk = placement.spill_chunk_bytes
+            assert chunk >= PIECE * group.dtype.itemsize
+            assert placement.spill_bytes == planner.SPILL_CHUNKS * chunk
+    assert placement.arena_bytes % PIECE == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(placed=placed())
+def test_whole_parameters_are_never_split(placed: tuple[Case, int, Placement]) -> None:
+    case, _, placement = placed
+    if case.rule.whole_parameters:
+        for spec in case.specs:
+            if spec.trainable:
+                assert len(placement.layout.segments_of[spec.index]) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), extra=st.lists(st.integers(0, 200 * MIB), min_size=2, max_size=4))
+def test_more_budget_never_means_more_traffic_than_everything_on_nvme(
+    case: Case, extra: list[int]
+) -> None:
+    least = case.least()
+    for budget in (least + more for more in sorted(extra)):
+        placement = case.place(budget)
+        everything = placement.state_host_bytes + placement.state_nvme_bytes
+        weights = sum(g.numel * g.dtype.itemsize for g in placement.layout.subgroups)
+        gradients = placement.gradient_host_bytes + placement.gradient_nvme_bytes
+        read, written = placement.traffic_per_step()
+        assert 0 <= written <= read <= everything + weights + gradients
+
+
+def test_traffic_falls_and_homes_fill_as_the_budget_grows() -> None:
+    specs = [
+        ParameterSpec(
+            index=i,
+            name=f"p{i}",
+            numel=MIB,
+            dtype=torch.bfloat16,
+            trainable=True,
+            resident=False,
+        )
+        for i in range(64)
+    ]
+    case = Case(specs, AdamRule(), 4 * MIB, separate_device=False)
+    least, everything = case.least(), 64 * 14 * MIB + MIN_CHECKPOINT_BYTES
+    budgets = [least + (everything - least) * tenth // 10 for tenth in range(11)]
+    placements = [case.place(budget) for budget in budgets]
+    for less, more in itertools.pairwise(placements):
+        assert sum(more.traffic_per_step()) <= sum(less.traffic_per_step())
+    assert placements[0].state_nvme_bytes == 64 * 12 * MIB
+    assert placements[-1].nvme_bytes == 0
+    assert placements[-1].traffic_per_step() == (0, 0)
+    half = placements[5]
+    homes = [home is Tier.HOST for home in half.state_home]
+    quarters = [sum(homes[q * len(homes) // 4 : (q + 1) * len(homes) // 4]) for q in range(4)]
+    assert max(quarters) - min(quarters) <= 1 + len(homes) // 16, "homes are spread evenly"
+
+
+def test_device_budget_bounds_the_arena_on_a_cpu() -> None:
+    specs = [
+        ParameterSpec(
+            index=i, name=f"p{i}", numel=MIB, dtype=torch.float32, trainable=True, resident=False
+        )
+        for i in range(32)
+    ]
+    budget = Budget(host_bytes=150 * MIB, device_bytes=20 * MIB)
+    placement = place(specs, AdamRule(), budget, least_arena_bytes=8 * MIB)
+    assert 8 * MIB <= placement.arena_bytes <= 20 * MIB
+    assert placement.host_bytes <= budget.host_bytes
