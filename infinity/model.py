@@ -25,9 +25,14 @@ from infinity.phases import Phases
 from infinity.report import Report, make_report, write_trace
 from infinity.residency import Residency
 from infinity.saved import SavedTensors
-from swap.rules import ParameterUpdate, UpdateRule
+from swap.rules import AdamRule, ParameterUpdate, UpdateRule
+from swap.stages import Step
 from swap.tiered import TieredState
 from swap.tiers import Budget
+
+
+_UNCLIPPED_STEPS = 4
+"""After so many steps in a row without clipping, the next one is expected not to clip either."""
 
 
 class OffloadedModel:
@@ -59,6 +64,8 @@ class OffloadedModel:
         self._max_grad_norm = max_grad_norm
         self.loss_scale_state = loss_scale
         self._clip_factor = 1.0
+        self._unclipped_steps = 0
+        self._repeatable = isinstance(rule, AdamRule) and loss_scale is None
         self._norm: torch.Tensor | None = None
         self.steps = [0] * len(records)
         self._consumed: set[int] = set()
@@ -213,6 +220,7 @@ class OffloadedModel:
         if self._max_grad_norm is not None:
             scale *= _clip_coefficient(norm, self._max_grad_norm)
         self._clip_factor = 1.0
+        self._unclipped_steps = self._unclipped_steps + 1 if scale == 1.0 else 0
         if self.loss_scale_state is not None and self.loss_scale_state.overflowed(norm):
             self._consumed.update(self.state.gradients.capture())
             return
@@ -226,15 +234,27 @@ class OffloadedModel:
             self._saved.generations[index] += 1
         self._mark_in_place_updates(present)
 
+    def propose(self) -> Step | None:
+        """The step that is likely to be taken next, for updates before it is; None if unknown.
+
+        It is as if no gradient were clipped, which is proposed after some steps in which none was.
+        """
+        may_clip = self._max_grad_norm is not None or self._clip_factor != 1.0
+        if not self._repeatable or (may_clip and self._unclipped_steps < _UNCLIPPED_STEPS):
+            return None
+        options = self._options()
+        updates = {index: self._update_of(index, options) for index in options}
+        return Step(updates=updates, gradient_scale=1.0)
+
     def clear_gradients(self) -> None:
-        self.state.gradients.clear()
+        self.state.clear_gradients()
         self._consumed.clear()
 
     def has_gradient(self, index: int) -> bool:
         return index in self._consumed or index in self._present
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
-        self.state.gradients.clear(index)
+        self.state.clear_gradients(index)
         self._consumed.discard(index)
         if gradient is not None:
             self.state.add_gradient(index, gradient)
@@ -262,6 +282,7 @@ class OffloadedModel:
                 record.parameter, record.index, self, record.spec.dtype, self.state.device
             )
         stack.callback(self._restore)
+        self.state.propose = self.propose
         self._residency.attach(self.model)
         stack.callback(self._residency.detach)
         stack.enter_context(self._saved)
@@ -318,8 +339,7 @@ class OffloadedModel:
         return self.state.gradients.norm() / self.loss_scale * self._clip_factor
 
     def _options(self) -> dict[int, Mapping[str, Any]]:
-        """The options of every parameter's group, copied: a later change belongs to a later step.
-        """
+        """The options of every parameter's group, copied: a later change belongs to a later step."""
         options: dict[int, Mapping[str, Any]] = {}
         for group in self.optimizer.param_groups:
             frozen = {key: value for key, value in group.items() if key != "params"}

@@ -118,8 +118,7 @@ def make_budget(
 
 
 def check_device_budget(budget: Budget, least_bytes: int) -> None:
-    """Raises ``BudgetError`` if the weights that are at work at once do not fit ``device_memory``.
-    """
+    """Raises ``BudgetError`` if the weights that are at work at once do not fit ``device_memory``."""
     if budget.device_bytes is not None and budget.device_bytes < least_bytes:
         raise BudgetError(
             f"device_memory={format_bytes(budget.device_bytes)} is too small: the largest block of "

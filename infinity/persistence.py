@@ -251,8 +251,7 @@ def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
 
 
 def export(trainee: Trainee, folder: str | os.PathLike[str]) -> list[str]:
-    """The weights and persistent buffers as Hugging Face shards with an index; returns the paths.
-    """
+    """The weights and persistent buffers as Hugging Face shards with an index; returns the paths."""
     weights: dict[str, Any] = dict(persistent_buffers(trainee.model))
     for record in trainee.records:
         weights[record.name] = _planes(trainee.state, record)[0]

@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import Slab, SlabFullError
 from swap.arena import Entry
-from swap.gradients import GradientStore
 from swap.layout import ParameterSpec
 from swap.planes import as_tensor
 
@@ -71,7 +70,7 @@ class HostLink:
 
 
 class CudaLink:
-    """Copies on two streams of their own, one in each direction; host memory should be registered."""
+    """Copies on two streams of their own, one each way; host memory should be registered."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,7 +113,7 @@ class CudaLink:
 
 
 def register_with_cuda(slab: Slab) -> Callable[[], Any]:
-    """Pin a slab for fast copies, by address; returns what undoes it, due before the slab is closed.
+    """Pin a slab for fast copies, by address; returns what undoes it, due before it is closed.
 
     Raises ``RuntimeError`` with CUDA's reason.
     """
@@ -212,7 +211,7 @@ class GradientInbox:
     ``collect``.
     """
 
-    def __init__(self, link: Link, slab: Slab, store: GradientStore) -> None:
+    def __init__(self, link: Link, slab: Slab, store: Callable[[int, torch.Tensor], None]) -> None:
         self._link = link
         self._slab = slab
         self._store = store
@@ -259,7 +258,7 @@ class GradientInbox:
             parameter, buffer, event = item
             try:
                 self._link.wait(event)
-                self._store.add(parameter, buffer)
+                self._store(parameter, buffer)
             except BaseException as failure:  # kept for collect
                 self._failure = self._failure or failure
             del item, buffer

@@ -36,7 +36,9 @@ class Step:
 class Job:
     """One subgroup on its way through the pipeline, with the staging slot that it occupies."""
 
+    step: Step
     subgroup: Subgroup
+    offered: bool = False
     slot: np.ndarray | None = None
     planes: dict[str, torch.Tensor] = field(default_factory=dict)
     gradient: torch.Tensor | None = None
@@ -72,29 +74,35 @@ class Stages:
 
     def start_read(self, step: Step, subgroup: Subgroup) -> Job:
         """Take a slot and start the reads that the kernel needs."""
-        job = Job(subgroup)
+        job = Job(step, subgroup)
         if self._needs_slot(subgroup):
             job.slot = self._slots.popleft()
         try:
             self._carve(job)
             self._read_gradient(job)
             if not self._planes.is_host(subgroup.index):
-                self._read_planes(job, step)
+                self._read_planes(job)
         except BaseException:
             self.abandon(job)
             raise
         return job
 
-    def run_kernel(self, step: Step, job: Job) -> None:
-        """Wait for the reads, update every segment that has an update, pass the new weights on."""
+    def run_kernel(self, job: Job) -> None:
+        """Wait for the reads, then update every segment that has an update."""
         for operation in job.reads:
             operation.result()
         job.reads.clear()
         group = job.subgroup
         with self._timeline.span("kernel", label=f"subgroup {group.index}"):
-            for segment, update in _updated(group, step):
-                self._apply(job, segment, update, step.gradient_scale)
-        for segment, _ in _updated(group, step):
+            for segment, update in _updated(group, job.step):
+                self._apply(job, segment, update, job.step.gradient_scale)
+
+    def offer(self, job: Job) -> None:
+        """Pass the new weights on to the arena, once, if the job still has them in its slot."""
+        if job.offered or not job.planes:
+            return
+        job.offered = True
+        for segment, _ in _updated(job.subgroup, job.step):
             stop = segment.offset + segment.length
             self._weights.offer(segment, job.planes["weight"][segment.offset : stop])
 
@@ -113,13 +121,22 @@ class Stages:
     def is_written(self, job: Job) -> bool:
         return all(operation.done() for operation in job.writes)
 
+    def settle(self, job: Job) -> None:
+        """Wait until the new extents are written; raises ``AioError``."""
+        for operation in job.writes:
+            operation.result()
+        job.writes.clear()
+
+    def strip(self, job: Job) -> None:
+        """Take the slot from a settled job that is held back; it can still be published."""
+        self._free(job)
+
     def publish(self, job: Job) -> None:
         """Wait for the writes; then the new extents replace the old ones, and slot and gradients
         are free.
         """
-        for operation in job.writes:
-            operation.result()
-        job.writes.clear()
+        self.settle(job)
+        self.offer(job)
         group = job.subgroup
         if job.extents:
             self._planes.publish(group.index, job.extents)
@@ -174,24 +191,22 @@ class Stages:
             assert job.gradient is not None
             job.reads += self._gradients.stage(job.subgroup.index, job.gradient)
 
-    def _read_planes(self, job: Job, step: Step) -> None:
+    def _read_planes(self, job: Job) -> None:
         for name, plane in job.planes.items():
             if self._planes.extent(job.subgroup.index, name) is None:
                 plane.zero_()
             elif name != "weight":
                 self._read(job, name, 0, plane.numel())
             else:
-                for first, last in self._not_cached(job, step):
+                for first, last in self._not_cached(job):
                     self._read(job, name, first, last)
 
-    def _not_cached(self, job: Job, step: Step) -> Iterator[tuple[int, int]]:
-        """Element ranges of the weights that no stale entry of the arena could provide, joined into
-        runs.
-        """
+    def _not_cached(self, job: Job) -> Iterator[tuple[int, int]]:
+        """Element ranges of the weights that the arena could not provide, joined into runs."""
         first = last = 0
         for segment in job.subgroup.segments:
             part = job.planes["weight"][segment.offset : segment.offset + segment.length]
-            cached = segment.parameter in step.updates and self._weights.take_stale(segment, part)
+            cached = self._weights.take_old(segment, part)
             if cached:
                 if last > first:
                     yield first, last

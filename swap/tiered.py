@@ -7,8 +7,9 @@ optimizers are its caller's.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -18,6 +19,7 @@ from aio import Engine, Slab
 from swap.arena import Arena, HostArena
 from swap.device import CudaLink, DeviceArena, GradientInbox, Link, register_with_cuda
 from swap.directory import SwapDirectory
+from swap.early import Arrivals
 from swap.extents import ExtentStore
 from swap.gradients import GradientStore
 from swap.kernels import merge_master, split_master
@@ -29,6 +31,8 @@ from swap.stages import Stages, Step
 from swap.timeline import Timeline
 from swap.update import UpdatePipeline, parts_of
 from swap.weights import WeightCache
+
+_log = logging.getLogger(__name__)
 
 CHUNK_ELEMENTS = 256 * 1024
 """Elements that are converted at once when values go in or out."""
@@ -91,7 +95,7 @@ class TieredState:
         self.inbox: GradientInbox | None = None
         self.arena = self._make_arena(device_bytes)
         if self.link is not None:
-            self.inbox = GradientInbox(self.link, self.slabs["inbox"], self.gradients)
+            self.inbox = GradientInbox(self.link, self.slabs["inbox"], self._store_gradient)
             undo.callback(self.inbox.close)
         specs = self.layout.specs
         self.weights = WeightCache(
@@ -106,6 +110,11 @@ class TieredState:
         undo.callback(self.pipeline.close)
         self._overlap = overlap
         self._neighbours = _neighbours(self.layout)
+        self.propose: Callable[[], Step | None] | None = None
+        self._arrivals = Arrivals(self.layout)
+        self._early_step: Step | None = None
+        self._early_fed: list[Subgroup] = []
+        self._waiting: list[Subgroup] = []
 
     def _open_files(
         self,
@@ -213,11 +222,24 @@ class TieredState:
         """
         for other in self._neighbours[parameter]:
             self.weights.wait_until_updated(other)
+        if self._early_fed and self._arrivals.is_surplus(parameter):
+            self.drop_early()
         if self.inbox is not None and gradient.device == self.device:
             self.inbox.add(parameter, gradient)
         else:
             self.collect_gradients()
-            self.gradients.add(parameter, gradient.cpu())
+            self._store_gradient(parameter, gradient.cpu())
+
+    def clear_gradients(self, parameter: int | None = None) -> None:
+        """Forget the gradient of ``parameter``, or of all."""
+        self.collect_gradients()
+        self.drop_early()
+        self._arrivals.forget()
+        self.gradients.clear(parameter)
+
+    def _store_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
+        self.gradients.add(parameter, gradient)
+        self._arrived(parameter)
 
     def collect_gradients(self) -> None:
         """Wait until every gradient that was added is stored; raises what stopped one."""
@@ -229,9 +251,13 @@ class TieredState:
 
         Raises what stopped the step before, in which case nothing of this one is done.
         """
-        self.pipeline.wait()
         self.collect_gradients()
         step = Step(updates=dict(updates), gradient_scale=gradient_scale)
+        early = self._early_fed if self._is_as_proposed(step) else []
+        if not early:
+            self.drop_early()
+            self.pipeline.wait()
+        self._arrivals.end_step()
         self.gradients.capture()
         self.weights.schedule.end_cycle()
         touched = list(self._touched(step))
@@ -239,18 +265,76 @@ class TieredState:
         self.weights.begin_update(parts_of(resident), step.updates)
         for group in resident:
             job = self.stages.start_read(step, group)
-            self.stages.run_kernel(step, job)
+            self.stages.run_kernel(job)
+            self.stages.offer(job)
             self.stages.publish(job)
         moving = sorted((group for group in touched if not group.resident), key=self._first_use)
-        if moving:
+        rest = [group for group in moving if group not in early]
+        if not (early and self._confirm(step, early, rest)) and moving:
+            self.pipeline.wait()
             self.pipeline.submit(step, moving)
+        self._early_step, self._early_fed, self._waiting = None, [], []
         if not self._overlap:
             self.pipeline.wait()
+
+    def drop_early(self) -> None:
+        """Undo what was done for a step that will not be taken as proposed."""
+        self._waiting.clear()
+        if self._early_step is not None:
+            self.pipeline.drop_early()
+            self._early_step, self._early_fed = None, []
+
+    def _arrived(self, parameter: int) -> None:
+        """A gradient is stored: subgroups that it completes are updated for the proposed step."""
+        found = self._arrivals.arrived(parameter)
+        if self.propose is None or not self._overlap:
+            return
+        self._waiting += [group for group in found if self._can_be_early(group)]
+        if not self._waiting:
+            return
+        if self._early_step is None:
+            # The step before may still be under way: then these wait for the next arrival.
+            self._early_step = self.propose() if self.pipeline.is_idle else None
+            if self._early_step is None:
+                return
+            self.pipeline.begin_early(self._early_step)
+        self.pipeline.feed(self._waiting)
+        self._early_fed += self._waiting
+        self._waiting = []
+
+    def _confirm(self, step: Step, early: list[Subgroup], rest: list[Subgroup]) -> bool:
+        """Confirm the early pass; if an error stopped it, do without early passes from now on."""
+        if self.pipeline.confirm(step, early, rest):
+            return True
+        self.propose = None
+        _log.warning(
+            "updates during the backward pass are off (they write new copies before the old ones "
+            "are released, and that failed: %s); steps will take longer",
+            self.pipeline.early_failure,
+        )
+        return False
+
+    def _can_be_early(self, group: Subgroup) -> bool:
+        """Only what has extents to hold back: arrays in HOST are updated in place."""
+        on_nvme = not group.resident and not self.planes.is_host(group.index)
+        return on_nvme and self._arrivals.is_predictable
+
+    def _is_as_proposed(self, step: Step) -> bool:
+        """Whether the early pass did what ``step`` asks for in all subgroups that it was fed."""
+        proposed = self._early_step
+        if proposed is None or proposed.gradient_scale != step.gradient_scale:
+            return False
+        parameters = {segment.parameter for group in self._early_fed for segment in group.segments}
+        return all(
+            proposed.updates.get(parameter) == step.updates.get(parameter)
+            for parameter in parameters
+        )
 
     def flush(self) -> None:
         """Wait until every value is at home; finishes a step that an I/O error stopped, or raises
         it again.
         """
+        self.drop_early()
         if self.pipeline.failure is not None:
             self.pipeline.retry()
         self.pipeline.wait()

@@ -1,14 +1,19 @@
-"""The optimizer pipeline: read, kernel and write-back of different subgroups at once, behind the
-training loop.
+"""The optimizer pipeline: read, kernel and write-back of different subgroups at once, behind
+training.
 
-One thread walks the subgroups in the order in which the next forward pass needs them. It starts
-reads for as many subgroups as there are staging slots, runs the kernel on the oldest one that has
-arrived, and starts its write-back; the lanes of the engine do the transfers meanwhile. Whoever
-waits for weights is let go as soon as the kernel is done with them.
+One thread walks the subgroups of a *pass*. It starts reads for as many as there are staging slots,
+runs the kernel on the oldest one that has arrived, and starts its write-back; the lanes of the
+engine do the transfers meanwhile. Whoever waits for weights is let go as soon as the kernel is done
+with them.
+
+A pass may begin *early*, during the backward pass, with a step that is only proposed. Its subgroups
+are computed and written to new extents, and held back. When the step is taken as proposed, the pass
+is confirmed: what is held is published and the rest follows. Otherwise it is dropped, and because
+nothing that was there before is overwritten, that loses only the work.
 
 A failure leaves every subgroup either before or after the step, and ``retry`` finishes what was not
-done. Follows ZeRO-Infinity (arXiv 2104.07857, section 5.2.2) in overlapping the stages;
-copy-on-write and retrying are ours.
+done. Follows ZeRO-Infinity (arXiv 2104.07857, section 5.2.2) in overlapping the stages; copy-on-
+write, early passes and retrying are ours.
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,8 +31,32 @@ from swap.stages import Job, Stages, Step
 from swap.weights import WeightCache
 
 
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """One step on its way. ``ahead``: not started; ``reading``: before the kernel; ``writing``:
+    after it; ``held``: written, and waiting for the step to be confirmed.
+    """
+
+    step: Step
+    ahead: deque[Subgroup]
+    is_confirmed: bool
+    is_complete: bool
+    is_dropped: bool = False
+    reading: deque[Job] = field(default_factory=deque)
+    writing: deque[Job] = field(default_factory=deque)
+    held: deque[Job] = field(default_factory=deque)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.ahead or self.reading or self.writing or self.held)
+
+    def unfinished(self) -> list[Subgroup]:
+        jobs = (*self.held, *self.writing, *self.reading)
+        return [*(job.subgroup for job in jobs), *self.ahead]
+
+
 class UpdatePipeline:
-    """Runs steps on a thread of its own, one at a time. ``overlap=False`` does one transfer after
+    """Runs passes on a thread of its own, one at a time. ``overlap=False`` does one transfer after
     the other.
     """
 
@@ -34,33 +64,38 @@ class UpdatePipeline:
         self._stages = stages
         self._weights = weights
         self._overlap = overlap
-        self._work: queue.SimpleQueue[tuple[Step, list[Subgroup]] | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
+        self._work: queue.SimpleQueue[_Pass | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._current: _Pass | None = None
+        self.early_failure: BaseException | None = None
         self._failure: BaseException | None = None
         self._left: tuple[Step, list[Subgroup]] | None = None
         self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
         self._thread.start()
 
+    # Steps.
+
     def submit(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
         """Start a step over ``subgroups`` in the order given. The one before must have been waited
         for.
         """
-        assert self._idle.is_set()
         assert self._failure is None
         self._weights.begin_update(parts_of(subgroups), step.updates)
-        self._idle.clear()
-        self._work.put((step, list(subgroups)))
+        self._begin(_Pass(step, deque(subgroups), is_confirmed=True, is_complete=True))
 
     def wait(self) -> None:
         """Wait until the step is finished and at home; raises what stopped it, until ``retry``."""
-        self._idle.wait()
+        with self._changed:
+            while self._current is not None:
+                self._changed.wait()
         if self._failure is not None:
             raise self._failure
 
     def retry(self) -> None:
         """Start again what a failure left undone; does nothing when there was none."""
-        self._idle.wait()
+        with self._changed:
+            while self._current is not None:
+                self._changed.wait()
         if self._left is not None:
             (step, subgroups), self._left, self._failure = self._left, None, None
             self.submit(step, subgroups)
@@ -70,80 +105,165 @@ class UpdatePipeline:
         """What stopped the last step, if something did."""
         return self._failure
 
+    @property
+    def is_idle(self) -> bool:
+        return self._current is None and self._failure is None
+
+    # Early passes.
+
+    def begin_early(self, step: Step) -> None:
+        """Open a pass for a proposed step; the pipeline must be idle."""
+        assert self.is_idle
+        self._begin(_Pass(step, deque(), is_confirmed=False, is_complete=False))
+
+    def feed(self, subgroups: Iterable[Subgroup]) -> None:
+        """Add subgroups whose gradients are complete to the early pass."""
+        with self._changed:
+            if self._current is not None and not self._current.is_dropped:
+                self._current.ahead.extend(subgroups)
+                self._changed.notify_all()
+
+    def confirm(self, step: Step, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> bool:
+        """``step`` is taken, and is what was proposed for ``fed``: publish that, then do ``rest``.
+
+        False if an I/O error has stopped the early pass; then nothing of the step is done.
+        """
+        with self._changed:
+            early = self._current
+            if early is None or early.is_dropped:
+                return False
+            self._weights.begin_update(parts_of([*fed, *rest]), step.updates)
+            early.step = step
+            early.ahead.extend(rest)
+            early.is_confirmed = early.is_complete = True
+            self._changed.notify_all()
+        return True
+
+    def drop_early(self) -> None:
+        """The proposed step is not taken: undo the early pass and wait until it is gone."""
+        with self._changed:
+            if self._current is not None and not self._current.is_confirmed:
+                self._current.is_dropped = True
+                self._changed.notify_all()
+                while self._current is not None:
+                    self._changed.wait()
+
     def close(self) -> None:
-        """Finish the step under way, then end the thread. Idempotent."""
+        """Drop an early pass, finish a step under way, then end the thread. Idempotent."""
+        self.drop_early()
         self._work.put(None)
         self._thread.join()
 
+    # The thread.
+
+    def _begin(self, work: _Pass) -> None:
+        assert self._current is None
+        self._current = work
+        self._work.put(work)
+
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            step, subgroups = work
             with torch.no_grad():
-                self._pass(step, deque(subgroups))
-            self._idle.set()
+                try:
+                    self._pass(work)
+                except BaseException as failure:  # kept, and raised to whoever waits for the step
+                    self._stop(work, failure)
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
 
-    def _pass(self, step: Step, ahead: deque[Subgroup]) -> None:
-        """One step. ``ahead``: not started; ``reading``: in slots, before the kernel; ``writing``:
-        after it.
-        """
-        reading: deque[Job] = deque()
-        writing: deque[Job] = deque()
-        try:
-            while ahead or reading or writing:
-                self._start_reads(step, ahead, reading)
-                if reading:
-                    self._advance(step, reading, writing)
-                self._publish_written(writing, wait=not reading)
-        except BaseException as failure:  # kept, and raised to whoever waits for the step
-            self._stop(step, failure, ahead, reading, writing)
+    def _pass(self, work: _Pass) -> None:
+        while self._wait_for_work(work):
+            if work.is_dropped:
+                self._abandon(work)
+                return
+            self._publish_held(work)
+            self._start_reads(work)
+            if work.reading:
+                self._advance(work)
+            self._finish_written(work, wait=not work.reading)
 
-    def _start_reads(self, step: Step, ahead: deque[Subgroup], reading: deque[Job]) -> None:
-        while ahead and self._stages.can_start(ahead[0]) and (self._overlap or not reading):
-            job = self._stages.start_read(step, ahead[0])
-            ahead.popleft()
-            reading.append(job)
+    def _wait_for_work(self, work: _Pass) -> bool:
+        """Wait until there is something to do; False when the pass is done."""
+        with self._changed:
+            while not (work.ahead or work.reading or work.writing):
+                if work.is_dropped or (work.is_confirmed and work.held):
+                    return True
+                if work.is_complete:
+                    return not work.is_empty
+                self._changed.wait()
+        return True
 
-    def _advance(self, step: Step, reading: deque[Job], writing: deque[Job]) -> None:
-        job = reading[0]
-        self._stages.run_kernel(step, job)
+    def _publish_held(self, work: _Pass) -> None:
+        while work.is_confirmed and work.held:
+            self._stages.publish(work.held[0])
+            work.held.popleft()
+
+    def _start_reads(self, work: _Pass) -> None:
+        while work.ahead and (self._overlap or not work.reading) and self._has_slot(work):
+            job = self._stages.start_read(work.step, work.ahead[0])
+            work.ahead.popleft()
+            work.reading.append(job)
+
+    def _has_slot(self, work: _Pass) -> bool:
+        """Whether the next subgroup can start; held jobs keep their slots until that is needed."""
+        if self._stages.can_start(work.ahead[0]):
+            return True
+        for job in work.held:
+            if job.slot is not None:
+                self._stages.strip(job)
+                return True
+        return False
+
+    def _advance(self, work: _Pass) -> None:
+        job = work.reading[0]
+        self._stages.run_kernel(job)
+        if work.is_confirmed:
+            self._stages.offer(job)
         self._stages.start_write(job)
-        writing.append(reading.popleft())
+        work.writing.append(work.reading.popleft())
 
-    def _publish_written(self, writing: deque[Job], *, wait: bool) -> None:
-        """Publish, oldest first, what is written; with ``wait`` at least one job, so that its slot
-        comes back.
-        """
+    def _finish_written(self, work: _Pass, *, wait: bool) -> None:
+        """Publish or hold, oldest first, what is written; with ``wait`` at least one job."""
         wait = wait or not self._overlap
-        while writing and (wait or self._stages.is_written(writing[0])):
-            self._stages.publish(writing[0])
-            writing.popleft()
+        while work.writing and (wait or self._stages.is_written(work.writing[0])):
+            job = work.writing[0]
+            if work.is_confirmed:
+                self._stages.publish(job)
+            else:
+                self._stages.settle(job)
+                work.held.append(job)
+            work.writing.popleft()
             wait = not self._overlap
 
-    def _stop(
-        self,
-        step: Step,
-        failure: BaseException,
-        ahead: deque[Subgroup],
-        reading: deque[Job],
-        writing: deque[Job],
-    ) -> None:
-        """Bring home what can be, undo the rest, and keep it for ``retry`` if the failure was one
-        of I/O.
+    def _abandon(self, work: _Pass) -> None:
+        for job in (*work.held, *work.writing, *work.reading):
+            self._stages.abandon(job)
 
-        Any other failure may have left arrays in host memory half updated; that cannot be repeated.
+    def _stop(self, work: _Pass, failure: BaseException) -> None:
+        """Undo an early pass; of a step, bring home what can be and keep the rest for ``retry``.
+
+        A failure other than one of I/O may have left arrays in host memory half updated; that
+        cannot be repeated.
         """
+        with self._changed:
+            work.is_dropped = not work.is_confirmed
+        if work.is_dropped:
+            self.early_failure = failure
+            self._abandon(work)
+            return
         left: list[Subgroup] = []
-        for job in writing:
+        for job in (*work.held, *work.writing):
             try:
                 self._stages.publish(job)
             except Exception:  # the first failure is the one that is reported
                 self._stages.abandon(job)
                 left.append(job.subgroup)
-        for job in reading:
+        for job in work.reading:
             self._stages.abandon(job)
             left.append(job.subgroup)
         if isinstance(failure, OSError):
-            self._left = (step, [*left, *ahead])
+            self._left = (work.step, [*left, *work.ahead])
         self._failure = failure
         self._weights.fail(failure)
 

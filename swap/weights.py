@@ -135,16 +135,19 @@ class WeightCache:
                 if not entry.missing:
                     self._stale[parameter] = entry
 
-    def take_stale(self, segment: Segment, out: torch.Tensor) -> bool:
-        """Copy the old weights of ``segment`` into ``out`` if they are still in the arena."""
+    def take_old(self, segment: Segment, out: torch.Tensor) -> bool:
+        """Copy the old weights of ``segment`` into ``out`` if the arena has them."""
+        parameter = segment.parameter
         with self._changed:
-            entry = self._stale.get(segment.parameter)
-        if entry is None or not _wait_for(entry):
+            entry = self._stale.get(parameter)
+            if entry is None and parameter not in self._pending:
+                entry = self._entries.get(parameter)
+        if entry is None or entry.missing or not _wait_for(entry):
             return False
         out.copy_(entry.weight[segment.start : segment.start + segment.length])
         if segment.start + segment.length == entry.spec.numel:
             with self._changed:
-                self._stale.pop(segment.parameter, None)
+                self._stale.pop(parameter, None)
         return True
 
     def offer(self, segment: Segment, weight: torch.Tensor) -> None:
@@ -174,6 +177,7 @@ class WeightCache:
             pending.discard(subgroup)
             if not pending:
                 del self._pending[parameter]
+                self._stale.pop(parameter, None)
             self._changed.notify_all()
 
     def fail(self, failure: BaseException) -> None:
@@ -310,9 +314,13 @@ class WeightCache:
         )
 
     def _open_for_refresh(self, parameter: int) -> Entry | None:
+        """A new entry that the update fills; only while every part of it is still to come."""
+        parts = set(self._planes.layout.subgroups_of(parameter))
+        if self._pending.get(parameter) != parts:
+            return None
         entry = self._make_room(parameter, self.schedule.distance(parameter), landing=False)
         if entry is not None:
-            entry.missing = set(self._pending.get(parameter, ()))
+            entry.missing = parts
             self._entries[parameter] = entry
         return entry
 

@@ -1,0 +1,59 @@
+"""Which subgroups can be updated before the step is taken: pure bookkeeping, no I/O.
+
+A gradient is complete when it has arrived as often as in the step before; a subgroup is complete
+when all its gradients are. That is a guess (the next backward pass may accumulate once more), so
+what follows from it must be undone when it proves wrong. Speculating on the step follows
+SuperOffload's speculation-then-validation; doing it on new extents, so that being wrong costs no
+repair, is ours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from swap.layout import Layout, Subgroup
+
+
+class Arrivals:
+    """Counts gradients within a step and tells which subgroups they complete."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._expected: Counter[int] = Counter()
+        self._arrived: Counter[int] = Counter()
+        self._complete: set[int] = set()
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether there was a step to learn from."""
+        return bool(self._expected)
+
+    def arrived(self, parameter: int) -> list[Subgroup]:
+        """Count a gradient of ``parameter``; the subgroups that are complete now and were not."""
+        self._arrived[parameter] += 1
+        found = []
+        for index in self._layout.subgroups_of(parameter):
+            if index not in self._complete and self._is_complete(self._layout.subgroups[index]):
+                self._complete.add(index)
+                found.append(self._layout.subgroups[index])
+        return found
+
+    def is_surplus(self, parameter: int) -> bool:
+        """Whether another gradient of ``parameter`` would be one more than expected."""
+        return self._arrived[parameter] >= self._expected[parameter]
+
+    def end_step(self) -> None:
+        """The counts of this step are what the next one is expected to repeat."""
+        self._expected = self._arrived
+        self.forget()
+
+    def forget(self) -> None:
+        """The gradients were cleared without a step."""
+        self._arrived = Counter()
+        self._complete = set()
+
+    def _is_complete(self, subgroup: Subgroup) -> bool:
+        return all(
+            self._arrived[segment.parameter] == self._expected[segment.parameter]
+            for segment in subgroup.segments
+        )
