@@ -22,6 +22,7 @@ ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
 """Stock safetensors refuses longer headers."""
 
+_PACKED_ALIGNMENT = 8
 DCP_KEY = "DCP_SHARDING_INFO"
 _SAVED_OFFSETS = "saved_offsets"
 
@@ -71,7 +72,23 @@ def plan_data_file(
             rows.append(_row(pad, "U8", (cursor - end,), end, cursor))
             starts[pad] = (0,)
             pads += 1
-    header = _encode_header(rows, _with_sharding(metadata, starts))
+    header = _encode_header(rows, _with_sharding(metadata, starts), ALIGNMENT)
+    return DataFileLayout(
+        header, tuple(len(header) + offset for offset in offsets), len(header) + cursor
+    )
+
+
+def plan_packed_file(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -> DataFileLayout:
+    """A plain safetensors file: the entries one after the other, without gaps.
+
+    Raises ValueError if the header would be longer than safetensors allows.
+    """
+    rows, offsets, cursor = [], [], 0
+    for entry in entries:
+        rows.append(_row(entry.name, entry.code, entry.shape, cursor, cursor + entry.nbytes))
+        offsets.append(cursor)
+        cursor += entry.nbytes
+    header = _encode_header(rows, dict(metadata), _PACKED_ALIGNMENT)
     return DataFileLayout(
         header, tuple(len(header) + offset for offset in offsets), len(header) + cursor
     )
@@ -96,10 +113,10 @@ def _with_sharding(
     return result
 
 
-def _encode_header(rows: list[str], metadata: dict[str, str]) -> bytes:
+def _encode_header(rows: list[str], metadata: dict[str, str], alignment: int) -> bytes:
     first = f"{json.dumps(METADATA_KEY)}:{json.dumps(metadata, separators=(',', ':'))}"
     text = ("{" + ",".join([first, *rows]) + "}").encode("ascii")
-    padded = align_up(8 + len(text)) - 8
+    padded = -(-(8 + len(text)) // alignment) * alignment - 8
     if padded > MAX_HEADER_BYTES:
         raise ValueError(
             f"the header of a data file would take {padded} bytes for {len(rows)} entries, more "

@@ -20,6 +20,7 @@ import numpy as np
 from aio import Engine, File, Operation, Slab
 from checkpoint._native import ffi
 from checkpoint.checksum import CRC_BLOCK_BYTES, copy_with_crc
+from checkpoint.datafile import ALIGNMENT
 from checkpoint.planning import FilePlan
 from checkpoint.sources import Source
 from checkpoint.staging import ZEROS, Extent, Run, Slots, plan_runs, plan_slots
@@ -157,9 +158,9 @@ class _FileStream:
         for shard, offset, origin in zip(
             self.job.plan.shards, layout.offsets, self._origins[1:], strict=True
         ):
-            large = alignment and shard.nbytes >= MIN_DIRECT_BYTES
+            large = shard.nbytes >= MIN_DIRECT_BYTES and offset % ALIGNMENT == 0
             # The device takes it from where it lies.
-            direct = bool(large and origin is not None and origin % alignment == 0)
+            direct = large and bool(alignment and origin and origin % alignment == 0)
             extents.append(Extent(offset, shard.nbytes, direct))
         return plan_runs(extents, layout.nbytes, self.slots.nbytes)
 

@@ -1,0 +1,185 @@
+"""Plain safetensors shards with an index, as Hugging Face keeps models, of tensors or checkpoints.
+
+The files hold the tensors one after the other and nothing else. They are written under temporary
+names, synced and renamed, the index last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from aio import Engine, sync_directory
+from checkpoint.assembly import TensorView, view_of
+from checkpoint.boxes import contiguous_strides
+from checkpoint.datafile import Entry, plan_packed_file
+from checkpoint.leftovers import write_durably
+from checkpoint.locate import read_manifest
+from checkpoint.opened import OpenCheckpoint
+from checkpoint.planning import FilePlan
+from checkpoint.records import TensorRecord
+from checkpoint.saving import STAGING_BYTES, PathLike
+from checkpoint.selection import Selection
+from checkpoint.sources import Source, source_of
+from checkpoint.striping import Shard
+from checkpoint.tree import data_nodes
+from checkpoint.writer import FileJob, Writer
+
+MAX_SHARD_BYTES = 5_000_000_000
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def export_safetensors(
+    path: PathLike,
+    folder: PathLike,
+    *,
+    only: str | Sequence[str] | None = None,
+    prefix: str = "",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[Path]:
+    """Writes the tensors of a checkpoint to `folder` as Hugging Face shards; gives the files.
+
+    `only` selects by name as in `load`. `prefix` selects the names that begin with it and is taken
+    off them: `prefix="model."` gives what the model itself calls its weights. Every byte is
+    verified on the way.
+
+    Raises what `load` raises, ValueError if nothing is left to write, OSError naming the file.
+    """
+    checkpoint = Path(path).resolve()
+    manifest = read_manifest(checkpoint)
+    selection = Selection(only)
+    with OpenCheckpoint(manifest, checkpoint) as opened:
+        tensors = {}
+        for name, (where, node) in data_nodes(manifest.tree).items():
+            if selection.wants(name) and name.startswith(prefix):
+                view = view_of(manifest, where, node)
+                tensors[name.removeprefix(prefix)] = _stored(opened, view)
+        selection.check_matched()
+        if not tensors:
+            raise ValueError(f"prefix={prefix!r} is the beginning of no name in {checkpoint}")
+        return write_safetensors(tensors, folder, max_shard_bytes=max_shard_bytes)
+
+
+def _stored(opened: OpenCheckpoint, view: TensorView) -> Any:
+    """A leaf of the checkpoint as something that `write_safetensors` takes."""
+    record = opened.manifest.tensors[view.index]
+    if view.is_whole or view.strides in (None, contiguous_strides(view.shape)):
+        return _StoredRange(opened, record, view.offset, view.dtype, view.shape)
+    # Elements that lie apart in another tensor: they are picked out of it in memory.
+    whole = np.empty(record.nbytes, np.uint8)
+    opened.read(record, 0, whole.data)
+    storage = torch.from_numpy(whole).untyped_storage()
+    offset = view.offset // view.dtype.itemsize
+    empty = torch.empty(0, dtype=view.dtype)
+    return empty.set_(storage, offset, view.shape, view.strides or ())
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredRange:
+    """A byte source over the bytes of a stored tensor from `offset` on."""
+
+    opened: OpenCheckpoint
+    record: TensorRecord
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, start: int, out: memoryview) -> None:
+        self.opened.read(self.record, self.offset + start, out)
+
+
+def write_safetensors(
+    tensors: Mapping[str, Any],
+    folder: PathLike,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    staging_bytes: int = STAGING_BYTES,
+) -> list[Path]:
+    """Writes tensors, arrays and byte sources to `folder` as Hugging Face shards; gives the files.
+
+    The shards are `model-00001-of-00003.safetensors` and so on, or `model.safetensors` if one is
+    enough, and `model.safetensors.index.json` says which holds what. A shard is at most
+    `max_shard_bytes` long unless a single tensor is longer. Files of these names are replaced.
+
+    Raises TypeError for a value that cannot be saved, before anything is written, and OSError
+    naming the file; the files of an unfinished call are removed.
+    """
+    sources = {name: _source(name, value) for name, value in tensors.items()}
+    target = Path(folder).resolve()
+    shards = _plan_shards(sources, max_shard_bytes)
+    files = [_file_name(number, len(shards)) for number in range(len(shards))]
+    total = sum(source.nbytes for source in sources.values())
+    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    target.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as undo:
+        written = [target / f"{file}.tmp" for file in [*files, INDEX_NAME]]
+        for file in written:
+            file.unlink(missing_ok=True)
+            undo.callback(file.unlink, missing_ok=True)
+        with Engine() as engine:
+            for file, names in zip(written, shards, strict=False):
+                _write_shard(engine, file, {name: sources[name] for name in names}, staging_bytes)
+        write_durably(written[-1], (index + "\n").encode())
+        final = [target / file for file in [*files, INDEX_NAME]]
+        for temporary, file in zip(written, final, strict=True):
+            temporary.replace(file)
+        sync_directory(target)
+    return final
+
+
+def _source(name: str, value: Any) -> Source:
+    try:
+        return source_of(value)
+    except TypeError as error:
+        raise TypeError(f"cannot write {name!r}: {error}") from error
+
+
+def _plan_shards(sources: Mapping[str, Source], max_shard_bytes: int) -> list[list[str]]:
+    """Names by shard, in order; a new shard begins where the last one would grow too long."""
+    shards: list[list[str]] = [[]]
+    nbytes = 0
+    for name, source in sources.items():
+        if shards[-1] and nbytes + source.nbytes > max_shard_bytes:
+            shards.append([])
+            nbytes = 0
+        shards[-1].append(name)
+        nbytes += source.nbytes
+    return shards
+
+
+def _file_name(number: int, count: int) -> str:
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _write_shard(
+    engine: Engine, path: Path, sources: Mapping[str, Source], staging_bytes: int
+) -> None:
+    entries = [
+        Entry(
+            name,
+            source.element.file_code,
+            source.shape + source.element.file_suffix,
+            (0,) * len(source.shape + source.element.file_suffix),
+            source.nbytes,
+        )
+        for name, source in sources.items()
+    ]
+    layout = plan_packed_file(entries, metadata={"format": "pt"})
+    shards = [
+        Shard(index, (0,) * len(source.shape), source.shape, 0, source.nbytes)
+        for index, source in enumerate(sources.values())
+    ]
+    with engine.open(path, "x", size=layout.nbytes) as file:
+        job = FileJob(FilePlan(0, tuple(shards), layout), tuple(sources.values()), file, 0)
+        Writer(engine, [job], staging_bytes).run()
+        file.sync()

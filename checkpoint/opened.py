@@ -1,0 +1,132 @@
+"""A checkpoint held open for reading pieces of its tensors, as stores and exports do.
+
+Bytes are verified block by block before anybody sees them; the blocks read last are kept, so that
+pieces of one block cost one read. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from aio import Engine, File
+from checkpoint.boxes import flat_first
+from checkpoint.checksum import CRC_BLOCK_BYTES, crc32c
+from checkpoint.errors import CorruptCheckpointError
+from checkpoint.locate import check_data_file
+from checkpoint.records import ChunkRecord, Manifest, TensorRecord
+
+_KEPT_BYTES = 64 << 20
+
+Block = npt.NDArray[np.uint8]
+
+
+class OpenCheckpoint:
+    """Reads ranges of stored tensors. Close it, or use it as a context manager.
+
+    The files stay readable when another save takes the checkpoint's place meanwhile.
+    """
+
+    def __init__(self, manifest: Manifest, checkpoint: Path, *, verify: bool = True) -> None:
+        self.manifest = manifest
+        self._verify = verify
+        self._engine = Engine(lanes=1)
+        self._files: list[File] = []
+        self._blocks: OrderedDict[tuple[int, int, int], Block] = OrderedDict()
+        self._lock = threading.Lock()
+        try:
+            for record in manifest.files:
+                path = check_data_file(manifest, checkpoint, record)
+                self._files.append(self._engine.open(path))
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, record: TensorRecord, start: int, out: memoryview) -> None:
+        """Fills `out` with bytes [start, start + len(out)) of a row-major tensor.
+
+        Raises CorruptCheckpointError naming file, tensor and extent, or AioError.
+        """
+        for chunk in record.chunks:
+            first = flat_first(record.shape, chunk.start, chunk.shape)
+            if first is None:
+                _copy_box(record, chunk, self._whole(record, chunk), start, out)
+                continue
+            base = first * record.element.itemsize
+            low = max(start, base)
+            high = min(start + len(out), base + chunk.nbytes)
+            while low < high:
+                number, inside = divmod(low - base, CRC_BLOCK_BYTES)
+                block = self._block(record, chunk, number)
+                part = min(high - low, len(block) - inside)
+                out[low - start : low - start + part] = block[inside : inside + part].data
+                low += part
+
+    def _whole(self, record: TensorRecord, chunk: ChunkRecord) -> Block:
+        blocks = [self._block(record, chunk, number) for number in range(len(chunk.crc32c))]
+        return np.concatenate([np.empty(0, np.uint8), *blocks])
+
+    def _block(self, record: TensorRecord, chunk: ChunkRecord, number: int) -> Block:
+        key = (chunk.file, chunk.offset, number)
+        with self._lock:
+            block = self._blocks.get(key)
+            if block is not None:
+                self._blocks.move_to_end(key)
+                return block
+        block = self._read_block(record, chunk, number)
+        with self._lock:
+            self._blocks[key] = block
+            while sum(map(len, self._blocks.values())) > _KEPT_BYTES:
+                self._blocks.popitem(last=False)
+        return block
+
+    def _read_block(self, record: TensorRecord, chunk: ChunkRecord, number: int) -> Block:
+        first, nbytes = chunk.block(number)
+        block = np.empty(nbytes, np.uint8)
+        file = self._files[chunk.file]
+        self._engine.read(file, chunk.offset + first, block).result()
+        found = crc32c(block) if self._verify else chunk.crc32c[number]
+        if found != chunk.crc32c[number]:
+            raise CorruptCheckpointError(
+                f"the CRC-32C of these bytes is {found:08x}, the manifest says "
+                f"{chunk.crc32c[number]:08x}",
+                path=file.path,
+                tensor=record.name,
+                offset=chunk.offset + first,
+                nbytes=nbytes,
+            )
+        return block
+
+    def close(self) -> None:
+        """Closes the files. Idempotent."""
+        for file in self._files:
+            file.close()
+        self._engine.close()
+        self._blocks.clear()
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _copy_box(
+    record: TensorRecord, chunk: ChunkRecord, data: Block, start: int, out: memoryview
+) -> None:
+    """Copies what a box that is no gapless range has of a byte range of its tensor."""
+    itemsize = record.element.itemsize
+    last = start + len(out)
+    elements = np.arange(chunk.nbytes // itemsize).reshape(chunk.shape)
+    index = np.unravel_index(elements.reshape(-1), chunk.shape)
+    moved = tuple(axis + low for axis, low in zip(index, chunk.start, strict=True))
+    places = np.ravel_multi_index(moved, record.shape) * itemsize
+    target = np.frombuffer(out, np.uint8)
+    for byte in range(itemsize):
+        at = places + byte
+        mine = (at >= start) & (at < last)
+        target[at[mine] - start] = data[byte::itemsize][mine]

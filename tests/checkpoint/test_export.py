@@ -1,0 +1,114 @@
+"""Hugging Face shards from tensors and from checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+from checkpoint.checksum import CRC_BLOCK_BYTES
+from tests.checkpoint.trees import bits
+
+
+def read_back(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, by its index, with stock safetensors."""
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = {file: load_file(folder / file) for file in sorted(set(weight_map.values()))}
+    assert {name for shard in shards.values() for name in shard} == set(weight_map)
+    return {name: shards[file][name] for name, file in weight_map.items()}
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    weight = torch.randn(1000, 700)
+    return {
+        "model": {
+            "wte": weight,
+            "head": weight.detach(),
+            "rows": weight[10:20],
+            "columns": weight[:, 5:7],
+            "turned": torch.randn(30, 40).t(),
+            "half": torch.randn(3).to(torch.bfloat16),
+            "empty": torch.zeros(0, 3),
+            "scalar": torch.tensor(2.5),
+        },
+        "long": torch.randn(CRC_BLOCK_BYTES // 4 + 77),
+        "array": np.arange(5),
+        "step": 3,
+    }
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10, 3_000_000, 1 << 40])
+def test_a_checkpoint_exports_to_shards_that_stock_safetensors_reads(
+    tmp_path: Path, state: dict[str, Any], max_shard_bytes: int
+) -> None:
+    stripes = [tmp_path / "a", tmp_path / "b"]
+    for stripe in stripes:
+        stripe.mkdir()
+    checkpoint.save(state, tmp_path / "step", stripes)
+    folder = tmp_path / "hf"
+    files = checkpoint.export_safetensors(
+        tmp_path / "step", folder, max_shard_bytes=max_shard_bytes
+    )
+    assert sorted(files) == sorted(folder.iterdir())
+    assert files[-1].name == "model.safetensors.index.json"
+    read = read_back(folder)
+    assert list(read) == checkpoint.list_tensors(tmp_path / "step")
+    for name, tensor in state["model"].items():
+        assert read[f"model.{name}"].dtype == tensor.dtype
+        assert bits(read[f"model.{name}"]) == bits(tensor)
+    assert bits(read["long"]) == bits(state["long"])
+    assert read["array"].tolist() == [0, 1, 2, 3, 4]
+    if max_shard_bytes == 3_000_000:
+        assert len(files) > 3
+        sizes = [sum(t.nbytes for t in load_file(file).values()) for file in files[:-1]]
+        assert all(
+            size <= max_shard_bytes or len(load_file(file)) == 1
+            for size, file in zip(sizes, files[:-1], strict=True)
+        )
+
+
+def test_a_prefix_selects_and_is_taken_off(tmp_path: Path, state: dict[str, Any]) -> None:
+    checkpoint.save(state, tmp_path / "step")
+    checkpoint.export_safetensors(tmp_path / "step", tmp_path / "hf", prefix="model.")
+    assert set(read_back(tmp_path / "hf")) == set(state["model"])
+    with pytest.raises(ValueError, match="'nothing' is the beginning of no name"):
+        checkpoint.export_safetensors(tmp_path / "step", tmp_path / "x", prefix="nothing")
+    assert not (tmp_path / "x").exists()
+
+
+def test_damage_stops_an_export_and_leaves_no_file(tmp_path: Path, state: dict[str, Any]) -> None:
+    checkpoint.save(state, tmp_path / "step")
+    (file,) = (tmp_path / "step").rglob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size - 100_000)
+        opened.write(b"damage")
+    with pytest.raises(checkpoint.CorruptCheckpointError, match="CRC"):
+        checkpoint.export_safetensors(tmp_path / "step", tmp_path / "hf")
+    assert list((tmp_path / "hf").iterdir()) == []
+
+
+def test_tensors_arrays_and_sources_are_written_as_shards(tmp_path: Path) -> None:
+    class Sevens:
+        dtype = torch.uint8
+        shape = (3_000_000,)
+
+        def read(self, start: int, out: memoryview) -> None:
+            out[:] = b"\7" * len(out)
+
+    tensors = {"s": Sevens(), "t": torch.arange(5)[::2], "n": np.ones(3, np.float32)}
+    files = checkpoint.write_safetensors(tensors, tmp_path / "out", staging_bytes=1 << 20)
+    assert [file.name for file in files] == ["model.safetensors", "model.safetensors.index.json"]
+    read = read_back(tmp_path / "out")
+    assert bool((read["s"] == 7).all())
+    assert read["t"].tolist() == [0, 2, 4]
+    assert read["n"].tolist() == [1, 1, 1]
+    with pytest.raises(TypeError, match="'x'"):
+        checkpoint.write_safetensors({"x": torch.empty(1, device="meta")}, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
