@@ -3,11 +3,22 @@ nvme="/mnt"): ...``.
 """
 
 from infinity.model import OffloadedModel
+from infinity.offloaded_adamw import OffloadedAdamW, StateReport
 from infinity.offloading import offload
 from infinity.optimizer import AdamW
 from infinity.planning import Plan, plan
 from infinity.report import Report
 from swap.tiers import BudgetError
 
-__all__ = ["AdamW", "BudgetError", "OffloadedModel", "Plan", "Report", "offload", "plan"]
+__all__ = [
+    "AdamW",
+    "BudgetError",
+    "OffloadedAdamW",
+    "OffloadedModel",
+    "Plan",
+    "Report",
+    "StateReport",
+    "offload",
+    "plan",
+]
 __version__ = "0.1.0"

@@ -1,0 +1,212 @@
+"""The state of an ``OffloadedAdamW`` out of its tiers and back: as tensors, and as checkpoints.
+
+A checkpoint is the tree
+
+    optimizer.<plane>.<name>    lo or master, exp_avg, exp_avg_sq, the shape of the local parameter
+    infinity                    step counts, groups, and what the parameters were
+    extra                       whatever the caller gave
+
+with the dimensions of a parameter in the order in which they lie in memory. It is streamed: nothing
+but the staging of the checkpoint is in memory. Parameters are not in it, they are the model's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+import checkpoint
+from infinity.local_tensors import flat, like, local, shape_in, unflat
+from infinity.offloaded_step import Member, follow_weight
+from infinity.state_store import StateStore
+from swap.rules import AdamRule
+from swap.tiers import format_bytes
+
+KIND = "OffloadedAdamW"
+FORMAT = 1
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_RULE = AdamRule()
+
+
+def plane_dtypes(member: Member) -> dict[str, torch.dtype]:
+    """Name and dtype of what is kept for a parameter."""
+    return {plane.name: plane.dtype for plane in _RULE.planes(member.dtype)}
+
+
+# As tensors.
+
+
+def check_memory(members: Sequence[Member]) -> None:
+    """Raises ``MemoryError`` when the state of ``members`` would not fit as tensors."""
+    nbytes = sum(
+        member.shape.numel() * sum(dtype.itemsize for dtype in plane_dtypes(member).values())
+        for member in members
+        if member.steps
+    )
+    available = psutil.virtual_memory().available
+    if nbytes > available:
+        raise MemoryError(
+            f"the optimizer state takes {format_bytes(nbytes)} as tensors, and "
+            f"{format_bytes(available)} of memory are free; call optimizer.save(path), which "
+            "streams it"
+        )
+
+
+def tensors_of(member: Member, store: StateStore) -> dict[str, Any]:
+    """The state of a parameter as tensors of its shape, on the CPU, and ``step``."""
+    state: dict[str, Any] = {"step": torch.tensor(float(member.steps))}
+    for name, dtype in plane_dtypes(member).items():
+        values = torch.empty(member.shape.numel(), dtype=dtype)
+        store.read(member.number, name, 0, values)
+        state[name] = like(unflat(values, member.layout, member.shape), member.parameter)
+    return state
+
+
+def check_tensors(member_name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` when ``state`` is not that of AdamW for a parameter of ``shape``."""
+    for name in ("step", *_MOMENTS):
+        if name not in state:
+            raise ValueError(f"the state of parameter {member_name} has no {name}")
+    for name, value in state.items():
+        if name == "step":
+            continue
+        if name not in (*_MOMENTS, "lo", "master"):
+            raise ValueError(
+                f"the state of parameter {member_name} has {name}, which OffloadedAdamW does not "
+                "keep (it has no amsgrad)"
+            )
+        if local(value).shape != shape:
+            raise ValueError(
+                f"{name} of parameter {member_name} has shape {tuple(local(value).shape)}, the "
+                f"parameter has {tuple(shape)} on this rank"
+            )
+
+
+def take_tensors(member: Member, store: StateStore, state: Mapping[str, Any]) -> None:
+    """Set the state of a parameter from tensors, converting them; a part of the master that is not
+    there follows from the weights. Raises ``AioError``.
+    """
+    for name, dtype in plane_dtypes(member).items():
+        if name in state:
+            values = flat(local(state[name]), member.layout).to("cpu", dtype)
+        else:
+            values = torch.zeros(member.shape.numel(), dtype=dtype)
+        if name == "master":
+            follow_weight(values, member.weight().to("cpu"))
+        store.write(member.number, name, 0, values.contiguous())
+    member.steps = int(state["step"])
+
+
+# As checkpoints.
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """One plane of one parameter: a ``checkpoint.ByteSource`` and ``ByteSink``."""
+
+    store: StateStore
+    number: int
+    plane: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
+        self.store.read(self.number, self.plane, start // self.dtype.itemsize, self._elements(out))
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Take ``data`` as the bytes from byte ``start``; whole elements. Raises ``AioError``."""
+        self.store.write(
+            self.number, self.plane, start // self.dtype.itemsize, self._elements(data)
+        )
+
+    def _elements(self, data: memoryview) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
+
+
+def save(
+    path: str | os.PathLike[str],
+    members: Sequence[Member],
+    store: StateStore,
+    groups: list[dict[str, Any]],
+    extra: Any,
+) -> Any:
+    """Write a checkpoint of a settled store. ``groups`` have names for parameters."""
+    stepped = [member for member in members if member.steps]
+    state = {
+        "optimizer": _leaves(stepped, store),
+        "infinity": {
+            "kind": KIND,
+            "format": FORMAT,
+            "groups": groups,
+            "parameters": {member.name: _described(member) for member in stepped},
+        },
+        "extra": {"value": extra},
+    }
+    return checkpoint.save(state, path, staging_bytes=store.checkpoint_bytes)
+
+
+def read_header(path: str | os.PathLike[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a checkpoint holds beside the state. Raises ``ValueError`` for one of other groups."""
+    header: dict[str, Any] = checkpoint.load(path, only=["infinity.*"])["infinity"]
+    if header.get("kind") != KIND:
+        raise ValueError(f"{path} was not saved by an OffloadedAdamW")
+    if header["format"] != FORMAT:
+        raise ValueError(f"{path} has format {header['format']}; this version reads {FORMAT}")
+    theirs, ours = ([group["params"] for group in all_] for all_ in (header["groups"], groups))
+    if theirs != ours:
+        raise ValueError(
+            f"{path} has parameter groups of {[len(names) for names in theirs]} parameters, the "
+            f"optimizer of {[len(names) for names in ours]}, or their names differ"
+        )
+    return header
+
+
+def load(
+    path: str | os.PathLike[str],
+    members: Mapping[str, Member],
+    store: StateStore,
+    parameters: Mapping[str, Mapping[str, Any]],
+) -> Any:
+    """Read into a settled store what ``save`` wrote of ``parameters``; returns ``extra``.
+
+    Raises ``ValueError`` naming a parameter that is another one here, before anything is changed.
+    """
+    for name, described in parameters.items():
+        ours = _described(members[name])
+        for key in ("shape", "layout", "dtype"):
+            if described[key] != ours[key]:
+                raise ValueError(
+                    f"{key} of parameter {name} is {described[key]} in {path}, {ours[key]} here"
+                )
+    leaves = _leaves([members[name] for name in parameters], store)
+    if leaves:
+        checkpoint.load(path, into={"optimizer": leaves}, staging_bytes=store.checkpoint_bytes)
+    for member in members.values():
+        member.steps = parameters[member.name]["steps"] if member.name in parameters else 0
+    return checkpoint.load(path, only=["extra.*"])["extra"]["value"]
+
+
+def _leaves(members: Sequence[Member], store: StateStore) -> dict[str, dict[str, StateBytes]]:
+    leaves: dict[str, dict[str, StateBytes]] = {}
+    for member in members:
+        shape = shape_in(member.layout, member.shape)
+        for plane, dtype in plane_dtypes(member).items():
+            leaf = StateBytes(store, member.number, plane, dtype, shape)
+            leaves.setdefault(plane, {})[member.name] = leaf
+    return leaves
+
+
+def _described(member: Member) -> dict[str, Any]:
+    return {
+        "steps": member.steps,
+        "shape": list(member.shape),
+        "layout": list(member.layout),
+        "dtype": member.dtype,
+    }

@@ -1,0 +1,205 @@
+"""One step of an ``OffloadedAdamW``: what it depends on, fixed, and how it changes a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from infinity.local_tensors import Layout, flat, is_distributed, layout_of, local
+from infinity.state_placement import TRANSFER_ELEMENTS
+from swap.layout import Segment
+from swap.rules import AdamRule, ParameterUpdate
+
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A parameter that has room for its state in the store, as parameter ``number``.
+
+    ``shape``, ``layout``, ``dtype`` and ``device`` are those of the local tensor when it got it.
+    """
+
+    parameter: torch.Tensor
+    name: str
+    number: int
+    shape: torch.Size
+    layout: Layout
+    dtype: torch.dtype
+    device: torch.device
+    steps: int = 0
+
+    def weight(self) -> torch.Tensor:
+        """The weights, flat, in place. Raises ``RuntimeError`` if they are not what they were."""
+        tensor = local(self.parameter)
+        now = (tensor.shape, tensor.dtype, tensor.device, layout_of(tensor))
+        if now != (self.shape, self.dtype, self.device, self.layout):
+            raise RuntimeError(
+                f"{self.name} was {self.dtype} on {self.device}, shape {tuple(self.shape)}, when "
+                f"the optimizer was made, and is {tensor.dtype} on {tensor.device}, shape "
+                f"{tuple(tensor.shape)} now; convert and move a model before making its optimizer"
+            )
+        return flat(tensor, self.layout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemberUpdate:
+    """The update of one parameter: where its weights and its gradient are, and the options."""
+
+    member: Member
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    source: torch.Tensor
+    version: int
+    update: ParameterUpdate
+
+    def check_unchanged(self) -> None:
+        """Raises ``RuntimeError`` if the gradient was changed in place since the step was taken."""
+        if self.source._version != self.version:
+            raise RuntimeError(
+                f"the gradient of {self.member.name} was changed before the step that an error had "
+                "stopped was finished; load the last checkpoint"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A step that was taken. ``left`` are the blocks to be worked on, ``done`` the finished parts
+    of those that an error interrupted.
+    """
+
+    updates: Mapping[int, MemberUpdate]
+    left: set[int]
+    done: set[Segment] = field(default_factory=set)
+
+
+def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
+    """Fix the update of a parameter that has a gradient. Changes nothing.
+
+    Raises ``RuntimeError`` for a sparse gradient and ``TypeError`` for one of another kind than
+    that of its parameter.
+    """
+    source = member.parameter.grad
+    assert source is not None
+    if source.is_sparse:
+        raise RuntimeError(
+            f"{member.name} has a sparse gradient, which OffloadedAdamW does not take; make it "
+            "dense (sparse=False of nn.Embedding), or use torch.optim.SparseAdam for it"
+        )
+    _check_placements(member, source)
+    gradient = local(source)
+    if gradient.dtype not in GRADIENT_DTYPES:
+        raise TypeError(f"the gradient of {member.name} is {gradient.dtype}; use float32 at most")
+    weight = member.weight()
+    return MemberUpdate(
+        member=member,
+        weight=weight,
+        gradient=flat(gradient, member.layout),
+        source=source,
+        version=source._version,
+        update=ParameterUpdate(
+            parameter=member.number, step=member.steps + 1, shape=member.shape, options=options
+        ),
+    )
+
+
+def _check_placements(member: Member, gradient: Any) -> None:
+    parameter: Any = member.parameter
+    same = is_distributed(parameter) == is_distributed(gradient)
+    if same and is_distributed(parameter):
+        same = parameter.placements == gradient.placements
+    if not same:
+        raise TypeError(
+            f"the gradient of {member.name} is not sharded as the parameter is; redistribute it "
+            "to the parameter's placements first"
+        )
+
+
+class Updater:
+    """Applies a rule to weights wherever they are; those of another device in pieces by way of
+    two buffers on the host.
+    """
+
+    def __init__(self, rule: AdamRule) -> None:
+        self._rule = rule
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def work(
+        self, step: Step, segments: Sequence[Segment], planes: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Update every segment of a block that has an update and is not done yet."""
+        for segment in segments:
+            update = step.updates.get(segment.parameter)
+            if update is None or segment in step.done:
+                continue
+            stop = segment.offset + segment.length
+            mine = {name: plane[segment.offset : stop] for name, plane in planes.items()}
+            self._segment(segment, update, mine)
+            step.done.add(segment)
+
+    def _segment(
+        self, segment: Segment, update: MemberUpdate, planes: Mapping[str, torch.Tensor]
+    ) -> None:
+        part = slice(segment.start, segment.start + segment.length)
+        weight, gradient = update.weight[part], update.gradient[part]
+        if update.update.step == 1:
+            for plane in planes.values():
+                plane.zero_()
+        for piece in _pieces(segment.length, weight, gradient):
+            self._piece(
+                segment,
+                update,
+                weight[piece],
+                gradient[piece],
+                {name: plane[piece] for name, plane in planes.items()},
+            )
+
+    def _piece(
+        self,
+        segment: Segment,
+        update: MemberUpdate,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        planes: dict[str, torch.Tensor],
+    ) -> None:
+        here = self._on_host(0, weight)
+        gradient = self._on_host(1, gradient)
+        if "master" in planes:
+            follow_weight(planes["master"], here)
+        self._rule.apply(segment, update.update, planes | {"weight": here}, gradient, 1.0)
+        if here is not weight:
+            weight.copy_(here)
+
+    def _on_host(self, which: int, values: torch.Tensor) -> torch.Tensor:
+        """``values`` themselves, or a copy in a buffer on the host."""
+        if values.device.type == "cpu":
+            return values
+        if self._buffers is None:
+            nbytes = TRANSFER_ELEMENTS * 4
+            self._buffers = (
+                torch.empty(nbytes, dtype=torch.uint8),
+                torch.empty(nbytes, dtype=torch.uint8),
+            )
+        buffer = self._buffers[which].view(values.dtype)[: values.numel()]
+        buffer.copy_(values)
+        return buffer
+
+
+def _pieces(length: int, weight: torch.Tensor, gradient: torch.Tensor) -> Iterator[slice]:
+    """All at once where nothing is copied; a master is compared to its weights by copies."""
+    whole = weight.device.type == gradient.device.type == "cpu" and weight.dtype != torch.float16
+    size = max(1, length) if whole else TRANSFER_ELEMENTS
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def follow_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
+    """Set the elements of ``master`` whose weights were changed by somebody else, exactly.
+
+    The others keep what the master has beyond the weights.
+    """
+    changed = master.to(weight.dtype).view(torch.int16) != weight.view(torch.int16)
+    torch.where(changed, weight.to(master.dtype), master, out=master)
