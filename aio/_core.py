@@ -40,8 +40,8 @@ class Core:
         self._tokens = count()
         self._in_flight: dict[int, tuple[Ticket, Any]] = {}
         self._thread = threading.Thread(target=_reap, args=(self,), name="aio-reaper", daemon=True)
-        _live.add(self)
         self._thread.start()
+        _live.add(self)
 
     def on_reaper(self) -> bool:
         return threading.current_thread() is self._thread

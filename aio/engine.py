@@ -56,9 +56,14 @@ class Engine:
 
     Raises ValueError for sizes that cannot work, AioError when the backend cannot be set up.
 
+    Memory: none of its own, except eight blocks a lane once it has met a buffer whose address the
+    device cannot take (see File.memory_alignment).
+
     Thread-safe. From submit until the completion is reaped the engine holds the buffer, whatever
     the caller does. Requests that are in flight together and overlap, one of them a write, give
     bytes of either; requests that share no byte never disturb one another.
+    While a file is written nobody should read it through the page cache at the same time: the
+    kernel may then lose track of which copy is the newer one, and File.sync() fails.
     """
 
     def __init__(

@@ -124,7 +124,7 @@ class Ticket:
                 return
             try:
                 callback()
-            except Exception:
+            except BaseException:  # a thread that reaps for everybody must not end with one caller
                 logger.exception("a callback of the %s raised", self.describe())
 
     def describe(self) -> str:

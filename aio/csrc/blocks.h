@@ -14,6 +14,11 @@
  * the page cache only, and a page written directly is covered by one request alone. So two
  * requests that share no byte never meet in one page through two descriptors, where the write-back
  * of a stale page could undo a direct write.
+ *
+ * The kernel's page cache may hold many pages as one folio, and gives up its coherence when a folio
+ * with a dirty page cannot be dropped for a direct write to another one: the next fsync then fails.
+ * Our own buffered edges are smaller than a page and read without read-ahead, so they make no such
+ * folios; another process that reads the file meanwhile does.
  */
 #ifndef AIO_BLOCKS_H
 #define AIO_BLOCKS_H

@@ -59,6 +59,10 @@ static inline void job_queue_splice(struct job_queue *to, struct job_queue *from
     }
 }
 
+/* Blocks in flight whose address the device cannot take. Enough to keep a device busy; more would
+ * only take memory from whoever plans with it. */
+#define NUM_BOUNCES 8u
+
 struct lane {
     aio_engine *engine;
     uint32_t index;
@@ -78,11 +82,12 @@ struct lane {
     uint64_t num_jobs;     /* taken and not finished */
     struct block *blocks;  /* queue_depth of them */
     struct block *free_blocks;
-    struct block_queue retries; /* to be prepared again */
-    uint32_t num_blocks;        /* in use */
-    bool stalled;               /* the kernel is short of something: pause before the next try */
-    uint8_t *bounces[8];        /* free bounce buffers */
-    uint32_t num_bounces, num_bounces_made;
+    struct block_queue retries;    /* to be prepared again */
+    uint32_t num_blocks;           /* in use */
+    bool stalled;                  /* the kernel is short of something: pause before the next try */
+    uint8_t *bounce_memory;        /* of all bounce buffers; NULL until one is needed */
+    uint8_t *bounces[NUM_BOUNCES]; /* the free ones */
+    uint32_t num_bounces;
     const struct backend_ops *ops, *side_ops; /* side: for buffered blocks; NULL when ops does */
     void *backend, *side;
 };

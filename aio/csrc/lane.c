@@ -16,8 +16,6 @@
 #define REAP_BATCH 64u
 #define SIDE_THREADS 16u
 #define POSIX_THREADS 64u
-/* Enough to keep a device busy; more would only take memory from whoever plans with it. */
-#define MAX_BOUNCES ((uint32_t)(sizeof((struct lane *)0)->bounces / sizeof(uint8_t *)))
 
 /* ---- called by any thread ---- */
 
@@ -53,34 +51,37 @@ void aio_lane_stop(struct lane *lane) {
 
 /* ---- the lane's thread: blocks ---- */
 
-static void block_free(struct lane *lane, struct block *block) {
+static bool is_aligned(const void *address, uint64_t alignment) {
+    return (uintptr_t)address % alignment == 0;
+}
+
+static void bounce_give_back(struct lane *lane, struct block *block) {
     if (block->bounce)
         lane->bounces[lane->num_bounces++] = block->bounce;
     block->bounce = NULL;
+}
+
+/* Maps the bounce buffers, all in one, so that they get huge pages. False: there is no memory. */
+static bool bounces_map(struct lane *lane) {
+    const uint64_t block_bytes = lane->engine->config.block_bytes;
+    if (!lane->bounce_memory) {
+        if (aio_map(NUM_BOUNCES * block_bytes, 1, &lane->bounce_memory))
+            return false;
+        for (uint32_t i = NUM_BOUNCES; i-- > 0;)
+            lane->bounces[lane->num_bounces++] = lane->bounce_memory + i * block_bytes;
+    }
+    return true;
+}
+
+static void block_free(struct lane *lane, struct block *block) {
+    bounce_give_back(lane, block);
     block->next = lane->free_blocks;
     lane->free_blocks = block;
     lane->num_blocks--;
 }
 
-static bool is_aligned(const void *address, uint64_t alignment) {
-    return (uintptr_t)address % alignment == 0;
-}
-
-/* A free bounce buffer, or NULL when all are in flight or there is no memory. */
-static uint8_t *bounce_take(struct lane *lane) {
-    uint8_t *bounce = NULL;
-    if (lane->num_bounces)
-        return lane->bounces[--lane->num_bounces];
-    if (lane->num_bounces_made < MAX_BOUNCES &&
-        !aio_map(lane->engine->config.block_bytes, 0, &bounce))
-        lane->num_bounces_made++;
-    return bounce;
-}
-
 static void block_make_buffered(struct lane *lane, struct block *block) {
-    if (block->bounce)
-        lane->bounces[lane->num_bounces++] = block->bounce;
-    block->bounce = NULL;
+    bounce_give_back(lane, block);
     block->direct = false;
     block->fd = block->job->request.file->buffered_fd;
     block->data = block->target;
@@ -99,13 +100,12 @@ static bool prep_next(struct lane *lane, struct job *job) {
     const aio_file *file = request->file;
     const struct span span = span_at(&job->layout, job->position);
     uint8_t *target = request->data + (span.offset - request->offset);
-    const bool direct = span.direct && aio_file_is_direct(file);
-    uint8_t *bounce = NULL;
-    if (direct && !is_aligned(target, file->memory_alignment)) {
-        bounce = bounce_take(lane);
-        if (!bounce && lane->num_bounces_made)
-            return false;
-    }
+    bool direct = span.direct && aio_file_is_direct(file);
+    bool bounced = direct && !is_aligned(target, file->memory_alignment);
+    if (bounced && !bounces_map(lane))
+        direct = bounced = false;
+    if (bounced && !lane->num_bounces)
+        return false; /* all are in flight */
     struct block *block = lane->free_blocks;
     lane->free_blocks = block->next;
     lane->num_blocks++;
@@ -115,13 +115,12 @@ static bool prep_next(struct lane *lane, struct job *job) {
     block->offset = span.offset;
     block->nbytes = span.nbytes;
     block->target = block->data = target;
-    block->bounce = bounce;
-    block->direct = direct && (bounce || is_aligned(target, file->memory_alignment));
-    block->fd = block->direct ? file->direct_fd : file->buffered_fd;
-    if (bounce) {
-        block->data = bounce;
+    block->direct = direct;
+    block->fd = direct ? file->direct_fd : file->buffered_fd;
+    if (bounced) {
+        block->data = block->bounce = lane->bounces[--lane->num_bounces];
         if (block->write)
-            memcpy(bounce, target, span.nbytes);
+            memcpy(block->data, target, span.nbytes);
     }
     job->position += span.nbytes;
     job->in_flight++;
@@ -342,8 +341,8 @@ static void lane_teardown(struct lane *lane) {
         lane->side_ops->destroy(lane->side);
     if (lane->backend)
         lane->ops->destroy(lane->backend);
-    while (lane->num_bounces)
-        aio_unmap(lane->bounces[--lane->num_bounces], lane->engine->config.block_bytes);
+    if (lane->bounce_memory)
+        aio_unmap(lane->bounce_memory, NUM_BOUNCES * lane->engine->config.block_bytes);
     free(lane->blocks);
 }
 
