@@ -1,8 +1,12 @@
 """The place of one process on one SSD: a folder with a swap file and a lock.
 
 ``<nvme>/.infinity/<uuid>/lock`` is held with flock(2) for as long as the process lives; the kernel
-drops it when the process dies, however it dies. A folder whose lock can be taken is therefore a
-leftover, and the next process that opens the same SSD removes it.
+drops it when the process dies, however it dies. A folder whose lock can be taken, or that has none
+yet, is therefore a leftover, and the next process that opens the same SSD removes it.
+
+Processes that come and go at once (the ranks of one job) take turns: folders are made, reclaimed
+and removed with ``<nvme>`` itself locked. So nobody takes a folder that is still being made for a
+leftover, and nobody removes what another is removing.
 """
 
 from __future__ import annotations
@@ -10,14 +14,18 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from aio import Engine, File
 
 _FOLDER = ".infinity"
 _LOCK = "lock"
+_NAME = re.compile(r"[0-9a-f]{12}")
 _log = logging.getLogger(__name__)
 
 
@@ -31,10 +39,11 @@ class SwapDirectory:
     def __init__(self, nvme: str | os.PathLike[str], engine: Engine) -> None:
         self.root = Path(nvme)
         _check_usable(self.root)
-        base = self.root / _FOLDER
-        base.mkdir(exist_ok=True)
-        reclaim(self.root)
-        self.path, self._lock = _create_locked(base)
+        with _locked(self.root):
+            (self.root / _FOLDER).mkdir(exist_ok=True)
+            _reclaim(self.root)
+            self.path = self.root / _FOLDER / uuid.uuid4().hex[:12]
+            self._lock = _create_locked(self.path)
         try:
             self.file: File = engine.open(self.path / "state.swap", "x")
         except BaseException:
@@ -49,17 +58,34 @@ class SwapDirectory:
         self._remove()
 
     def _remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = -1
-        _remove_if_empty(self.path.parent)
+        with _locked(self.root):
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+            _remove_if_empty(self.path.parent)
 
 
 def reclaim(nvme: str | os.PathLike[str]) -> list[Path]:
     """Remove what dead processes left in ``nvme``; return the folders that were removed."""
+    with _locked(Path(nvme)):
+        return _reclaim(Path(nvme))
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Only one process at a time is inside, for each ``root``."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _reclaim(root: Path) -> list[Path]:
     removed = []
-    for folder in sorted(Path(nvme, _FOLDER).glob("*")):
-        if _is_abandoned(folder):
+    for folder in sorted((root / _FOLDER).glob("*")):
+        if _NAME.fullmatch(folder.name) and _is_abandoned(folder):
             nbytes = sum(entry.stat().st_blocks * 512 for entry in folder.iterdir())
             shutil.rmtree(folder)
             _log.info("reclaimed %d bytes that a dead process left in %s", nbytes, folder)
@@ -74,26 +100,26 @@ def _check_usable(root: Path) -> None:
         )
     if not root.is_dir():
         raise NotADirectoryError(f"nvme={root} is not a directory")
-    if not os.access(root, os.W_OK | os.X_OK) or os.statvfs(root).f_flag & os.ST_RDONLY:
+    usable = os.access(root, os.R_OK | os.W_OK | os.X_OK)
+    if not usable or os.statvfs(root).f_flag & os.ST_RDONLY:
         raise PermissionError(f"nvme directory {root} is not writable for this process")
 
 
-def _create_locked(base: Path) -> tuple[Path, int]:
-    """A new folder whose lock is held before it has the name under which others look for it."""
-    name = uuid.uuid4().hex[:12]
-    hidden, path = base / f".{name}", base / name
-    hidden.mkdir()
-    lock = os.open(hidden / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    hidden.rename(path)
-    return path, lock
+def _create_locked(path: Path) -> int:
+    """Make the folder of this process; returns the descriptor that holds its lock."""
+    path.mkdir()
+    lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
 
 
 def _is_abandoned(folder: Path) -> bool:
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
+        return True  # its process died before it had made the lock
+    except PermissionError:
+        return False  # another user's
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

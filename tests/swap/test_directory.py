@@ -1,0 +1,211 @@
+"""A process's place on an SSD: locked while it lives, reclaimed when it is dead."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from aio import AioError, Engine
+from swap.directory import SwapDirectory, reclaim
+from tests.support.tiers import Leftovers
+
+HOLD = """
+import sys
+from aio import Engine
+from swap.directory import SwapDirectory
+engine = Engine("posix")
+directory = SwapDirectory(sys.argv[1], engine)
+directory.file.allocate(0, 1 << 20)
+print(directory.path, flush=True)
+sys.stdin.read()
+directory.close()
+engine.close()
+"""
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine("posix") as made:
+        yield made
+
+
+class Holder:
+    """Another process with a directory under ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        command = [sys.executable, "-c", HOLD, str(root)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.path = Path(self._process.stdout.readline().strip())
+
+    def end(self, how: int | None = None) -> None:
+        """Let it close its directory, or kill it with a signal."""
+        if how is not None:
+            self._process.send_signal(how)
+        self._process.communicate()
+
+
+def _swap_folders(root: Path) -> list[Path]:
+    return sorted(root.glob(".infinity/*"))
+
+
+def test_directory_is_made_and_leaves_nothing_behind(tmp_path: Path, engine: Engine) -> None:
+    directory = SwapDirectory(tmp_path, engine)
+    assert directory.path.parent == tmp_path / ".infinity"
+    assert directory.file.path == directory.path / "state.swap"
+    directory.file.allocate(0, 1 << 16)
+    directory.close()
+    directory.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_directories_on_one_ssd_go_one_by_one(tmp_path: Path, engine: Engine) -> None:
+    first, second = SwapDirectory(tmp_path, engine), SwapDirectory(tmp_path, engine)
+    assert first.path != second.path
+    first.close()
+    assert _swap_folders(tmp_path) == [second.path]
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_reclaimed_by_the_next(
+    tmp_path: Path, engine: Engine
+) -> None:
+    killed = Holder(tmp_path)
+    killed.end(signal.SIGKILL)
+    assert (killed.path / "state.swap").stat().st_size == 1 << 20
+    directory = SwapDirectory(tmp_path, engine)
+    assert _swap_folders(tmp_path) == [directory.path]
+    directory.close()
+
+
+def test_directory_of_a_living_process_is_left_alone(tmp_path: Path, engine: Engine) -> None:
+    living, killed = Holder(tmp_path), Holder(tmp_path)
+    killed.end(signal.SIGKILL)
+    assert reclaim(tmp_path) == [killed.path]
+    directory = SwapDirectory(tmp_path, engine)
+    assert _swap_folders(tmp_path) == sorted([living.path, directory.path])
+    directory.close()
+    assert (living.path / "state.swap").exists()
+    living.end()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_of_a_process_killed_before_it_had_a_lock_is_reclaimed(tmp_path: Path) -> None:
+    begun = tmp_path / ".infinity" / "0123456789ab"
+    begun.mkdir(parents=True)
+    assert reclaim(tmp_path) == [begun]
+    assert _swap_folders(tmp_path) == []
+
+
+def test_what_is_not_ours_is_left_alone(tmp_path: Path, engine: Engine) -> None:
+    notes = tmp_path / ".infinity" / "notes"
+    notes.mkdir(parents=True)
+    (notes / "lock").touch()
+    (tmp_path / ".infinity" / "0123456789ab.txt").touch()
+    SwapDirectory(tmp_path, engine).close()
+    assert sorted(path.name for path in _swap_folders(tmp_path)) == ["0123456789ab.txt", "notes"]
+
+
+def test_nothing_to_reclaim_is_no_error(tmp_path: Path) -> None:
+    assert reclaim(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def _open_and_close(root: str, start: threading.Barrier, times: int) -> None:
+    start.wait()
+    with Engine("posix") as engine:
+        for _ in range(times):
+            directory = SwapDirectory(root, engine)
+            assert (directory.path / "lock").exists()
+            directory.close()
+
+
+def test_processes_that_come_and_go_at_once_do_not_get_in_each_others_way(tmp_path: Path) -> None:
+    """As the ranks of a job do, on an SSD with leftovers that each of them wants to reclaim."""
+    for name in range(50):
+        leftover = tmp_path / ".infinity" / f"{name:012x}"
+        leftover.mkdir(parents=True)
+        (leftover / "lock").touch()
+        (leftover / "state.swap").touch()
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(4)
+    workers = [
+        context.Process(target=_open_and_close, args=(str(tmp_path), start, 40)) for _ in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0, 0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_of_one_process_do_not_get_in_each_others_way(
+    tmp_path: Path, engine: Engine
+) -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(30):
+                SwapDirectory(tmp_path, engine).close()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_directory_is_named(tmp_path: Path, engine: Engine) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError, match=str(missing)):
+        SwapDirectory(missing, engine)
+
+
+def test_file_in_place_of_a_directory_is_named(tmp_path: Path, engine: Engine) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(NotADirectoryError, match=str(file)):
+        SwapDirectory(file, engine)
+
+
+def test_directory_without_permission_is_refused_unchanged(tmp_path: Path, engine: Engine) -> None:
+    with patch("os.access", return_value=False), pytest.raises(PermissionError) as caught:
+        SwapDirectory(tmp_path, engine)
+    assert str(tmp_path) in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_read_only_file_system_is_refused_unchanged(tmp_path: Path, engine: Engine) -> None:
+    flags = os.statvfs(tmp_path)
+
+    class ReadOnly:
+        f_flag = flags.f_flag | os.ST_RDONLY
+
+    with patch("os.statvfs", return_value=ReadOnly()), pytest.raises(PermissionError):
+        SwapDirectory(tmp_path, engine)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_swap_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, engine: Engine) -> None:
+    before = Leftovers.of(tmp_path)
+    failure = AioError("no", errno=errno.EIO)
+    with patch.object(engine, "open", side_effect=failure), pytest.raises(AioError):
+        SwapDirectory(tmp_path, engine)
+    assert Leftovers.of(tmp_path) == before
