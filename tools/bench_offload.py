@@ -1,0 +1,378 @@
+"""Time of a training step and peak memory: in memory, offloaded under budgets, and DeepSpeed.
+
+Every system trains the same model on the same batches in a process of its own, one after the other,
+for several rounds, so that a noisy neighbour hits all alike. In each round the same run measures
+how fast the directory reads and writes while both go on (our engine, plain requests) and how long
+the step's compute takes in memory. The headline ratio is the step over the larger of compute and
+bytes moved / bandwidth.
+
+python tools/bench_offload.py --nvme DIR [--width 1024 --depth 36 ...] [--json out.json]
+
+Prints a table; with --json writes every sample. Nothing stays in DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import infinity
+from aio import Engine, Request, Slab
+from tools.gpt import GPT
+
+BATCH_SEED = 1
+PROBE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One process: seconds of each timed step, bytes moved in a step, peak resident bytes."""
+
+    system: str
+    step_seconds: list[float]
+    read_bytes: int = 0
+    written_bytes: int = 0
+    peak_bytes: int = 0
+    overlap_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    losses: list[float]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the comparison, or with ``--worker`` one system of it."""
+    options = _arguments().parse_args(argv)
+    if options.worker:
+        print(json.dumps(asdict(_WORKERS[options.worker.split(":")[0]](options))))
+        return
+    result = run(options)
+    _print_table(result)
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds; samples, and the limits that were measured between them."""
+    systems = ["plain", *(f"ours:{budget}" for budget in options.budgets)]
+    systems += [f"serial:{options.budgets[0]}"] if options.serial else []
+    systems += ["deepspeed"] if options.deepspeed else []
+    rounds = []
+    for number in range(options.rounds):
+        order = systems if number % 2 == 0 else systems[::-1]
+        samples = {system: _spawn(options, system) for system in order}
+        rounds.append({"bandwidth": measure_disk(options.nvme), "samples": samples})
+    return {
+        "machine": _machine(),
+        "parameters": _num_parameters(options),
+        "options": {k: v for k, v in vars(options).items() if k not in ("worker", "json")},
+        "rounds": rounds,
+    }
+
+
+def measure_disk(directory: str) -> float:
+    """Bytes a second, read and written together, with one lane each way at once: the limit."""
+    request = 4 << 20
+    with tempfile.TemporaryDirectory(dir=directory) as folder, Engine(lanes=2) as engine:
+        source = engine.open(Path(folder) / "source", "w", size=PROBE_BYTES)
+        target = engine.open(Path(folder) / "target", "w", size=PROBE_BYTES)
+        slab = Slab(2 * request)
+        buffers = slab.allocate(request), slab.allocate(request)
+        offsets = range(0, PROBE_BYTES, request)
+        for operation in engine.submit(
+            [Request("write", source, at, buffers[0]) for at in offsets]
+        ):
+            operation.result()
+        source.sync()
+        start = time.perf_counter()
+        operations = engine.submit(
+            [Request("read", source, at, buffers[0]) for at in offsets], lane=0
+        )
+        operations += engine.submit(
+            [Request("write", target, at, buffers[1]) for at in offsets], lane=1
+        )
+        for operation in operations:
+            operation.result()
+        seconds = time.perf_counter() - start
+        source.close()
+        target.close()
+    return 2 * PROBE_BYTES / seconds
+
+
+def _spawn(options: argparse.Namespace, system: str) -> dict[str, Any]:
+    names = ("nvme", "width", "depth", "vocabulary", "batch", "tokens", "steps", "dtype", "device")
+    command = [sys.executable, __file__, "--worker", system]
+    for name in names:
+        command += [f"--{name}", str(getattr(options, name))]
+    if options.clip:
+        command += ["--clip", str(options.clip)]
+    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parent.parent))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    peak = _watch_peak(process)
+    output = process.stdout.read() if process.stdout else ""
+    if process.wait() != 0:
+        raise RuntimeError(f"{system} ended with status {process.returncode}")
+    sample: dict[str, Any] = json.loads(output.splitlines()[-1])
+    sample["peak_bytes"] = max(peak(), sample["peak_bytes"])
+    return sample
+
+
+def _watch_peak(process: subprocess.Popen[str]) -> Callable[[], int]:
+    """Largest resident size of the process tree, which a thread looks at until the end."""
+    peak = 0
+
+    def look() -> None:
+        nonlocal peak
+        root = psutil.Process(process.pid)
+        while process.poll() is None:
+            try:
+                tree = [root, *root.children(recursive=True)]
+                peak = max(peak, sum(entry.memory_info().rss for entry in tree))
+            except psutil.NoSuchProcess:
+                return
+            time.sleep(0.05)
+
+    threading.Thread(target=look, daemon=True).start()
+    return lambda: peak
+
+
+# Workers: each trains in this process and returns its sample.
+
+
+def _plain(options: argparse.Namespace) -> Sample:
+    """In memory: weights in the compute dtype, float32 masters, fused AdamW."""
+    model = _model(options, "cpu")
+    masters = [p.detach().float().to(options.device).requires_grad_() for p in model.parameters()]
+    model.to(options.device).to(_dtype(options))
+    weights = list(model.parameters())
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+
+    def update() -> None:
+        for master, weight in zip(masters, weights, strict=True):
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+            weight.grad = None
+        if options.clip:
+            torch.nn.utils.clip_grad_norm_(masters, options.clip)
+        optimizer.step()
+        with torch.no_grad():
+            for master, weight in zip(masters, weights, strict=True):
+                weight.copy_(master)
+                master.grad = None
+
+    seconds, losses = _train(options, model, update)
+    return Sample(system="plain", step_seconds=seconds, losses=losses, peak_bytes=_peak())
+
+
+def _ours(options: argparse.Namespace) -> Sample:
+    kind, budget = options.worker.split(":")
+    model = _model(options, "meta" if options.init == "meta" else "cpu")
+    with infinity.offload(
+        model,
+        nvme=options.nvme,
+        optimizer=infinity.AdamW(lr=1e-4),
+        compute_dtype=_dtype(options),
+        host_memory=budget,
+        device=options.device,
+        max_grad_norm=options.clip,
+        overlap=kind == "ours",
+    ) as offloaded:
+        before: list[infinity.Report] = []
+
+        def update() -> None:
+            offloaded.step()
+
+        def warm() -> None:
+            before.append(offloaded.report())
+
+        seconds, losses = _train(options, model, update, warm=warm, finish=offloaded.flush)
+        after = offloaded.report()
+    steps = len(seconds)
+    return Sample(
+        system=options.worker,
+        step_seconds=seconds,
+        losses=losses,
+        read_bytes=(after.read_bytes - before[0].read_bytes) // steps,
+        written_bytes=(after.written_bytes - before[0].written_bytes) // steps,
+        overlap_seconds=(after.overlap_seconds - before[0].overlap_seconds) / steps,
+        stall_seconds=(after.stall_seconds - before[0].stall_seconds) / steps,
+        peak_bytes=_peak(),
+    )
+
+
+def _deepspeed(options: argparse.Namespace) -> Sample:
+    """ZeRO-3 with parameters and optimizer on NVMe, in the configuration its documentation
+    advises.
+    """
+    import deepspeed
+
+    os.environ.update(
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511"
+    )
+    folder = tempfile.mkdtemp(dir=options.nvme)
+    path = {"device": "nvme", "nvme_path": folder}
+    config = {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "bf16": {"enabled": True},
+        "zero_force_ds_cpu_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 5e7,
+            "offload_optimizer": path
+            | {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
+            "offload_param": path | {"buffer_count": 40, "buffer_size": 1e8},
+        },
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 32,
+            "intra_op_parallelism": 1,
+            "overlap_events": True,
+        },
+    }
+    if options.clip:
+        config["gradient_clipping"] = options.clip
+    engine, *_ = deepspeed.initialize(model=_model(options, "cpu"), config=config)
+    seconds, losses = _train(
+        options, engine, engine.step, backward=engine.backward, warm=lambda: None
+    )
+    return Sample(system="deepspeed", step_seconds=seconds, losses=losses, peak_bytes=_peak())
+
+
+_WORKERS = {"plain": _plain, "ours": _ours, "serial": _ours, "deepspeed": _deepspeed}
+
+
+def _train(
+    options: argparse.Namespace,
+    model: Callable[..., torch.Tensor],
+    update: Callable[[], None],
+    *,
+    backward: Callable[[torch.Tensor], Any] = lambda loss: loss.backward(),
+    warm: Callable[[], None] = lambda: None,
+    finish: Callable[[], None] = lambda: None,
+) -> tuple[list[float], list[float]]:
+    """Three steps to warm up, then the timed ones; the last includes what was still under way."""
+    generator = torch.Generator().manual_seed(BATCH_SEED)
+    seconds, losses = [], []
+    for step in range(3 + options.steps):
+        if step == 3:
+            finish()
+            warm()
+        shape = (options.batch, options.tokens + 1)
+        batch = torch.randint(0, options.vocabulary, shape, generator=generator).to(options.device)
+        start = time.perf_counter()
+        loss = model(batch[:, :-1], batch[:, 1:])
+        backward(loss)
+        update()
+        losses.append(loss.item())
+        if step == 2 + options.steps:
+            finish()
+        if step >= 3:
+            seconds.append(time.perf_counter() - start)
+    return seconds, losses
+
+
+def _model(options: argparse.Namespace, device: str) -> GPT:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return GPT(
+            width=options.width,
+            depth=options.depth,
+            vocabulary=options.vocabulary,
+            tokens=options.tokens,
+        )
+
+
+def _num_parameters(options: argparse.Namespace) -> int:
+    return sum(p.numel() for p in _model(options, "meta").parameters())
+
+
+def _dtype(options: argparse.Namespace) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    return dtype
+
+
+def _peak() -> int:
+    """Peak resident bytes of this process (``VmHWM``)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _machine() -> dict[str, Any]:
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "cpu": names[0] if names else "unknown",
+        "cpus": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    rounds = result["rounds"]
+    plain = [s for entry in rounds for s in entry["samples"]["plain"]["step_seconds"]]
+    compute = statistics.median(plain)
+    bandwidth = statistics.median(entry["bandwidth"] for entry in rounds)
+    print(
+        f"{result['parameters'] / 1e6:.0f} M parameters, compute {compute:.2f} s a step in memory,"
+    )
+    print(f"disk {bandwidth / 1e9:.2f} GB/s read and written together")
+    header = ("system", "step s", "spread", "/ limit", "read", "written", "stall s", "peak GiB")
+    print("{:<16}{:>9}{:>15}{:>9}{:>9}{:>9}{:>9}{:>10}".format(*header))
+    for system in rounds[0]["samples"]:
+        samples = [entry["samples"][system] for entry in rounds]
+        steps = [s for sample in samples for s in sample["step_seconds"]]
+        moved = samples[0]["read_bytes"] + samples[0]["written_bytes"]
+        limit = max(compute, moved / bandwidth)
+        median = statistics.median(steps)
+        print(
+            f"{system:<16}{median:>9.2f}{min(steps):>8.2f}-{max(steps):<6.2f}{median / limit:>9.2f}"
+            f"{samples[0]['read_bytes'] / 1e9:>8.2f}G{samples[0]['written_bytes'] / 1e9:>8.2f}G"
+            f"{samples[0]['stall_seconds']:>9.2f}"
+            f"{max(s['peak_bytes'] for s in samples) / 2**30:>10.2f}"
+        )
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--nvme", required=True)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--depth", type=int, default=36)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps in each process")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--budgets", nargs="+", default=["1GiB", "64GiB"])
+    parser.add_argument("--clip", type=float, default=None)
+    parser.add_argument("--init", choices=["meta", "cpu"], default="meta")
+    parser.add_argument("--serial", action="store_true", help="the first budget without overlap too")
+    parser.add_argument("--deepspeed", action="store_true")
+    parser.add_argument("--json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
