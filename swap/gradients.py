@@ -195,4 +195,13 @@ def _accumulate(
         target.add_(values.to(target.device))
     else:
         target.copy_(values)
-    return sum_of_squares(target, squares)
+    return _add_squares(target, squares)
+
+
+def _add_squares(values: torch.Tensor, squares: float) -> float:
+    """As ``sum_of_squares``, which has no kernel for float64: block sums added one by one."""
+    if values.dtype != torch.float64:
+        return sum_of_squares(values, squares)
+    for block in values.split(PIECE):
+        squares += float(block.square().sum())
+    return squares

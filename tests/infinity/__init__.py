@@ -1,0 +1,1 @@
+"""Tests of `infinity.offload` as its users meet it."""
