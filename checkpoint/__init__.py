@@ -3,7 +3,9 @@
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.export import export_safetensors, write_safetensors
 from checkpoint.loading import list_tensors, load
-from checkpoint.saving import SaveInfo, save
+from checkpoint.pending import PendingSave
+from checkpoint.records import SaveInfo
+from checkpoint.saving import save, save_async
 from checkpoint.sources import ByteSink, ByteSource
 from checkpoint.verifying import VerifyReport, verify
 
@@ -12,12 +14,14 @@ __all__ = [
     "ByteSource",
     "CorruptCheckpointError",
     "IncompleteCheckpointError",
+    "PendingSave",
     "SaveInfo",
     "VerifyReport",
     "export_safetensors",
     "list_tensors",
     "load",
     "save",
+    "save_async",
     "verify",
     "write_safetensors",
 ]

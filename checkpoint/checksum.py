@@ -45,5 +45,10 @@ def copy_with_crc(
     return result
 
 
+def copy_ranges(sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) -> None:
+    """`copy_with_crc` without the sums, at the full speed of a copy."""
+    lib.ckpt_copy_crc32c(len(sizes), _words(sources), _words(targets), _words(sizes), ffi.NULL)
+
+
 def _words(values: Sequence[int]) -> Any:
     return ffi.from_buffer("uint64_t[]", np.array(values, np.uint64).data)

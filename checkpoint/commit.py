@@ -14,9 +14,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aio import Engine, File, sync_directory
-from checkpoint.checksum import crc32c
+from aio import Engine, File, Slab, sync_directory
+from checkpoint.checksum import CRC_BLOCK_BYTES, crc32c
 from checkpoint.coordinator import Coordinator
+from checkpoint.early import EarlyStage
+from checkpoint.filling import Filler
 from checkpoint.leftovers import (
     create_generation,
     prune,
@@ -28,7 +30,8 @@ from checkpoint.locate import is_own_manifest
 from checkpoint.manifest import MANIFEST_NAME, encode_manifest
 from checkpoint.planning import FilePlan, StatePlan
 from checkpoint.records import ChunkRecord, FileRecord, Manifest
-from checkpoint.writer import FileJob, FileSums, Writer
+from checkpoint.staging import plan_slots
+from checkpoint.writer import FileJob, FillingSupply, Supply, Writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,12 @@ class SavePlan:
     uuid: str
     stripes: tuple[Path, ...]
     state: StatePlan
-    files: tuple[FilePlan, ...]
+    fillers: tuple[Filler, ...]
     staging_bytes: int
+
+    @property
+    def files(self) -> list[FilePlan]:
+        return [filler.plan for filler in self.fillers]
 
     @property
     def stripe_directories(self) -> list[Path]:
@@ -75,8 +82,12 @@ def commit(
     engine: Engine,
     coordinator: Coordinator,
     on_staged: Callable[[], None] | None = None,
+    early: EarlyStage | None = None,
 ) -> Manifest:
     """Writes the plan and returns when it is durable.
+
+    `on_staged` is called when no source will be read again; with `early` the sources are read
+    there.
 
     Raises OSError (AioError where a transfer failed) naming the file, and leaves nothing behind. If
     the very last sync fails, the new checkpoint is in place and whole, the old one's data are still
@@ -90,7 +101,8 @@ def commit(
         # 2. Files at their full size: a full disk shows here.
         files = _create_files(plan, engine, coordinator.rank, undo)
         # 3. and 4. Write; check every completion.
-        sums = Writer(engine, _jobs(plan, engine, files), plan.staging_bytes, on_staged).run()
+        supplies = _filling(plan) if early is None else early.supplies
+        Writer(engine, _jobs(plan, engine, files, supplies), on_staged).run()
         # 5. The data durable.
         for file in files:
             file.sync()
@@ -99,7 +111,7 @@ def commit(
         for directory in directories:
             sync_directory(directory)
         # 7. Every rank has got here, or none goes on.
-        ranks = coordinator.exchange(_records(plan, coordinator.rank, sums))
+        ranks = coordinator.exchange(_records(plan, coordinator.rank))
         manifest = _merge(plan, ranks)
         # 8. The manifest, durable, under a name that nobody reads.
         temporary = temporary_manifest(plan.path, plan.uuid)
@@ -168,28 +180,38 @@ def _create_files(plan: SavePlan, engine: Engine, rank: int, undo: ExitStack) ->
     return files
 
 
-def _jobs(plan: SavePlan, engine: Engine, files: Sequence[File]) -> list[FileJob]:
+def _filling(plan: SavePlan) -> list[FillingSupply]:
+    """Supplies that fill as they write, with the staging memory in equal shares."""
+    share = plan.staging_bytes // len(plan.fillers)
+    slots = [plan_slots(filler.plan.layout.nbytes, share) for filler in plan.fillers]
+    with Slab(sum(each.count * each.nbytes for each in slots)) as slab:
+        return [
+            FillingSupply(filler, each, slab)
+            for filler, each in zip(plan.fillers, slots, strict=True)
+        ]
+
+
+def _jobs(
+    plan: SavePlan, engine: Engine, files: Sequence[File], supplies: Sequence[Supply]
+) -> list[FileJob]:
     return [
-        FileJob(
-            file_plan,
-            tuple(plan.state.tensors[shard.tensor].source for shard in file_plan.shards),
-            file,
-            file_plan.stripe % engine.lanes,
-        )
-        for file_plan, file in zip(plan.files, files, strict=True)
+        FileJob(supply, file, supply.filler.plan.stripe % engine.lanes)
+        for supply, file in zip(supplies, files, strict=True)
     ]
 
 
-def _records(plan: SavePlan, rank: int, sums: Sequence[FileSums]) -> RankRecords:
+def _records(plan: SavePlan, rank: int) -> RankRecords:
     files = []
     chunks: dict[int, tuple[ChunkRecord, ...]] = {}
-    for number, (file, file_sums) in enumerate(zip(plan.files, sums, strict=True)):
+    for number, filler in enumerate(plan.fillers):
+        file = filler.plan
         layout = file.layout
         header = layout.header
         root = file.stripe if plan.stripes else None
         path = plan.relative_path(file, rank)
         files.append(FileRecord(root, path, layout.nbytes, len(header), crc32c(header)))
-        for shard, offset, crcs in zip(file.shards, layout.offsets, file_sums, strict=True):
+        for shard, offset, crcs in zip(file.shards, layout.offsets, filler.sums, strict=True):
+            assert len(crcs) == -(-shard.nbytes // CRC_BLOCK_BYTES), "a shard was not written whole"
             chunk = ChunkRecord(number, offset, shard.nbytes, shard.start, shard.shape, tuple(crcs))
             chunks[shard.tensor] = (*chunks.get(shard.tensor, ()), chunk)
     return RankRecords(tuple(files), chunks)

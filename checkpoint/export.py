@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from aio import Engine, sync_directory
+from aio import Engine, Slab, sync_directory
 from checkpoint.assembly import TensorView, view_of
 from checkpoint.boxes import contiguous_strides
 from checkpoint.datafile import Entry, plan_packed_file
+from checkpoint.filling import Filler
 from checkpoint.leftovers import write_durably
 from checkpoint.locate import read_manifest
 from checkpoint.opened import OpenCheckpoint
@@ -28,9 +29,10 @@ from checkpoint.records import TensorRecord
 from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.selection import Selection
 from checkpoint.sources import Source, source_of
+from checkpoint.staging import plan_slots
 from checkpoint.striping import Shard
 from checkpoint.tree import data_nodes
-from checkpoint.writer import FileJob, Writer
+from checkpoint.writer import FileJob, FillingSupply, Writer
 
 MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
@@ -180,6 +182,9 @@ def _write_shard(
         for index, source in enumerate(sources.values())
     ]
     with engine.open(path, "x", size=layout.nbytes) as file:
-        job = FileJob(FilePlan(0, tuple(shards), layout), tuple(sources.values()), file, 0)
-        Writer(engine, [job], staging_bytes).run()
+        filler = Filler(FilePlan(0, tuple(shards), layout), list(sources.values()))
+        slots = plan_slots(layout.nbytes, staging_bytes)
+        with Slab(slots.count * slots.nbytes) as slab:
+            supply = FillingSupply(filler, slots, slab)
+            Writer(engine, [FileJob(supply, file, 0)]).run()
         file.sync()

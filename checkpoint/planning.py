@@ -38,9 +38,9 @@ class StatePlan:
     tree_text: str
     tree: Any
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.source.nbytes for tensor in self.tensors)
+    def sources_of(self, file: FilePlan) -> list[Source]:
+        """Where the shards of a file come from, one source per shard."""
+        return [self.tensors[shard.tensor].source for shard in file.shards]
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,3 +92,16 @@ class Manifest:
         """Where a data file of the checkpoint at `checkpoint` is."""
         root = checkpoint if file.root is None else Path(self.roots[file.root])
         return root / file.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveInfo:
+    """What a finished save did. `nbytes` are the tensors' bytes, `file_nbytes` the data files'."""
+
+    path: Path
+    uuid: str
+    nbytes: int
+    file_nbytes: int
+    num_tensors: int
+    num_files: int
+    seconds: float

@@ -1,38 +1,32 @@
-"""`save`: from a state tree to a durable checkpoint."""
+"""`save` and `save_async`: from a state tree to a durable checkpoint."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from aio import Engine
 from checkpoint.commit import SavePlan, commit
 from checkpoint.coordinator import Coordinator, SingleProcess
+from checkpoint.early import EarlyStage
+from checkpoint.filling import Filler
+from checkpoint.guard import Guard, check_guard, hold_back
 from checkpoint.manifest import check_limits
+from checkpoint.memory import available_bytes
+from checkpoint.pending import PendingSave, begin, settle
 from checkpoint.planning import plan_files, plan_state
+from checkpoint.records import SaveInfo
+from checkpoint.staging import MAX_SLOT_BYTES
 
 STAGING_BYTES = 256 << 20
 """Host memory that a save or a load may take beyond the tensors themselves."""
 
 PathLike = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveInfo:
-    """What a finished save did. `nbytes` are the tensors' bytes, `file_nbytes` the data files'."""
-
-    path: Path
-    uuid: str
-    nbytes: int
-    file_nbytes: int
-    num_tensors: int
-    num_files: int
-    seconds: float
 
 
 def save(
@@ -57,10 +51,78 @@ def save(
     """
     started = time.perf_counter()
     plan = plan_save(state, path, stripe_dirs, SingleProcess(), staging_bytes)
+    settle(plan.path)
+    return _run(plan, engine, started)
+
+
+def save_async(
+    state: object,
+    path: PathLike,
+    stripe_dirs: Sequence[PathLike] | None = None,
+    guard: Guard | None = None,
+    engine: Engine | None = None,
+    *,
+    staging_bytes: int | None = None,
+) -> PendingSave:
+    """Saves a state tree in the background; see `save` for what and where.
+
+    With `guard`, an optimizer, the call returns at once: bytes are read from the live tensors, with
+    `staging_bytes` (default 256 MiB) of memory beside them, and the guard's next `step()` waits
+    until they have been read. Without one, the tensors are copied first and the call returns when
+    they may change. The copy takes at most `staging_bytes` (default: what the state needs, but no
+    more than half of the memory that is free); a larger state is copied in waves, behind the
+    writing.
+
+    An earlier background save to the same path is waited for. An error is raised by `result()`, or
+    else by the next save, or logged at exit. The interpreter ends after the save does.
+
+    Raises TypeError and ValueError as `save`, and TypeError for a guard that cannot wait.
+    """
+    started = time.perf_counter()
+    if guard is not None:
+        check_guard(guard)
+    plan = plan_save(state, path, stripe_dirs, SingleProcess(), staging_bytes or STAGING_BYTES)
+    settle(plan.path)
+    early = EarlyStage(plan.fillers, _budget(plan, staging_bytes)) if guard is None else None
+    pending = begin(plan.path)
+    if guard is not None:
+        hold_back(guard, pending)
+
+    def run() -> None:
+        try:
+            pending.finish(_run(plan, engine, started, pending.set_staged, early))
+        except BaseException as error:
+            pending.finish(error)
+        finally:
+            if early is not None:
+                early.stop()
+
+    threading.Thread(target=run, name="checkpoint-save").start()
+    if early is not None:
+        early.copy()
+        pending.set_staged()
+    return pending
+
+
+def _budget(plan: SavePlan, staging_bytes: int | None) -> int:
+    """Memory for a copy of the state: what was given, else what it needs if there is that much."""
+    if staging_bytes is not None:
+        return staging_bytes
+    needed = sum(file.layout.nbytes + 2 * MAX_SLOT_BYTES for file in plan.files)
+    return min(needed, max(available_bytes() // 2, STAGING_BYTES))
+
+
+def _run(
+    plan: SavePlan,
+    engine: Engine | None,
+    started: float,
+    on_staged: Callable[[], None] | None = None,
+    early: EarlyStage | None = None,
+) -> SaveInfo:
     with ExitStack() as stack:
         if engine is None:
             engine = stack.enter_context(Engine(lanes=max(len(plan.stripes), 1)))
-        manifest = commit(plan, engine, SingleProcess())
+        manifest = commit(plan, engine, SingleProcess(), on_staged, early)
     return SaveInfo(
         path=plan.path,
         uuid=manifest.uuid,
@@ -89,7 +151,8 @@ def plan_save(
     uuid = coordinator.broadcast(_new_uuid(target))
     weights = [1.0] * max(len(stripes), 1)
     files = plan_files(state_plan, uuid=uuid, rank=coordinator.rank, weights=weights)
-    return SavePlan(target, uuid, stripes, state_plan, tuple(files), staging_bytes)
+    fillers = [Filler(file, state_plan.sources_of(file)) for file in files]
+    return SavePlan(target, uuid, stripes, state_plan, tuple(fillers), staging_bytes)
 
 
 def _stripes(stripe_dirs: Sequence[PathLike] | None) -> tuple[Path, ...]:

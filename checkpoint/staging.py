@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from checkpoint.checksum import CRC_BLOCK_BYTES
-from checkpoint.datafile import ALIGNMENT
+from checkpoint.datafile import ALIGNMENT, align_up
 
 ZEROS = -1
 """Extent number of a piece of padding."""
@@ -100,18 +100,19 @@ MAX_SLOT_BYTES = 8 << 20
 MAX_SLOTS = 8
 
 
-def plan_slots(file_nbytes: int, budget_bytes: int) -> Slots:
+def plan_slots(file_nbytes: int, budget_bytes: int, max_count: int | None = MAX_SLOTS) -> Slots:
     """Buffers for one file within its share of the budget: two at least, to fill one while another
-    is written, none larger than the file needs.
+    is written, or one that takes all of a small file.
 
     Raises ValueError if the share is too small for two buffers of 4096 bytes.
     """
+    if align_up(file_nbytes) <= min(budget_bytes, MAX_SLOT_BYTES):
+        return Slots(1, align_up(file_nbytes))
     if budget_bytes < 2 * ALIGNMENT:
         raise ValueError(
             f"{budget_bytes} bytes of staging memory for a data file are less than "
             f"{2 * ALIGNMENT}; raise staging_bytes or use fewer stripe_dirs"
         )
     nbytes = min(MAX_SLOT_BYTES, budget_bytes // 2 // ALIGNMENT * ALIGNMENT)
-    nbytes = min(nbytes, -(-file_nbytes // ALIGNMENT) * ALIGNMENT)
-    count = min(MAX_SLOTS, budget_bytes // nbytes, -(-file_nbytes // nbytes))
-    return Slots(max(count, 1), nbytes)
+    count = min(budget_bytes // nbytes, -(-file_nbytes // nbytes))
+    return Slots(count if max_count is None else min(count, max_count), nbytes)

@@ -180,7 +180,10 @@ void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
         size_t length = (size_t)nbytes[i];
         if (!from)
             memset(to, 0, length);
-        else if (!to)
+        else if (!crc) {
+            if (to)
+                memcpy(to, from, length);
+        } else if (!to)
             crc[i] = ckpt_crc32c(crc[i], from, length);
         else
             crc[i] = copy_and_sum(crc[i], to, from, length);

@@ -10,7 +10,8 @@ uint32_t ckpt_crc32c(uint32_t crc, const void *data, size_t nbytes);
 
 /* For each i < count: copies nbytes[i] bytes from src[i] to dst[i] and advances crc[i] over them.
  * Addresses travel as integers. dst[i] = 0 copies nothing; src[i] = 0 stands for zero bytes and
- * leaves crc[i] alone. Ranges must not overlap. Items are done in order. */
+ * leaves crc[i] alone; crc = NULL sums nothing. Ranges must not overlap. Items are done in order.
+ */
 void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
                       const uint64_t *nbytes, uint32_t *crc);
 

@@ -1,0 +1,122 @@
+"""Copies a state into staging memory ahead of its writing, so that its owner can go on.
+
+The thread that wants its tensors back copies, with helpers; the writer sums and writes behind it.
+Where the state is larger than the memory, buffers come back from the writer and the copying goes on
+in waves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from aio import File, Slab
+from checkpoint.filling import Buffer, Filler
+from checkpoint.staging import Run, Slots, plan_slots
+from checkpoint.threads import StoppedError, run_all
+from checkpoint.writer import Reap
+
+_MAX_COPY_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A run on its way into a buffer."""
+
+    run: Run
+    buffer: Buffer
+    done: Future[None]
+
+
+class EarlySupply:
+    """The runs of one file, copied by `copy_all` and taken by the writer."""
+
+    def __init__(self, filler: Filler, slots: Slots, slab: Slab) -> None:
+        self.filler = filler
+        self._slots = slots
+        self._free: SimpleQueue[Buffer | None] = SimpleQueue()
+        self._copies: SimpleQueue[_Copy | StoppedError | None] = SimpleQueue()
+        for _ in range(self._slots.count):
+            self._free.put(slab.allocate(self._slots.nbytes))
+
+    def copy_all(self, pool: ThreadPoolExecutor) -> None:
+        """Copies every run as buffers become free. Raises StoppedError after `stop`."""
+        copies: list[Future[None]] = []
+        try:
+            for run in self.filler.runs(self._slots.nbytes, memory_alignment=0):
+                buffer = self._free.get()
+                if buffer is None:
+                    raise StoppedError
+                done = pool.submit(self.filler.copy, run, buffer)
+                copies.append(done)
+                self._copies.put(_Copy(run, buffer, done))
+        except BaseException:
+            self._copies.put(StoppedError())
+            raise
+        self._copies.put(None)
+        for done in copies:
+            done.exception()  # waits; what a source raised is the writer's to tell
+
+    def runs(self, file: File, reap: Reap) -> Iterator[tuple[Run, Buffer | None]]:
+        while (copy := self._next(reap)) is not None:
+            copy.done.result()
+            self.filler.sum(copy.run, copy.buffer)
+            yield copy.run, copy.buffer
+
+    def _next(self, reap: Reap) -> _Copy | None:
+        """The next copy; while there is none, buffers are brought back for it."""
+        copy: _Copy | StoppedError | None
+        while True:
+            try:
+                copy = self._copies.get_nowait()
+            except Empty:
+                if reap():
+                    continue
+                copy = self._copies.get()
+            if isinstance(copy, StoppedError):
+                raise copy
+            return copy
+
+    def take_back(self, buffer: Buffer) -> None:
+        self._free.put(buffer)
+
+    def stop(self) -> None:
+        self._free.put(None)
+
+
+class EarlyStage:
+    """Staging memory for a state, at most `budget_bytes` of it, with a supply per file."""
+
+    def __init__(self, fillers: Sequence[Filler], budget_bytes: int) -> None:
+        total = sum(filler.plan.layout.nbytes for filler in fillers)
+        shares = [budget_bytes * filler.plan.layout.nbytes // total for filler in fillers]
+        slots = [
+            plan_slots(filler.plan.layout.nbytes, share, max_count=None)
+            for filler, share in zip(fillers, shares, strict=True)
+        ]
+        with Slab(sum(each.count * each.nbytes for each in slots)) as slab:
+            self.supplies = [
+                EarlySupply(filler, each, slab) for filler, each in zip(fillers, slots, strict=True)
+            ]
+
+    def copy(self) -> None:
+        """Copies the state; returns when its tensors may change. Errors are the writer's."""
+        threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-copy") as pool:
+            tasks = [partial(supply.copy_all, pool) for supply in self.supplies]
+            try:
+                run_all(tasks, self.stop, "checkpoint-stage")
+            except StoppedError:
+                return
+            except BaseException:
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        """Nothing will be taken any more."""
+        for supply in self.supplies:
+            supply.stop()

@@ -1,0 +1,28 @@
+"""How much host memory there is to take, by the machine and by the limits of control groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+_LIMITS = (
+    # Version 2, then version 1: the limit, and what counts against it.
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
+
+
+def available_bytes() -> int:
+    """Bytes that can be taken without swapping and without breaking a limit of this container."""
+    available = int(psutil.virtual_memory().available)
+    for limit, usage in _LIMITS:
+        try:
+            left = int(limit.read_text()) - int(usage.read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        available = min(available, max(left, 0))
+    return available

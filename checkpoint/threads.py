@@ -1,0 +1,54 @@
+"""Several pieces of work at once, each on a thread of its own.
+
+concurrent.futures takes no work any more once the interpreter is on its way out; plain threads are
+waited for, so that a save that runs then is finished.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class StoppedError(Exception):
+    """Work that gave up because other work had failed."""
+
+
+def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: str) -> list[T]:
+    """Runs the tasks, the only one on this thread; gives their results in order.
+
+    When one fails `stop` is called, which the others notice by themselves; all are waited for, then
+    the first error that is no StoppedError is raised.
+    """
+    if len(tasks) == 1:
+        return [tasks[0]()]
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = tasks[index]()
+        except BaseException as error:
+            errors.append(error)
+            stop()
+
+    threads = [
+        threading.Thread(target=run, args=(index,), name=f"{name}-{index}")
+        for index in range(len(tasks))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        stop()
+        for thread in threads:
+            thread.join()
+        raise
+    for error in sorted(errors, key=lambda error: isinstance(error, StoppedError)):
+        raise error
+    return [results[index] for index in range(len(tasks))]

@@ -1,0 +1,221 @@
+"""Saves in the background: what the caller may do meanwhile, and where errors go."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint
+from tests.checkpoint.trees import assert_same
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+
+
+class Gate:
+    """A source that is read when the test lets it, and may fail then."""
+
+    dtype = torch.uint8
+    shape = (4,)
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+        self.error = error
+
+    def read(self, start: int, out: memoryview) -> None:
+        self.reached.set()
+        assert self.opened.wait(60)
+        if self.error is not None:
+            raise self.error
+        out[:] = b"gate"
+
+
+def model_state() -> dict[str, Any]:
+    return {
+        "big": torch.randn(5 * MIB),
+        "turned": torch.randn(900, 800).t(),
+        "small": [torch.randn(k) for k in range(20)],
+        "step": 4,
+    }
+
+
+def copy_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **state,
+        "big": state["big"].clone(),
+        "turned": state["turned"].clone(),
+        "small": [tensor.clone() for tensor in state["small"]],
+    }
+
+
+def spoil(state: dict[str, Any]) -> None:
+    state["big"].zero_()
+    state["turned"].zero_()
+    for tensor in state["small"]:
+        tensor.zero_()
+
+
+@pytest.mark.parametrize("num_stripes", [0, 2])
+@pytest.mark.parametrize("staging_bytes", [None, 1 * MIB, 9 * MIB])
+def test_without_a_guard_tensors_may_change_when_the_call_returns(
+    tmp_path: Path, num_stripes: int, staging_bytes: int | None
+) -> None:
+    stripes = [tmp_path / f"ssd{k}" for k in range(num_stripes)]
+    for stripe in stripes:
+        stripe.mkdir()
+    state = model_state()
+    expected = copy_of(state)
+    pending = checkpoint.save_async(
+        state, tmp_path / "step", stripes or None, staging_bytes=staging_bytes
+    )
+    assert pending.staged()
+    spoil(state)
+    info = pending.result()
+    assert pending.done()
+    assert info.nbytes == sum(t.nbytes for t in (expected["big"], expected["turned"])) + 4 * 190
+    assert_same(expected, checkpoint.load(tmp_path / "step"))
+    assert checkpoint.verify(tmp_path / "step").ok
+
+
+def test_with_a_guard_the_next_step_waits_until_the_bytes_are_read(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    gate = Gate()
+    state = {"gate": gate, "weight": weight}
+    for step in range(3):
+        gate.opened.clear()
+        gate.reached.clear()
+        weight.grad = torch.ones(1000)
+        before = weight.detach().clone()
+        pending = checkpoint.save_async(state, tmp_path / "step", guard=optimizer)
+        assert gate.reached.wait(60)
+        assert not pending.staged()
+        assert not pending.done()
+        stepping = threading.Thread(target=optimizer.step)
+        stepping.start()
+        assert torch.equal(weight, before), "the step began before its weight was read"
+        gate.opened.set()
+        stepping.join()
+        assert pending.staged()
+        assert pending.result(60).num_tensors == 2
+        assert torch.equal(weight, before - 1)
+        assert torch.equal(checkpoint.load(tmp_path / "step")["weight"], before), step
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+
+
+def test_an_error_is_raised_by_result_and_only_there(tmp_path: Path) -> None:
+    checkpoint.save({"x": 1}, tmp_path / "step")
+    gate = Gate(RuntimeError("the source is gone"))
+    gate.opened.set()
+    pending = checkpoint.save_async({"gate": gate}, tmp_path / "step")
+    with pytest.raises(RuntimeError, match="the source is gone") as caught:
+        pending.result()
+    assert "background save" in caught.value.__notes__[0]
+    assert pending.done()
+    assert checkpoint.load(tmp_path / "step") == {"x": 1}
+    checkpoint.save({"x": 2}, tmp_path / "step")
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_an_error_nobody_asked_for_is_raised_by_the_next_save(
+    tmp_path: Path, guarded: bool
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    gate = Gate(RuntimeError("the source is gone"))
+    gate.opened.set()
+    guard = optimizer if guarded else None
+    checkpoint.save_async({"gate": gate}, tmp_path / "one", guard=guard).wait_done()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="the source is gone"):
+        checkpoint.save({"x": 1}, tmp_path / "two")
+    assert not (tmp_path / "two").exists()
+    assert not (tmp_path / "one").exists()
+    checkpoint.save({"x": 1}, tmp_path / "two")
+
+
+def test_a_second_save_to_the_path_waits_for_the_first(tmp_path: Path) -> None:
+    gate = Gate()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    first = checkpoint.save_async({"gate": gate}, tmp_path / "step", guard=optimizer)
+    second = threading.Thread(target=checkpoint.save, args=({"x": 2}, tmp_path / "step"))
+    second.start()
+    assert gate.reached.wait(60)
+    assert not first.done()
+    gate.opened.set()
+    second.join()
+    assert first.done()
+    assert checkpoint.load(tmp_path / "step") == {"x": 2}
+
+
+def test_result_can_time_out_and_be_asked_again(tmp_path: Path) -> None:
+    gate = Gate()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    pending = checkpoint.save_async({"gate": gate}, tmp_path / "step", guard=optimizer)
+    with pytest.raises(TimeoutError, match="has not ended"):
+        pending.result(timeout=0)
+    assert not pending.wait_staged(0)
+    gate.opened.set()
+    assert pending.result().num_tensors == 1
+
+
+def test_what_cannot_be_saved_is_refused_by_the_call_itself(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"state\['a'\]"):
+        checkpoint.save_async({"a": object()}, tmp_path / "step")
+    with pytest.raises(TypeError, match="register_step_pre_hook"):
+        checkpoint.save_async({"a": 1}, tmp_path / "step", guard=object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="staging"):
+        checkpoint.save_async({"a": torch.ones(99999)}, tmp_path / "step", staging_bytes=1)
+    assert not (tmp_path / "step").exists()
+
+
+def test_a_guard_can_be_copied_and_saved_after_it_guarded(tmp_path: Path) -> None:
+    import copy
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    checkpoint.save_async({"w": weight}, tmp_path / "step", guard=optimizer).result()
+    copied = copy.deepcopy(optimizer)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    copied.step()
+
+
+AT_EXIT = """
+import sys, torch, checkpoint
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+class Source:
+    dtype, shape = torch.uint8, (1 << 20,)
+    def read(self, start, out):
+        if sys.argv[3] == "fail":
+            raise RuntimeError("the source is gone")
+guard = optimizer if sys.argv[2] == "guard" else None
+dirs = sys.argv[4:] or None
+state = {"x": torch.ones(1 << 22), "s": Source()}
+checkpoint.save_async(state, sys.argv[1], dirs, guard=guard)
+"""
+
+
+@pytest.mark.parametrize("how", ["guard", "copy"])
+def test_a_save_that_runs_at_exit_is_finished(tmp_path: Path, how: str) -> None:
+    stripes = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for stripe in stripes:
+        Path(stripe).mkdir()
+    command = [sys.executable, "-c", AT_EXIT, str(tmp_path / "step"), how, "work", *stripes]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert checkpoint.verify(tmp_path / "step").ok
+
+
+def test_a_failure_nobody_asked_for_is_told_at_exit(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", AT_EXIT, str(tmp_path / "step"), "copy", "fail"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "nobody asked for its result" in done.stderr
+    assert "the source is gone" in done.stderr
+    assert not (tmp_path / "step").exists()
