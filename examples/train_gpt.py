@@ -320,7 +320,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--output", default="demo-output", help="folder for the results (default: %(default)s)")
     add("--nvme", action="append", help="swap directory, one for each SSD (default: in --output)")
-    add("--host-memory", default="640MiB", help="the budget (default: %(default)s)")
+    add("--host-memory", default="256MiB", help="the budget (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--steps", type=int, help=f"in all (default: what takes about {TRAINING_SECONDS} s)")
     add("--layers", type=int, default=8)
