@@ -16,8 +16,9 @@
 
 #define LINE 32
 
-/* How far ahead of its use memory is asked for, in elements. Hardware prefetchers follow each array,
- * but with five to seven of them they come too late. From 64 to 128 it makes no difference. */
+/* How far ahead of its use memory is asked for, in elements. Hardware prefetchers follow each
+ * array, but with five to seven of them they come too late. From 64 to 128 it makes no difference.
+ */
 #define AHEAD 96
 
 /* Which NaN an operation gives differs between machines; what is stored must not. */
