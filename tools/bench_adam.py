@@ -12,10 +12,12 @@ the reads that a cache does of its own before it writes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -162,13 +164,14 @@ def of_torch(arrays: Arrays) -> Iterator[Row]:
 
 def of_deepspeed(arrays: Arrays) -> Iterator[Row]:
     """The same rows for DeepSpeed, where it can be imported; it compiles at its first use."""
-    try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-    except ImportError:
-        return
     parameter = torch.nn.Parameter(arrays.master)
     parameter.grad = arrays.grad
-    step = DeepSpeedCPUAdam([parameter], lr=HYPER.lr, adamw_mode=True).step
+    with contextlib.redirect_stdout(sys.stderr):  # its log would stand before our JSON
+        try:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+        except ImportError:
+            return
+        step = DeepSpeedCPUAdam([parameter], lr=HYPER.lr, adamw_mode=True).step
     yield from in_and_out("deepspeed", step, arrays)
 
 
