@@ -3,6 +3,7 @@
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.export import export_safetensors, write_safetensors
 from checkpoint.loading import list_tensors, load
+from checkpoint.manager import Manager
 from checkpoint.pending import PendingSave
 from checkpoint.records import SaveInfo
 from checkpoint.saving import save, save_async
@@ -14,6 +15,7 @@ __all__ = [
     "ByteSource",
     "CorruptCheckpointError",
     "IncompleteCheckpointError",
+    "Manager",
     "PendingSave",
     "SaveInfo",
     "VerifyReport",

@@ -7,8 +7,6 @@ before the rename removes everything the save made. Follows DESIGN.md, section 6
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +18,9 @@ from checkpoint.coordinator import Coordinator
 from checkpoint.early import EarlyStage
 from checkpoint.filling import Filler
 from checkpoint.leftovers import (
+    clear_leftovers,
     create_generation,
+    locked,
     prune,
     remove_generation,
     temporary_manifest,
@@ -30,7 +30,8 @@ from checkpoint.locate import is_own_manifest
 from checkpoint.manifest import MANIFEST_NAME, encode_manifest
 from checkpoint.planning import FilePlan, StatePlan
 from checkpoint.records import ChunkRecord, FileRecord, Manifest
-from checkpoint.staging import plan_slots
+from checkpoint.space import check_space
+from checkpoint.staging import Slots
 from checkpoint.writer import FileJob, FillingSupply, Supply, Writer
 
 
@@ -46,7 +47,7 @@ class SavePlan:
     stripes: tuple[Path, ...]
     state: StatePlan
     fillers: tuple[Filler, ...]
-    staging_bytes: int
+    slots: tuple[Slots, ...]
 
     @property
     def files(self) -> list[FilePlan]:
@@ -93,8 +94,11 @@ def commit(
     the very last sync fails, the new checkpoint is in place and whole, the old one's data are still
     there, and a power cut may bring either back.
     """
-    with _directory(plan.path), _locked(plan.path), ExitStack() as undo:
+    with _directory(plan.path), locked(plan.path), ExitStack() as undo:
         _check_replaceable(plan.path / MANIFEST_NAME)
+        # 0. Room, with what killed saves left out of the way.
+        clear_leftovers(plan.path)
+        check_space([(plan.root(file), file.layout.nbytes) for file in plan.files])
         # 1. Directories.
         undo.callback(remove_generation, plan.path, plan.uuid)
         directories = create_generation(plan.path, plan.uuid, plan.stripe_directories)
@@ -144,22 +148,6 @@ def _directory(path: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keeps a second save to the same place away, of this process or another, until the end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(
-                error.errno, "another save to this checkpoint is still running", str(path)
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _check_replaceable(manifest: Path) -> None:
     """A file of this name that no save wrote is not ours to replace."""
     if manifest.exists() and not is_own_manifest(manifest):
@@ -181,13 +169,11 @@ def _create_files(plan: SavePlan, engine: Engine, rank: int, undo: ExitStack) ->
 
 
 def _filling(plan: SavePlan) -> list[FillingSupply]:
-    """Supplies that fill as they write, with the staging memory in equal shares."""
-    share = plan.staging_bytes // len(plan.fillers)
-    slots = [plan_slots(filler.plan.layout.nbytes, share) for filler in plan.fillers]
-    with Slab(sum(each.count * each.nbytes for each in slots)) as slab:
+    """Supplies that fill as they write."""
+    with Slab(sum(slots.count * slots.nbytes for slots in plan.slots)) as slab:
         return [
-            FillingSupply(filler, each, slab)
-            for filler, each in zip(plan.fillers, slots, strict=True)
+            FillingSupply(filler, slots, slab)
+            for filler, slots in zip(plan.fillers, plan.slots, strict=True)
         ]
 
 

@@ -10,14 +10,18 @@ id of their generation.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from aio import sync_directory
+from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoint.locate import read_manifest
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.validation import is_data_file_name, is_uuid
 
@@ -73,8 +77,11 @@ def remove_generation(checkpoint: Path, uuid: str) -> None:
     temporary_manifest(checkpoint, uuid).unlink(missing_ok=True)
 
 
-def prune(checkpoint: Path, keep: str) -> None:
-    """Removes every generation but one. What cannot be removed is a warning: the save is done."""
+def prune(checkpoint: Path, keep: str | None) -> None:
+    """Removes every generation but one, or all of them.
+
+    What cannot be removed is a warning: the save itself is done.
+    """
     for uuid in generations(checkpoint):
         if uuid == keep:
             continue
@@ -82,6 +89,16 @@ def prune(checkpoint: Path, keep: str) -> None:
             remove_generation(checkpoint, uuid)
         except OSError as error:
             logger.warning("%s: cannot remove what save %s left: %s", checkpoint, uuid, error)
+
+
+def clear_leftovers(checkpoint: Path) -> None:
+    """Removes what killed saves left; nothing where a damaged manifest hides what counts."""
+    try:
+        prune(checkpoint, keep=read_manifest(checkpoint).uuid)
+    except IncompleteCheckpointError:
+        prune(checkpoint, keep=None)
+    except CorruptCheckpointError as error:
+        logger.warning("%s is damaged and will be replaced: %s", checkpoint, error)
 
 
 def generations(checkpoint: Path) -> list[str]:
@@ -121,3 +138,34 @@ def _remove_data_directory(directory: Path) -> None:
         if is_data_file_name(entry.name) and not entry.is_dir(follow_symlinks=False):
             Path(entry.path).unlink(missing_ok=True)
     directory.rmdir()
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps a second save to the same place away, of this process or another, until the end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                error.errno, "another save to this checkpoint is still running", str(path)
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Removes a checkpoint, its data wherever they are, and its directory if nothing else is there.
+
+    The manifest goes first, durably: what is left of an interrupted removal is no checkpoint.
+    Raises BlockingIOError if a save to it is running, OSError for what will not go.
+    """
+    with locked(checkpoint):
+        (checkpoint / MANIFEST_NAME).unlink(missing_ok=True)
+        sync_directory(checkpoint)
+        for uuid in generations(checkpoint):
+            remove_generation(checkpoint, uuid)
+        if not any(checkpoint.iterdir()):
+            checkpoint.rmdir()

@@ -46,6 +46,11 @@ def _read_regular_file(path: Path, limit: int) -> bytes:
         return file.read(limit + 1)
 
 
+def is_finished(checkpoint: Path) -> bool:
+    """Whether some save to this path has finished, whatever has become of it since."""
+    return (checkpoint / MANIFEST_NAME).exists()
+
+
 def is_own_manifest(path: Path) -> bool:
     """Whether a file that may be damaged began its life as the manifest of a checkpoint."""
     with path.open("rb") as file:

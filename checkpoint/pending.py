@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from checkpoint.records import SaveInfo
@@ -17,14 +18,18 @@ logger = logging.getLogger(__name__)
 
 
 class PendingSave:
-    """A save on its way to `path`."""
+    """A save on its way to `path`.
 
-    def __init__(self, path: Path) -> None:
+    `after`, if given, is called on the save's own thread when it has succeeded, before it is done.
+    """
+
+    def __init__(self, path: Path, after: Callable[[], None] | None = None) -> None:
         self.path = path
         self._staged = threading.Event()
         self._done = threading.Event()
         self._info: SaveInfo | None = None
         self._error: BaseException | None = None
+        self._after = after
 
     def done(self) -> bool:
         """Whether the save has ended, in a durable checkpoint or in an error. Never blocks."""
@@ -67,8 +72,13 @@ class PendingSave:
             self._error = outcome
         else:
             self._info = outcome
-        _registry.ended(self, failed=self._error is not None)
         self._staged.set()
+        if self._after is not None and self._error is None:
+            try:
+                self._after()
+            except Exception:
+                logger.exception("after the background save to %s", self.path)
+        _registry.ended(self, failed=self._error is not None)
         self._done.set()
 
     @property
@@ -112,13 +122,13 @@ class _Registry:
 _registry = _Registry()
 
 
-def begin(path: Path) -> PendingSave:
+def begin(path: Path, after: Callable[[], None] | None = None) -> PendingSave:
     """Registers a save, after the one to the same path has ended.
 
     Raises the error of an earlier background save that nobody has asked for yet.
     """
     settle(path)
-    pending = PendingSave(path)
+    pending = PendingSave(path, after)
     _registry.started(pending)
     return pending
 

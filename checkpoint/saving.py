@@ -21,7 +21,7 @@ from checkpoint.memory import available_bytes
 from checkpoint.pending import PendingSave, begin, settle
 from checkpoint.planning import plan_files, plan_state
 from checkpoint.records import SaveInfo
-from checkpoint.staging import MAX_SLOT_BYTES
+from checkpoint.staging import MAX_SLOT_BYTES, plan_slots
 
 STAGING_BYTES = 256 << 20
 """Host memory that a save or a load may take beyond the tensors themselves."""
@@ -78,13 +78,27 @@ def save_async(
 
     Raises TypeError and ValueError as `save`, and TypeError for a guard that cannot wait.
     """
+    return start_save(state, path, stripe_dirs, guard, engine, staging_bytes=staging_bytes)
+
+
+def start_save(
+    state: object,
+    path: PathLike,
+    stripe_dirs: Sequence[PathLike] | None,
+    guard: Guard | None,
+    engine: Engine | None,
+    *,
+    staging_bytes: int | None = None,
+    after: Callable[[], None] | None = None,
+) -> PendingSave:
+    """`save_async`, with something to do on its thread `after` it has succeeded."""
     started = time.perf_counter()
     if guard is not None:
         check_guard(guard)
     plan = plan_save(state, path, stripe_dirs, SingleProcess(), staging_bytes or STAGING_BYTES)
     settle(plan.path)
     early = EarlyStage(plan.fillers, _budget(plan, staging_bytes)) if guard is None else None
-    pending = begin(plan.path)
+    pending = begin(plan.path, after)
     if guard is not None:
         hold_back(guard, pending)
 
@@ -151,8 +165,15 @@ def plan_save(
     uuid = coordinator.broadcast(_new_uuid(target))
     weights = [1.0] * max(len(stripes), 1)
     files = plan_files(state_plan, uuid=uuid, rank=coordinator.rank, weights=weights)
-    fillers = [Filler(file, state_plan.sources_of(file)) for file in files]
-    return SavePlan(target, uuid, stripes, state_plan, tuple(fillers), staging_bytes)
+    share = staging_bytes // len(files)
+    return SavePlan(
+        path=target,
+        uuid=uuid,
+        stripes=stripes,
+        state=state_plan,
+        fillers=tuple(Filler(file, state_plan.sources_of(file)) for file in files),
+        slots=tuple(plan_slots(file.layout.nbytes, share) for file in files),
+    )
 
 
 def _stripes(stripe_dirs: Sequence[PathLike] | None) -> tuple[Path, ...]:

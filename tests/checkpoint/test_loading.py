@@ -198,9 +198,10 @@ def test_a_load_during_saves_to_the_same_path_gives_one_of_them(tmp_path: Path) 
     assert seen == sorted(seen)
 
 
-def test_staging_memory_bounds_what_sources_and_sinks_see(tmp_path: Path) -> None:
+def test_too_little_staging_memory_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="raise staging_bytes"):
-        checkpoint.save({"x": 1}, tmp_path / "step", staging_bytes=4096)
+        checkpoint.save({"x": torch.ones(5000)}, tmp_path / "step", staging_bytes=4096)
+    assert not (tmp_path / "step").exists()
 
 
 @pytest.mark.gpu

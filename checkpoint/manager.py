@@ -1,0 +1,157 @@
+"""`Manager`: a series of checkpoints by step, the old ones removed, the damaged ones passed over.
+
+Every checkpoint is `<root>/step-<step>`. Which is the latest is found by reading manifests; there
+is no file that points to it and could point wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aio import Engine
+from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoint.guard import Guard
+from checkpoint.leftovers import remove_checkpoint
+from checkpoint.loading import load
+from checkpoint.locate import check_data_file, is_finished, read_manifest
+from checkpoint.pending import PendingSave
+from checkpoint.records import SaveInfo
+from checkpoint.saving import PathLike, save, start_save
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+
+
+class Manager:
+    """Checkpoints of one run under `root`, made if missing.
+
+    The newest `keep` are kept (None: all), and besides them every one whose step is a multiple of
+    `keep_every`. Older ones are removed when a new one is durable. `stripe_dirs` and `engine` are
+    as in `save`. Not for several processes at once on one root.
+    """
+
+    def __init__(
+        self,
+        root: PathLike,
+        stripe_dirs: Sequence[PathLike] | None = None,
+        keep: int | None = 3,
+        *,
+        keep_every: int | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep} would remove what was just saved; give 1 or more")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every={keep_every} is not a number of steps")
+        self.root = Path(root).resolve()
+        self._stripe_dirs = stripe_dirs
+        self._keep = keep
+        self._keep_every = keep_every
+        self._engine = engine
+        self._pending: PendingSave | None = None
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is or would be."""
+        if step < 0 or type(step) is not int:
+            raise ValueError(f"step={step!r} is not a number of steps")
+        return self.root / f"step-{step}"
+
+    def save(self, step: int, state: object) -> SaveInfo:
+        """Saves the state of a step, then removes what is not to be kept. Raises as `save`."""
+        path = self.path(step)
+        self._settle()
+        info = save(state, path, self._stripe_dirs, self._engine)
+        self._retire()
+        return info
+
+    def save_async(self, step: int, state: object, guard: Guard | None = None) -> PendingSave:
+        """Saves in the background; see `checkpoint.save_async`.
+
+        A save of this manager that is still running is waited for. What is not to be kept is
+        removed when the new one is durable.
+        """
+        path = self.path(step)
+        self._settle()
+        self._pending = start_save(
+            state, path, self._stripe_dirs, guard, self._engine, after=self._retire
+        )
+        return self._pending
+
+    def steps(self) -> list[int]:
+        """Steps that can be loaded, ascending: their manifests are valid, their files are there.
+
+        Others are passed over with a warning that says what is wrong with them.
+        """
+        return [step for step in self._found() if self._is_valid(step)]
+
+    def latest(self) -> int | None:
+        """The newest step that can be loaded; None if there is none."""
+        return next((step for step in reversed(self._found()) if self._is_valid(step)), None)
+
+    def load(self, step: int | None = None, **options: Any) -> Any:
+        """Loads a step, or the newest one that is whole; `options` are those of `load`.
+
+        Without a step, one whose data turn out to be damaged is passed over with a warning for the
+        one before. Raises FileNotFoundError if there is none to load, and what `load` raises.
+        """
+        if step is not None:
+            return load(self.path(step), **options)
+        for candidate in reversed(self._found()):
+            try:
+                return load(self.path(candidate), **options)
+            except (FileNotFoundError, IncompleteCheckpointError):
+                continue
+            except CorruptCheckpointError as error:
+                _pass_over(self.path(candidate), error)
+        raise FileNotFoundError(2, "there is no checkpoint to load", str(self.root))
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            self._pending.wait_done()
+            self._pending = None
+
+    def _found(self) -> list[int]:
+        """Every step there is something of."""
+        if not self.root.is_dir():
+            return []
+        matches = (_NAME.fullmatch(entry.name) for entry in self.root.iterdir())
+        return sorted(int(match[1]) for match in matches if match is not None)
+
+    def _is_valid(self, step: int) -> bool:
+        path = self.path(step)
+        try:
+            manifest = read_manifest(path)
+            for file in manifest.files:
+                check_data_file(manifest, path, file)
+        except (FileNotFoundError, IncompleteCheckpointError):
+            # Removed since it was listed; or a save that runs or was killed, which is no damage.
+            return False
+        except CorruptCheckpointError as error:
+            _pass_over(path, error)
+            return False
+        return True
+
+    def _retire(self) -> None:
+        """Removes what is not to be kept, and what killed saves left.
+
+        Damaged checkpoints stay, for somebody to look at.
+        """
+        unfinished = [step for step in self._found() if not is_finished(self.path(step))]
+        old = [] if self._keep is None else self.steps()[: -self._keep]
+        dispensable = [step for step in old if not self._keep_every or step % self._keep_every]
+        for step in sorted(unfinished + dispensable):
+            try:
+                remove_checkpoint(self.path(step))
+            except BlockingIOError:  # it is being saved
+                continue
+            except OSError as error:
+                logger.warning("%s: cannot be removed: %s", self.path(step), error)
+
+
+def _pass_over(path: Path, error: ValueError) -> None:
+    logger.warning("%s is passed over: %s", path, error)

@@ -1,0 +1,175 @@
+"""Series of checkpoints: what is kept, what is passed over, what is cleaned up."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import checkpoint
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((5000,), float(step)), "step": step}
+
+
+def damage_data(path: Path) -> None:
+    (file,) = path.rglob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(4096)
+        opened.write(b"damage")
+
+
+def names(root: Path) -> set[str]:
+    return {entry.name for entry in root.iterdir()}
+
+
+def test_an_empty_root_has_nothing_to_load(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path / "run")
+    assert manager.steps() == []
+    assert manager.latest() is None
+    with pytest.raises(FileNotFoundError, match="run"):
+        manager.load()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_newest_are_kept_and_every_nth(tmp_path: Path, background: bool) -> None:
+    stripes = [tmp_path / "a", tmp_path / "b"]
+    for stripe in stripes:
+        stripe.mkdir()
+    manager = checkpoint.Manager(tmp_path / "run", stripes, keep=2, keep_every=40)
+    for step in range(0, 110, 10):
+        if background:
+            manager.save_async(step, state(step)).result()
+        else:
+            manager.save(step, state(step))
+    assert manager.steps() == [0, 40, 80, 90, 100]
+    assert names(tmp_path / "run") == {f"step-{k}" for k in manager.steps()}
+    assert len(list(stripes[0].iterdir())) == 5, "the data of removed ones is gone too"
+    assert manager.latest() == 100
+    assert manager.load()["step"] == 100
+    assert manager.load(40, only="step") == {"step": 40}
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(1, {"x": 1})
+    manager.save(1, {"x": 2})
+    assert manager.steps() == [1]
+    assert manager.load() == {"x": 2}
+
+
+def test_damaged_ones_are_reported_and_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=10)
+    for step in range(1, 7):
+        manager.save(step, state(step))
+    (manager.path(6) / "manifest.json").write_text("{}")
+    os.truncate(next(manager.path(5).rglob("*.safetensors")), 4096)
+    shutil.rmtree(manager.path(4) / next(p.name for p in manager.path(4).iterdir() if p.is_dir()))
+    damage_data(manager.path(3))
+    assert manager.latest() == 3, "its manifest and its files' sizes are as they should be"
+    assert manager.steps() == [1, 2, 3]
+    caplog.clear()
+    assert manager.load()["step"] == 2
+    reported = [record.getMessage() for record in caplog.records]
+    assert [step for step in range(1, 7) if any(f"step-{step} " in text for text in reported)] == [
+        3,
+        4,
+        5,
+        6,
+    ]
+    manager.save(7, state(7))
+    assert {"step-3", "step-6"} <= names(tmp_path), "damaged ones are left for somebody to look at"
+    with pytest.raises(checkpoint.CorruptCheckpointError):
+        manager.load(3)
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    (manager.path(2) / "manifest.json").write_text("{}")
+    manager.save(3, state(3))
+    assert manager.steps() == [1, 3]
+
+
+def test_unfinished_ones_are_removed_and_other_things_left_alone(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path)
+    unfinished = tmp_path / "step-5" / "0badc0de"
+    unfinished.mkdir(parents=True)
+    (unfinished / "r0-0.safetensors").write_bytes(b"part of a file")
+    for name in ("step-x", "step-07", "notes"):
+        (tmp_path / name).mkdir()
+    assert manager.latest() is None
+    manager.save(6, state(6))
+    assert names(tmp_path) == {"step-6", "step-x", "step-07", "notes"}
+
+
+def test_a_step_being_saved_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path)
+
+    class Source:
+        dtype = torch.uint8
+        shape = (3,)
+
+        def read(self, start: int, out: memoryview) -> None:
+            checkpoint.Manager(tmp_path).save(1, state(1))
+
+    manager.save(2, {"x": Source()})
+    assert manager.steps() == [1, 2]
+
+
+def test_a_failed_save_leaves_the_series_as_it_was(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.save(1, state(1))
+
+    class Source:
+        dtype = torch.uint8
+        shape = (3,)
+
+        def read(self, start: int, out: memoryview) -> None:
+            raise RuntimeError("gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        manager.save(2, {"x": Source()})
+    with pytest.raises(RuntimeError, match="gone"):
+        manager.save_async(3, {"x": Source()}).result()
+    assert names(tmp_path) == {"step-1"}
+    assert manager.load()["step"] == 1
+
+
+class Room(NamedTuple):
+    f_bavail: int
+    f_frsize: int
+    f_blocks: int
+
+
+def test_a_save_without_room_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.save(1, state(1))
+    monkeypatch.setattr("os.statvfs", lambda path: Room(2, 4096, 100))
+    with pytest.raises(OSError, match="needs 24576 bytes, 8192 are free") as caught:
+        manager.save(2, state(2))
+    assert caught.value.errno == errno.ENOSPC
+    assert names(tmp_path) == {"step-1"}
+    monkeypatch.setattr("os.statvfs", lambda path: Room(0, 4096, 0))
+    manager.save(2, state(2))
+
+
+def test_nonsense_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep=0"):
+        checkpoint.Manager(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="keep_every=0"):
+        checkpoint.Manager(tmp_path, keep_every=0)
+    for step in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="step="):
+            checkpoint.Manager(tmp_path).save(step, {})  # type: ignore[arg-type]
