@@ -139,6 +139,8 @@ def _check_tiling(tensor: TensorRecord) -> None:
         raise CorruptCheckpointError("its chunks do not add up to it", tensor=tensor.name)
     if len(chunks) < 2 or nbytes == 0:
         return
+    if len({chunk.file for chunk in chunks}) != len(chunks):
+        raise CorruptCheckpointError("two of its chunks in one file", tensor=tensor.name)
     if len(chunks) > _MAX_GENERAL_CHUNKS:
         raise CorruptCheckpointError(f"{len(chunks)} chunks", tensor=tensor.name)
     # Sizes add up and every chunk lies inside: they tile the tensor if no two overlap.

@@ -129,6 +129,7 @@ CHANGES: list[tuple[str, Callable[[Document, Any], None], Any]] = [
         None,
     ),
     ("chunks overlap", lambda d, _: d["tensors"][0]["chunks"][1].update(start=[1]), None),
+    ("in one file", lambda d, _: d["tensors"][0]["chunks"][1].update(file=0), None),
     ("file 9 of", _set(*CHUNK, "file"), 9),
     ("misaligned", _set(*CHUNK, "offset"), 4097),
     ("misaligned", _set(*CHUNK, "offset"), 0),
