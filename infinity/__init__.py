@@ -8,6 +8,7 @@ from infinity.offloading import offload
 from infinity.optimizer import AdamW
 from infinity.planning import Plan, plan
 from infinity.report import Report
+from infinity.tiled import TiledLinear
 from swap.tiers import BudgetError
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Plan",
     "Report",
     "StateReport",
+    "TiledLinear",
     "offload",
     "plan",
 ]

@@ -82,6 +82,8 @@ class Initialisation:
 
     def __init__(self, model: nn.Module, records: Sequence[Record]) -> None:
         self._model = model
+        # Kept now: layers may leave the model while it is offloaded, see ``tiling``.
+        self._modules = list(model.modules())
         self._by_id = {id(record.parameter): record for record in records}
         for name, module in model.named_modules():
             own = list(module.parameters(recurse=False))
@@ -101,7 +103,7 @@ class Initialisation:
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
         done: set[int] = set()
-        for module in self._model.modules():
+        for module in self._modules:
             own = {
                 name: p
                 for name, p in module._parameters.items()

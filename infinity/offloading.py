@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import psutil
 import torch
 from torch import nn
 
 from infinity.buffers import BufferConversion
-from infinity.discovery import Record, least_arena_bytes, records_of
+from infinity.discovery import RESIDENT_ELEMENTS, Record, least_arena_bytes, records_of
 from infinity.loss_scale import LossScale
 from infinity.materialize import fill_all, values_for
 from infinity.model import OffloadedModel
 from infinity.optimizer import AdamW, OffloadedOptimizer, OptimizerFactory, TorchRule
+from infinity.tiling import MIN_TILE_BYTES, Tiling
 from swap.placement import Placement, place
 from swap.rules import AdamRule, FrozenRule, UpdateRule
 from swap.tiered import TieredState
@@ -39,6 +41,7 @@ def offload(
     host_memory: int | str | None = None,
     max_grad_norm: float | None = None,
     weights: str | os.PathLike[str] | None = None,
+    max_parameter_bytes: int | str | None = None,
     overlap: bool = True,
 ) -> Iterator[OffloadedModel]:
     """Train (or run) ``model`` unchanged with its state on NVMe, within the budget, inside the
@@ -56,44 +59,103 @@ def offload(
       ``"8GiB"``.
     - ``max_grad_norm``: clip the gradients of every step to this 2-norm.
     - ``weights``: a safetensors file or folder, or a checkpoint of ours, to take the values from.
+    - ``max_parameter_bytes``: weights of ``nn.Linear`` layers that are larger (in the compute
+      dtype) are cut into tiles inside the block, see ``TiledLinear``; the layers come back after.
     - ``overlap=False`` does one transfer after the other, for measuring what overlap is worth.
 
     On leaving, parameters are real tensors with the trained values again, or on meta if they came
     so. Raises ``ValueError``, ``TypeError``, ``BudgetError`` (with the least budget that works) or
-    ``OSError`` before the model is changed.
+    ``OSError``; the model is as it was then.
     """
-    directories = directories_of(nvme)
     target = _device(device)
-    records = records_of(model, compute_dtype)
-    rule, inner = _rule(optimizer, records)
-    budget = make_budget(host_memory, device_memory, target)
-    check_device_budget(budget, least_arena_bytes(model, records))
-    placement = place(
+    options = _Options(
+        directories=directories_of(nvme),
+        optimizer=optimizer,
+        device=target,
+        compute_dtype=compute_dtype,
+        budget=make_budget(host_memory, device_memory, target),
+        max_grad_norm=max_grad_norm,
+        weights=weights,
+        max_parameter_bytes=parameter_bound(max_parameter_bytes),
+        overlap=overlap,
+    )
+    with ExitStack() as stack:
+        yield _enter(stack, model, options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The arguments of ``offload``, checked one by one."""
+
+    directories: list[str]
+    optimizer: AdamW | OptimizerFactory | None
+    device: torch.device
+    compute_dtype: torch.dtype | None
+    budget: Budget
+    max_grad_norm: float | None
+    weights: str | os.PathLike[str] | None
+    max_parameter_bytes: int | None
+    overlap: bool
+
+
+def _enter(stack: ExitStack, model: nn.Module, options: _Options) -> OffloadedModel:
+    """Offload ``model``; ``stack`` undoes all of it."""
+    dtype = options.compute_dtype
+    records = records_of(model, dtype)
+    values = values_for(model, records, options.weights)
+    if options.max_parameter_bytes is not None:
+        tiling = Tiling(model, records, options.max_parameter_bytes, dtype)
+        stack.enter_context(tiling)
+        records = records_of(model, dtype)
+        values = tiling.values(values, records)
+    rule, inner = _rule(options.optimizer, records)
+    placement = _place(model, records, rule, options)
+    state = _open_state(stack, placement, rule, options)
+    offloaded = OffloadedModel(
+        model,
+        records,
+        state,
+        rule=rule,
+        budget=options.budget,
+        max_grad_norm=options.max_grad_norm,
+        loss_scale=LossScale() if dtype == torch.float16 else None,
+        compute_dtype=dtype,
+        checkpoint_bytes=placement.checkpoint_bytes,
+    )
+    fill_all(state, records, values)
+    stack.enter_context(BufferConversion(model, options.device, dtype, values))
+    offloaded.optimizer = _optimizer(options.optimizer, inner, records, offloaded)
+    offloaded.attach(stack)
+    return offloaded
+
+
+def _place(
+    model: nn.Module, records: Sequence[Record], rule: UpdateRule, options: _Options
+) -> Placement:
+    least_bytes = least_arena_bytes(model, records)
+    check_device_budget(options.budget, least_bytes)
+    return place(
         [record.spec for record in records],
         rule,
-        budget,
-        least_arena_bytes=least_arena_bytes(model, records),
-        separate_device=target.type != "cpu",
+        options.budget,
+        least_arena_bytes=least_bytes,
+        separate_device=options.device.type != "cpu",
     )
-    values = values_for(model, records, weights)
-    with ExitStack() as stack:
-        state = _open_state(stack, placement, rule, directories, target, budget, overlap)
-        offloaded = OffloadedModel(
-            model,
-            records,
-            state,
-            rule=rule,
-            budget=budget,
-            max_grad_norm=max_grad_norm,
-            loss_scale=LossScale() if compute_dtype == torch.float16 else None,
-            compute_dtype=compute_dtype,
-            checkpoint_bytes=placement.checkpoint_bytes,
+
+
+def parameter_bound(max_parameter_bytes: int | str | None) -> int | None:
+    """The argument of ``offload`` in bytes; tiles that count as small parameters, which always
+    stay in memory, would defeat their purpose.
+    """
+    if max_parameter_bytes is None:
+        return None
+    bound = parse_bytes(max_parameter_bytes, name="max_parameter_bytes")
+    if bound < MIN_TILE_BYTES:
+        raise ValueError(
+            f"max_parameter_bytes={bound} is less than {MIN_TILE_BYTES}: parameters of up to "
+            f"{RESIDENT_ELEMENTS} elements always stay in memory, smaller tiles would as well"
         )
-        fill_all(state, records, values)
-        stack.enter_context(BufferConversion(model, target, compute_dtype, values))
-        offloaded.optimizer = _optimizer(optimizer, inner, records, offloaded)
-        offloaded.attach(stack)
-        yield offloaded
+    return bound
 
 
 def make_budget(
@@ -118,7 +180,7 @@ def make_budget(
 
 
 def check_device_budget(budget: Budget, least_bytes: int) -> None:
-    """Raises ``BudgetError`` if the weights that are at work at once do not fit ``device_memory``."""
+    """Raises ``BudgetError`` if weights that are at work at once do not fit ``device_memory``."""
     if budget.device_bytes is not None and budget.device_bytes < least_bytes:
         raise BudgetError(
             f"device_memory={format_bytes(budget.device_bytes)} is too small: the largest block of "
@@ -187,21 +249,15 @@ def _optimizer(
 
 
 def _open_state(
-    stack: ExitStack,
-    placement: Placement,
-    rule: UpdateRule,
-    directories: Sequence[str],
-    device: torch.device,
-    budget: Budget,
-    overlap: bool,
+    stack: ExitStack, placement: Placement, rule: UpdateRule, options: _Options
 ) -> TieredState:
     state = TieredState(
         placement,
         rule,
-        directories,
-        device=device,
-        device_bytes=budget.device_bytes,
-        overlap=overlap,
+        options.directories,
+        device=options.device,
+        device_bytes=options.budget.device_bytes,
+        overlap=options.overlap,
     )
     stack.callback(state.close)
     return state

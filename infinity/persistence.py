@@ -9,7 +9,8 @@ optimizer.<plane>.<name>    lo, master, exp_avg, ... (see ``swap.planes``), in t
 parameter infinity                    step counts, groups, loss scale, random state, small optimizer
 state extra.value                 whatever the caller gave
 
-so ``model.*`` alone is an ordinary set of weights.
+so ``model.*`` alone is an ordinary set of weights. A parameter that is tiled is one leaf, see
+``leaves``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import nn
 
 import checkpoint
 from infinity.discovery import Record
+from infinity.leaves import Leaf, leaves_of
 from infinity.loss_scale import LossScale
 from infinity.optimizer import OffloadedOptimizer, TorchRule
 from swap.kernels import merge_master
@@ -54,23 +56,25 @@ class PlaneBytes:
     """
 
     state: TieredState
-    record: Record
+    leaf: Leaf
     plane: str
     dtype: torch.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.record.shape)
+        return self.leaf.shape
 
     def read(self, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
-        values = self._elements(out)
-        self.state.planes.read(self.record.index, self.plane, start // self.dtype.itemsize, values)
+        values, first = self._elements(out), start // self.dtype.itemsize
+        for part, low, at, length in self.leaf.split(first, values.numel()):
+            self.state.planes.read(part.index, self.plane, low, values[at : at + length])
 
     def write(self, start: int, data: memoryview) -> None:
         """Take ``data`` as the bytes from byte ``start``; whole elements. Raises ``AioError``."""
-        values = self._elements(data)
-        self.state.planes.write(self.record.index, self.plane, start // self.dtype.itemsize, values)
+        values, first = self._elements(data), start // self.dtype.itemsize
+        for part, low, at, length in self.leaf.split(first, values.numel()):
+            self.state.planes.write(part.index, self.plane, low, values[at : at + length])
 
     def _elements(self, data: memoryview) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
@@ -105,18 +109,18 @@ def load(trainee: Trainee, path: str | os.PathLike[str]) -> Any:
 def _sources(trainee: Trainee) -> dict[str, Any]:
     model: dict[str, Any] = dict(persistent_buffers(trainee.model))
     optimizer: dict[str, dict[str, Any]] = {}
-    for record in trainee.records:
-        for plane in _planes(trainee.state, record):
+    for leaf in leaves_of(trainee.model, trainee.records):
+        for plane in _planes(trainee.state, leaf):
             part = model if plane.plane == "weight" else optimizer.setdefault(plane.plane, {})
-            part[record.name] = plane
+            part[leaf.name] = plane
     return {"model": model, "optimizer": optimizer}
 
 
-def _planes(state: TieredState, record: Record) -> list[PlaneBytes]:
-    subgroup = state.layout.segments_of[record.index][0].subgroup
+def _planes(state: TieredState, leaf: Leaf) -> list[PlaneBytes]:
+    subgroup = state.layout.segments_of[leaf.first.index][0].subgroup
     return [
-        PlaneBytes(state, record, name, state.planes.dtype(subgroup, name))
-        for name in state.plane_names(record.index)
+        PlaneBytes(state, leaf, name, state.planes.dtype(subgroup, name))
+        for name in state.plane_names(leaf.first.index)
     ]
 
 
@@ -132,16 +136,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _scalars(trainee: Trainee) -> dict[str, Any]:
     names = {id(record.parameter): record.name for record in trainee.records}
+    leaves = leaves_of(trainee.model, trainee.records)
     scale = trainee.loss_scale_state
     small = trainee.rule.small_state if isinstance(trainee.rule, TorchRule) else {}
     return {
         "format": FORMAT,
-        "steps": {record.name: trainee.steps[record.index] for record in trainee.records},
-        "planes": {
-            record.name: list(trainee.state.plane_names(record.index)) for record in trainee.records
-        },
-        "shapes": {record.name: list(record.shape) for record in trainee.records},
-        "dtypes": {record.name: record.spec.dtype for record in trainee.records},
+        "steps": {leaf.name: trainee.steps[leaf.first.index] for leaf in leaves},
+        "planes": {leaf.name: list(trainee.state.plane_names(leaf.first.index)) for leaf in leaves},
+        "shapes": {leaf.name: list(leaf.shape) for leaf in leaves},
+        "dtypes": {leaf.name: leaf.first.spec.dtype for leaf in leaves},
         "groups": [
             group | {"params": [names[id(parameter)] for parameter in group["params"]]}
             for group in trainee.optimizer.param_groups
@@ -161,7 +164,7 @@ def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[s
     if saved["format"] != FORMAT:
         raise ValueError(f"{path} has format {saved['format']}; this version reads {FORMAT}")
     shapes = saved["shapes"]
-    ours = {record.name: list(record.shape) for record in trainee.records}
+    ours = {leaf.name: list(leaf.shape) for leaf in leaves_of(trainee.model, trainee.records)}
     for name, shape in ours.items():
         if name not in shapes:
             raise ValueError(f"{path} has no parameter {name}, which the model has")
@@ -170,6 +173,12 @@ def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[s
     for name in shapes:
         if name not in ours:
             raise ValueError(f"{path} has a parameter {name}, which the model has not")
+    names = {record.name for record in trainee.records}
+    if isinstance(trainee.rule, TorchRule) and not saved["small_state"].keys() <= names:
+        raise ValueError(
+            f"{path} has optimizer state of layers that were tiled in another way; load it with "
+            "the max_parameter_bytes that it was saved with"
+        )
     groups = trainee.optimizer.param_groups
     if len(saved["groups"]) != len(groups):
         raise ValueError(
@@ -180,21 +189,24 @@ def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[s
 def _load_values(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     same: dict[str, Any] = {"model": dict(persistent_buffers(trainee.model)), "optimizer": {}}
     converted = []
-    for record in trainee.records:
-        for plane in _planes(trainee.state, record):
-            if saved["dtypes"][record.name] != record.spec.dtype and plane.plane in _MASTER:
+    for leaf in leaves_of(trainee.model, trainee.records):
+        is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
+        for plane in _planes(trainee.state, leaf):
+            if is_converted and plane.plane in _MASTER:
                 continue
-            if plane.plane not in saved["planes"][record.name]:
+            if plane.plane not in saved["planes"][leaf.name]:
                 continue
             if plane.plane == "weight":
-                same["model"][record.name] = plane
+                same["model"][leaf.name] = plane
             else:
-                same["optimizer"].setdefault(plane.plane, {})[record.name] = plane
-        if saved["dtypes"][record.name] != record.spec.dtype:
-            converted.append(record)
+                same["optimizer"].setdefault(plane.plane, {})[leaf.name] = plane
+        if is_converted:
+            converted.append(leaf)
     checkpoint.load(path, only=_names_of(same), into=same, staging_bytes=trainee.checkpoint_bytes)
-    for record in converted:
-        trainee.state.fill(record.index, _master(path, record, saved["planes"][record.name]))
+    for leaf in converted:
+        values = _master(path, leaf.name, saved["planes"][leaf.name]).reshape(-1)
+        for part, _, at, length in leaf.split(0, values.numel()):
+            trainee.state.fill(part.index, values[at : at + length])
 
 
 _MASTER = ("weight", "lo", "master")
@@ -215,10 +227,10 @@ def _literal(name: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
-def _master(path: str | os.PathLike[str], record: Record, planes: Sequence[str]) -> torch.Tensor:
+def _master(path: str | os.PathLike[str], name: str, planes: Sequence[str]) -> torch.Tensor:
     """The values of one parameter in the precision of its saved master, read whole."""
-    name = record.name
-    wanted = [f"model.{name}", *(f"optimizer.{p}.{name}" for p in planes if p in _MASTER)]
+    rest = [f"optimizer.{plane}.{name}" for plane in planes if plane in ("lo", "master")]
+    wanted = [f"model.{name}", *rest]
     tree = checkpoint.load(path, only=[_literal(entry) for entry in wanted])
     weight: torch.Tensor = tree["model"][name]
     others = tree.get("optimizer", {})
@@ -234,8 +246,9 @@ def _master(path: str | os.PathLike[str], record: Record, planes: Sequence[str])
 
 def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
     by_name = {record.name: record for record in trainee.records}
-    for name, step in saved["steps"].items():
-        trainee.steps[by_name[name].index] = step
+    for leaf in leaves_of(trainee.model, trainee.records):
+        for part in leaf.parts:
+            trainee.steps[part.index] = saved["steps"][leaf.name]
     for group, values in zip(trainee.optimizer.param_groups, saved["groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
     if trainee.loss_scale_state is not None and saved["loss_scale"] is not None:
@@ -251,8 +264,8 @@ def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
 
 
 def export(trainee: Trainee, folder: str | os.PathLike[str]) -> list[str]:
-    """The weights and persistent buffers as Hugging Face shards with an index; returns the paths."""
+    """Weights and persistent buffers as Hugging Face shards with an index; returns the paths."""
     weights: dict[str, Any] = dict(persistent_buffers(trainee.model))
-    for record in trainee.records:
-        weights[record.name] = _planes(trainee.state, record)[0]
+    for leaf in leaves_of(trainee.model, trainee.records):
+        weights[leaf.name] = _planes(trainee.state, leaf)[0]
     return [os.fspath(file) for file in checkpoint.write_safetensors(weights, folder)]

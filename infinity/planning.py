@@ -12,8 +12,9 @@ from torch import nn
 
 from infinity.bandwidth import Bandwidth, measure
 from infinity.discovery import least_arena_bytes, records_of
-from infinity.offloading import Directories, directories_of, make_budget
+from infinity.offloading import Directories, directories_of, make_budget, parameter_bound
 from infinity.optimizer import AdamW
+from infinity.tiling import Tiling
 from swap.layout import ParameterSpec
 from swap.placement import Placement, place
 from swap.rules import AdamRule
@@ -90,17 +91,20 @@ def plan(
     *,
     compute_dtype: torch.dtype | None = None,
     optimizer: AdamW | None = None,
+    max_parameter_bytes: int | str | None = None,
 ) -> Plan:
     """Where every byte would live, the least budget that works, and the traffic of a step. Changes
     nothing.
 
     A number of parameters stands for a transformer in bfloat16 made of 4096 x 4096 matrices.
-    ``nvme`` directories are measured with a short read and write. Raises ``ValueError`` for
+    ``nvme`` directories are measured with a short read and write. ``compute_dtype``, ``optimizer``
+    and ``max_parameter_bytes`` are as for ``offload``. Raises ``ValueError`` for
     arguments that are out of range.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be 1 or more")
-    specs, arena = _specs(model_or_num_parameters, compute_dtype)
+    bound = parameter_bound(max_parameter_bytes)
+    specs, arena = _specs(model_or_num_parameters, compute_dtype, bound)
     specs = [_slice(spec, world_size) for spec in specs]
     rule = AdamRule(state_dtype=(optimizer or AdamW()).state_dtype)
     budget = make_budget(host_memory, device_memory)
@@ -116,16 +120,20 @@ def plan(
 
 
 def _specs(
-    model: nn.Module | int, compute_dtype: torch.dtype | None
+    model: nn.Module | int, compute_dtype: torch.dtype | None, bound: int | None
 ) -> tuple[list[ParameterSpec], int]:
     if isinstance(model, nn.Module):
         records = records_of(model, compute_dtype)
+        if bound is not None:
+            with Tiling(model, records, bound, compute_dtype):
+                return _specs(model, compute_dtype, None)
         return [record.spec for record in records], least_arena_bytes(model, records)
     if model < 1:
         raise ValueError(f"number of parameters {model} must be 1 or more")
     dtype = compute_dtype or torch.bfloat16
-    sizes = [_TYPICAL_MATRIX] * (model // _TYPICAL_MATRIX)
-    sizes += [model % _TYPICAL_MATRIX] if model % _TYPICAL_MATRIX else []
+    matrix = min(_TYPICAL_MATRIX, (bound or _TYPICAL_MATRIX * dtype.itemsize) // dtype.itemsize)
+    sizes = [matrix] * (model // matrix)
+    sizes += [model % matrix] if model % matrix else []
     specs = [
         ParameterSpec(index=i, name=f"matrix {i}", numel=numel, dtype=dtype, trainable=True)
         for i, numel in enumerate(sizes)
