@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 PACKAGES := $(wildcard aio swap checkpoint infinity)
 CHECKED := $(PACKAGES) $(wildcard tools examples tests) setup.py
 C_FILES := $(wildcard */csrc/*.[ch])
+ALL_C_FILES := $(C_FILES) $(wildcard tests/*/*.[ch])
 BUILD_INPUTS := setup.py pyproject.toml MANIFEST.in $(wildcard */_build.py) $(C_FILES)
 ARGS :=
 ASAN_TREE := build/asan
@@ -57,16 +58,17 @@ check: $(VENV)/built ## Check style, types and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CHECKED)
-	$(if $(C_FILES),$(BIN)/clang-format --dry-run --Werror $(C_FILES))
+	$(BIN)/clang-format --dry-run --Werror $(ALL_C_FILES)
 
 format: $(VENV)/built ## Put Python and C sources into the style that `check` asks for
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
-	$(if $(C_FILES),$(BIN)/clang-format -i $(C_FILES))
+	$(BIN)/clang-format -i $(ALL_C_FILES)
 
-bench: $(VENV)/built ## Run the benchmarks in tools; each prints JSON
-	@for program in $(wildcard tools/bench_*.py); do \
-	    echo "== $$program"; $(BIN)/python "$$program"; done
+bench: $(VENV)/built ## Run the benchmarks in tools; takes half an hour, needs 10 GB of disk
+	mkdir -p build/bench
+	$(BIN)/python tools/bench_adam.py
+	$(BIN)/python tools/bench_offload.py --nvme build/bench --serial
 
 clean: ## Remove everything that `make` made, .venv included
 	rm -rf $(VENV) build dist demo-output *.egg-info
