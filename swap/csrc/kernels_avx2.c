@@ -18,6 +18,13 @@ INLINE floats square_root(floats x) { return _mm256_sqrt_ps(x); }
 
 INLINE bool any_nan(floats x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0; }
 
+INLINE void add_squares(floats x, doubles sums[2]) {
+    __m256d first = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+    __m256d second = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    sums[0] = _mm256_fmadd_pd(first, first, sums[0]);
+    sums[1] = _mm256_fmadd_pd(second, second, sums[1]);
+}
+
 INLINE words widen_unsigned(const uint16_t *from) {
     return (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
 }

@@ -19,6 +19,13 @@ INLINE floats square_root(floats x) { return _mm512_sqrt_ps(x); }
 
 INLINE bool any_nan(floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
 
+INLINE void add_squares(floats x, doubles sums[2]) {
+    __m512d first = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+    __m512d second = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+    sums[0] = _mm512_fmadd_pd(first, first, sums[0]);
+    sums[1] = _mm512_fmadd_pd(second, second, sums[1]);
+}
+
 INLINE words widen_unsigned(const uint16_t *from) {
     return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
 }

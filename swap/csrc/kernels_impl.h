@@ -272,42 +272,26 @@ static void merge(const uint16_t *hi, const int16_t *lo, float *master, int64_t 
     }
 }
 
-/* A sum is kept in LINE lanes, in vectors of half as many doubles as there are floats in one. */
-#define FEW (WIDTH / 2)
-#define NUM_SUMS (LINE / FEW)
-
-INLINE void add_squares(doubles *sums, const float *values) {
-    for (int k = 0; k < NUM_SUMS; k++) {
-        few_floats x;
-        memcpy(&x, values + k * FEW, sizeof x);
-        doubles wide = __builtin_convertvector(x, doubles);
-        sums[k] += wide * wide; /* the square of a float is exact in double */
-    }
+/* Adds the squares of the line at index i to one lane for each of its elements. The square of a
+ * float is exact in double, so that it does not matter where one is fused with its addition. */
+INLINE void add_line(enum swap_float kind, const void *values, int64_t i, doubles *lanes) {
+    for (int at = 0; at < LINE; at += WIDTH)
+        add_squares(load_as(kind, values, i + at), lanes + 2 * at / WIDTH);
 }
 
 INLINE double sum_lines(enum swap_float kind, const void *values, int64_t begin, int64_t end) {
-    doubles sums[NUM_SUMS] = {{0.0}};
-    float line[LINE];
-    int64_t at = begin;
-    for (; at + LINE <= end; at += LINE) {
-        if (kind == SWAP_F32) {
-            add_squares(sums, (const float *)values + at);
-            continue;
-        }
-        for (int i = 0; i < LINE; i += WIDTH)
-            store(load_as(kind, values, at + i), line + i);
-        add_squares(sums, line);
-    }
-    if (at < end) {
+    doubles vectors[2 * LINE / WIDTH] = {{0.0}};
+    double lanes[LINE];
+    int64_t i = begin;
+    for (; i + LINE <= end; i += LINE)
+        add_line(kind, values, i, vectors);
+    if (i < end) {
         const size_t size = kind == SWAP_F32 ? 4 : 2;
         union line partial = {{0.0f}};
-        memcpy(&partial, (const char *)values + (size_t)at * size, (size_t)(end - at) * size);
-        for (int i = 0; i < LINE; i += WIDTH)
-            store(load_as(kind, &partial, i), line + i);
-        add_squares(sums, line);
+        memcpy(&partial, (const char *)values + (size_t)i * size, (size_t)(end - i) * size);
+        add_line(kind, &partial, 0, vectors);
     }
-    double lanes[LINE];
-    memcpy(lanes, sums, sizeof lanes);
+    memcpy(lanes, vectors, sizeof lanes);
     for (int width = LINE / 2; width > 0; width /= 2)
         for (int lane = 0; lane < width; lane++)
             lanes[lane] += lanes[lane + width];

@@ -12,6 +12,12 @@ INLINE floats square_root(floats x) { return vsqrtq_f32(x); }
 
 INLINE bool any_nan(floats x) { return vminvq_u32(vceqq_f32(x, x)) == 0; }
 
+INLINE void add_squares(floats x, doubles sums[2]) {
+    float64x2_t first = vcvt_f64_f32(vget_low_f32(x)), second = vcvt_high_f64_f32(x);
+    sums[0] = vfmaq_f64(sums[0], first, first);
+    sums[1] = vfmaq_f64(sums[1], second, second);
+}
+
 INLINE words widen_unsigned(const uint16_t *from) { return vmovl_u16(vld1_u16(from)); }
 
 INLINE words widen_signed(const int16_t *from) { return (words)vmovl_s16(vld1_s16(from)); }

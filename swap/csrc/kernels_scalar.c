@@ -76,6 +76,13 @@ INLINE bool any_nan(floats x) {
     return any;
 }
 
+INLINE void add_squares(floats x, doubles sums[2]) {
+    for (int lane = 0; lane < WIDTH; lane++) {
+        double value = (double)x[lane];
+        sums[lane / (WIDTH / 2)][lane % (WIDTH / 2)] += value * value;
+    }
+}
+
 INLINE words widen_unsigned(const uint16_t *from) {
     uint16_t halves[WIDTH];
     memcpy(halves, from, sizeof halves);

@@ -6,6 +6,8 @@
  *     floats fused(floats a, floats b, floats c)         a * b + c, rounded once
  *     floats square_root(floats x)
  *     bool any_nan(floats x)
+ *     void add_squares(floats x, doubles sums[2])         of the first and of the second half of x;
+ *                                                         exact but for the rounding of the sums
  *     words widen_unsigned(const uint16_t *from)          WIDTH elements each, at any address
  *     words widen_signed(const int16_t *from)
  *     void narrow(words bits, void *to)                   the low halves
@@ -22,8 +24,7 @@
 
 typedef float floats __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t words __attribute__((vector_size(4 * WIDTH)));
-typedef double doubles __attribute__((vector_size(4 * WIDTH)));   /* WIDTH / 2 of them */
-typedef float few_floats __attribute__((vector_size(2 * WIDTH))); /* as many */
+typedef double doubles __attribute__((vector_size(4 * WIDTH))); /* half as many */
 
 #define INLINE static inline __attribute__((always_inline))
 
