@@ -55,7 +55,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         found = self._locate(tensor)
         if found is None:
             version = 0 if tensor.is_inference() else tensor._version
-            return _SavedTensor(tensor, version)
+            # A leaf comes as the parameter itself, whose data may be swapped under it.
+            return _SavedTensor(tensor.detach() if tensor.requires_grad else tensor, version)
         index, offset = found
         return _SavedWeight(index, self.generations[index], tensor.size(), tensor.stride(), offset)
 

@@ -20,6 +20,7 @@ class Arrivals:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._expected: Counter[int] = Counter()
+        self._sent: Counter[int] = Counter()
         self._arrived: Counter[int] = Counter()
         self._complete: set[int] = set()
 
@@ -38,9 +39,13 @@ class Arrivals:
                 found.append(self._layout.subgroups[index])
         return found
 
+    def sent(self, parameter: int) -> None:
+        """A gradient of ``parameter`` is on its way; it arrives later."""
+        self._sent[parameter] += 1
+
     def is_surplus(self, parameter: int) -> bool:
         """Whether another gradient of ``parameter`` would be one more than expected."""
-        return self._arrived[parameter] >= self._expected[parameter]
+        return self.is_predictable and self._sent[parameter] >= self._expected[parameter]
 
     def end_step(self) -> None:
         """The counts of this step are what the next one is expected to repeat."""
@@ -49,6 +54,7 @@ class Arrivals:
 
     def forget(self) -> None:
         """The gradients were cleared without a step."""
+        self._sent = Counter()
         self._arrived = Counter()
         self._complete = set()
 

@@ -222,8 +222,10 @@ class TieredState:
         """
         for other in self._neighbours[parameter]:
             self.weights.wait_until_updated(other)
-        if self._early_fed and self._arrivals.is_surplus(parameter):
+        if self._arrivals.is_surplus(parameter):
+            self.collect_gradients()
             self.drop_early()
+        self._arrivals.sent(parameter)
         if self.inbox is not None and gradient.device == self.device:
             self.inbox.add(parameter, gradient)
         else:

@@ -144,7 +144,11 @@ class WeightCache:
                 entry = self._entries.get(parameter)
         if entry is None or entry.missing or not _wait_for(entry):
             return False
-        out.copy_(entry.weight[segment.start : segment.start + segment.length])
+        assert self._arena is not None
+        with self._changed:
+            self._arrive(entry)
+        weight = self._arena.ready(entry)
+        out.copy_(weight[segment.start : segment.start + segment.length])
         if segment.start + segment.length == entry.spec.numel:
             with self._changed:
                 self._stale.pop(parameter, None)
@@ -371,8 +375,8 @@ class WeightCache:
         while True:
             try:
                 entry = self._arena.new(spec, landing=landing)
-                self._owners[entry.weight.untyped_storage()._cdata] = parameter
                 self._forget_dead_storages()
+                self._owners[entry.weight.untyped_storage()._cdata] = parameter
                 return entry
             except SlabFullError as full:
                 if self._evict_one(sooner_than):

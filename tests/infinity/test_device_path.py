@@ -1,0 +1,80 @@
+"""The path to a device and back, with a device that is host memory: as on CUDA, but for streams."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity import offloading
+from swap.device import HostLink
+from swap.placement import Placement
+from swap.tiered import TieredState
+from swap.tiers import Budget
+from tests.support.models import Gpt, token_loss
+from tests.support.training import (
+    WHOLE,
+    Outcome,
+    assert_same_runs,
+    budgets,
+    train,
+)
+
+_DEVICE_BYTES = 3 << 20
+
+
+@pytest.fixture
+def separate_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Offloading computes from an arena of its own, reached by copies alone."""
+    place, make_budget = offloading.place, offloading.make_budget
+
+    def place_apart(*arguments: Any, **options: Any) -> Placement:
+        return place(*arguments, **(options | {"separate_device": True}))
+
+    def bounded(*arguments: Any) -> Budget:
+        return replace(make_budget(*arguments), device_bytes=_DEVICE_BYTES)
+
+    def link(self: TieredState, undo: ExitStack) -> HostLink:
+        return HostLink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offloading, "place", place_apart)
+        patch.setattr(offloading, "make_budget", bounded)
+        patch.setattr(TieredState, "_make_link", link)
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.3])
+def test_training_on_a_separate_device_has_the_same_bits(
+    tmp_path: Path,
+    dtype: torch.dtype,
+    max_grad_norm: float | None,
+    request: pytest.FixtureRequest,
+) -> None:
+    options: dict[str, Any] = {"compute_dtype": dtype, "max_grad_norm": max_grad_norm}
+    runs: dict[str, Outcome] = {
+        "in memory": train(Gpt, token_loss, tmp_path, host_memory=WHOLE, steps=6, **options)
+    }
+    request.getfixturevalue("separate_device")
+    for name, host_memory in budgets(Gpt, tmp_path, **options).items():
+        runs[name] = train(Gpt, token_loss, tmp_path, host_memory=host_memory, steps=6, **options)
+    assert runs["least"].read_bytes > 0
+    assert_same_runs(runs)
+
+
+def test_device_budget_holds_while_weights_pass_through(
+    tmp_path: Path, separate_device: None
+) -> None:
+    model = Gpt()
+    with infinity.offload(model, tmp_path, host_memory=WHOLE) as offloaded:
+        for step in range(3):
+            token_loss(model, step).backward()
+            offloaded.step()
+        arena = offloaded.state.arena
+        assert arena is not None
+        assert 0 < arena.peak_bytes <= _DEVICE_BYTES
