@@ -30,7 +30,6 @@ from swap.stages import Step
 from swap.tiered import TieredState
 from swap.tiers import Budget
 
-
 _UNCLIPPED_STEPS = 4
 """After so many steps in a row without clipping, the next one is expected not to clip either."""
 
@@ -339,7 +338,7 @@ class OffloadedModel:
         return self.state.gradients.norm() / self.loss_scale * self._clip_factor
 
     def _options(self) -> dict[int, Mapping[str, Any]]:
-        """The options of every parameter's group, copied: a later change belongs to a later step."""
+        """The options of every parameter's group, copied: later changes are for later steps."""
         options: dict[int, Mapping[str, Any]] = {}
         for group in self.optimizer.param_groups:
             frozen = {key: value for key, value in group.items() if key != "params"}

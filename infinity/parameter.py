@@ -79,7 +79,7 @@ _ALLOWED = tuple(getattr(torch.Tensor, name) for name in _METADATA)
 def become_offloaded(
     parameter: Any, index: int, gradients: Gradients, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Give ``parameter`` its offloaded class and a placeholder for data; it stays the same object."""
+    """Give ``parameter`` its offloaded class and a placeholder; it stays the same object."""
     face = placeholder(parameter.shape, dtype, device)
     if parameter.is_meta:
         # A meta tensor cannot take real data; the object can take the place of one that does.

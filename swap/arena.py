@@ -52,7 +52,7 @@ class Arena(Protocol):
     uses_home: bool
 
     def new(self, spec: ParameterSpec, *, landing: bool) -> Entry:
-        """An empty entry, with a landing buffer if reads will go to it; raises ``SlabFullError``."""
+        """An empty entry, with a landing buffer for reads if asked; raises ``SlabFullError``."""
 
     def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
         """Copy host ``values`` to elements from ``start``; they must stay until ``ready``."""
