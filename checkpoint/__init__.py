@@ -9,6 +9,7 @@ from checkpoint.records import SaveInfo
 from checkpoint.saving import save, save_async
 from checkpoint.sources import ByteSink, ByteSource
 from checkpoint.verifying import VerifyReport, verify
+from checkpoint.views import open_zarr, write_references
 
 __all__ = [
     "ByteSink",
@@ -22,8 +23,10 @@ __all__ = [
     "export_safetensors",
     "list_tensors",
     "load",
+    "open_zarr",
     "save",
     "save_async",
     "verify",
+    "write_references",
     "write_safetensors",
 ]

@@ -9,23 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from aio import Engine, Slab, sync_directory
-from checkpoint.assembly import TensorView, view_of
-from checkpoint.boxes import contiguous_strides
+from checkpoint.assembly import view_of
 from checkpoint.datafile import Entry, plan_packed_file
 from checkpoint.filling import Filler
 from checkpoint.leftovers import write_durably
 from checkpoint.locate import read_manifest
 from checkpoint.opened import OpenCheckpoint
 from checkpoint.planning import FilePlan
-from checkpoint.records import TensorRecord
 from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.selection import Selection
 from checkpoint.sources import Source, source_of
@@ -62,39 +56,11 @@ def export_safetensors(
         for name, (where, node) in data_nodes(manifest.tree).items():
             if selection.wants(name) and name.startswith(prefix):
                 view = view_of(manifest, where, node)
-                tensors[name.removeprefix(prefix)] = _stored(opened, view)
+                tensors[name.removeprefix(prefix)] = opened.source(view)
         selection.check_matched()
         if not tensors:
             raise ValueError(f"prefix={prefix!r} is the beginning of no name in {checkpoint}")
         return write_safetensors(tensors, folder, max_shard_bytes=max_shard_bytes)
-
-
-def _stored(opened: OpenCheckpoint, view: TensorView) -> Any:
-    """A leaf of the checkpoint as something that `write_safetensors` takes."""
-    record = opened.manifest.tensors[view.index]
-    if view.is_whole or view.strides in (None, contiguous_strides(view.shape)):
-        return _StoredRange(opened, record, view.offset, view.dtype, view.shape)
-    # Elements that lie apart in another tensor: they are picked out of it in memory.
-    whole = np.empty(record.nbytes, np.uint8)
-    opened.read(record, 0, whole.data)
-    storage = torch.from_numpy(whole).untyped_storage()
-    offset = view.offset // view.dtype.itemsize
-    empty = torch.empty(0, dtype=view.dtype)
-    return empty.set_(storage, offset, view.shape, view.strides or ())
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredRange:
-    """A byte source over the bytes of a stored tensor from `offset` on."""
-
-    opened: OpenCheckpoint
-    record: TensorRecord
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def read(self, start: int, out: memoryview) -> None:
-        self.opened.read(self.record, self.offset + start, out)
 
 
 def write_safetensors(

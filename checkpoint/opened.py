@@ -7,18 +7,23 @@ pieces of one block cost one read. Thread-safe.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from aio import Engine, File
-from checkpoint.boxes import flat_first
+from checkpoint.assembly import TensorView
+from checkpoint.boxes import contiguous_strides, flat_first, span_elements
 from checkpoint.checksum import CRC_BLOCK_BYTES, crc32c
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.locate import check_data_file
 from checkpoint.records import ChunkRecord, Manifest, TensorRecord
+from checkpoint.sources import ByteSource, tensor_source
 
 _KEPT_BYTES = 64 << 20
 
@@ -26,7 +31,7 @@ Block = npt.NDArray[np.uint8]
 
 
 class OpenCheckpoint:
-    """Reads ranges of stored tensors. Close it, or use it as a context manager.
+    """Reads ranges of stored tensors. Closed by `close`, at the end of a `with`, or when forgotten.
 
     The files stay readable when another save takes the checkpoint's place meanwhile.
     """
@@ -37,6 +42,7 @@ class OpenCheckpoint:
         self._engine = Engine(lanes=1)
         self._files: list[File] = []
         self._blocks: OrderedDict[tuple[int, int, int], Block] = OrderedDict()
+        self._closed = weakref.finalize(self, _close, self._files, self._engine)
         self._lock = threading.Lock()
         try:
             for record in manifest.files:
@@ -101,11 +107,16 @@ class OpenCheckpoint:
             )
         return block
 
+    def source(self, view: TensorView) -> ByteSource:
+        """A leaf of the checkpoint as a byte source, verified as it is read."""
+        record = self.manifest.tensors[view.index]
+        if view.is_whole or view.strides in (None, contiguous_strides(view.shape)):
+            return _StoredRange(self, record, view.offset, view.dtype, view.shape)
+        return _PickedView(self, record, view, view.dtype, view.shape)
+
     def close(self) -> None:
         """Closes the files. Idempotent."""
-        for file in self._files:
-            file.close()
-        self._engine.close()
+        self._closed()
         self._blocks.clear()
 
     def __enter__(self) -> OpenCheckpoint:
@@ -113,6 +124,12 @@ class OpenCheckpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close(files: list[File], engine: Engine) -> None:
+    for file in files:
+        file.close()
+    engine.close()
 
 
 def _copy_box(
@@ -130,3 +147,39 @@ def _copy_box(
         at = places + byte
         mine = (at >= start) & (at < last)
         target[at[mine] - start] = data[byte::itemsize][mine]
+
+
+@dataclass(slots=True)
+class _StoredRange:
+    """The bytes of a stored tensor from `offset` on."""
+
+    opened: OpenCheckpoint
+    record: TensorRecord
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, start: int, out: memoryview) -> None:
+        self.opened.read(self.record, self.offset + start, out)
+
+
+@dataclass(slots=True)
+class _PickedView:
+    """Elements that lie apart in another tensor; each read reads what lies between them too."""
+
+    opened: OpenCheckpoint
+    record: TensorRecord
+    view: TensorView
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, start: int, out: memoryview) -> None:
+        strides = self.view.strides or ()
+        nbytes = span_elements(self.shape, strides) * self.dtype.itemsize
+        span = np.empty(nbytes, np.uint8)
+        self.opened.read(self.record, self.view.offset, span.data)
+        empty = torch.empty(0, dtype=self.dtype)
+        storage = torch.from_numpy(span).untyped_storage()
+        source = tensor_source(empty.set_(storage, 0, self.shape, strides))
+        assert source.read is not None
+        source.read(start, out)

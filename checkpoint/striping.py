@@ -4,8 +4,8 @@ A large tensor is cut into one contiguous row range per stripe, in proportion to
 still lacks, so that rounding to rows evens out over tensors; a small one stays whole.
 
 Invariants: the shards of a tensor tile it, at most one in each stripe; a stripe's shards come in
-the order of the tensors; the load of a stripe misses its share by little more than one row or one
-small tensor.
+the order of the tensors; the load of a stripe misses its share by little more than one MiB, one row
+or one small tensor.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ from checkpoint.boxes import Shape, split_dimension
 
 MIN_SHARD_BYTES = 4 << 20
 """A tensor is not cut into parts smaller than this: each is a request and an entry of its own."""
+
+_QUANTA = 4
+
+
+def quantum_rows(row_bytes: int, min_shard_bytes: int = MIN_SHARD_BYTES) -> int:
+    """Tensors are cut at multiples of this many rows, so that a regular grid fits the cuts."""
+    return max(1, min_shard_bytes // _QUANTA // row_bytes)
 
 
 class Part(NamedTuple):
@@ -81,16 +88,18 @@ def _cut(
         return [(emptiest, _whole(index, part))]
     neediest = sorted(range(len(lacks)), key=lacks.__getitem__, reverse=True)[:pieces]
     chosen = sorted(neediest)
-    rows = _proportional(part.shape[axis], [max(lacks[stripe], 1.0) for stripe in chosen])
+    row_bytes = nbytes // part.shape[axis]
+    shares = [max(lacks[stripe], 1.0) for stripe in chosen]
+    rows = _proportional(part.shape[axis], shares, quantum_rows(row_bytes, min_shard_bytes))
     return _row_shards(index, part, axis, list(zip(chosen, rows, strict=True)))
 
 
-def _proportional(rows: int, shares: list[float]) -> list[int]:
+def _proportional(rows: int, shares: list[float], quantum: int) -> list[int]:
     """Splits rows by shares; the cut points are rounded, so that the counts add up."""
     total, before, cuts = sum(shares), 0.0, [0]
     for share in shares:
         before += share
-        cuts.append(min(rows, round(rows * before / total)))
+        cuts.append(min(rows, round(rows * before / total / quantum) * quantum))
     cuts[-1] = rows
     return [high - low for low, high in itertools.pairwise(cuts)]
 

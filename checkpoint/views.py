@@ -1,0 +1,112 @@
+"""Checkpoints as other libraries see them: zarr groups, and references for fsspec."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpoint.assembly import TensorView, view_of
+from checkpoint.boxes import contiguous_strides, flat_first
+from checkpoint.locate import check_data_file, read_manifest
+from checkpoint.opened import OpenCheckpoint
+from checkpoint.records import Manifest
+from checkpoint.saving import PathLike
+from checkpoint.tree import data_nodes
+from checkpoint.zarr_layout import GROUP_METADATA, ArrayLayout, array_layout, node_paths
+
+if TYPE_CHECKING:
+    import zarr
+
+
+def open_zarr(path: PathLike, *, verify: bool = True) -> zarr.Group:
+    """A checkpoint as a read-only zarr group; dots in names are levels of groups.
+
+    Nothing is read but the manifest until an array is indexed; then whole checksum blocks are read
+    and verified, unless `verify` is false. Types that zarr lacks (bfloat16, float8) appear as
+    unsigned integers of their size, with torch's name of the type in the attribute `dtype`.
+
+    Raises what `load` raises for a missing, incomplete or corrupt checkpoint; indexing raises
+    CorruptCheckpointError. Needs zarr 3.
+    """
+    from checkpoint.zarr_store import open_group
+
+    return open_group(Path(path).resolve(), verify=verify)
+
+
+def write_references(path: PathLike, file: PathLike) -> Path:
+    """Writes a reference file with which fsspec and zarr read a checkpoint without this library.
+
+    Open it with `zarr.open_group(fsspec.filesystem("reference", fo=..., asynchronous=True) ...)`;
+    paths in it are absolute. Nothing verifies the bytes then. Leaves whose bytes lie apart in
+    another tensor are not in it.
+
+    Raises what `load` raises for a missing, incomplete or corrupt checkpoint, OSError for `file`.
+    """
+    checkpoint = Path(path).resolve()
+    manifest = read_manifest(checkpoint)
+    with OpenCheckpoint(manifest, checkpoint) as opened:
+        references = _references(opened)
+    templates = {
+        f"f{number}": str(check_data_file(manifest, checkpoint, record))
+        for number, record in enumerate(manifest.files)
+    }
+    target = Path(file)
+    document = {"version": 1, "templates": templates, "refs": references}
+    target.write_text(json.dumps(document))
+    return target
+
+
+def _references(opened: OpenCheckpoint) -> dict[str, Any]:
+    manifest = opened.manifest
+    nodes = data_nodes(manifest.tree)
+    references: dict[str, Any] = {"zarr.json": GROUP_METADATA}
+    for name, place in node_paths(nodes).items():
+        view = view_of(manifest, *nodes[name])
+        if not view.is_whole and view.strides not in (None, contiguous_strides(view.shape)):
+            continue
+        layout = array_layout(view.dtype, view.shape)
+        for end in [index for index, char in enumerate(place) if char == "/"]:
+            references[f"{place[:end]}/zarr.json"] = GROUP_METADATA
+        references[f"{place}/zarr.json"] = layout.metadata()
+        for index in itertools.product(*map(range, layout.grid)):
+            key = "/".join([place, "c", *map(str, index)])
+            references[key] = _reference(opened, view, layout, index)
+    return references
+
+
+def _reference(
+    opened: OpenCheckpoint, view: TensorView, layout: ArrayLayout, index: tuple[int, ...]
+) -> Any:
+    """Where a chunk lies; the bytes themselves if it does not lie in one piece.
+
+    A chunk at the edge of its array must be as long as the others. What follows it in the file does
+    for the rest, since nobody looks at it.
+    """
+    first, nbytes = layout.chunk_range(index)
+    extent = _extent(opened.manifest, view, first, nbytes, layout.chunk_nbytes)
+    if extent is not None:
+        number, offset = extent
+        return [f"{{{{f{number}}}}}", offset, layout.chunk_nbytes]
+    data = bytearray(layout.chunk_nbytes)
+    opened.source(view).read(first, memoryview(data)[:nbytes])
+    return "base64:" + base64.b64encode(data).decode("ascii")
+
+
+def _extent(
+    manifest: Manifest, view: TensorView, first: int, nbytes: int, padded: int
+) -> tuple[int, int] | None:
+    record = manifest.tensors[view.index]
+    first += view.offset
+    for chunk in record.chunks:
+        start = flat_first(record.shape, chunk.start, chunk.shape)
+        if start is None:
+            continue
+        into = first - start * record.element.itemsize
+        if into >= 0 and into + nbytes <= chunk.nbytes:
+            offset = chunk.offset + into
+            fits = offset + padded <= manifest.files[chunk.file].nbytes
+            return (chunk.file, offset) if fits else None
+    return None
