@@ -2,7 +2,7 @@
 
     python tools/bounded_training.py --nvme DIR --limit 2.5GiB --host-memory 1GiB
 
-Starts itself in a cgroup of ``--limit`` bytes (root, cgroup v1 or v2), trains ``--steps`` steps of the
+Starts itself in a cgroup of ``--limit`` bytes (as root), trains ``--steps`` steps of the
 model of ``tools/gpt.py`` in bfloat16, and prints as JSON the losses, the seconds of each step, the
 cgroup's peak and the library's own report. A process that needed more would have been killed.
 """
