@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import checkpoint
 from checkpoint.bench.arguments import Options, UsageError
 from checkpoint.bench.fastpersist import DeepSpeed
 from checkpoint.bench.fio import Fio
@@ -74,8 +73,6 @@ def _unavailable(options: Options) -> Iterator[tuple[str, str]]:
             reason = PEERS[name].unavailable_reason()
         elif name == "fio":
             reason = Fio.unavailable_reason()
-        elif name == "async" and not hasattr(checkpoint, "save_async"):
-            reason = "this version has no checkpoint.save_async"
         if reason is not None and not options.compare_all:
             raise UsageError(f"--compare {name}: {reason}")
         if reason is not None:

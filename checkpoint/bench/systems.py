@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -120,9 +120,8 @@ class InfinityAsync(Infinity):
     name = "infinity (async)"
 
     def save(self, state: State, place: Place) -> SaveTimes:
-        save_async: Any = checkpoint.save_async
         watch = Stopwatch()
-        pending = save_async(state.tensors, place.main / "step", stripes(place))
+        pending = checkpoint.save_async(state.tensors, place.main / "step", stripes(place))
         returned = watch.seconds()
         pending.result()
         return SaveTimes(state.nbytes, returned, watch.seconds())

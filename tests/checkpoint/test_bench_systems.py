@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
 from aio import Engine
 from checkpoint.bench.fastpersist import DeepSpeed
 from checkpoint.bench.fio import Fio, bytes_and_seconds
@@ -88,7 +87,6 @@ def test_infinity_uses_every_directory_given_and_no_stripes_for_one(
     assert stripes(Place(place.folders[:1])) is None
 
 
-@pytest.mark.skipif(not hasattr(checkpoint, "save_async"), reason="there is no save_async")
 def test_infinity_async_returns_before_it_is_durable(state: State, place: Place) -> None:
     system = InfinityAsync(SMALL, verify=True, live=False)
     saved = system.save(state, place)
