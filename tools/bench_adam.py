@@ -171,8 +171,13 @@ def of_deepspeed(arrays: Arrays) -> Iterator[Row]:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
         except ImportError:
             return
-        step = DeepSpeedCPUAdam([parameter], lr=HYPER.lr, adamw_mode=True).step
-    yield from in_and_out("deepspeed", step, arrays)
+        optimizer = DeepSpeedCPUAdam([parameter], lr=HYPER.lr, adamw_mode=True)
+    optimizer.state[parameter] = {
+        "step": HYPER.step,
+        "exp_avg": arrays.exp_avg,
+        "exp_avg_sq": arrays.exp_avg_sq,
+    }
+    yield from in_and_out("deepspeed", optimizer.step, arrays)
 
 
 def measure(rows: list[Row], rounds: int, pause_seconds: float) -> None:
