@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -24,6 +25,41 @@ class Bandwidth:
 
     def __add__(self, other: Bandwidth) -> Bandwidth:
         return Bandwidth(self.read + other.read, self.write + other.write)
+
+
+def measure_and_keep(directory: str | os.PathLike[str]) -> Bandwidth:
+    """Measure ``directory`` and keep the result in it, where ``offload`` looks for it."""
+    found = _measure_one(directory)
+    file = _kept_file(directory)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"read": found.read, "write": found.write}))
+    return found
+
+
+def kept(directory: str | os.PathLike[str]) -> Bandwidth | None:
+    """What ``measure_and_keep`` left in ``directory``; None if it never did.
+
+    Raises ``ValueError`` naming the file if it holds something else.
+    """
+    file = _kept_file(directory)
+    if not file.exists():
+        return None
+    try:
+        values = json.loads(file.read_text())
+        return Bandwidth(float(values["read"]), float(values["write"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not a measurement; run `infinity tune` again") from error
+
+
+def shares(directories: Sequence[str]) -> list[float] | None:
+    """How much of the load each directory takes: by measured bandwidth if all are measured."""
+    found = [kept(directory) for directory in directories]
+    measured = [entry.read + entry.write for entry in found if entry is not None]
+    return measured if len(measured) == len(directories) else None
+
+
+def _kept_file(directory: str | os.PathLike[str]) -> Path:
+    return Path(directory) / ".infinity" / "bandwidth.json"
 
 
 def measure(directories: Sequence[str | os.PathLike[str]]) -> Bandwidth:

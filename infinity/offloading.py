@@ -11,6 +11,8 @@ import psutil
 import torch
 from torch import nn
 
+from infinity.activation_tiers import ActivationShare, activations_for, mode_of
+from infinity.bandwidth import shares
 from infinity.buffers import BufferConversion
 from infinity.discovery import RESIDENT_ELEMENTS, Record, least_arena_bytes, records_of
 from infinity.loss_scale import LossScale
@@ -40,6 +42,7 @@ def offload(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     max_grad_norm: float | None = None,
+    activations: str = "keep",
     weights: str | os.PathLike[str] | None = None,
     max_parameter_bytes: int | str | None = None,
     overlap: bool = True,
@@ -58,6 +61,9 @@ def offload(
       host memory that the library takes (default: half of what is free). Ints, or text such as
       ``"8GiB"``.
     - ``max_grad_norm``: clip the gradients of every step to this 2-norm.
+    - ``activations``: what autograd saves for the backward pass, ``"keep"`` leaves to it;
+      ``"nvme"`` moves it to ``nvme`` but for the latest, within ``host_memory``; ``"host"`` moves
+      it from a GPU to pinned memory, within ``host_memory``, and counts it on a CPU.
     - ``weights``: a safetensors file or folder, or a checkpoint of ours, to take the values from.
     - ``max_parameter_bytes``: weights of ``nn.Linear`` layers that are larger (in the compute
       dtype) are cut into tiles inside the block, see ``TiledLinear``; the layers come back after.
@@ -68,13 +74,17 @@ def offload(
     ``OSError``; the model is as it was then.
     """
     target = _device(device)
+    directories = directories_of(nvme)
     options = _Options(
-        directories=directories_of(nvme),
+        directories=directories,
         optimizer=optimizer,
         device=target,
         compute_dtype=compute_dtype,
         budget=make_budget(host_memory, device_memory, target),
         max_grad_norm=max_grad_norm,
+        share=ActivationShare(
+            mode=mode_of(activations), device=target, num_directories=len(directories)
+        ),
         weights=weights,
         max_parameter_bytes=parameter_bound(max_parameter_bytes),
         overlap=overlap,
@@ -93,6 +103,7 @@ class _Options:
     compute_dtype: torch.dtype | None
     budget: Budget
     max_grad_norm: float | None
+    share: ActivationShare
     weights: str | os.PathLike[str] | None
     max_parameter_bytes: int | None
     overlap: bool
@@ -111,12 +122,17 @@ def _enter(stack: ExitStack, model: nn.Module, options: _Options) -> OffloadedMo
     rule, inner = _rule(options.optimizer, records)
     placement = _place(model, records, rule, options)
     state = _open_state(stack, placement, rule, options)
+    activations = activations_for(
+        options.share, options.budget.host_bytes, options.directories, state.timeline
+    )
+    stack.callback(activations.close)
     offloaded = OffloadedModel(
         model,
         records,
         state,
         rule=rule,
         budget=options.budget,
+        activations=activations,
         max_grad_norm=options.max_grad_norm,
         loss_scale=LossScale() if dtype == torch.float16 else None,
         compute_dtype=dtype,
@@ -124,6 +140,7 @@ def _enter(stack: ExitStack, model: nn.Module, options: _Options) -> OffloadedMo
     )
     fill_all(state, records, values)
     stack.enter_context(BufferConversion(model, options.device, dtype, values))
+    activations.leave_alone(model.buffers())
     offloaded.optimizer = _optimizer(options.optimizer, inner, records, offloaded)
     offloaded.attach(stack)
     return offloaded
@@ -134,13 +151,16 @@ def _place(
 ) -> Placement:
     least_bytes = least_arena_bytes(model, records)
     check_device_budget(options.budget, least_bytes)
-    return place(
-        [record.spec for record in records],
-        rule,
-        options.budget,
-        least_arena_bytes=least_bytes,
-        separate_device=options.device.type != "cpu",
-    )
+    try:
+        return place(
+            [record.spec for record in records],
+            rule,
+            options.share.rest_of(options.budget),
+            least_arena_bytes=least_bytes,
+            separate_device=options.device.type != "cpu",
+        )
+    except BudgetError as error:
+        raise options.share.error(error, options.budget) from error
 
 
 def parameter_bound(max_parameter_bytes: int | str | None) -> int | None:
@@ -255,6 +275,7 @@ def _open_state(
         placement,
         rule,
         options.directories,
+        shares=shares(options.directories),
         device=options.device,
         device_bytes=options.budget.device_bytes,
         overlap=options.overlap,

@@ -1,0 +1,87 @@
+"""The ``infinity`` command."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+import infinity
+from infinity.bandwidth import Bandwidth, kept, shares
+from infinity.cli import main
+from tests.support.models import Stack, vector_loss
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "saved"
+    checkpoint.save({"model": {"w": torch.arange(6.0).view(2, 3)}, "step": 3}, path)
+    return path
+
+
+def test_plan_names_the_budget_and_fails_when_it_is_too_small(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "7e9", "--host-memory", "64GiB"]) == 0
+    assert "7,000,000,000" in capsys.readouterr().out
+    assert main(["plan", "7e9", "--host-memory", "1MiB"]) == 1
+
+
+def test_ls_show_and_verify_describe_a_checkpoint(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ls", str(saved)]) == 0
+    assert capsys.readouterr().out.split() == ["model.w"]
+    assert main(["show", str(saved)]) == 0
+    assert "2 x 3" in capsys.readouterr().out
+    assert main(["verify", str(saved)]) == 0
+
+
+def test_verify_of_a_damaged_checkpoint_fails_and_names_the_tensor(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = next(saved.rglob("*.safetensors"))
+    content = bytearray(data.read_bytes())
+    content[4096] ^= 1
+    data.write_bytes(content)
+    assert main(["verify", str(saved)]) == 1
+    assert "model.w" in capsys.readouterr().out
+
+
+def test_export_writes_shards(saved: Path, tmp_path: Path) -> None:
+    assert main(["export", str(saved), str(tmp_path / "out")]) == 0
+    assert list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_missing_path_is_an_error_with_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ls", str(tmp_path / "nothing")]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_tune_keeps_a_measurement_that_offload_uses(tmp_path: Path) -> None:
+    assert main(["tune", str(tmp_path)]) == 0
+    found = kept(tmp_path)
+    assert found is not None
+    assert min(found.read, found.write) > 0
+    assert shares([str(tmp_path)]) == [found.read + found.write]
+    model = Stack()
+    with infinity.offload(model, tmp_path, host_memory="1GiB") as offloaded:
+        vector_loss(model, 0).backward()
+        offloaded.step()
+    assert kept(tmp_path) == found
+
+
+def test_unequal_directories_share_the_load_by_their_measurements(tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    for folder, rate in ((fast, 3e9), (slow, 1e9)):
+        (folder / ".infinity").mkdir(parents=True)
+        (folder / ".infinity" / "bandwidth.json").write_text(f'{{"read": {rate}, "write": {rate}}}')
+    assert kept(fast) == Bandwidth(3e9, 3e9)
+    assert shares([str(fast), str(slow)]) == [6e9, 2e9]
+
+
+def test_gc_reports_leftovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gc", str(tmp_path)]) == 0
+    assert "0 leftovers" in capsys.readouterr().out
