@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from checkpoint.bench.arguments import STDOUT, Options, UsageError, parse_arguments
 from checkpoint.bench.comparisons import compare
@@ -35,7 +36,7 @@ from checkpoint.bench.units import format_size
 from checkpoint.bench.workload import CheckError, State
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
-_FILE_WIDTH = 160
+_MAX_WIDTH = 400
 
 
 class _EndedError(BaseException):
@@ -117,11 +118,11 @@ def _log_once_to(console: Console) -> None:
         logger.propagate = False
 
 
-def _wide(console: Console) -> Console:
-    """In a file or a pipe nothing limits the width of the table."""
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    return console
+def _print_whole(screen: Console, table: Table) -> None:
+    """Lets a terminal wrap the lines of a table that is too wide, and cuts nothing off."""
+    wide = Console(stderr=screen.stderr, width=_MAX_WIDTH)
+    wide.width = max(wide.measure(table).maximum, screen.width)
+    wide.print(table)
 
 
 class _Bench:
@@ -196,12 +197,12 @@ class _Bench:
             return
         recommendation = recommend(results)
         comparisons = compare(results, recommendation, options.workloads)
-        screen = _wide(Console(stderr=options.json == STDOUT))
+        screen = Console(stderr=options.json == STDOUT)
         if partial:
             screen.print(f"Ended after {results.num_runs} of {options.runs} runs:")
-        screen.print(results_table(results, options.workloads))
+        _print_whole(screen, results_table(results, options.workloads))
         if comparisons:
-            screen.print(comparison_table(comparisons))
+            _print_whole(screen, comparison_table(comparisons))
         for note in closing_notes(results, self._schedule.skipped, self._cache.describe()):
             screen.print(note)
         if recommendation is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.bench.peers import OneFolder
+from checkpoint.bench.peers import OneFolder, quiet
 from checkpoint.bench.scratch import Place
 from checkpoint.bench.settings import Setting
 from checkpoint.bench.workload import State
@@ -33,11 +33,12 @@ class DeepSpeed(OneFolder):
         reason = super().unavailable_reason()
         if reason is not None:
             return reason
-        from deepspeed.ops.op_builder import AsyncIOBuilder
+        with quiet():
+            from deepspeed.ops.op_builder import AsyncIOBuilder
 
-        if not AsyncIOBuilder().is_compatible(verbose=False):
-            return "DeepSpeed's async_io cannot be built here (it needs libaio-dev and ninja)"
-        return None
+            if AsyncIOBuilder().is_compatible(verbose=False):
+                return None
+        return "DeepSpeed's async_io cannot be built here (it needs libaio-dev and ninja)"
 
     def save_folder(self, state: State, place: Place) -> None:
         writer = self._make_writer(place)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, ClassVar, cast
 
 import torch
@@ -44,7 +45,7 @@ class OneFolder(System):
         return None
 
     def save(self, state: State, place: Place) -> SaveTimes:
-        with _quiet():
+        with quiet():
             watch = Stopwatch()
             self.save_folder(state, place)
             returned = watch.seconds()
@@ -52,7 +53,7 @@ class OneFolder(System):
             return SaveTimes(state.nbytes, returned, watch.seconds())
 
     def load(self, state: State, place: Place) -> Loaded:
-        with _quiet():
+        with quiet():
             watch = Stopwatch()
             tensors = self.load_folder(state, place)
             touch_pages(tensors)
@@ -174,8 +175,8 @@ def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Warnings of other libraries are not about what is measured."""
-    with warnings.catch_warnings():
+def quiet() -> Iterator[None]:
+    """Other libraries' warnings are not about what is measured, nor their prints results."""
+    with warnings.catch_warnings(), redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         yield

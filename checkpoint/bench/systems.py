@@ -117,7 +117,7 @@ class Infinity(System):
 class InfinityAsync(Infinity):
     """`checkpoint.save_async` without a guard: it returns when the state may be changed."""
 
-    name = "infinity (async)"
+    name = "infinity async"
 
     def save(self, state: State, place: Place) -> SaveTimes:
         watch = Stopwatch()

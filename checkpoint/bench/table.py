@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -25,13 +26,13 @@ def results_table(results: Results, workloads: Sequence[Workload]) -> Table:
     ]
     varying = varying_fields(settings)
     disks = list(results.limits)
-    table = Table(caption=_caption(results), caption_justify="left")
+    table = Table(caption=_caption(results), caption_justify="left", box=SIMPLE, pad_edge=False)
     table.add_column("system", no_wrap=True)
-    table.add_column("dirs", justify="right")
+    table.add_column("dirs", justify="right", no_wrap=True)
     if len(workloads) > 1:
-        table.add_column("state")
+        table.add_column("state", no_wrap=True)
     for name in varying:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for title in ("returned\ns", "durable\ns", "save\nGB/s", "of\nlimit"):
         table.add_column(title, justify="right", no_wrap=True)
     for title in ("loaded\ns", "load\nGB/s", "of\nlimit"):
@@ -42,7 +43,7 @@ def results_table(results: Results, workloads: Sequence[Workload]) -> Table:
                 cells = _cells(figures, workloads, varying)
                 if role == "limit":
                     number = disks.index(figures.row.contestant.directories[0]) + 1
-                    cells[0] = f"raw, disk {number} alone"
+                    cells[0] = f"disk {number} alone"
                 table.add_row(*cells)
         table.add_section()
     return table
@@ -92,7 +93,8 @@ def _share(figures: Figures, way: Direction) -> str:
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """How many times as fast one was as the other, in the same runs."""
-    table = Table(caption="ratios of speeds within each run: median (lowest to highest)")
+    caption = "ratios of speeds within each run: median (lowest to highest)"
+    table = Table(caption=caption, caption_justify="left", box=SIMPLE, pad_edge=False)
     for title in ("speed of", "as a multiple of", "saving", "loading"):
         table.add_column(title, no_wrap=True)
     for one in comparisons:
