@@ -7,6 +7,9 @@ fetching the weights, so a graph holds no weights. A nested ``saved_tensors_hook
 checkpointing has one) hides these from us; autograd then keeps the buffer itself, which costs
 memory and changes nothing else.
 
+Of nested hooks only the innermost is called, and leaving one takes off whichever is innermost. So
+where several models are offloaded at once, the hooks of each serve all of them.
+
 Plain PyTorch refuses a backward pass through something that was changed in place since it was
 saved. So do we: the generation of a parameter counts its updates, and the version of other tensors
 is compared.
@@ -24,9 +27,15 @@ from infinity.discovery import Record
 from infinity.phases import Phases
 from swap.tiered import TieredState
 
+_in_use: list[SavedTensors] = []
+"""Those of all models that are offloaded now."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _SavedWeight:
+class SavedWeight:
+    """Elements of a parameter's weights, as they were at a generation."""
+
+    owner: SavedTensors
     index: int
     generation: int
     size: torch.Size
@@ -51,25 +60,53 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self.generations = [0] * len(records)
         self._homes = _home_ranges(records, state)
 
+    def __enter__(self) -> None:
+        super().__enter__()
+        _in_use.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        _in_use.remove(self)
+        super().__exit__(*error)
+
     def _pack(self, tensor: torch.Tensor) -> Any:
-        found = self._locate(tensor)
-        if found is None:
-            version = 0 if tensor.is_inference() else tensor._version
-            # A leaf comes as the parameter itself, whose data may be swapped under it.
-            return _SavedTensor(tensor.detach() if tensor.requires_grad else tensor, version)
-        index, offset = found
-        return _SavedWeight(index, self.generations[index], tensor.size(), tensor.stride(), offset)
+        for hooks in _in_use:
+            weight = hooks.find(tensor)
+            if weight is not None:
+                return weight
+        version = 0 if tensor.is_inference() else tensor._version
+        # A leaf comes as the parameter itself, whose data may be swapped under it.
+        return _SavedTensor(tensor.detach() if tensor.requires_grad else tensor, version)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        self._phases.backward_works()
         if isinstance(packed, _SavedTensor):
+            self._phases.backward_works()
             return self._check_version(packed)
+        weight: torch.Tensor = packed.owner.fetch(packed)
+        return weight
+
+    def find(self, tensor: torch.Tensor) -> SavedWeight | None:
+        """How to fetch ``tensor`` again, if it lies in the weights of a parameter."""
+        found = self._locate(tensor)
+        if found is None:
+            return None
+        index, offset = found
+        generation = self.generations[index]
+        return SavedWeight(self, index, generation, tensor.size(), tensor.stride(), offset)
+
+    def fetch(self, packed: SavedWeight) -> torch.Tensor:
+        """Fetch what ``find`` found. Raises ``RuntimeError`` if it is not the same any more."""
         name = self._records[packed.index].name
+        if self not in _in_use:
+            raise RuntimeError(
+                f"this backward pass needs {name}, which is not offloaded any more; call backward "
+                "inside the `with` block that its forward pass was in"
+            )
         if packed.generation != self.generations[packed.index]:
             raise RuntimeError(
                 f"{name} was updated by an optimizer step after the forward pass that this "
                 "backward pass belongs to; call backward before step"
             )
+        self._phases.backward_works()
         weight = self._state.weights.borrow(packed.index)
         return weight.as_strided(
             packed.size, packed.stride, weight.storage_offset() + packed.offset
