@@ -4,6 +4,7 @@ honest state dicts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.discovery import Record
+from infinity.parameter import cannot_be_copied
 from infinity.phases import Phases
 from infinity.residency import Residency
 
@@ -48,10 +50,29 @@ class ModelHooks:
             stack.callback(
                 module.register_load_state_dict_pre_hook(self._refuse_load_state_dict).remove
             )
+            self._guard_conversion(module, stack)
         root = self._model.register_forward_pre_hook(
             self._cast_inputs, prepend=True, with_kwargs=True
         )
         stack.callback(root.remove)
+
+    def _guard_conversion(self, module: nn.Module, stack: ExitStack) -> None:
+        """Whatever converts or moves a module (``to``, ``half``, ``cuda``) goes through ``_apply``.
+
+        It would replace the data of parameters, and computing would part from training. What asks
+        for the dtype and the device that the module has changes nothing and is let through.
+        """
+
+        def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+                _check_unchanged(fn, tensor)
+            return module
+
+        module._apply = apply  # type: ignore[method-assign]
+        stack.callback(module.__dict__.pop, "_apply")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_copied()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if module is self._model:
@@ -95,3 +116,14 @@ class ModelHooks:
 
     def _all_of(self, module: nn.Module) -> set[int]:
         return {index for inner in module.modules() for index in self._own.get(inner, ())}
+
+
+def _check_unchanged(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:
+    """Raise unless ``fn`` leaves a tensor like ``tensor`` as it is; tries it on a small one."""
+    small = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+    was_shared = small.is_shared()
+    if fn(small) is not small or small.is_shared() != was_shared:
+        raise RuntimeError(
+            f"an offloaded model stays {tensor.dtype} on {tensor.device}, where it is; convert it "
+            "before the block, or pass compute_dtype= and device= to offload"
+        )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from infinity.phases import Phases
 from infinity.report import Report, make_report, write_trace
 from infinity.residency import Residency
 from infinity.saved import SavedTensors
-from swap.rules import AdamRule, ParameterUpdate, UpdateRule
+from swap.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
 from swap.stages import Step
 from swap.tiered import TieredState
 from swap.tiers import Budget
@@ -117,9 +118,10 @@ class OffloadedModel:
     @property
     def loss_scale(self) -> float:
         """What ``backward`` multiplies the loss by: 1 but for float16."""
+        self._check_open()
         return 1.0 if self.loss_scale_state is None else self.loss_scale_state.value
 
-    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of the accumulated gradient of ``parameter`` (None if it has none), on the CPU."""
         self._check_open()
         index = self._index_of(parameter)
@@ -141,7 +143,7 @@ class OffloadedModel:
     @contextmanager
     def gathered(
         self,
-        params: nn.Module | Iterable[nn.Parameter] | nn.Parameter | None = None,
+        params: nn.Module | Iterable[torch.Tensor] | torch.Tensor | None = None,
         modify: bool = False,
     ) -> Iterator[None]:
         """Real, full tensors in ``params`` (default: all) inside the block; they take memory beyond
@@ -156,13 +158,14 @@ class OffloadedModel:
         self._residency.keep_out(record.index for record in chosen)
         try:
             for record in chosen:
-                record.parameter.data = self._weight_of(record)
+                self._residency.put(record.index, self._weight_of(record))
             yield
             if modify:
                 for record in chosen:
                     self._write_back(record)
         finally:
             self._residency.let_in(record.index for record in chosen)
+            self._note_versions()
 
     def save(self, path: str | os.PathLike[str], block: bool = True, extra: Any = None) -> Any:
         """Save weights, masters, moments, step counts, buffers, loss scale and random state to a
@@ -209,12 +212,19 @@ class OffloadedModel:
     def take_step(self) -> None:
         """Fix norm, clipping, options and step counts, and start the update."""
         self._check_open()
+        if isinstance(self.rule, FrozenRule) and self._present:
+            raise RuntimeError(
+                "the model was offloaded with optimizer=None, which is for inference; pass "
+                "infinity.AdamW(...) or a factory to take steps"
+            )
+        self._check_not_changed_in_place()
         self._phases.end_backward()
         present = sorted(self._present)
         if not present:
             return
+        self._residency.reset()
         norm = self._gradient_norm()
-        self._norm = torch.tensor(norm)
+        self._norm = torch.tensor(self.state.gradients.norm() / self.loss_scale)
         scale = self._clip_factor / self.loss_scale
         if self._max_grad_norm is not None:
             scale *= _clip_coefficient(norm, self._max_grad_norm)
@@ -225,13 +235,13 @@ class OffloadedModel:
             return
         options = self._options()
         updates = {index: self._update_of(index, options) for index in present}
-        self._residency.release_visitors()
         self.state.step(updates, scale)
         self._consumed.update(present)
         for index in present:
             self.steps[index] += 1
             self._saved.generations[index] += 1
         self._mark_in_place_updates(present)
+        self._residency.expect_update(present)
 
     def propose(self) -> Step | None:
         """The step that is likely to be taken next, for updates before it is; None if unknown.
@@ -248,6 +258,7 @@ class OffloadedModel:
     def clear_gradients(self) -> None:
         self.state.clear_gradients()
         self._consumed.clear()
+        self._clip_factor = 1.0
 
     def has_gradient(self, index: int) -> bool:
         return index in self._consumed or index in self._present
@@ -257,6 +268,14 @@ class OffloadedModel:
         self._consumed.discard(index)
         if gradient is not None:
             self.state.add_gradient(index, gradient)
+
+    def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
+        """Weights of these parameters are in place inside."""
+        self._check_open()
+        return self._residency.in_place(indices)
+
+    def is_gathered(self, index: int) -> bool:
+        return self._residency.is_gathered([index])
 
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         """Autograd accumulated into ``parameter``: move that to the gradient store."""
@@ -276,6 +295,7 @@ class OffloadedModel:
 
     def attach(self, stack: ExitStack) -> None:
         """Give the model its offloaded face; ``stack`` takes it off again, whatever happens."""
+        gradients = [take_grad(record.parameter) for record in self.records]
         for record in self.records:
             become_offloaded(
                 record.parameter, record.index, self, record.spec.dtype, self.state.device
@@ -291,6 +311,14 @@ class OffloadedModel:
                 handle = record.parameter.register_post_accumulate_grad_hook(self._take_gradient)
                 stack.callback(handle.remove)
         stack.callback(self._residency.reset)
+        self._adopt_gradients(gradients)
+        self._note_versions()
+
+    def _adopt_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients that the model came with are accumulated to, as plain PyTorch does."""
+        for record, gradient in zip(self.records, gradients, strict=True):
+            if gradient is not None and record.spec.trainable:
+                self.state.add_gradient(record.index, gradient.to_dense() * self.loss_scale)
 
     def _restore(self) -> None:
         """Real tensors with the trained values, on the device and in the dtype that the model came
@@ -341,7 +369,7 @@ class OffloadedModel:
         """The options of every parameter's group, copied: later changes are for later steps."""
         options: dict[int, Mapping[str, Any]] = {}
         for group in self.optimizer.param_groups:
-            frozen = {key: value for key, value in group.items() if key != "params"}
+            frozen = {key: copy.deepcopy(group[key]) for key in group if key != "params"}
             options.update({self._index_of(parameter): frozen for parameter in group["params"]})
         return options
 
@@ -361,6 +389,25 @@ class OffloadedModel:
         refused.
         """
         torch.autograd.graph.increment_version([self.records[i].parameter for i in indices])
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        """Whatever changed parameters in place until now was meant to."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [record.parameter._version for record in self.records]
+
+    def _check_not_changed_in_place(self) -> None:
+        """What a program writes into weights between two steps may or may not reach their home."""
+        expected = self._versions
+        self._note_versions()
+        for record, before, now in zip(self.records, expected, self._versions, strict=True):
+            if now != before:
+                raise RuntimeError(
+                    f"{record.name} was changed in place while it was offloaded (by an "
+                    "initialisation, an assignment, or a module that changes its weights in "
+                    "forward, such as nn.Embedding with max_norm); change values inside `with "
+                    "offloaded.gathered([parameter], modify=True):`"
+                )
 
     def _chosen(self, params: Any) -> list[Record]:
         if params is None:

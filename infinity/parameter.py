@@ -1,29 +1,42 @@
 """The face of a parameter while its bytes are elsewhere.
 
 A parameter keeps its identity, shape and dtype; only its data is swapped for a *placeholder*, one
-element expanded to the shape with strides of zero. The element is NaN where the dtype has one, so
-that a value read past the library's back is loud instead of plausible.
+element expanded to the shape with strides of zero. It has then the class ``AbsentParameter``: an
+operation on it that is not about metadata has the weights fetched for as long as it runs. The
+element is NaN where the dtype has one, so that a value read past all this is loud instead of
+plausible.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 _GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _METADATA = ("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "requires_grad", "ndim")
 
 
-class Gradients(Protocol):
-    """Who knows the gradients of offloaded parameters."""
+class Owner(Protocol):
+    """Who knows the weights and gradients of offloaded parameters."""
 
     def has_gradient(self, index: int) -> bool:
         """Whether the parameter has one that was not cleared."""
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         """Replace or clear it."""
+
+    def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
+        """Weights of these parameters are in place inside."""
+
+    def is_gathered(self, index: int) -> bool:
+        """Whether the parameter holds a tensor that is the program's to change."""
 
 
 class OffloadedParameter(nn.Parameter):
@@ -33,20 +46,96 @@ class OffloadedParameter(nn.Parameter):
 
     is_offloaded = True
     offload_index: int
-    offload_gradients: Gradients
+    offload_trainable: bool
+    offload_owner: Owner
 
     @property
     def grad(self) -> torch.Tensor | None:
         """None, or a stand-in: not None, clearable by ``p.grad = None``, and an error naming the
         remedy if read.
+
+        To a hook that was on the parameter before the block, it is what has just arrived.
         """
-        if not self.offload_gradients.has_gradient(self.offload_index):
+        arriving: torch.Tensor | None = _GRAD.__get__(self)
+        if arriving is not None:
+            return arriving
+        if not self.offload_owner.has_gradient(self.offload_index):
             return None
         return OffloadedGradient.like(self)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        self.offload_gradients.set_gradient(self.offload_index, gradient)
+        if gradient is not None and gradient.shape != self.shape:
+            raise ValueError(
+                f"a gradient of shape {tuple(gradient.shape)} was assigned to a parameter of shape "
+                f"{tuple(self.shape)}"
+            )
+        is_arriving = _GRAD.__get__(self) is not None
+        _GRAD.__set__(self, gradient if is_arriving else None)
+        self.offload_owner.set_gradient(self.offload_index, None if is_arriving else gradient)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The weights. Unlike that of other parameters it shares their version, so that a change
+        made through it is noticed at the next step and does not get lost.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        if not self.offload_owner.is_gathered(self.offload_index):
+            raise RuntimeError(
+                "the data of an offloaded parameter cannot be replaced; change its values inside "
+                "`with offloaded.gathered([parameter], modify=True):`"
+            )
+        _DATA.__set__(self, data)
+
+    @property
+    def requires_grad(self) -> bool:
+        """As ever, but what came in frozen stays frozen: it has no optimizer state."""
+        required: bool = _REQUIRES_GRAD.__get__(self)
+        return required
+
+    @requires_grad.setter
+    def requires_grad(self, required: bool) -> None:
+        if required and not self.offload_trainable:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.shape)} was frozen when it was offloaded and "
+                "has no optimizer state; call requires_grad_(True) before the block, and "
+                "requires_grad_(False) inside it for as long as it is not to be trained"
+            )
+        _REQUIRES_GRAD.__set__(self, required)
+
+    def requires_grad_(self, requires_grad: bool = True) -> OffloadedParameter:
+        self.requires_grad = requires_grad
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_copied()
+
+
+class AbsentParameter(OffloadedParameter):
+    """Class that a parameter has while its weights are not in place, or are being updated there."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__self__", None) in _ABOUT_METADATA or func in _ABOUT_METADATA:
+                return func(*args, **kwargs)
+            absent: dict[Owner, set[int]] = {}
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, AbsentParameter):
+                    absent.setdefault(leaf.offload_owner, set()).add(leaf.offload_index)
+            with ExitStack() as stack:
+                for owner, indices in absent.items():
+                    stack.enter_context(owner.in_place(indices))
+                return func(*args, **kwargs)
 
 
 class OffloadedGradient(torch.Tensor):
@@ -74,10 +163,35 @@ class OffloadedGradient(torch.Tensor):
 
 
 _ALLOWED = tuple(getattr(torch.Tensor, name) for name in _METADATA)
+_ABOUT_METADATA = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        *_METADATA,
+        *("grad", "grad_fn", "is_leaf", "is_meta", "itemsize", "nbytes", "output_nr"),
+        *("retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+        *("_version", "__len__", "dim", "element_size", "get_device", "is_complex"),
+        *("is_floating_point", "is_inference", "numel", "size"),
+        *("register_hook", "register_post_accumulate_grad_hook"),
+    )
+)
+
+
+def put_data(parameter: OffloadedParameter, data: torch.Tensor, *, absent: bool) -> None:
+    """Let ``parameter`` hold ``data``; ``absent`` if these are not its weights, or not yet."""
+    parameter.__class__ = OffloadedParameter
+    with torch.inference_mode(False):
+        _DATA.__set__(parameter, data)
+    if absent:
+        parameter.__class__ = AbsentParameter
+
+
+def mark_absent(parameter: OffloadedParameter) -> None:
+    """The weights are in place, but must be asked for before the next use."""
+    parameter.__class__ = AbsentParameter
 
 
 def become_offloaded(
-    parameter: Any, index: int, gradients: Gradients, dtype: torch.dtype, device: torch.device
+    parameter: Any, index: int, owner: Owner, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Give ``parameter`` its offloaded class and a placeholder; it stays the same object."""
     face = placeholder(parameter.shape, dtype, device)
@@ -88,7 +202,8 @@ def become_offloaded(
         parameter.data = face
     parameter.__class__ = OffloadedParameter
     parameter.offload_index = index
-    parameter.offload_gradients = gradients
+    parameter.offload_trainable = parameter.requires_grad
+    parameter.offload_owner = owner
 
 
 def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -> nn.Parameter:
@@ -98,7 +213,7 @@ def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -
     still alive refers to the old one.
     """
     parameter.__class__ = kind
-    del parameter.offload_index, parameter.offload_gradients
+    del parameter.offload_index, parameter.offload_trainable, parameter.offload_owner
     if not data.is_meta:
         parameter.data = data
         return parameter  # type: ignore[no-any-return]
@@ -120,8 +235,9 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
 
 def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """The tensor that autograd put on ``parameter``, which is taken off it."""
-    gradient: torch.Tensor | None = _GRAD.__get__(parameter)
-    _GRAD.__set__(parameter, None)
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+        _GRAD.__set__(parameter, None)
     return gradient
 
 
@@ -134,3 +250,11 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     else:
         value.zero_()
     return value.expand(shape) if len(shape) else value.reshape(())
+
+
+def cannot_be_copied() -> RuntimeError:
+    """What ``copy.deepcopy`` and ``pickle`` of an offloaded model end in."""
+    return RuntimeError(
+        "an offloaded model cannot be copied or pickled; write it with offloaded.save(path) or "
+        "offloaded.export(folder), or copy the values of its parameters"
+    )

@@ -7,13 +7,15 @@ from before its forward until after it. A parameter that is reached through attr
 *visitor*: it is fetched on access and stays until the frame that reached for it ends, or until
 newer visitors need the room.
 
-Parameters whose weights are at home in host memory and computed from there are always in place;
-they are only waited for.
+Whoever gets hold of a parameter in another way, or keeps it for longer, can use it all the same:
+its weights are fetched for each operation (see ``parameter``). Parameters whose weights are at home
+in host memory and computed from there are always in place; they are only waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +23,13 @@ import torch
 from torch import nn
 
 from infinity.discovery import Record
-from infinity.parameter import OffloadedParameter, placeholder
+from infinity.parameter import (
+    OffloadedParameter,
+    cannot_be_copied,
+    mark_absent,
+    placeholder,
+    put_data,
+)
 from swap.tiered import TieredState
 
 
@@ -54,8 +62,7 @@ class Residency:
     def attach(self, model: nn.Module) -> None:
         """Swap every parameter's data for what it is while offloaded, and watch access to it."""
         for record in self._records:
-            home = self.at_home[record.index]
-            self._set(record, self._placeholders[record.index] if home is None else home)
+            self._take_out(record.index)
         for module in model.modules():
             if module._parameters:
                 self._watched.append((module, module._parameters))
@@ -126,17 +133,37 @@ class Residency:
         """Undo ``keep_out``: the parameters have their offloaded face again."""
         for index in indices:
             self._kept_out.discard(index)
-            home = self.at_home[index]
-            self._set(self._records[index], self._placeholders[index] if home is None else home)
+            self._take_out(index)
+
+    def put(self, index: int, data: torch.Tensor) -> None:
+        """Let a parameter that is kept out hold ``data``, which is the program's to change."""
+        put_data(self._parameter(index), data, absent=False)
+
+    @contextmanager
+    def in_place(self, indices: Collection[int]) -> Iterator[None]:
+        """Weights of these parameters are in place inside."""
+        held = [index for index in indices if index not in self._kept_out]
+        self._hold(held)
+        try:
+            yield
+        finally:
+            self._release(held)
+
+    def expect_update(self, indices: Iterable[int]) -> None:
+        """Weights at home are to be waited for before they are used the next time."""
+        for index in indices:
+            if self.at_home[index] is not None:
+                mark_absent(self._parameter(index))
 
     def _hold(self, indices: list[int]) -> None:
         wanted = [index for index in indices if index not in self._kept_out]
         weights = self._state.weights.acquire(wanted)
         for index, weight in zip(wanted, weights, strict=True):
             self._held[index] = self._held.get(index, 0) + 1
-            if self.at_home[index] is None and self._held[index] == 1:
-                record = self._records[index]
-                self._set(record, weight.view(record.shape))
+            if self._held[index] == 1:
+                home = self.at_home[index]
+                data = weight.view(self._records[index].shape) if home is None else home
+                put_data(self._parameter(index), data, absent=False)
 
     def _release(self, indices: Iterable[int]) -> None:
         released = [index for index in indices if index in self._held]
@@ -145,7 +172,7 @@ class Residency:
             if not self._held[index]:
                 del self._held[index]
                 if self.at_home[index] is None and index not in self._kept_out:
-                    self._set(self._records[index], self._placeholders[index])
+                    self._take_out(index)
         self._state.weights.release(released)
 
     def _dismiss(self, index: int) -> None:
@@ -156,9 +183,15 @@ class Residency:
         weight = self._state.weights.at_home(record.index)
         return None if weight is None else weight.view(record.shape)
 
-    def _set(self, record: Record, data: torch.Tensor) -> None:
-        with torch.inference_mode(False):
-            record.parameter.data = data
+    def _take_out(self, index: int) -> None:
+        home = self.at_home[index]
+        data = self._placeholders[index] if home is None else home
+        put_data(self._parameter(index), data, absent=True)
+
+    def _parameter(self, index: int) -> OffloadedParameter:
+        parameter = self._records[index].parameter
+        assert isinstance(parameter, OffloadedParameter)
+        return parameter
 
 
 class WatchedParameters(dict[str, Any]):
@@ -184,3 +217,6 @@ class WatchedParameters(dict[str, Any]):
 
     def __delitem__(self, name: str) -> None:
         raise RuntimeError(f"parameter {name!r} cannot be removed while the model is offloaded")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_copied()

@@ -205,10 +205,20 @@ class TieredState:
         return master
 
     def read_all(self, parameter: int, out: torch.Tensor) -> None:
-        """Copy the whole parameter into flat ``out`` (any float dtype, any device), in chunks."""
+        """Copy the whole parameter into flat ``out`` (any float dtype, any device), in chunks.
+
+        Where ``out`` has the dtype of the weights, it gets these: a master that lies in the middle
+        between two of them is rounded differently by PyTorch.
+        """
+        dtype = self.layout.specs[parameter].dtype
         for start in range(0, out.numel(), CHUNK_ELEMENTS):
             part = out[start : start + CHUNK_ELEMENTS]
-            part.copy_(self.read_values(parameter, start, part.numel()))
+            if out.dtype == dtype:
+                values = torch.empty(part.numel(), dtype=dtype)
+                self.planes.read(parameter, "weight", start, values)
+            else:
+                values = self.read_values(parameter, start, part.numel())
+            part.copy_(values)
 
     def plane_names(self, parameter: int) -> tuple[str, ...]:
         """Names of the planes that hold ``parameter``, the weights first."""

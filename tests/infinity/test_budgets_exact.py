@@ -127,7 +127,8 @@ def test_training_under_any_budget_gives_the_same_bits(name: str, tmp_path: Path
     case = CASES[name]
     runs = train_each(case.make, case.loss_of, tmp_path, steps=case.steps, **case.options)
     assert_same_runs(runs)
-    trained, untrained = set(), set()
+    trained: set[str] = set()
+    untrained: set[str] = set()
     for key, parameter in seeded(case.make).named_parameters():
         dtype = case.options.get("compute_dtype") or parameter.dtype
         moved = not same_bits(runs["whole"].values[key].to(dtype), parameter.to(dtype))

@@ -108,6 +108,12 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
 
+    def layer(self, index: int) -> nn.Linear:
+        """One of ``layers``, as what it is."""
+        layer = self.layers[index]
+        assert isinstance(layer, nn.Linear)
+        return layer
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
