@@ -6,24 +6,6 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
-/* Elements that a thread takes at a time: long runs, because a new one costs a microsecond until
- * the prefetchers follow all arrays again, but several for each thread, so that all end together
- * though one is held up. All are multiples of SWAP_BLOCK. */
-#define MIN_PIECE (8 * SWAP_BLOCK)
-#define MAX_PIECE (64 * SWAP_BLOCK)
-#define PIECES_PER_THREAD 8
-
-static int64_t piece_of(int64_t n, int threads) {
-    int64_t piece = n / threads / PIECES_PER_THREAD / SWAP_BLOCK * SWAP_BLOCK;
-    if (piece < MIN_PIECE)
-        return MIN_PIECE;
-    return piece < MAX_PIECE ? piece : MAX_PIECE;
-}
-
-static void run(swap_range_body *body, void *context, int64_t n, int threads) {
-    swap_parallel(body, context, n, piece_of(n, threads), threads);
-}
-
 struct adam_context {
     const struct swap_kernels *kernels;
     const struct swap_adam *job;
@@ -41,7 +23,7 @@ int swap_adam_step(const struct swap_adam *job, int threads) {
         !below(job->decay_mode, SWAP_NUM_DECAYS) || job->n < 0 || threads < 1)
         return -EINVAL;
     struct adam_context context = {swap_kernels(), job};
-    run(adam_body, &context, job->n, threads);
+    swap_parallel(adam_body, &context, job->n, threads);
     return 0;
 }
 
@@ -62,7 +44,7 @@ int swap_split(const float *master, uint16_t *hi, int16_t *lo, int64_t n, int th
     if (n < 0 || threads < 1)
         return -EINVAL;
     struct split_context context = {swap_kernels(), master, hi, lo};
-    run(split_body, &context, n, threads);
+    swap_parallel(split_body, &context, n, threads);
     return 0;
 }
 
@@ -83,7 +65,7 @@ int swap_merge(const uint16_t *hi, const int16_t *lo, float *master, int64_t n, 
     if (n < 0 || threads < 1)
         return -EINVAL;
     struct merge_context context = {swap_kernels(), hi, lo, master};
-    run(merge_body, &context, n, threads);
+    swap_parallel(merge_body, &context, n, threads);
     return 0;
 }
 
@@ -113,7 +95,7 @@ int swap_sum_of_squares(const void *values, int value_float, int64_t n, double *
     if (!sums)
         return -ENOMEM;
     struct sum_context context = {swap_kernels(), values, (enum swap_float)value_float, sums};
-    run(sum_body, &context, n, threads);
+    swap_parallel(sum_body, &context, n, threads);
     for (int64_t block = 0; block < blocks; block++)
         *sum += sums[block];
     free(sums);

@@ -9,6 +9,8 @@
  */
 #include "pool.h"
 
+#include "kernels.h"
+
 #include <fenv.h>
 #include <pthread.h>
 #include <signal.h>
@@ -16,11 +18,17 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+/* Pieces are long, because prefetchers take about a microsecond to follow all arrays again, and get
+ * shorter towards the end, so that the threads finish together though one was held up. */
+#define MIN_PIECE (8 * SWAP_BLOCK)
+#define MAX_PIECE (64 * SWAP_BLOCK)
+#define PIECES_LEFT_PER_THREAD 4
+
 struct job {
     swap_range_body *body;
     void *context;
     int64_t n;
-    int64_t piece;
+    int threads;
     _Atomic int64_t next; /* first element that nobody has taken */
     int wanted;           /* helpers that may still attach */
     int attached;
@@ -34,13 +42,24 @@ static struct job *jobs;
 static int workers;
 static int idle;
 
+static int64_t next_piece(int64_t left, int threads) {
+    int64_t piece = left / threads / PIECES_LEFT_PER_THREAD / SWAP_BLOCK * SWAP_BLOCK;
+    if (piece < MIN_PIECE)
+        piece = MIN_PIECE;
+    if (piece > MAX_PIECE)
+        piece = MAX_PIECE;
+    return piece < left ? piece : left;
+}
+
 static void run_pieces(struct job *job) {
-    for (;;) {
-        int64_t begin = atomic_fetch_add_explicit(&job->next, job->piece, memory_order_relaxed);
-        if (begin >= job->n)
-            return;
-        int64_t left = job->n - begin;
-        job->body(job->context, begin, begin + (left < job->piece ? left : job->piece));
+    int64_t begin = atomic_load_explicit(&job->next, memory_order_relaxed);
+    while (begin < job->n) {
+        int64_t end = begin + next_piece(job->n - begin, job->threads);
+        if (!atomic_compare_exchange_weak_explicit(&job->next, &begin, end, memory_order_relaxed,
+                                                   memory_order_relaxed))
+            continue; /* begin is what another thread left there */
+        job->body(job->context, begin, end);
+        begin = atomic_load_explicit(&job->next, memory_order_relaxed);
     }
 }
 
@@ -112,9 +131,10 @@ static void publish(struct job *job) {
         continue;
     job->behind = jobs;
     jobs = job;
-    for (int i = 0; i < job->wanted && i < idle; i++)
-        pthread_cond_signal(&work);
+    int to_wake = job->wanted < idle ? job->wanted : idle;
     pthread_mutex_unlock(&lock);
+    while (to_wake-- > 0)
+        pthread_cond_signal(&work);
 }
 
 static void withdraw(struct job *job) {
@@ -130,10 +150,10 @@ static void withdraw(struct job *job) {
     pthread_mutex_unlock(&lock);
 }
 
-void swap_parallel(swap_range_body *body, void *context, int64_t n, int64_t piece, int threads) {
-    struct job job = {.body = body, .context = context, .n = n, .piece = piece};
-    int64_t pieces = (n + piece - 1) / piece;
-    job.wanted = (int)(pieces < threads ? pieces : threads) - 1;
+void swap_parallel(swap_range_body *body, void *context, int64_t n, int threads) {
+    struct job job = {.body = body, .context = context, .n = n, .threads = threads};
+    int64_t most_pieces = (n + MIN_PIECE - 1) / MIN_PIECE;
+    job.wanted = (int)(most_pieces < threads ? most_pieces : threads) - 1;
     /* A caller that flushes subnormals or rounds otherwise must get the same bits. */
     fenv_t callers;
     (void)fegetenv(&callers);
