@@ -7,6 +7,7 @@ leaf that was one object at several places is one object again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from checkpoint.tree import DataNode
 MIN_MAPPED_BYTES = 1 << 20
 """From here on memory is mapped page by page, so that the device can read into it directly."""
 
+_CPU = torch.device("cpu")
 _MAX_SIZE = (1 << 63) - 1
 _FLAGS = {"requires_grad", "parameter", "device"}
 _VIEW_KEYS = {"view", "dtype", "shape", "strides"}
@@ -85,7 +87,7 @@ def _check_flags(path: Path, node: DataNode, dtype: torch.dtype) -> None:
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise _corrupt(path, f"a gradient for {dtype}")
     try:
-        torch.device(node.get("device", "cpu"))
+        torch.device(node.get("device", _CPU))
     except (RuntimeError, TypeError) as error:
         raise _corrupt(path, "not a device") from error
 
@@ -150,6 +152,9 @@ class Assembler:
 
     def build(self, path: Path, node: DataNode) -> Any:
         """The leaf of a node, its content yet to be read. Raises CorruptCheckpointError."""
+        if len(node) == 1 and "tensor" in node:  # as most are
+            _record(self._manifest, path, node["tensor"])
+            return self._stored(node["tensor"], self._device_of(node))
         view = view_of(self._manifest, path, node)
         if "view" in node:
             return _flagged(node, self._view(view, self._device_of(node)))
@@ -163,8 +168,8 @@ class Assembler:
 
     def _device_of(self, node: DataNode) -> torch.device:
         if "array" in node:
-            return torch.device("cpu")
-        return torch.device(node.get("device", "cpu")) if self._device is None else self._device
+            return _CPU
+        return torch.device(node.get("device", _CPU)) if self._device is None else self._device
 
     def _view(self, view: TensorView, device: torch.device) -> torch.Tensor:
         base = self._stored(view.index, device)
@@ -179,10 +184,11 @@ class Assembler:
         return tensor
 
     def _allocate(self, record: TensorRecord, device: torch.device) -> torch.Tensor:
-        dtype = record.element.torch
+        element = record.element
+        dtype = element.torch
         if record.storage is None:
-            nbytes = record.nbytes
-            if device.type == "cpu" and nbytes >= MIN_MAPPED_BYTES:
+            nbytes = math.prod(record.shape) * element.itemsize
+            if nbytes >= MIN_MAPPED_BYTES and device == _CPU:
                 strides = record.strides or contiguous_strides(record.shape)
                 return _typed(_mapped(nbytes), dtype, 0, record.shape, strides)
             if record.strides is None:
@@ -203,7 +209,7 @@ def _mapped(nbytes: int) -> torch.UntypedStorage:
 
 def _storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """Zeroed, for what lies between the tensors of a shared storage."""
-    if device.type == "cpu" and nbytes >= MIN_MAPPED_BYTES:
+    if device == _CPU and nbytes >= MIN_MAPPED_BYTES:
         return _mapped(nbytes)
     return torch.zeros(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from aio import Engine, File, Slab, sync_directory
 from checkpoint.checksum import CRC_BLOCK_BYTES, crc32c
+from checkpoint.collector import paused_collector
 from checkpoint.coordinator import Coordinator
 from checkpoint.early import EarlyStage
 from checkpoint.filling import Filler
@@ -105,8 +106,9 @@ def commit(
         # 2. Files at their full size: a full disk shows here.
         files = _create_files(plan, engine, coordinator.rank, undo)
         # 3. and 4. Write; check every completion.
+        draft = _Draft(plan, coordinator, on_staged)
         supplies = _filling(plan) if early is None else early.supplies
-        Writer(engine, _jobs(plan, engine, files, supplies), on_staged).run()
+        Writer(engine, _jobs(plan, engine, files, supplies), draft.prepare).run()
         # 5. The data durable.
         for file in files:
             file.sync()
@@ -115,11 +117,10 @@ def commit(
         for directory in directories:
             sync_directory(directory)
         # 7. Every rank has got here, or none goes on.
-        ranks = coordinator.exchange(_records(plan, coordinator.rank))
-        manifest = _merge(plan, ranks)
+        draft.agree()
         # 8. The manifest, durable, under a name that nobody reads.
         temporary = temporary_manifest(plan.path, plan.uuid)
-        write_durably(temporary, encode_manifest(manifest, plan.state.tree_text))
+        write_durably(temporary, draft.raw)
         # 9. The switch.
         temporary.replace(plan.path / MANIFEST_NAME)
         undo.pop_all()
@@ -127,7 +128,46 @@ def commit(
         sync_directory(plan.path)
         # 11. Only now what it replaced.
         prune(plan.path, keep=plan.uuid)
-    return manifest
+    return draft.manifest
+
+
+class _Draft:
+    """The manifest on its way: what this rank wrote, then what all of them wrote.
+
+    One process knows everything when the last byte has been summed, and encodes its manifest while
+    the last writes are still in flight.
+    """
+
+    manifest: Manifest
+    raw: bytes
+
+    def __init__(
+        self, plan: SavePlan, coordinator: Coordinator, on_staged: Callable[[], None] | None
+    ) -> None:
+        self._plan = plan
+        self._coordinator = coordinator
+        self._on_staged = on_staged
+        self._records: RankRecords | None = None
+
+    def prepare(self) -> None:
+        """All sources have been read and summed."""
+        if self._on_staged is not None:
+            self._on_staged()
+        with paused_collector():
+            self._records = _records(self._plan, self._coordinator.rank)
+            if self._coordinator.world_size == 1:
+                self._encode([self._records])
+
+    def agree(self) -> None:
+        """Every rank has written all it had; raises on every rank if one of them failed."""
+        assert self._records is not None
+        ranks = self._coordinator.exchange(self._records)
+        if self._coordinator.world_size > 1:
+            self._encode(ranks)
+
+    def _encode(self, ranks: Sequence[RankRecords]) -> None:
+        self.manifest = _merge(self._plan, ranks)
+        self.raw = encode_manifest(self.manifest, self._plan.state.tree_text)
 
 
 @contextmanager
@@ -210,7 +250,7 @@ def _merge(plan: SavePlan, ranks: Sequence[RankRecords]) -> Manifest:
     for records in ranks:
         before = len(files)
         for tensor, own in records.chunks.items():
-            moved = [replace(chunk, file=chunk.file + before) for chunk in own] if before else own
+            moved = [chunk._replace(file=chunk.file + before) for chunk in own]
             chunks.setdefault(tensor, []).extend(moved)
         files.extend(records.files)
     tensors = [

@@ -20,7 +20,7 @@ from checkpoint.names import Path, closest, natural_name, render
 from checkpoint.reading import TensorRead
 from checkpoint.records import Manifest
 from checkpoint.selection import Selection
-from checkpoint.sources import ByteSink
+from checkpoint.sources import ByteSink, carrier_view
 from checkpoint.targets import SinkTarget, Target, TensorTarget
 from checkpoint.tree import DataNode, decode_tree, encode_tree
 
@@ -202,9 +202,14 @@ def _array_as_tensor(where: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def _copy(loaded: torch.Tensor, target: Target) -> Finish:
     def copy() -> None:
+        if isinstance(target, TensorTarget):
+            with torch.no_grad():
+                carrier_view(target.tensor).copy_(carrier_view(loaded))
+            return
         flat = loaded.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         shape = tuple(loaded.shape)
-        if flat.size:
-            target.place((0,) * len(shape), shape).deliver(0, flat.data)
+        place = target.place((0,) * len(shape), shape)
+        if flat.size and place.deliver is not None:
+            place.deliver(0, flat.data)
 
     return copy

@@ -21,7 +21,7 @@ from typing import Any
 
 from aio import sync_directory
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
-from checkpoint.locate import read_manifest
+from checkpoint.locate import is_finished, read_manifest
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.validation import is_data_file_name, is_uuid
 
@@ -93,6 +93,9 @@ def prune(checkpoint: Path, keep: str | None) -> None:
 
 def clear_leftovers(checkpoint: Path) -> None:
     """Removes what killed saves left; nothing where a damaged manifest hides what counts."""
+    found = generations(checkpoint)
+    if not found or (len(found) == 1 and is_finished(checkpoint)):
+        return  # the usual case, in which no manifest has to be read
     try:
         prune(checkpoint, keep=read_manifest(checkpoint).uuid)
     except IncompleteCheckpointError:

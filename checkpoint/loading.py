@@ -10,6 +10,7 @@ import torch
 
 from aio import Engine
 from checkpoint.assembly import Assembler
+from checkpoint.collector import paused_collector
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.into import plan_into
 from checkpoint.locate import read_manifest
@@ -98,6 +99,17 @@ def _load_new(
     device: torch.device | None,
     options: ReadOptions,
 ) -> Any:
+    tree, tensors = _assemble(manifest, selection, device)
+    reads = [TensorRead(index, TensorTarget(tensor)) for index, tensor in tensors.items()]
+    read_tensors(manifest, checkpoint, reads, options)
+    return tree
+
+
+@paused_collector()
+def _assemble(
+    manifest: Manifest, selection: Selection, device: torch.device | None
+) -> tuple[Any, dict[int, torch.Tensor]]:
+    """The tree that was asked for, its memory still to be filled; and the stored tensors in it."""
     names = {path: name for name, (path, _) in data_nodes(manifest.tree).items()}
     assembler = Assembler(manifest, device)
 
@@ -107,9 +119,7 @@ def _load_new(
     wanted = None if selection.is_everything else selection.wants
     tree = decode_tree(manifest.tree, data, wanted)
     selection.check_matched()
-    reads = [TensorRead(index, TensorTarget(tensor)) for index, tensor in assembler.tensors.items()]
-    read_tensors(manifest, checkpoint, reads, options)
-    return tree
+    return tree, assembler.tensors
 
 
 def _load_into(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from checkpoint import elements
+from checkpoint.collector import paused_collector
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.records import ChunkRecord, FileRecord, Manifest, Shape, TensorRecord
 from checkpoint.validation import validate
@@ -115,6 +116,7 @@ def _list_text(sizes: Shape) -> str:
     return f"[{','.join(map(str, sizes))}]"
 
 
+@paused_collector()
 def decode_manifest(raw: bytes, path: Path | None = None) -> Manifest:
     """Decodes and checks the bytes of a manifest; `path` is for error messages."""
     try:
@@ -189,7 +191,7 @@ _MANIFEST_KEYS = {"sha256", "format", "version", "uuid", "world_size", "roots"} 
 def _manifest(node: dict[str, Any]) -> Manifest:
     _keys(node, _MANIFEST_KEYS, set(), "manifest")
     return Manifest(
-        uuid=_text(node, "uuid"),
+        uuid=_as_text(node["uuid"]),
         world_size=_integer(node, "world_size", low=1),
         roots=tuple(_items(node, "roots", _as_text)),
         files=tuple(_items(node, "files", _file)),
@@ -206,7 +208,7 @@ def _file(node: Any) -> FileRecord:
     _keys(node, _FILE_KEYS, set(), "file")
     return FileRecord(
         root=None if node["root"] is None else _integer(node, "root"),
-        path=_text(node, "path"),
+        path=_as_text(node["path"]),
         nbytes=_integer(node, "nbytes"),
         header_nbytes=_integer(node, "header_nbytes"),
         header_crc32c=_as_crc(node["header_crc32c"]),
@@ -217,21 +219,25 @@ _TENSOR_KEYS = {"name", "dtype", "shape", "chunks"}
 
 
 def _tensor(node: Any) -> TensorRecord:
+    """Called for every tensor, of which there may be many; so is `_chunk`."""
     _keys(node, _TENSOR_KEYS, {"strides", "storage"}, "tensor")
-    name, dtype = _text(node, "name"), _text(node, "dtype")
+    name, dtype = _as_text(node["name"]), _as_text(node["dtype"])
     if dtype not in elements.BY_NAME:
         raise CorruptCheckpointError(f"no dtype {dtype[:40]!r} in this torch", tensor=name)
-    shape = _shape(node, "shape")
-    storage = _shape(node, "storage") if "storage" in node else None
+    shape = _shape(node["shape"])
+    storage = _shape(node["storage"]) if "storage" in node else None
     if storage is not None and len(storage) != 2:
         raise CorruptCheckpointError("'storage' is not an index and an offset", tensor=name)
+    chunks = node["chunks"]
+    if type(chunks) is not list:
+        raise ValueError("'chunks' is not a list")
     return TensorRecord(
-        name=name,
-        dtype=dtype,
-        shape=shape,
-        chunks=tuple(_items(node, "chunks", lambda item: _chunk(item, shape))),
-        strides=_shape(node, "strides") if "strides" in node else None,
-        storage=None if storage is None else (storage[0], storage[1]),
+        name,
+        dtype,
+        shape,
+        tuple([_chunk(chunk, shape) for chunk in chunks]),
+        _shape(node["strides"]) if "strides" in node else None,
+        None if storage is None else (storage[0], storage[1]),
     )
 
 
@@ -242,13 +248,16 @@ def _chunk(node: Any, whole: Shape) -> ChunkRecord:
     _keys(node, _CHUNK_KEYS, {"start", "shape"}, "chunk")
     if ("start" in node) != ("shape" in node):
         raise ValueError("a chunk has one of 'start' and 'shape' without the other")
+    crcs = node["crc32c"]
+    if type(crcs) is not list:
+        raise ValueError("'crc32c' is not a list")
     return ChunkRecord(
-        file=_integer(node, "file"),
-        offset=_integer(node, "offset"),
-        nbytes=_integer(node, "nbytes"),
-        start=_shape(node, "start") if "start" in node else (0,) * len(whole),
-        shape=_shape(node, "shape") if "shape" in node else whole,
-        crc32c=tuple(_items(node, "crc32c", _as_crc)),
+        _as_size(node["file"]),
+        _as_size(node["offset"]),
+        _as_size(node["nbytes"]),
+        _shape(node["start"]) if "start" in node else (0,) * len(whole),
+        _shape(node["shape"]) if "shape" in node else whole,
+        tuple([_as_crc(crc) for crc in crcs]),
     )
 
 
@@ -267,10 +276,6 @@ def _items(node: dict[str, Any], key: str, convert: Callable[[Any], _T]) -> list
     if not isinstance(node[key], list):
         raise ValueError(f"{key!r} is not a list")
     return [convert(item) for item in node[key]]
-
-
-def _text(node: dict[str, Any], key: str) -> str:
-    return _as_text(node[key])
 
 
 def _as_text(value: Any) -> str:
@@ -294,11 +299,14 @@ def _as_size(value: Any) -> int:
     return value
 
 
-def _shape(node: dict[str, Any], key: str) -> Shape:
-    shape = tuple(_items(node, key, _as_size))
-    if len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"{key!r} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
-    return shape
+def _shape(value: Any) -> Shape:
+    if type(value) is not list:
+        raise ValueError("sizes that are not a list")
+    if len(value) > MAX_DIMENSIONS:
+        raise ValueError(f"{len(value)} dimensions, more than {MAX_DIMENSIONS}")
+    for size in value:
+        _as_size(size)
+    return tuple(value)
 
 
 def _as_crc(value: Any) -> int:

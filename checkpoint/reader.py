@@ -237,7 +237,7 @@ class _ReadStream:
         self._sum(run, [base + piece.place for piece in run.pieces], [at or 0 for at in targets])
         for piece, target in zip(run.pieces, targets, strict=True):
             place = self.wanted.reads[piece.chunk].place
-            if target is None and place is not None:
+            if target is None and place is not None and place.deliver is not None:
                 data = buffer[piece.place : piece.place + piece.nbytes]
                 place.deliver(piece.first, data.data)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio import Engine
+from checkpoint.collector import paused_collector
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.locate import check_data_file
 from checkpoint.reader import ChunkRead, FileReads, Reader, ReadOptions
@@ -33,6 +34,12 @@ def read_tensors(
 
     Raises CorruptCheckpointError naming file, tensor and extent, OSError, or what a sink raised.
     """
+    read_files(manifest, checkpoint, _chunk_reads(manifest, reads), options)
+
+
+@paused_collector()
+def _chunk_reads(manifest: Manifest, reads: Iterable[TensorRead]) -> dict[int, list[ChunkRead]]:
+    """What to read, by the number of the file it is in."""
     by_file: dict[int, list[ChunkRead]] = defaultdict(list)
     for read in reads:
         record = manifest.tensors[read.index]
@@ -40,7 +47,7 @@ def read_tensors(
             if chunk.nbytes:
                 place = read.target.place(chunk.start, chunk.shape)
                 by_file[chunk.file].append(ChunkRead(record.name, chunk, 0, chunk.nbytes, place))
-    read_files(manifest, checkpoint, by_file, options)
+    return by_file
 
 
 def read_files(

@@ -1,4 +1,7 @@
-"""What a manifest says, as immutable records. Sizes and offsets are in bytes."""
+"""What a manifest says, as immutable records. Sizes and offsets are in bytes.
+
+Those of which a checkpoint has very many are tuples, which take a third of the time to make.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from checkpoint import elements
 from checkpoint.checksum import CRC_BLOCK_BYTES
@@ -25,8 +28,7 @@ class FileRecord:
     header_crc32c: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRecord:
+class ChunkRecord(NamedTuple):
     """A box of a tensor, row-major in one extent of one file; one CRC per 16 MiB of it."""
 
     file: int
@@ -42,8 +44,7 @@ class ChunkRecord:
         return first, min(CRC_BLOCK_BYTES, self.nbytes - first)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
+class TensorRecord(NamedTuple):
     """A stored tensor. `strides` (elements) and `storage` say how to lay it out in memory.
 
     `strides` is None for row-major; `storage` is (index of the shared storage, byte offset there).

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from aio import Engine
+from checkpoint.collector import paused_collector
 from checkpoint.commit import SavePlan, commit
 from checkpoint.coordinator import Coordinator, SingleProcess
 from checkpoint.early import EarlyStage
@@ -148,6 +149,7 @@ def _run(
     )
 
 
+@paused_collector()
 def plan_save(
     state: object,
     path: PathLike,

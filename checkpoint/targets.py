@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,15 +18,14 @@ from checkpoint.boxes import Shape, contiguous_strides, flat_first, range_boxes
 from checkpoint.sources import ByteSink, carrier_view
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where the bytes of one box go: to an address, if they lie in a row there, else to a function.
 
     `deliver(first, data)` takes bytes of the row-major box from byte `first` on.
     """
 
     address: int | None
-    deliver: Callable[[int, memoryview], None]
+    deliver: Callable[[int, memoryview], None] | None
 
 
 class Target(Protocol):
@@ -42,13 +41,13 @@ class TensorTarget:
     tensor: torch.Tensor
 
     def place(self, start: Shape, shape: Shape) -> Place:
-        part = self.tensor.detach()
+        part = self.tensor.detach() if self.tensor.requires_grad else self.tensor
         if shape != tuple(part.shape):
             for axis, (low, size) in enumerate(zip(start, shape, strict=True)):
                 part = part.narrow(axis, low, size)
-        plain = part.device.type == "cpu" and not part.is_conj() and not part.is_neg()
-        address = part.data_ptr() if plain and part.is_contiguous() else None
-        return Place(address, _BoxWriter(part, shape))
+        if part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg():
+            return Place(part.data_ptr(), None)
+        return Place(None, _BoxWriter(part, shape))
 
 
 @dataclass(frozen=True, slots=True)

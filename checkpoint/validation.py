@@ -106,29 +106,39 @@ def _check_tensor(manifest: Manifest, tensor: TensorRecord) -> None:
 
 
 def _check_chunk(manifest: Manifest, tensor: TensorRecord, chunk: ChunkRecord) -> None:
-    def corrupt(what: str) -> CorruptCheckpointError:
-        path = manifest.files[chunk.file].path if chunk.file < len(manifest.files) else None
-        return CorruptCheckpointError(
-            what, path=path, tensor=tensor.name, offset=chunk.offset, nbytes=chunk.nbytes
+    known = chunk.file < len(manifest.files)
+    file = manifest.files[chunk.file] if known else None
+    fault = _chunk_fault(tensor, chunk, file)
+    if fault is not None:
+        raise CorruptCheckpointError(
+            fault,
+            path=None if file is None else file.path,
+            tensor=tensor.name,
+            offset=chunk.offset,
+            nbytes=chunk.nbytes,
         )
 
-    if chunk.file >= len(manifest.files):
-        raise corrupt(f"file {chunk.file} of {len(manifest.files)}")
-    file = manifest.files[chunk.file]
-    if len(chunk.start) != len(tensor.shape) or len(chunk.shape) != len(tensor.shape):
-        raise corrupt("a chunk with other dimensions than its tensor")
-    if chunk.shape is not tensor.shape:
-        for low, size, limit in zip(chunk.start, chunk.shape, tensor.shape, strict=True):
+
+def _chunk_fault(tensor: TensorRecord, chunk: ChunkRecord, file: FileRecord | None) -> str | None:
+    """What is wrong with a chunk, if anything is."""
+    if file is None:
+        return f"file {chunk.file} is not in the manifest"
+    shape = tensor.shape
+    if len(chunk.start) != len(shape) or len(chunk.shape) != len(shape):
+        return "a chunk with other dimensions than its tensor"
+    if chunk.shape is not shape:
+        for low, size, limit in zip(chunk.start, chunk.shape, shape, strict=True):
             if low + size > limit:
-                raise corrupt("a chunk reaches beyond its tensor")
+                return "a chunk reaches beyond its tensor"
     if chunk.nbytes != math.prod(chunk.shape) * tensor.element.itemsize:
-        raise corrupt(f"a chunk of shape {chunk.shape} cannot have that size")
+        return f"a chunk of shape {chunk.shape} cannot have that size"
     if chunk.offset % ALIGNMENT or chunk.offset < file.header_nbytes:
-        raise corrupt("an extent that is misaligned or in the header")
+        return "an extent that is misaligned or in the header"
     if chunk.offset + chunk.nbytes > file.nbytes:
-        raise corrupt(f"an extent beyond the file's {file.nbytes} bytes")
+        return f"an extent beyond the file's {file.nbytes} bytes"
     if len(chunk.crc32c) != -(-chunk.nbytes // CRC_BLOCK_BYTES):
-        raise corrupt(f"{len(chunk.crc32c)} checksums for a chunk of that size")
+        return f"{len(chunk.crc32c)} checksums for a chunk of that size"
+    return None
 
 
 def _check_tiling(tensor: TensorRecord) -> None:

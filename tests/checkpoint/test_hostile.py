@@ -130,7 +130,7 @@ CHANGES: list[tuple[str, Callable[[Document, Any], None], Any]] = [
     ),
     ("chunks overlap", lambda d, _: d["tensors"][0]["chunks"][1].update(start=[1]), None),
     ("in one file", lambda d, _: d["tensors"][0]["chunks"][1].update(file=0), None),
-    ("file 9 of", _set(*CHUNK, "file"), 9),
+    ("file 9 is not in", _set(*CHUNK, "file"), 9),
     ("misaligned", _set(*CHUNK, "offset"), 4097),
     ("misaligned", _set(*CHUNK, "offset"), 0),
     ("beyond the file", _set(*CHUNK, "offset"), 1 << 50),
