@@ -19,7 +19,13 @@ from rich.table import Table
 from checkpoint.bench.arguments import STDOUT, Options, UsageError, parse_arguments
 from checkpoint.bench.comparisons import compare
 from checkpoint.bench.machine import describe_directory, describe_machine
-from checkpoint.bench.measuring import REHEARSAL_BYTES, Measurement, OnStep, needed_bytes
+from checkpoint.bench.measuring import (
+    REHEARSAL_BYTES,
+    Measurement,
+    OnStep,
+    needed_bytes,
+    old_objects_set_aside,
+)
 from checkpoint.bench.pagecache import PageCache
 from checkpoint.bench.plot import draw
 from checkpoint.bench.report import to_json
@@ -143,7 +149,7 @@ class _Bench:
             states = [State(workload) for workload in options.workloads]
             measurement = Measurement(self._schedule.contestants, states, scratch, self._cache)
             try:
-                with self._progress() as on_step:
+                with old_objects_set_aside(), self._progress() as on_step:
                     measurement.rehearse(on_step)
                     measurement.run(options.runs, on_step)
             except _EndedError:

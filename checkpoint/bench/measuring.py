@@ -8,7 +8,8 @@ loaded is compared with what was saved before a time counts.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from checkpoint.bench.pagecache import PageCache
@@ -119,6 +120,17 @@ class Measurement:
             loaded.nbytes,
             loaded.seconds,
         )
+
+
+@contextmanager
+def old_objects_set_aside() -> Iterator[None]:
+    """The garbage collector passes over what exists now; else that would take time every time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def needed_bytes(contestant: Contestant, nbytes: int, num_tensors: int) -> int:
