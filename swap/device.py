@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,6 +22,9 @@ from aio import Slab, SlabFullError
 from swap.arena import Entry
 from swap.layout import ParameterSpec
 from swap.planes import as_tensor
+
+_POLL_SECONDS = 0.001
+_NONE = object()
 
 
 class Link(Protocol):
@@ -142,20 +146,24 @@ class DeviceArena:
         self._held: list[tuple[StorageWeakRef, int]] = []
         self._uploads: deque[tuple[Any, torch.Tensor]] = deque()
         self._peak_bytes = 0
+        self._lock = threading.RLock()  # guards the three above
+        self._seen = threading.local()  # .used_bytes: when the thread was last refused
 
     def new(self, spec: ParameterSpec, *, landing: bool) -> Entry:
         nbytes = spec.weight_bytes
-        if self.used_bytes + nbytes > self._nbytes:
-            raise SlabFullError(nbytes, self._nbytes - self.used_bytes, 0)
-        entry = Entry(spec=spec, weight=torch.empty(0))
-        if landing:
-            self._drop_finished_uploads()
-            assert self._landing is not None
-            buffer = self._landing.allocate(spec.padded_numel * spec.dtype.itemsize)
-            entry.landing = as_tensor(buffer, spec.dtype)
-        entry.weight = self._link.empty(spec.numel, spec.dtype)
-        self._held.append((StorageWeakRef(entry.weight.untyped_storage()), nbytes))
-        self._peak_bytes = max(self._peak_bytes, self.used_bytes)
+        with self._lock:
+            used_bytes = self._seen.used_bytes = self.used_bytes
+            if used_bytes + nbytes > self._nbytes:
+                raise SlabFullError(nbytes, self._nbytes - used_bytes, 0)
+            entry = Entry(spec=spec, weight=torch.empty(0))
+            if landing:
+                self._drop_finished_uploads()
+                assert self._landing is not None
+                buffer = self._landing.allocate(spec.padded_numel * spec.dtype.itemsize)
+                entry.landing = as_tensor(buffer, spec.dtype)
+            entry.weight = self._link.empty(spec.numel, spec.dtype)
+            self._held.append((StorageWeakRef(entry.weight.untyped_storage()), nbytes))
+            self._peak_bytes = max(self._peak_bytes, used_bytes + nbytes)
         return entry
 
     def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
@@ -171,7 +179,8 @@ class DeviceArena:
         for start, length in entry.landed:
             part = slice(start, start + length)
             entry.event = self._link.upload(entry.weight[part], entry.landing[part])
-        self._uploads.append((entry.event, entry.landing))
+        with self._lock:
+            self._uploads.append((entry.event, entry.landing))
         entry.landing = None
 
     def ready(self, entry: Entry) -> torch.Tensor:
@@ -179,11 +188,28 @@ class DeviceArena:
         return entry.weight
 
     def wait_for_release(self, timeout: float) -> bool:
-        if not self._uploads:
-            return False
-        self._link.wait(self._uploads[0][0])
-        self._drop_finished_uploads()
+        """See ``Arena``. Nobody tells when device memory is dropped, so that is looked for."""
+        deadline = time.monotonic() + timeout
+        while not (self._finish_upload() or self._has_less_in_use()):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
         return True
+
+    def _finish_upload(self) -> bool:
+        with self._lock:
+            event = self._uploads[0][0] if self._uploads else _NONE
+        if event is _NONE:
+            return False
+        self._link.wait(event)
+        with self._lock:
+            self._drop_finished_uploads()
+        return True
+
+    def _has_less_in_use(self) -> bool:
+        if self._landing is not None and self._landing.wait_for_release(0.0):
+            return True
+        return self.used_bytes < getattr(self._seen, "used_bytes", 0)
 
     @property
     def nbytes(self) -> int:
@@ -192,12 +218,14 @@ class DeviceArena:
     @property
     def used_bytes(self) -> int:
         """Bytes of entries whose memory somebody still refers to, us or autograd."""
-        self._held = [held for held in self._held if not held[0].expired()]
-        return sum(nbytes for _, nbytes in self._held)
+        with self._lock:
+            self._held = [held for held in self._held if not held[0].expired()]
+            return sum(nbytes for _, nbytes in self._held)
 
     @property
     def peak_bytes(self) -> int:
-        return self._peak_bytes
+        with self._lock:
+            return self._peak_bytes
 
     def _drop_finished_uploads(self) -> None:
         while self._uploads and self._link.done(self._uploads[0][0]):

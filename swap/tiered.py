@@ -346,6 +346,8 @@ class TieredState:
         """Wait until every value is at home; finishes a step that an I/O error stopped, or raises
         it again.
         """
+        # Gradients that are still to arrive could begin an early pass, which nobody would end.
+        self.collect_gradients()
         self.drop_early()
         if self.pipeline.failure is not None:
             self.pipeline.retry()

@@ -27,7 +27,7 @@ from swap.tiers import BudgetError, format_bytes
 from swap.timeline import Timeline
 
 _RELEASE_SECONDS = 2.0
-"""How long a fetch waits for memory that another thread or the engine is about to drop."""
+"""How long a fetch waits for memory that the update, autograd or the engine is about to drop."""
 
 
 class WeightCache:
@@ -182,6 +182,9 @@ class WeightCache:
             if not pending:
                 del self._pending[parameter]
                 self._stale.pop(parameter, None)
+                entry = self._entries.get(parameter)
+                if entry is not None and entry.missing:
+                    del self._entries[parameter]  # a part was not offered, and never will be
             self._changed.notify_all()
 
     def fail(self, failure: BaseException) -> None:
@@ -236,6 +239,17 @@ class WeightCache:
         return self._arena.ready(entry)
 
     def _find_or_read(self, parameter: int) -> Entry:
+        """The entry of ``parameter``, which may still be reading. Waits for memory without the
+        lock: whoever is about to give some back may need it.
+        """
+        assert self._arena is not None
+        while (entry := self._find_or_start(parameter)) is None:
+            if not self._arena.wait_for_release(_RELEASE_SECONDS):
+                raise self._too_small(self._specs[parameter])
+        return entry
+
+    def _find_or_start(self, parameter: int) -> Entry | None:
+        """None if there is no room; waits for an update that is under way."""
         with self._changed:
             while True:
                 entry = self._entries.get(parameter)
@@ -243,9 +257,8 @@ class WeightCache:
                     self.hits += 1
                     return entry
                 if parameter not in self._pending:
-                    self.misses += 1
                     entry = self._start_read(parameter, sooner_than=None)
-                    assert entry is not None
+                    self.misses += entry is not None
                     return entry
                 self._check_failure()
                 self._changed.wait()
@@ -302,7 +315,8 @@ class WeightCache:
         if self._arena.uses_home:
             return
         for entry in list(self._entries.values()):
-            if entry.is_reading and entry.finished_reading():
+            # What could not be read stays as it is: whoever asks for it is told.
+            if entry.is_reading and entry.finished_reading() and _wait_for(entry):
                 self._arrive(entry)
 
     def _prefetch_one(self, parameter: int) -> bool:
@@ -368,23 +382,18 @@ class WeightCache:
 
     def _make_room(self, parameter: int, sooner_than: int | None, *, landing: bool) -> Entry | None:
         """A new entry, evicting what is used later; with ``sooner_than=None`` whatever is not
-        pinned.
+        pinned. None if that does not make room enough.
         """
         assert self._arena is not None
-        spec = self._specs[parameter]
         while True:
             try:
-                entry = self._arena.new(spec, landing=landing)
+                entry = self._arena.new(self._specs[parameter], landing=landing)
                 self._forget_dead_storages()
                 self._owners[entry.weight.untyped_storage()._cdata] = parameter
                 return entry
-            except SlabFullError as full:
-                if self._evict_one(sooner_than):
-                    continue
-                if sooner_than is not None:
+            except SlabFullError:
+                if not self._evict_one(sooner_than):
                     return None
-                if not self._arena.wait_for_release(_RELEASE_SECONDS):
-                    raise self._too_small(spec) from full
 
     def _forget_dead_storages(self) -> None:
         if len(self._owners) > 2 * len(self._specs) + 64:
