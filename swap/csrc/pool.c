@@ -2,8 +2,7 @@
  *
  * Invariants:
  * - a job lives on its caller's stack and is on the list only while it wants helpers; workers touch
- *   it between attaching and detaching, both under `lock`, and the caller leaves only when no
- * worker is attached;
+ *   it from attaching to detaching, both under `lock`, and its caller waits until none is attached;
  * - workers hold no lock while they run a body, and start only when a job could use them;
  * - a forked child starts with no workers and an empty list, whatever the parent's threads did.
  */

@@ -3,7 +3,7 @@
  * GCC's and Clang's vector extensions give arithmetic, shifts and comparisons; the file that
  * includes this adds the few operations for which they have no name, each under the same one:
  *
- *     floats fused(floats a, floats b, floats c)         a * b + c, rounded once
+ *     floats fused(floats a, floats b, floats c)          a * b + c, rounded once
  *     floats square_root(floats x)
  *     bool any_nan(floats x)
  *     void add_squares(floats x, doubles sums[2])         of the first and of the second half of x;
@@ -12,8 +12,7 @@
  *     words widen_signed(const int16_t *from)
  *     void narrow(words bits, void *to)                   the low halves
  *     floats widen_f16(const uint16_t *from)
- *     void narrow_f16(floats x, uint16_t *to)             to nearest even; x has no NaN but
- * one_nan's
+ *     void narrow_f16(floats x, uint16_t *to)             to nearest even; NaNs from one_nan only
  */
 #ifndef SWAP_VECTORS_H
 #define SWAP_VECTORS_H
