@@ -184,10 +184,13 @@ def test_fio_that_fails_says_why(state: State) -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
-def test_deepspeed_brings_back_what_it_saved(state: State, place: Place) -> None:
+def test_deepspeed_brings_back_what_it_saved(place: Place) -> None:
     reason = DeepSpeed.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
+    # torch's old format, which it writes, cannot be read back with float8 in it.
+    specs = tuple(spec for spec in WORKLOAD.tensors if spec.dtype != torch.float8_e5m2)
+    state = State(Workload("without float8", specs))
     system = DeepSpeed()
     system.save(state, place)
     tensors = system.load(state, place).tensors
