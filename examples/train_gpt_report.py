@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 MIB = 1 << 20
-TIERS = {"host": "tab:blue", "device": "tab:green", "nvme": "tab:orange"}
+TIERS = {"host": "tab:blue", "device": "tab:green", "nvme": "moccasin"}
 
 
 @dataclass(kw_only=True)
@@ -96,7 +96,7 @@ def draw(path: Path, runs: list[Measurements], plain: Measurements) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for run, name in zip(runs, ("first process", "second process"), strict=True):
         steps = range(run.first_step + 1, run.first_step + 1 + len(run.losses))
         left.plot(steps, run.losses, label=name)
@@ -117,5 +117,7 @@ def draw(path: Path, runs: list[Measurements], plain: Measurements) -> None:
     right.set(xlabel="seconds", ylabel="MiB", title="Memory", ylim=(0, None))
     handles, labels = right.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
-    right.legend(once.values(), once.keys(), loc="center right")
+    right.legend(
+        once.values(), once.keys(), loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3
+    )
     figure.savefig(path, dpi=120)
