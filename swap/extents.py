@@ -10,6 +10,7 @@ write-back.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -87,7 +88,11 @@ class ExtentStore:
                     self._grow(volume, due - volume.nbytes)
 
     def allocate(self, nbytes: int) -> Extent:
-        """A new extent of ``nbytes`` or more, on the directory furthest behind its share."""
+        """A new extent of ``nbytes`` or more, on the directory furthest behind its share of those
+        that have room.
+
+        Raises ``AioError`` (ENOSPC) when no directory has any.
+        """
         nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
             order = sorted(
@@ -151,10 +156,11 @@ class ExtentStore:
             if offset is not None:
                 return self._taken(Extent(index, offset, nbytes))
         failure: AioError | None = None
-        for index in order:
+        # Disks with no room for a large step may still have enough for this extent.
+        for growth, index in itertools.product((max(nbytes, _GROWTH_BYTES), nbytes), order):
             volume = self._volumes[index]
             try:
-                self._grow(volume, max(nbytes, _GROWTH_BYTES))
+                self._grow(volume, growth)
             except AioError as error:
                 failure = failure or error
                 continue

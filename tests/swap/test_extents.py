@@ -1,0 +1,236 @@
+"""Extents against a model of who owns which bytes, over one or more directories."""
+
+import errno
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aio import AioError, Engine
+from swap import extents as module
+from swap.directory import SwapDirectory
+from swap.extents import ALIGNMENT, Extent, ExtentStore
+from tests.support.late_engine import Faults, LateEngine
+
+MIB = 1 << 20
+
+
+class Rig:
+    """A store over ``num`` directories and a late engine."""
+
+    def __init__(
+        self, stack: ExitStack, root: Path, *, num: int = 1, shares: Sequence[float] | None = None
+    ) -> None:
+        self.faults = Faults()
+        self.engine = LateEngine(3 * num, faults=self.faults)
+        stack.callback(self.engine.close)
+        engine: Any = self.engine
+        self.directories = []
+        for number in range(num):
+            folder = root / str(number)
+            folder.mkdir(exist_ok=True)
+            self.directories.append(SwapDirectory(folder, engine))
+        self.store = ExtentStore(self.directories, engine, shares=shares)
+        stack.callback(self.store.close)
+
+    def write(self, extent: Extent, fill: int, start: int = 0, nbytes: int | None = None) -> None:
+        nbytes = extent.nbytes - start if nbytes is None else nbytes
+        self.store.write(extent, start, np.full(nbytes, fill, np.uint8)).result()
+
+    def holds(self, extent: Extent, fill: int, start: int = 0, nbytes: int | None = None) -> bool:
+        out = np.empty(extent.nbytes - start if nbytes is None else nbytes, np.uint8)
+        self.store.read(extent, start, out, urgent=True).result()
+        return bool((out == fill).all())
+
+    def file_bytes(self) -> list[int]:
+        return [directory.file.size() for directory in self.directories]
+
+
+@contextmanager
+def rig_over(root: Path, **options: Any) -> Iterator[Rig]:
+    with ExitStack() as stack:
+        yield Rig(stack, root, **options)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    num=st.integers(1, 3),
+    script=st.lists(
+        st.tuples(
+            st.sampled_from(["allocate", "allocate", "release", "pin", "unpin"]),
+            st.integers(1, 60_000),
+        ),
+        max_size=40,
+    ),
+)
+def test_no_byte_has_two_owners_and_pinned_bytes_stay(
+    tmp_path_factory: pytest.TempPathFactory, num: int, script: list[tuple[str, int]]
+) -> None:
+    root = tmp_path_factory.mktemp("swap")
+    owned: dict[Extent, int] = {}
+    pins: dict[Extent, int] = {}
+    snapshots: dict[Extent, int] = {}
+    fills = itertools.cycle(range(256))
+    with patch.object(module, "_GROWTH_BYTES", 64 * 1024), rig_over(root, num=num) as rig:
+        for action, number in script:
+            if action == "allocate":
+                extent = rig.store.allocate(number)
+                assert extent.nbytes == -(-number // ALIGNMENT) * ALIGNMENT
+                assert extent.offset % ALIGNMENT == 0
+                owned[extent] = next(fills)
+                rig.write(extent, owned[extent])
+            elif action == "release" and owned:
+                extent = sorted(owned, key=repr)[number % len(owned)]
+                fill = owned.pop(extent)
+                rig.store.release(extent)
+                snapshots.update({extent: fill} if extent in pins else {})
+            elif action == "pin" and owned:
+                extent = sorted(owned, key=repr)[number % len(owned)]
+                rig.store.pin(extent)
+                pins[extent] = pins.get(extent, 0) + 1
+            elif action == "unpin" and pins:
+                extent = sorted(pins, key=repr)[number % len(pins)]
+                rig.store.unpin(extent)
+                pins[extent] -= 1
+                if not pins[extent]:
+                    del pins[extent]
+                    snapshots.pop(extent, None)
+            taken = sorted(owned.keys() | pins.keys(), key=lambda e: (e.directory, e.offset))
+            for one, other in itertools.pairwise(taken):
+                apart = one.directory != other.directory
+                assert apart or one.offset + one.nbytes <= other.offset
+            assert rig.store.used_bytes == sum(extent.nbytes for extent in taken)
+            assert rig.store.peak_bytes >= rig.store.used_bytes
+        for extent, fill in (owned | snapshots).items():
+            assert rig.holds(extent, fill)
+            assert extent.offset + extent.nbytes <= rig.file_bytes()[extent.directory]
+        for extent, count in pins.items():
+            for _ in range(count):
+                rig.store.unpin(extent)
+        for extent in owned:
+            rig.store.release(extent)
+        assert rig.store.used_bytes == 0
+    assert list(root.glob("*/*")) == []
+
+
+def test_parts_are_read_and_written_where_they_belong(tmp_path: Path) -> None:
+    with rig_over(tmp_path) as rig:
+        before, extent, behind = (rig.store.allocate(3 * ALIGNMENT) for _ in range(3))
+        for each in (before, extent, behind):
+            rig.write(each, 1)
+        rig.write(extent, 2, start=100, nbytes=5000)
+        assert rig.holds(extent, 1, start=0, nbytes=100)
+        assert rig.holds(extent, 2, start=100, nbytes=5000)
+        assert rig.holds(extent, 1, start=5100)
+        assert rig.holds(before, 1)
+        assert rig.holds(behind, 1)
+
+
+def test_transfer_beyond_an_extent_is_our_own_mistake(tmp_path: Path) -> None:
+    with rig_over(tmp_path) as rig:
+        extent = rig.store.allocate(ALIGNMENT)
+        with pytest.raises(AssertionError):
+            rig.store.write(extent, 1, np.zeros(ALIGNMENT, np.uint8))
+        with pytest.raises(AssertionError):
+            rig.store.read(extent, 0, np.zeros(ALIGNMENT + 1, np.uint8), urgent=False)
+
+
+def test_load_follows_the_shares(tmp_path: Path) -> None:
+    with rig_over(tmp_path, num=3, shares=[1.0, 2.0, 5.0]) as rig:
+        rig.store.reserve(16 * MIB)
+        for _ in range(80):
+            rig.store.allocate(10 * ALIGNMENT)
+        used = [volume.used_bytes // (10 * ALIGNMENT) for volume in rig.store._volumes]
+        assert used == [10, 20, 50]
+
+
+def test_reserve_grows_files_by_shares_once(tmp_path: Path) -> None:
+    with rig_over(tmp_path, num=2, shares=[1.0, 3.0]) as rig:
+        rig.store.reserve(16 * MIB)
+        assert rig.file_bytes() == [4 * MIB, 12 * MIB]
+        rig.store.reserve(8 * MIB)
+        for _ in range(4):
+            rig.store.allocate(MIB)
+        assert rig.file_bytes() == [4 * MIB, 12 * MIB]
+
+
+def test_each_kind_of_transfer_has_a_lane_of_its_own_in_each_directory(tmp_path: Path) -> None:
+    with rig_over(tmp_path, num=2) as rig:
+        rig.store.reserve(MIB)
+        extents = [rig.store.allocate(ALIGNMENT) for _ in range(2)]
+        buffer = np.zeros(ALIGNMENT, np.uint8)
+        lanes = []
+        for extent in extents:
+            rig.write(extent, 0)
+            rig.store.read(extent, 0, buffer, urgent=True).result()
+            rig.store.read(extent, 0, buffer, urgent=False).result()
+            lanes += [lane for _, lane, _ in rig.engine.log[-3:]]
+        assert sorted(lanes) == list(range(6))
+
+
+def test_full_directory_leaves_the_load_to_the_others(tmp_path: Path) -> None:
+    with rig_over(tmp_path, num=2) as rig:
+        full = rig.directories[0].file
+        failure = AioError("full", errno=errno.ENOSPC, filename=str(full.path))
+        vars(full)["allocate"] = _raise(failure)
+        extents = [rig.store.allocate(MIB) for _ in range(4)]
+        assert {extent.directory for extent in extents} == {1}
+
+
+def test_disk_with_less_room_than_a_growth_step_is_used_up(tmp_path: Path) -> None:
+    """Growing in large steps must not make a disk full that is not."""
+    with rig_over(tmp_path) as rig:
+        file = rig.directories[0].file
+        allocate = file.allocate
+
+        def allocate_little(offset: int, nbytes: int) -> None:
+            if offset + nbytes > 3 * MIB:
+                raise AioError("full", errno=errno.ENOSPC, filename=str(file.path))
+            allocate(offset, nbytes)
+
+        vars(file)["allocate"] = allocate_little
+        extents = [rig.store.allocate(MIB) for _ in range(3)]
+        with pytest.raises(AioError) as caught:
+            rig.store.allocate(MIB)
+        assert caught.value.errno == errno.ENOSPC
+        rig.store.release(extents[1])
+        assert rig.store.allocate(MIB) == extents[1]
+
+
+def test_failed_growth_changes_nothing(tmp_path: Path) -> None:
+    with rig_over(tmp_path, num=2) as rig:
+        kept = rig.store.allocate(MIB)
+        rig.write(kept, 7)
+        sizes, used = rig.file_bytes(), rig.store.used_bytes
+        rig.faults.arm("allocate", errno.ENOSPC, times=100)
+        with pytest.raises(AioError) as caught:
+            rig.store.allocate(500 * MIB)
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.filename in [str(d.file.path) for d in rig.directories]
+        assert (rig.file_bytes(), rig.store.used_bytes) == (sizes, used)
+        rig.faults.disarm()
+        rig.write(rig.store.allocate(MIB), 8)
+        assert rig.holds(kept, 7)
+
+
+def test_close_removes_the_files_and_may_be_repeated(tmp_path: Path) -> None:
+    with Engine("posix", lanes=3) as engine, closing(SwapDirectory(tmp_path, engine)) as directory:
+        store = ExtentStore([directory], engine)
+        store.write(store.allocate(MIB), 0, np.zeros(MIB, np.uint8)).result()
+        store.close()
+        store.close()
+        assert list(tmp_path.iterdir()) == []
+
+
+def _raise(failure: BaseException) -> Any:
+    def fail(*_: object) -> None:
+        raise failure
+
+    return fail
