@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+import checkpoint
 from infinity import persistence
+from infinity.activations import Activations
 from infinity.discovery import Record
+from infinity.gathering import weight_of, write_back
 from infinity.hooks import ModelHooks
 from infinity.loss_scale import LossScale
 from infinity.optimizer import OffloadedOptimizer
@@ -26,6 +28,8 @@ from infinity.phases import Phases
 from infinity.report import Report, make_report, write_trace
 from infinity.residency import Residency
 from infinity.saved import SavedTensors
+from infinity.stepping import clip_coefficient, options_of, updates_for
+from infinity.versions import Versions
 from swap.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
 from swap.stages import Step
 from swap.tiered import TieredState
@@ -48,6 +52,7 @@ class OffloadedModel:
         *,
         rule: UpdateRule,
         budget: Budget,
+        activations: Activations,
         max_grad_norm: float | None,
         loss_scale: LossScale | None,
         compute_dtype: torch.dtype | None,
@@ -71,7 +76,10 @@ class OffloadedModel:
         self._consumed: set[int] = set()
         self._residency = Residency(records, state, state.placement.arena_bytes // 2)
         self._phases = Phases(state.timeline)
-        self._saved = SavedTensors(records, state, self._phases)
+        self._activations = activations
+        self._saved = SavedTensors(records, state, self._phases, activations)
+        self._versions = Versions(records)
+        self._saves: list[checkpoint.PendingSave] = []
         self._hooks = ModelHooks(model, records, self._residency, self._phases, compute_dtype)
         self._open = True
 
@@ -101,7 +109,7 @@ class OffloadedModel:
         """
         self._check_open()
         norm = self._gradient_norm()
-        coefficient = _clip_coefficient(norm, max_norm)
+        coefficient = clip_coefficient(norm, max_norm)
         self._clip_factor *= coefficient
         return torch.tensor(norm)
 
@@ -158,25 +166,30 @@ class OffloadedModel:
         self._residency.keep_out(record.index for record in chosen)
         try:
             for record in chosen:
-                self._residency.put(record.index, self._weight_of(record))
+                self._residency.put(record.index, weight_of(self.state, record))
             yield
             if modify:
                 for record in chosen:
-                    self._write_back(record)
+                    write_back(self.state, record)
         finally:
             self._residency.let_in(record.index for record in chosen)
-            self._note_versions()
+            self._versions.note()
 
     def save(self, path: str | os.PathLike[str], block: bool = True, extra: Any = None) -> Any:
         """Save weights, masters, moments, step counts, buffers, loss scale and random state to a
         checkpoint at ``path``.
 
         ``extra`` is any state tree; ``load`` returns it. Returns what ``checkpoint.save`` returns,
-        when it is durable. Raises as ``checkpoint.save``.
+        when it is durable; without ``block`` at once what ``checkpoint.save_async`` returns: then
+        the next step waits until the state has been read, and the end of the block until it is
+        saved. Raises as those.
         """
         self._check_open()
         self.state.flush()
-        return persistence.save(self, path, extra)
+        outcome = persistence.save(self, path, extra, block=block)
+        if not block:
+            self._saves = [pending for pending in self._saves if not pending.done()] + [outcome]
+        return outcome
 
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Load what ``save`` wrote; returns its ``extra``. Training continues bit-identically.
@@ -185,6 +198,8 @@ class OffloadedModel:
         that case nothing was changed.
         """
         self._check_open()
+        for pending in self._saves:
+            pending.wait_done()
         self.state.flush()
         extra = persistence.load(self, path)
         self.optimizer.zero_grad()
@@ -200,7 +215,7 @@ class OffloadedModel:
     def report(self) -> Report:
         """Bytes per tier, traffic, stalls, overlap and peaks so far; ``print`` it for a table."""
         self._check_open()
-        return make_report(self.state, self._budget.host_bytes, max(self.steps))
+        return make_report(self.state, self._activations, self._budget.host_bytes, max(self.steps))
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the recent timeline as JSON that Perfetto and chrome://tracing open."""
@@ -217,7 +232,7 @@ class OffloadedModel:
                 "the model was offloaded with optimizer=None, which is for inference; pass "
                 "infinity.AdamW(...) or a factory to take steps"
             )
-        self._check_not_changed_in_place()
+        self._versions.check()
         self._phases.end_backward()
         present = sorted(self._present)
         if not present:
@@ -227,20 +242,19 @@ class OffloadedModel:
         self._norm = torch.tensor(self.state.gradients.norm() / self.loss_scale)
         scale = self._clip_factor / self.loss_scale
         if self._max_grad_norm is not None:
-            scale *= _clip_coefficient(norm, self._max_grad_norm)
+            scale *= clip_coefficient(norm, self._max_grad_norm)
         self._clip_factor = 1.0
         self._unclipped_steps = self._unclipped_steps + 1 if scale == 1.0 else 0
         if self.loss_scale_state is not None and self.loss_scale_state.overflowed(norm):
             self._consumed.update(self.state.gradients.capture())
             return
-        options = self._options()
-        updates = {index: self._update_of(index, options) for index in present}
+        updates = self._updates(present)
         self.state.step(updates, scale)
         self._consumed.update(present)
         for index in present:
             self.steps[index] += 1
             self._saved.generations[index] += 1
-        self._mark_in_place_updates(present)
+        self._versions.count_updates(present)
         self._residency.expect_update(present)
 
     def propose(self) -> Step | None:
@@ -251,9 +265,7 @@ class OffloadedModel:
         may_clip = self._max_grad_norm is not None or self._clip_factor != 1.0
         if not self._repeatable or (may_clip and self._unclipped_steps < _UNCLIPPED_STEPS):
             return None
-        options = self._options()
-        updates = {index: self._update_of(index, options) for index in options}
-        return Step(updates=updates, gradient_scale=1.0)
+        return Step(updates=self._updates(None), gradient_scale=1.0)
 
     def clear_gradients(self) -> None:
         self.state.clear_gradients()
@@ -312,7 +324,7 @@ class OffloadedModel:
                 stack.callback(handle.remove)
         stack.callback(self._residency.reset)
         self._adopt_gradients(gradients)
-        self._note_versions()
+        self._versions.note()
 
     def _adopt_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Gradients that the model came with are accumulated to, as plain PyTorch does."""
@@ -325,6 +337,8 @@ class OffloadedModel:
         with.
         """
         self._open = False
+        for pending in self._saves:
+            pending.wait_done()
         try:
             self.state.flush()
         finally:
@@ -365,49 +379,10 @@ class OffloadedModel:
         self.state.collect_gradients()
         return self.state.gradients.norm() / self.loss_scale * self._clip_factor
 
-    def _options(self) -> dict[int, Mapping[str, Any]]:
-        """The options of every parameter's group, copied: later changes are for later steps."""
-        options: dict[int, Mapping[str, Any]] = {}
-        for group in self.optimizer.param_groups:
-            frozen = {key: copy.deepcopy(group[key]) for key in group if key != "params"}
-            options.update({self._index_of(parameter): frozen for parameter in group["params"]})
-        return options
-
-    def _update_of(self, index: int, options: Mapping[int, Mapping[str, Any]]) -> ParameterUpdate:
-        record = self.records[index]
-        if index not in options:
-            raise ValueError(f"{record.name} is in no group of offloaded.optimizer.param_groups")
-        return ParameterUpdate(
-            parameter=index,
-            step=self.steps[index] + 1,
-            shape=record.shape,
-            options=options[index],
-        )
-
-    def _mark_in_place_updates(self, indices: Sequence[int]) -> None:
-        """Tell autograd, as an in-place update would, so that a graph from before the step is
-        refused.
-        """
-        torch.autograd.graph.increment_version([self.records[i].parameter for i in indices])
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        """Whatever changed parameters in place until now was meant to."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self._versions = [record.parameter._version for record in self.records]
-
-    def _check_not_changed_in_place(self) -> None:
-        """What a program writes into weights between two steps may or may not reach their home."""
-        expected = self._versions
-        self._note_versions()
-        for record, before, now in zip(self.records, expected, self._versions, strict=True):
-            if now != before:
-                raise RuntimeError(
-                    f"{record.name} was changed in place while it was offloaded (by an "
-                    "initialisation, an assignment, or a module that changes its weights in "
-                    "forward, such as nn.Embedding with max_norm); change values inside `with "
-                    "offloaded.gathered([parameter], modify=True):`"
-                )
+    def _updates(self, present: Sequence[int] | None) -> dict[int, ParameterUpdate]:
+        """What the next step means for those parameters, or for all that are in a group."""
+        options = options_of(self.optimizer.param_groups, self._index_of)
+        return updates_for(present, options, self.records, self.steps)
 
     def _chosen(self, params: Any) -> list[Record]:
         if params is None:
@@ -417,27 +392,3 @@ class OffloadedModel:
         elif isinstance(params, torch.Tensor):
             params = [params]
         return [self.records[self._index_of(parameter)] for parameter in params]
-
-    def _weight_of(self, record: Record) -> torch.Tensor:
-        weight = torch.empty(record.spec.numel, dtype=record.spec.dtype)
-        self.state.planes.read(record.index, "weight", 0, weight)
-        return weight.view(record.shape).to(self.state.device)
-
-    def _write_back(self, record: Record) -> None:
-        """Elements that were changed become the master exactly; the others keep the master's low
-        bits.
-        """
-        before = self._weight_of(record).view(-1)
-        after = record.parameter.data.reshape(-1).to(before.dtype)
-        if torch.equal(before, after):
-            return
-        master = self.state.read_values(record.index, 0, record.spec.numel)
-        changed = before != after
-        master = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
-        self.state.fill(record.index, master)
-        self.state.weights.drop()
-
-
-def _clip_coefficient(norm: float, max_norm: float) -> float:
-    """As ``torch.nn.utils.clip_grad_norm_``; a norm that is not finite makes the update so, too."""
-    return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm

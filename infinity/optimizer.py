@@ -125,8 +125,11 @@ class TorchRule:
         if type(optimizer).__name__ == "LBFGS":
             raise ValueError("LBFGS looks at all parameters at once and cannot be offloaded")
         self._optimizer = optimizer
+        self._starts_with_state = bool(optimizer.state)
+        optimizer.state.clear()
         self._plane_names = self._probe()
         self.small_state: dict[int, dict[str, Any]] = defaultdict(dict)
+        self._before: dict[int, tuple[int, dict[str, Any]]] = {}
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         kind = torch.float64 if dtype == torch.float64 else torch.float32
@@ -143,8 +146,8 @@ class TorchRule:
     ) -> None:
         master = _master(planes)
         leaf = torch.nn.Parameter(master.view(update.shape))
-        leaf.grad = gradient.to(master.dtype).mul_(gradient_scale).view(update.shape)
-        small = self.small_state[segment.parameter]
+        leaf.grad = (gradient.to(master.dtype) * gradient_scale).view(update.shape)
+        small = self._small_state_before(update)
         state = dict(small)
         if update.step > 1:
             for name in self._plane_names:
@@ -152,6 +155,16 @@ class TorchRule:
         after = self._step_one(leaf, dict(update.options), state)
         self._keep(after, planes, small, update.shape)
         _store_master(master, planes)
+
+    def _small_state_before(self, update: ParameterUpdate) -> dict[str, Any]:
+        """The small state that ``update`` starts from, also when it is computed a second time."""
+        step, before = self._before.get(update.parameter, (0, {}))
+        if step == update.step:
+            self.small_state[update.parameter] = copy.deepcopy(before)
+        else:
+            before = copy.deepcopy(self.small_state[update.parameter])
+            self._before[update.parameter] = (update.step, before)
+        return self.small_state[update.parameter]
 
     def _keep(
         self,
@@ -170,11 +183,15 @@ class TorchRule:
     def _step_one(
         self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
     ) -> Mapping[str, Any]:
-        worker = copy.copy(self._optimizer)
+        # Not copy.copy: optimizers leave attributes of their own out of what they pickle.
+        worker = object.__new__(type(self._optimizer))
+        worker.__dict__.update(self._optimizer.__dict__)
         worker.param_groups = [options | {"params": [leaf]}]
         worker.state = defaultdict(dict)
         if state:
             worker.state[leaf] = state
+        elif self._starts_with_state:
+            worker.state = type(worker)([options | {"params": [leaf]}]).state  # type: ignore[call-arg]
         # The plain step of the class: hooks and schedulers are on the outer optimizer.
         step = getattr(type(worker).step, "__wrapped__", type(worker).step)
         step(worker)
@@ -182,17 +199,19 @@ class TorchRule:
         return result
 
     def _probe(self) -> tuple[str, ...]:
-        """Names of the state that has a value for each element, found by a step on two throw-away
-        parameters.
+        """Names of the state that has a value for each element, found by steps on throw-away
+        parameters of as many dimensions as those of each group have.
         """
         names: dict[str, None] = {}
-        for shape in ((8, 4), (8,)):
-            leaf = torch.nn.Parameter(torch.zeros(shape))
-            leaf.grad = torch.ones(shape)
-            options = {k: v for k, v in self._optimizer.param_groups[0].items() if k != "params"}
-            for name, value in self._step_one(leaf, options, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == leaf.shape:
-                    names[name] = None
+        for group in self._optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            for dimensions in sorted({max(1, parameter.dim()) for parameter in group["params"]}):
+                shape = (8, 4, *[2] * dimensions)[:dimensions]
+                leaf = torch.nn.Parameter(torch.zeros(shape))
+                leaf.grad = torch.ones(shape)
+                for name, value in self._step_one(leaf, options, {}).items():
+                    if isinstance(value, torch.Tensor) and value.shape == leaf.shape:
+                        names[name] = None
         return tuple(names)
 
 

@@ -15,6 +15,7 @@ so ``model.*`` alone is an ordinary set of weights. A parameter that is tiled is
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,13 +81,26 @@ class PlaneBytes:
         return torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
 
 
-def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any) -> Any:
-    """Save everything that training goes on from. The update must be flushed."""
+def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any, *, block: bool) -> Any:
+    """Save everything that training goes on from. The update must be flushed.
+
+    Without ``block`` the bytes are read while training goes on: nothing at home changes before the
+    next step, which waits until they have been read. Buffers may change in a forward pass, so they
+    are copied first, as is the extra state.
+    """
     state = _sources(trainee) | {
         "infinity": _scalars(trainee),
         "extra": {"given": extra is not None, "value": extra},
     }
-    return checkpoint.save(state, path, staging_bytes=trainee.checkpoint_bytes)
+    if block:
+        return checkpoint.save(state, path, staging_bytes=trainee.checkpoint_bytes)
+    state["model"] |= {
+        name: buffer.clone() for name, buffer in persistent_buffers(trainee.model).items()
+    }
+    state["extra"] = copy.deepcopy(state["extra"])
+    return checkpoint.save_async(
+        state, path, guard=trainee.optimizer, staging_bytes=trainee.checkpoint_bytes
+    )
 
 
 def load(trainee: Trainee, path: str | os.PathLike[str]) -> Any:

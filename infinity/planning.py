@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from infinity.activation_tiers import ActivationShare, mode_of
 from infinity.bandwidth import Bandwidth, measure
 from infinity.discovery import least_arena_bytes, records_of
 from infinity.offloading import Directories, directories_of, make_budget, parameter_bound
@@ -91,14 +92,16 @@ def plan(
     *,
     compute_dtype: torch.dtype | None = None,
     optimizer: AdamW | None = None,
+    activations: str = "keep",
     max_parameter_bytes: int | str | None = None,
 ) -> Plan:
     """Where every byte would live, the least budget that works, and the traffic of a step. Changes
     nothing.
 
     A number of parameters stands for a transformer in bfloat16 made of 4096 x 4096 matrices.
-    ``nvme`` directories are measured with a short read and write. ``compute_dtype``, ``optimizer``
-    and ``max_parameter_bytes`` are as for ``offload``. Raises ``ValueError`` for
+    ``nvme`` directories are measured with a short read and write. ``compute_dtype``, ``optimizer``,
+    ``activations`` and ``max_parameter_bytes`` are as for ``offload``; the traffic of activations,
+    which depends on the batch, is not in the figures. Raises ``ValueError`` for
     arguments that are out of range.
     """
     if world_size < 1:
@@ -108,15 +111,19 @@ def plan(
     specs = [_slice(spec, world_size) for spec in specs]
     rule = AdamRule(state_dtype=(optimizer or AdamW()).state_dtype)
     budget = make_budget(host_memory, device_memory)
+    num_directories = 1 if nvme is None else len(directories_of(nvme))
+    share = ActivationShare(
+        mode=mode_of(activations), device=torch.device("cpu"), num_directories=num_directories
+    )
     fits, placement = True, None
     try:
-        placement = place(specs, rule, budget, least_arena_bytes=arena)
+        placement = place(specs, rule, share.rest_of(budget), least_arena_bytes=arena)
     except BudgetError as error:
         fits = False
         least = Budget(host_bytes=error.least_host_bytes, device_bytes=budget.device_bytes)
         placement = place(specs, rule, least, least_arena_bytes=arena)
     bandwidth = None if nvme is None else measure(directories_of(nvme))
-    return _summary(specs, placement, budget, fits, world_size, bandwidth)
+    return _summary(specs, placement, budget, share, fits, world_size, bandwidth)
 
 
 def _specs(
@@ -156,18 +163,20 @@ def _summary(
     specs: Sequence[ParameterSpec],
     placement: Placement,
     budget: Budget,
+    share: ActivationShare,
     fits: bool,
     world_size: int,
     bandwidth: Bandwidth | None,
 ) -> Plan:
     read, written = placement.traffic_per_step()
+    least = share.least_for(placement.least_host_bytes)
     return Plan(
         num_parameters=sum(spec.numel for spec in specs) * world_size,
         world_size=world_size,
         budget_host_bytes=budget.host_bytes,
-        least_host_bytes=placement.least_host_bytes,
+        least_host_bytes=least,
         fits=fits,
-        host_bytes=placement.host_bytes,
+        host_bytes=placement.host_bytes + share.bytes_of(budget.host_bytes if fits else least),
         nvme_bytes=placement.nvme_bytes,
         bytes_by_tier={
             "host": placement.state_host_bytes + placement.gradient_host_bytes,

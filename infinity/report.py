@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infinity.activations import Activations
 from swap.tiered import TieredState
 from swap.tiers import Tier, format_bytes
 from swap.timeline import Event, Timeline, busy_seconds, overlap_seconds, without
@@ -24,6 +25,7 @@ class Report:
     memory that the library held at once, of ``budget_host_bytes``. ``stall_seconds``: time in which
     training waited for the library, and ``stalls``: that time by the parameter waited for.
     ``overlap_seconds``: time in which reading, computing and writing went on at once.
+    ``activation_bytes``: saved tensors that ``activations`` keeps, by where they are.
     """
 
     steps: int
@@ -45,6 +47,7 @@ class Report:
     expected_uses: int
     unexpected_uses: int
     stalls: Mapping[str, float] = field(default_factory=dict)
+    activation_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def written_bytes_per_step(self) -> int:
@@ -65,6 +68,7 @@ class Report:
                 f"{format_bytes(self.peak_host_bytes)} / {format_bytes(self.budget_host_bytes)}",
             ),
             *((f"in {tier} now", format_bytes(n)) for tier, n in self.resident_bytes.items()),
+            *((f"saved tensors {k}", format_bytes(n)) for k, n in self.activation_bytes.items()),
             ("read from NVMe", _rate(self.read_bytes, self.read_seconds)),
             ("written to NVMe", _rate(self.written_bytes, self.write_seconds)),
             ("written per step", format_bytes(self.written_bytes_per_step)),
@@ -88,7 +92,9 @@ def _rate(nbytes: int, seconds: float) -> str:
     return f"{format_bytes(nbytes)}{rate}"
 
 
-def make_report(state: TieredState, budget_host_bytes: int, steps: int) -> Report:
+def make_report(
+    state: TieredState, activations: Activations, budget_host_bytes: int, steps: int
+) -> Report:
     """Count everything up; costs a pass over the recent timeline."""
     timeline = state.timeline
     events = timeline.events()
@@ -102,9 +108,10 @@ def make_report(state: TieredState, budget_host_bytes: int, steps: int) -> Repor
         steps=steps,
         elapsed_seconds=time.perf_counter() - timeline.started_at,
         budget_host_bytes=budget_host_bytes,
-        peak_host_bytes=state.peak_host_bytes,
+        peak_host_bytes=state.peak_host_bytes + activations.peak_budget_bytes,
         resident_bytes=resident_bytes(state),
-        planned_bytes=planned_bytes(state),
+        planned_bytes=planned_bytes(state) | {"activations in host": activations.budget_bytes},
+        activation_bytes=activations.counts(),
         read_bytes=timeline.nbytes["read"],
         written_bytes=timeline.nbytes["write"],
         read_seconds=busy_seconds(events, ["read"]),

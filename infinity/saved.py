@@ -1,5 +1,5 @@
 """Saved tensors of autograd: weights are remembered by name and fetched again, everything else is
-kept.
+kept, or taken by ``activations``.
 
 Between forward and backward, autograd keeps what operations saved. A saved tensor that lies in a
 parameter's weights is packed as (parameter, generation, size, stride, offset) and unpacked by
@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 
+from infinity.activations import Activations
 from infinity.discovery import Record
 from infinity.phases import Phases
+from infinity.saved_storage import SavedActivation
 from swap.tiered import TieredState
 
 _in_use: list[SavedTensors] = []
@@ -52,8 +54,15 @@ class _SavedTensor:
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The hooks, to be entered for as long as the model is offloaded."""
 
-    def __init__(self, records: list[Record], state: TieredState, phases: Phases) -> None:
+    def __init__(
+        self,
+        records: list[Record],
+        state: TieredState,
+        phases: Phases,
+        activations: Activations,
+    ) -> None:
         super().__init__(self._pack, self._unpack)
+        self._activations = activations
         self._records = records
         self._state = state
         self._phases = phases
@@ -73,6 +82,9 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             weight = hooks.find(tensor)
             if weight is not None:
                 return weight
+        taken = self._activations.save(tensor) if self in _in_use else None
+        if taken is not None:
+            return taken
         version = 0 if tensor.is_inference() else tensor._version
         # A leaf comes as the parameter itself, whose data may be swapped under it.
         return _SavedTensor(tensor.detach() if tensor.requires_grad else tensor, version)
@@ -81,6 +93,9 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(packed, _SavedTensor):
             self._phases.backward_works()
             return self._check_version(packed)
+        if isinstance(packed, SavedActivation):
+            self._phases.backward_works()
+            return self._activations.restore(packed)
         weight: torch.Tensor = packed.owner.fetch(packed)
         return weight
 

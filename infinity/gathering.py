@@ -1,0 +1,31 @@
+"""Values of offloaded parameters as real tensors, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.discovery import Record
+from swap.tiered import TieredState
+
+
+def weight_of(state: TieredState, record: Record) -> torch.Tensor:
+    """A copy of the weights, in the shape of the parameter, on the compute device."""
+    weight = torch.empty(record.spec.numel, dtype=record.spec.dtype)
+    state.planes.read(record.index, "weight", 0, weight)
+    return weight.view(record.shape).to(state.device)
+
+
+def write_back(state: TieredState, record: Record) -> None:
+    """Take what a program made of the weights of ``record``.
+
+    Elements that were changed become the master exactly; the others keep the master's low bits.
+    """
+    before = weight_of(state, record).view(-1)
+    after = record.parameter.data.reshape(-1).to(before.dtype)
+    if torch.equal(before, after):
+        return
+    master = state.read_values(record.index, 0, record.spec.numel)
+    changed = before != after
+    master = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
+    state.fill(record.index, master)
+    state.weights.drop()

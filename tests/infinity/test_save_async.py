@@ -1,0 +1,72 @@
+"""Saves that training does not wait for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint
+import infinity
+from tests.support.models import Gpt, seeded, token_loss
+from tests.support.training import WHOLE, least_budget, same_bits, values_of
+
+
+@pytest.mark.parametrize("tight", [False, True], ids=["whole", "least"])
+def test_background_save_holds_the_state_of_the_moment_it_was_called(
+    tmp_path: Path, tight: bool
+) -> None:
+    host_memory = least_budget(Gpt, tmp_path) if tight else WHOLE
+    model = seeded(Gpt)
+    with infinity.offload(model, tmp_path, host_memory=host_memory) as offloaded:
+        for step in range(3):
+            token_loss(model, step).backward()
+            offloaded.step()
+        offloaded.save(tmp_path / "waited for")
+        pending = offloaded.save(tmp_path / "behind", block=False, extra={"step": 3})
+        for step in range(3, 6):
+            token_loss(model, step).backward()
+            offloaded.step()
+        assert pending.result().num_tensors > 0
+    saved = checkpoint.load(tmp_path / "waited for")
+    behind = checkpoint.load(tmp_path / "behind")
+    assert behind["extra"]["value"] == {"step": 3}
+    for part in ("model", "optimizer"):
+        for name in checkpoint.list_tensors(tmp_path / "behind"):
+            if not name.startswith(part):
+                continue
+            one = checkpoint.load(tmp_path / "behind", only=[name])
+            other = checkpoint.load(tmp_path / "waited for", only=[name])
+            assert same_bits(_leaf(one), _leaf(other)), name
+    assert saved["infinity"]["steps"] == behind["infinity"]["steps"]
+
+
+def test_leaving_the_block_waits_for_a_background_save(tmp_path: Path) -> None:
+    model = seeded(Gpt)
+    with infinity.offload(model, tmp_path, host_memory=WHOLE) as offloaded:
+        token_loss(model, 0).backward()
+        offloaded.step()
+        pending = offloaded.save(tmp_path / "last", block=False)
+    assert pending.done()
+    saved = checkpoint.load(tmp_path / "last")["model"]
+    assert all(same_bits(saved[name], value) for name, value in values_of(model).items())
+
+
+def test_background_save_that_fails_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    model = seeded(Gpt)
+    with infinity.offload(model, tmp_path, host_memory=WHOLE) as offloaded:
+        token_loss(model, 0).backward()
+        offloaded.step()
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises(OSError, match="file"):
+            offloaded.save(tmp_path / "file" / "below", block=False).result()
+        token_loss(model, 1).backward()
+        offloaded.step()
+        offloaded.flush()
+
+
+def _leaf(tree: Any) -> torch.Tensor:
+    while isinstance(tree, dict):
+        (tree,) = tree.values()
+    assert isinstance(tree, torch.Tensor)
+    return tree
