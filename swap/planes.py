@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from aio import Operation, Slab
+from aio import AioError, Operation, Slab
 from swap.extents import Extent, ExtentStore
 from swap.layout import Segment, Subgroup
 from swap.placement import Placement, planes_of
@@ -118,40 +119,37 @@ class PlaneStore:
         """Copy elements ``[start, start + len(out))`` of one plane of a parameter into ``out``
         (flat, CPU).
 
-        Raises ``AioError``. The caller sees to it that no update is under way.
+        Raises ``AioError``; ``out`` is the caller's again then, too. The caller sees to it that no
+        update is under way.
         """
-        pending = []
-        for segment, low, part in self._overlaps(parameter, start, out):
-            if self.is_host(segment.subgroup):
-                part.copy_(self._host[segment.subgroup, name][low : low + part.numel()])
-                continue
-            extent = self.extent(segment.subgroup, name)
-            if extent is None:
-                part.zero_()
-            else:
-                pending.append(self._transfer("read", extent, low, part))
-        for operation in pending:
-            operation.result()
+        with _ended_together() as pending:
+            for segment, low, part in self._overlaps(parameter, start, out):
+                if self.is_host(segment.subgroup):
+                    part.copy_(self._host[segment.subgroup, name][low : low + part.numel()])
+                    continue
+                extent = self.extent(segment.subgroup, name)
+                if extent is None:
+                    part.zero_()
+                else:
+                    pending.append(self._transfer("read", extent, low, part))
 
     def write(self, parameter: int, name: str, start: int, values: torch.Tensor) -> None:
         """Overwrite elements ``[start, start + len(values))`` of one plane in place (no
         copy-on-write).
 
         For filling and loading, with no update under way; several threads may write different
-        elements. Raises ``AioError``.
+        elements. Raises ``AioError``; ``values`` is the caller's again then, too.
         """
-        pending = []
-        for segment, low, part in self._overlaps(parameter, start, values):
-            if self.is_host(segment.subgroup):
-                self._host[segment.subgroup, name][low : low + part.numel()].copy_(part)
-                continue
-            with self._filling:
-                extent = self.extent(segment.subgroup, name)
-                if extent is None:
-                    extent = self._fill_with_zeros(segment.subgroup, name)
-            pending.append(self._transfer("write", extent, low, part))
-        for operation in pending:
-            operation.result()
+        with _ended_together() as pending:
+            for segment, low, part in self._overlaps(parameter, start, values):
+                if self.is_host(segment.subgroup):
+                    self._host[segment.subgroup, name][low : low + part.numel()].copy_(part)
+                    continue
+                with self._filling:
+                    extent = self.extent(segment.subgroup, name)
+                    if extent is None:
+                        extent = self._fill_with_zeros(segment.subgroup, name)
+                pending.append(self._transfer("write", extent, low, part))
 
     def _overlaps(
         self, parameter: int, start: int, tensor: torch.Tensor
@@ -197,12 +195,14 @@ class PlaneStore:
         nbytes = self.layout.subgroups[subgroup].numel * self.dtype(subgroup, name).itemsize
         extent = self._extents.allocate(nbytes)
         zeros = np.zeros(min(nbytes, 1 << 20), dtype=np.uint8)
-        operations = [
-            self._extents.write(extent, start, zeros[: min(zeros.nbytes, nbytes - start)])
-            for start in range(0, nbytes, zeros.nbytes)
-        ]
-        for operation in operations:
-            operation.result()
+        try:
+            with _ended_together() as pending:
+                for start in range(0, nbytes, zeros.nbytes):
+                    part = zeros[: min(zeros.nbytes, nbytes - start)]
+                    pending.append(self._extents.write(extent, start, part))
+        except BaseException:
+            self._extents.release(extent)
+            raise
         self.publish(subgroup, {name: extent})
         return extent
 
@@ -220,6 +220,25 @@ class PlaneStore:
         first = self._host[segments[0].subgroup, "weight"]
         numel = self.layout.specs[parameter].numel
         return first.as_strided((numel,), (1,), first.storage_offset() + segments[0].offset)
+
+
+@contextmanager
+def _ended_together() -> Iterator[list[Operation]]:
+    """Transfers that have all ended when the block is left, however it is left; raises the first
+    failure among them.
+    """
+    pending: list[Operation] = []
+    failure: AioError | None = None
+    try:
+        yield pending
+    finally:
+        for operation in pending:
+            try:
+                operation.result()
+            except AioError as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def _units(subgroups: tuple[Subgroup, ...]) -> list[list[Subgroup]]:

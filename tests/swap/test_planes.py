@@ -1,0 +1,203 @@
+"""Planes: any range in and out, snapshots, and what an error leaves."""
+
+import errno
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aio import AioError
+from swap.layout import PIECE, pack
+from swap.planes import as_bytes, as_tensor
+from swap.tiered import TieredState
+from tests.support.late_engine import Faults, LateEngine
+from tests.support.tiers import (
+    RULE,
+    Plain,
+    add_to_both,
+    assert_same,
+    fill_both,
+    late_engines,
+    placement_of,
+    random_values,
+    same_bits,
+    specs_of,
+    step_both,
+)
+
+SIZES = (3 * PIECE + 5, 100, 0, 1, 2 * PIECE)
+
+
+class Rig:
+    def __init__(self, stack: ExitStack, folder: Path, dtype: torch.dtype, **homes: Any) -> None:
+        self.faults = Faults()
+        engines = stack.enter_context(late_engines(0, self.faults))
+        specs = specs_of(SIZES, dtype)
+        arena_bytes = 8 * PIECE * 4
+        placement = placement_of(pack(specs, 2 * PIECE), arena_bytes=arena_bytes, **homes)
+        self.state = TieredState(placement, RULE, [folder])
+        stack.callback(self.state.close)
+        self.engine: LateEngine | None = engines[0] if engines else None
+        self.plain = Plain(specs)
+        self.planes = self.state.planes
+
+
+@contextmanager
+def rig_in(folder: Path, *, dtype: torch.dtype = torch.float32, **homes: Any) -> Iterator[Rig]:
+    with ExitStack() as stack:
+        yield Rig(stack, folder, dtype, **homes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    on_host=st.sets(st.integers(0, 4)),
+    data=st.data(),
+)
+def test_ranges_come_back_as_they_were_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: torch.dtype,
+    on_host: set[int],
+    data: st.DataObject,
+) -> None:
+    folder = tmp_path_factory.mktemp("swap")
+    with rig_in(folder, dtype=dtype, state_on_nvme=lambda unit: unit not in on_host) as rig:
+        for spec in rig.plain.specs:
+            for name, expected in rig.plain.planes[spec.index].items():
+                expected.copy_(random_values(spec.index, spec.numel).to(expected.dtype))
+                rig.planes.write(spec.index, name, 0, expected)
+        for number in range(6):
+            parameter = data.draw(st.integers(0, len(SIZES) - 1))
+            name = data.draw(st.sampled_from(rig.state.plane_names(parameter)))
+            expected = rig.plain.planes[parameter][name]
+            start = data.draw(st.integers(0, SIZES[parameter]))
+            stop = data.draw(st.integers(start, SIZES[parameter]))
+            values = random_values(number, stop - start).to(expected.dtype)
+            expected[start:stop] = values
+            rig.planes.write(parameter, name, start, values)
+        assert_same(rig.state, rig.plain)
+
+
+def test_planes_start_as_zeros_without_an_extent(tmp_path: Path) -> None:
+    with rig_in(tmp_path) as rig:
+        extents = rig.state.extents
+        assert extents is not None
+        used = extents.used_bytes
+        out = torch.ones(SIZES[0])
+        rig.planes.read(0, "exp_avg", 0, out)
+        assert not out.any()
+        assert extents.used_bytes == used
+        rig.planes.write(0, "exp_avg", PIECE, torch.ones(5))
+        rig.planes.read(0, "exp_avg", 0, out)
+        assert out.nonzero().view(-1).tolist() == list(range(PIECE, PIECE + 5))
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+def test_zero_empties_a_plane_wherever_it_is(tmp_path: Path, home: str) -> None:
+    with rig_in(tmp_path, state_on_nvme=lambda _: home == "nvme") as rig:
+        fill_both(rig.state, rig.plain)
+        for spec in rig.plain.specs:
+            add_to_both(rig.state, rig.plain, spec.index, seed=spec.index)
+        step_both(rig.state, rig.plain, range(len(SIZES)))
+        rig.state.flush()
+        for name in ("exp_avg", "exp_avg_sq"):
+            rig.planes.zero(name)
+            for planes in rig.plain.planes:
+                planes[name].zero_()
+        assert_same(rig.state, rig.plain)
+
+
+def test_pinned_planes_keep_their_bytes_through_updates(tmp_path: Path) -> None:
+    with rig_in(tmp_path) as rig:
+        extents = rig.state.extents
+        assert extents is not None
+        fill_both(rig.state, rig.plain)
+        pinned = rig.planes.pin()
+        before = {}
+        for extent in pinned:
+            before[extent] = np.empty(extent.nbytes, np.uint8)
+            extents.read(extent, 0, before[extent], urgent=True).result()
+        used = extents.used_bytes
+        for _ in range(3):
+            for spec in rig.plain.specs:
+                add_to_both(rig.state, rig.plain, spec.index, seed=spec.index)
+            step_both(rig.state, rig.plain, range(len(SIZES)))
+        rig.state.flush()
+        moments = 2 * sum(group.numel * 4 for group in rig.state.layout.subgroups)
+        assert extents.used_bytes == 2 * used + moments
+        for extent, content in before.items():
+            again = np.empty_like(content)
+            extents.read(extent, 0, again, urgent=True).result()
+            assert (again == content).all()
+            extents.unpin(extent)
+        assert extents.used_bytes == used + moments
+        assert_same(rig.state, rig.plain)
+
+
+def test_threads_may_write_different_elements_at_once(tmp_path: Path) -> None:
+    with rig_in(tmp_path) as rig:
+        values = random_values(1, SIZES[0])
+        cuts = [0, 10, PIECE - 1, PIECE + 1, 2 * PIECE, 3 * PIECE + 1, SIZES[0]]
+
+        def write(first: int, last: int) -> None:
+            rig.planes.write(0, "exp_avg", first, values[first:last])
+
+        threads = [threading.Thread(target=write, args=(a, b)) for a, b in itertools.pairwise(cuts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        out = torch.empty_like(values)
+        rig.planes.read(0, "exp_avg", 0, out)
+        assert same_bits(out, values)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_error_is_raised_when_nothing_uses_the_callers_memory_any_more(
+    tmp_path: Path, kind: Any
+) -> None:
+    with rig_in(tmp_path) as rig:
+        fill_both(rig.state, rig.plain)
+        assert rig.engine is not None
+        rig.engine.eager = 0.0
+        rig.faults.arm(kind, errno.EIO)
+        values = torch.zeros(SIZES[0])
+        transfer = rig.planes.read if kind == "read" else rig.planes.write
+        with pytest.raises(AioError) as caught:
+            transfer(0, "weight", 0, values)
+        assert caught.value.errno == errno.EIO
+        assert rig.engine.num_in_flight == 0
+
+
+@pytest.mark.parametrize("kind", ["write", "allocate"])
+def test_plane_that_could_not_be_made_is_all_zeros_still(tmp_path: Path, kind: Any) -> None:
+    with rig_in(tmp_path) as rig:
+        extents = rig.state.extents
+        assert extents is not None
+        used = extents.used_bytes
+        if kind == "allocate":
+            for volume in extents._volumes:
+                while volume.ranges.allocate(PIECE) is not None:
+                    continue
+        rig.faults.arm(kind, errno.ENOSPC, times=2)
+        with pytest.raises(AioError):
+            rig.planes.write(0, "exp_avg", 0, torch.ones(SIZES[0]))
+        assert extents.used_bytes == used
+        rig.faults.disarm()
+        rig.planes.write(0, "exp_avg", 7, torch.ones(1))
+        out = torch.empty(SIZES[0])
+        rig.planes.read(0, "exp_avg", 0, out)
+        assert out.nonzero().tolist() == [[7]]
+
+
+def test_bytes_of_nothing_are_nothing() -> None:
+    assert as_tensor(np.empty(0, np.uint8), torch.float32).shape == (0,)
+    assert as_bytes(torch.empty(0)).nbytes == 0
