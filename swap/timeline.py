@@ -62,7 +62,8 @@ class Timeline:
 
     def watch(self, operation: Operation, label: str) -> Operation:
         """Record ``operation`` when it is reaped; return it."""
-        nbytes = memoryview(operation.request.buffer).nbytes
+        buffer: Any = operation.request.buffer
+        nbytes = memoryview(buffer).nbytes
         operation.add_done_callback(self._recorder(label, nbytes))
         return operation
 

@@ -12,16 +12,15 @@ Eviction drops what is used farthest in the future by the recorded schedule (Bel
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from aio import AioError, SlabFullError
 from swap.arena import Arena, Entry
 from swap.extents import ExtentStore
 from swap.layout import PIECE, ParameterSpec, Segment
 from swap.planes import PlaneStore, as_bytes
+from swap.residents import Residents, wait_for
 from swap.schedule import Schedule
 from swap.tiers import BudgetError, format_bytes
 from swap.timeline import Timeline
@@ -52,10 +51,10 @@ class WeightCache:
         self._arena = arena
         self._timeline = timeline
         self._prefetch = prefetch
-        self._entries: dict[int, Entry] = {}
-        self._stale: dict[int, Entry] = {}
-        self._owners: dict[int, int] = {}
-        self._pins: Counter[int] = Counter()
+        self._residents = Residents(specs, arena, self.schedule)
+        self._entries = self._residents.entries
+        self._stale = self._residents.stale
+        self._pins = self._residents.pins
         self._pending: dict[int, set[int]] = {}
         self._failure: BaseException | None = None
         self._changed = threading.Condition(threading.RLock())
@@ -81,11 +80,7 @@ class WeightCache:
 
     def owner(self, storage: int) -> int | None:
         """The parameter whose weights in the arena have the storage of that ``_cdata``."""
-        parameter = self._owners.get(storage)
-        entry = None if parameter is None else self._entries.get(parameter)
-        if entry is None or entry.weight.untyped_storage()._cdata != storage:
-            return None
-        return parameter
+        return self._residents.owner(storage)
 
     def release(self, parameters: Iterable[int]) -> None:
         """Undo one ``acquire`` of each of ``parameters``."""
@@ -129,7 +124,7 @@ class WeightCache:
                 if entry is None:
                     continue
                 if parameter not in updated:
-                    _wait_for(entry)
+                    wait_for(entry)
                     continue
                 del self._entries[parameter]
                 if not entry.missing:
@@ -142,7 +137,7 @@ class WeightCache:
             entry = self._stale.get(parameter)
             if entry is None and parameter not in self._pending:
                 entry = self._entries.get(parameter)
-        if entry is None or entry.missing or not _wait_for(entry):
+        if entry is None or entry.missing or not wait_for(entry):
             return False
         assert self._arena is not None
         with self._changed:
@@ -202,7 +197,7 @@ class WeightCache:
         """Forget everything cached, because values at home were changed by other means."""
         with self._changed:
             for entry in (*self._entries.values(), *self._stale.values()):
-                _wait_for(entry)
+                wait_for(entry)
             self._entries.clear()
             self._stale.clear()
 
@@ -316,7 +311,7 @@ class WeightCache:
             return
         for entry in list(self._entries.values()):
             # What could not be read stays as it is: whoever asks for it is told.
-            if entry.is_reading and entry.finished_reading() and _wait_for(entry):
+            if entry.is_reading and entry.finished_reading() and wait_for(entry):
                 self._arrive(entry)
 
     def _prefetch_one(self, parameter: int) -> bool:
@@ -336,7 +331,9 @@ class WeightCache:
         parts = set(self._planes.layout.subgroups_of(parameter))
         if self._pending.get(parameter) != parts:
             return None
-        entry = self._make_room(parameter, self.schedule.distance(parameter), landing=False)
+        entry = self._residents.make_room(
+            parameter, self.schedule.distance(parameter), landing=False
+        )
         if entry is not None:
             entry.missing = parts
             self._entries[parameter] = entry
@@ -348,7 +345,7 @@ class WeightCache:
         """
         segments = self._planes.layout.segments_of[parameter]
         landing = not all(self._planes.is_host(segment.subgroup) for segment in segments)
-        entry = self._make_room(parameter, sooner_than, landing=landing)
+        entry = self._residents.make_room(parameter, sooner_than, landing=landing)
         if entry is None:
             return None
         for segment in segments:
@@ -380,45 +377,6 @@ class WeightCache:
         operation = self._extents.read(extent, start, as_bytes(part), urgent=urgent)
         entry.operations.append(self._timeline.watch(operation, entry.spec.name))
 
-    def _make_room(self, parameter: int, sooner_than: int | None, *, landing: bool) -> Entry | None:
-        """A new entry, evicting what is used later; with ``sooner_than=None`` whatever is not
-        pinned. None if that does not make room enough.
-        """
-        assert self._arena is not None
-        while True:
-            try:
-                entry = self._arena.new(self._specs[parameter], landing=landing)
-                self._forget_dead_storages()
-                self._owners[entry.weight.untyped_storage()._cdata] = parameter
-                return entry
-            except SlabFullError:
-                if not self._evict_one(sooner_than):
-                    return None
-
-    def _forget_dead_storages(self) -> None:
-        if len(self._owners) > 2 * len(self._specs) + 64:
-            live = {e.weight.untyped_storage()._cdata: p for p, e in self._entries.items()}
-            self._owners = live
-
-    def _evict_one(self, sooner_than: int | None) -> bool:
-        """Drop the entry that is used last, if that is later than ``sooner_than``."""
-        victim, holder = None, self._entries
-        farthest = -1 if sooner_than is None else sooner_than
-        for entries in (self._entries, self._stale):
-            for parameter, entry in entries.items():
-                if entries is self._entries and parameter in self._pins:
-                    continue
-                if sooner_than is not None and (entry.missing or not entry.finished_reading()):
-                    continue
-                distance = self.schedule.distance(parameter)
-                if distance > farthest:
-                    victim, holder, farthest = entry, entries, distance
-        if victim is None:
-            return False
-        holder.pop(victim.spec.index)
-        _wait_for(victim)
-        return True
-
     def _too_small(self, spec: ParameterSpec) -> BudgetError:
         assert self._arena is not None
         held = sum(self._specs[parameter].weight_bytes for parameter in self._pins)
@@ -429,17 +387,3 @@ class WeightCache:
             "checkpointed block keeps its weights until its backward is over); give more "
             "host_memory, or checkpoint smaller blocks"
         )
-
-
-def _wait_for(entry: Entry) -> bool:
-    """Wait for the reads of an entry that nobody will compute with; False if one failed.
-
-    Such a failure is not raised here: whoever needs these weights reads them again, and is told
-    then.
-    """
-    try:
-        for operation in entry.operations:
-            operation.result()
-    except AioError:
-        return False
-    return True
