@@ -1,5 +1,8 @@
 """State trees on disk: durable, checked, striped over SSDs, readable by the rest of the world."""
 
+import importlib
+from types import ModuleType
+
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.export import export_safetensors, write_safetensors
 from checkpoint.loading import list_tensors, load
@@ -30,3 +33,10 @@ __all__ = [
     "write_references",
     "write_safetensors",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`checkpoint.dcp` imports torch.distributed.checkpoint, which takes time, when it is used."""
+    if name == "dcp":
+        return importlib.import_module("checkpoint.dcp")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -77,6 +77,14 @@ def remove_generation(checkpoint: Path, uuid: str) -> None:
     temporary_manifest(checkpoint, uuid).unlink(missing_ok=True)
 
 
+def discard_generation(checkpoint: Path, uuid: str) -> None:
+    """Removes what a failed save made; what will not go is a warning, for its error counts more."""
+    try:
+        remove_generation(checkpoint, uuid)
+    except OSError as error:
+        logger.warning("%s: cannot remove what a failed save left: %s", checkpoint, error)
+
+
 def prune(checkpoint: Path, keep: str | None) -> None:
     """Removes every generation but one, or all of them.
 

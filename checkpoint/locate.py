@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -25,7 +26,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raw = _read_regular_file(path, MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         if not checkpoint.exists():
-            raise FileNotFoundError(2, "there is no checkpoint", str(checkpoint)) from None
+            raise FileNotFoundError(
+                errno.ENOENT, "there is no checkpoint", str(checkpoint)
+            ) from None
         raise IncompleteCheckpointError(
             f"{checkpoint} holds no {MANIFEST_NAME}: no save to it has finished"
         ) from None

@@ -6,6 +6,7 @@ is no file that points to it and could point wrong.
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from collections.abc import Sequence
@@ -108,7 +109,7 @@ class Manager:
                 continue
             except CorruptCheckpointError as error:
                 _pass_over(self.path(candidate), error)
-        raise FileNotFoundError(2, "there is no checkpoint to load", str(self.root))
+        raise FileNotFoundError(errno.ENOENT, "there is no checkpoint to load", str(self.root))
 
     def _settle(self) -> None:
         if self._pending is not None:

@@ -45,9 +45,9 @@ class StatePlan:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One data file: the shards in it and where each begins."""
+    """One data file, of this number among its rank's: the shards in it, where each begins."""
 
-    stripe: int
+    number: int
     shards: tuple[Shard, ...]
     layout: DataFileLayout
 
@@ -167,20 +167,56 @@ def plan_files(
 
     Raises ValueError if a data file's header would be longer than safetensors allows.
     """
-    parts = [_whole(tensor.record) for tensor in state.tensors]
+    records = [tensor.record for tensor in state.tensors]
+    return plan_part_files(
+        records, [whole_part(record) for record in records], uuid=uuid, rank=rank, weights=weights
+    )
+
+
+def plan_part_files(
+    records: Sequence[TensorRecord],
+    parts: Sequence[Part],
+    *,
+    uuid: str,
+    rank: int,
+    weights: Sequence[float],
+) -> list[FilePlan]:
+    """Lays parts of tensors out in data files; `records` name the tensor of each part.
+
+    A file holds one part of a tensor at most, so that a second one goes to files of its own. Each
+    rank has a file 0, be it empty. `Shard.tensor` is the index of the part.
+    """
     files = []
-    for stripe, shards in enumerate(plan_stripes(parts, weights)):
-        if not shards and stripe > 0:
-            continue
-        label = f"r{rank}-{stripe}"
-        entries = [_entry(state.tensors[shard.tensor].record, shard) for shard in shards]
-        metadata = {"checkpoint": uuid, "file": label}
-        layout = plan_data_file(entries, label=label, metadata=metadata)
-        files.append(FilePlan(stripe, tuple(shards), layout))
+    for layer, indices in enumerate(_layers(records)):
+        stripes = plan_stripes([parts[index] for index in indices], weights)
+        for stripe, own in enumerate(stripes):
+            number = layer * len(weights) + stripe
+            if own or number == 0:
+                shards = [shard._replace(tensor=indices[shard.tensor]) for shard in own]
+                files.append(_plan_file(records, shards, f"r{rank}-{number}", number, uuid))
     return files
 
 
-def _whole(record: TensorRecord) -> Part:
+def _layers(records: Sequence[TensorRecord]) -> list[Sequence[int]]:
+    """Indices of the first part of every tensor, then those of the second ones, and so on."""
+    times = Counter[str]()
+    layers: dict[int, list[int]] = {}
+    for index, record in enumerate(records):
+        layers.setdefault(times[record.name], []).append(index)
+        times[record.name] += 1
+    return [layers[layer] for layer in sorted(layers)] or [[]]
+
+
+def _plan_file(
+    records: Sequence[TensorRecord], shards: Sequence[Shard], label: str, number: int, uuid: str
+) -> FilePlan:
+    entries = [_entry(records[shard.tensor], shard) for shard in shards]
+    layout = plan_data_file(entries, label=label, metadata={"checkpoint": uuid, "file": label})
+    return FilePlan(number, tuple(shards), layout)
+
+
+def whole_part(record: TensorRecord) -> Part:
+    """All of a tensor."""
     return Part(record.element.itemsize, (0,) * len(record.shape), record.shape)
 
 

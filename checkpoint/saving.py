@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import threading
@@ -14,6 +15,7 @@ from aio import Engine
 from checkpoint.collector import paused_collector
 from checkpoint.commit import SavePlan, commit
 from checkpoint.coordinator import Coordinator, SingleProcess
+from checkpoint.destination import Destination
 from checkpoint.early import EarlyStage
 from checkpoint.filling import Filler
 from checkpoint.guard import Guard, check_guard, hold_back
@@ -123,7 +125,7 @@ def _budget(plan: SavePlan, staging_bytes: int | None) -> int:
     """Memory for a copy of the state: what was given, else what it needs if there is that much."""
     if staging_bytes is not None:
         return staging_bytes
-    needed = sum(file.layout.nbytes + 2 * MAX_SLOT_BYTES for file in plan.files)
+    needed = sum(filler.plan.layout.nbytes + 2 * MAX_SLOT_BYTES for filler in plan.fillers)
     return min(needed, max(available_bytes() // 2, STAGING_BYTES))
 
 
@@ -136,7 +138,7 @@ def _run(
 ) -> SaveInfo:
     with ExitStack() as stack:
         if engine is None:
-            engine = stack.enter_context(Engine(lanes=max(len(plan.stripes), 1)))
+            engine = stack.enter_context(Engine(lanes=plan.destination.num_stripes))
         manifest = commit(plan, engine, SingleProcess(), on_staged, early)
     return SaveInfo(
         path=plan.path,
@@ -160,8 +162,10 @@ def plan_save(
     """Decides everything about a save and touches nothing; raises what `save` does before that."""
     target = Path(path).resolve()
     if target.exists() and not target.is_dir():
-        raise NotADirectoryError(20, "a checkpoint is a directory, this is not", str(target))
-    stripes = _stripes(stripe_dirs)
+        raise NotADirectoryError(
+            errno.ENOTDIR, "a checkpoint is a directory, this is not", str(target)
+        )
+    stripes = stripe_paths(stripe_dirs)
     state_plan = plan_state(state)
     check_limits(state_plan.tree_text.encode("ascii"))
     uuid = coordinator.broadcast(_new_uuid(target))
@@ -169,16 +173,15 @@ def plan_save(
     files = plan_files(state_plan, uuid=uuid, rank=coordinator.rank, weights=weights)
     share = staging_bytes // len(files)
     return SavePlan(
-        path=target,
-        uuid=uuid,
-        stripes=stripes,
+        destination=Destination(target, uuid, stripes),
         state=state_plan,
         fillers=tuple(Filler(file, state_plan.sources_of(file)) for file in files),
         slots=tuple(plan_slots(file.layout.nbytes, share) for file in files),
     )
 
 
-def _stripes(stripe_dirs: Sequence[PathLike] | None) -> tuple[Path, ...]:
+def stripe_paths(stripe_dirs: Sequence[PathLike] | None) -> tuple[Path, ...]:
+    """Checks the directories that are to take the data. Raises TypeError, ValueError, OSError."""
     if stripe_dirs is None:
         return ()
     if isinstance(stripe_dirs, str | os.PathLike):
@@ -188,7 +191,7 @@ def _stripes(stripe_dirs: Sequence[PathLike] | None) -> tuple[Path, ...]:
         raise ValueError(f"stripe_dirs names a directory twice: {[str(s) for s in stripes]}")
     for stripe in stripes:
         if not stripe.is_dir():
-            raise NotADirectoryError(20, "a stripe directory must exist", str(stripe))
+            raise NotADirectoryError(errno.ENOTDIR, "a stripe directory must exist", str(stripe))
     return stripes
 
 

@@ -1,0 +1,73 @@
+"""Between DCP's flat names and state trees: pure.
+
+A tree that DCP flattened is put together again by the paths that its planner kept, where they give
+back the same names; without them it stays a flat dict. What DCP serialised itself is an array of
+dtype V1, a kind that no other state holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from checkpoint.names import natural_name
+from checkpoint.scalars import Node
+
+BLOB_DTYPE = "|V1"
+
+
+def tensor_node(index: int) -> Node:
+    return {"tensor": index}
+
+
+def blob_node(index: int) -> Node:
+    return {"array": index, "dtype": BLOB_DTYPE}
+
+
+def is_blob(node: Node) -> bool:
+    """Whether a node stands for bytes that DCP made."""
+    return isinstance(node, dict) and "array" in node and node.get("dtype") == BLOB_DTYPE
+
+
+def build_tree(leaves: Mapping[str, Node], paths: Mapping[str, Any] | None) -> Node:
+    """The tree of leaves by name; nested by `paths` if these are known for all and fit."""
+    root: dict[Any, Any] = {}
+    for name, node in leaves.items():
+        path = None if paths is None else paths.get(name)
+        if not _is_path(path) or natural_name(path) != name or not _insert(root, path, node):
+            return {"dict": dict(leaves)}
+    return _encode(root)
+
+
+def _is_path(path: Any) -> TypeGuard[tuple[Any, ...]]:
+    if not isinstance(path, tuple) or not path or type(path[0]) is not str:
+        return False
+    return all(type(key) in (str, int) for key in path)
+
+
+class _Leaf:
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+
+def _insert(root: dict[Any, Any], path: tuple[Any, ...], node: Node) -> bool:
+    """False if the place is taken: by a leaf on the way, or by another leaf."""
+    for key in path[:-1]:
+        root = root.setdefault(key, {})
+        if isinstance(root, _Leaf):
+            return False
+    if path[-1] in root:
+        return False
+    root[path[-1]] = _Leaf(node)
+    return True
+
+
+def _encode(tree: Any) -> Node:
+    """DCP's paths have integers for places in lists, and text for every key of a dict."""
+    if isinstance(tree, _Leaf):
+        return tree.node
+    if tree and set(tree) == set(range(len(tree))):
+        return [_encode(tree[index]) for index in range(len(tree))]
+    if all(type(key) is str for key in tree):
+        return {"dict": {key: _encode(item) for key, item in tree.items()}}
+    return {"items": [[key, _encode(item)] for key, item in tree.items()]}

@@ -1,0 +1,46 @@
+"""Where the files of one save go: pure path arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The checkpoint at `path`, the id of the save, and the directories that take its data.
+
+    `stripes` are empty if the data go to the checkpoint's own directory. Data files have numbers;
+    those of a rank go to the stripes in turn.
+    """
+
+    path: Path
+    uuid: str
+    stripes: tuple[Path, ...]
+
+    @property
+    def num_stripes(self) -> int:
+        return max(len(self.stripes), 1)
+
+    @property
+    def stripe_directories(self) -> list[Path]:
+        """The directories that this save makes outside of the checkpoint's own."""
+        return [stripe / f"{self.path.name}.{self.uuid}" for stripe in self.stripes]
+
+    @property
+    def data_directories(self) -> list[Path]:
+        """The directories that this save makes for data files."""
+        return self.stripe_directories or [self.path / self.uuid]
+
+    def root_index(self, number: int) -> int | None:
+        """Which stripe a data file is in; None for the checkpoint itself."""
+        return number % len(self.stripes) if self.stripes else None
+
+    def root(self, number: int) -> Path:
+        """The directory that the path of a data file is relative to."""
+        return self.stripes[number % len(self.stripes)] if self.stripes else self.path
+
+    def relative_path(self, rank: int, number: int) -> str:
+        """Where a data file is, from its root."""
+        folder = f"{self.path.name}.{self.uuid}" if self.stripes else self.uuid
+        return f"{folder}/r{rank}-{number}.safetensors"
