@@ -11,6 +11,7 @@ from checkpoint.pending import PendingSave
 from checkpoint.records import SaveInfo
 from checkpoint.saving import save, save_async
 from checkpoint.sources import ByteSink, ByteSource
+from checkpoint.streams import open_stream
 from checkpoint.verifying import VerifyReport, verify
 from checkpoint.views import open_zarr, write_references
 
@@ -26,6 +27,7 @@ __all__ = [
     "export_safetensors",
     "list_tensors",
     "load",
+    "open_stream",
     "open_zarr",
     "save",
     "save_async",

@@ -1,0 +1,273 @@
+"""`open_stream`: file objects at the speed of direct I/O, for `torch.save` and `torch.load`.
+
+What is written appears under its name at once and durably when the stream is closed; until then,
+and after an error, the file of that name is what it was. What is read is read ahead.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import secrets
+from collections import OrderedDict, deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from aio import Engine, File, Operation, Slab, sync_directory
+from checkpoint._native import ffi
+from checkpoint.checksum import copy_ranges
+from checkpoint.saving import PathLike
+
+_BLOCK_BYTES = 8 << 20
+_NUM_BLOCKS = 8
+_READ_AHEAD = 4
+_SMALL_READ_BYTES = 64 << 10
+
+Block = npt.NDArray[np.uint8]
+
+
+def open_stream(path: PathLike, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
+    """A binary file object over `path`, a file.
+
+    "wb": what is written is staged in 64 MiB of memory and goes to disk behind the caller.
+    `close()` waits until it is durable and only then gives it its name; leaving a `with` block by
+    an exception removes it instead. It cannot seek. "rb": a file to read and seek in, read ahead.
+
+    Raises FileNotFoundError for a file or folder that is missing, ValueError for another mode; its
+    methods raise OSError naming the file.
+    """
+    if mode == "wb":
+        return cast(BinaryIO, _StreamWriter(Path(path).resolve()))
+    if mode == "rb":
+        raw = _StreamReader(Path(path).resolve())
+        return cast(BinaryIO, io.BufferedReader(raw, _SMALL_READ_BYTES))
+    raise ValueError(f'mode={mode!r} is neither "rb" nor "wb"')
+
+
+class _StreamWriter(io.BufferedIOBase):
+    """Collects what is written in blocks; a full one is written while the next one fills."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        self._engine = Engine()
+        self._slab = Slab(_BLOCK_BYTES * _NUM_BLOCKS)
+        self._free = [self._slab.allocate(_BLOCK_BYTES) for _ in range(_NUM_BLOCKS)]
+        self._in_flight: deque[tuple[Operation, Block]] = deque()
+        self._block = self._free.pop()
+        self._filled = 0
+        self._offset = 0
+        self._failed = False
+        try:
+            self._file: File = self._engine.open(self._temporary, "x")
+        except BaseException:
+            self._engine.close()
+            super().close()
+            raise
+
+    @property
+    def name(self) -> str:
+        return os.fspath(self._path)
+
+    @property
+    def mode(self) -> str:
+        return "wb"
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        self._check_open()
+        return self._offset + self._filled
+
+    def write(self, data: Any, /) -> int:
+        """Takes all of `data`. Raises the error of any write before, too."""
+        self._check_open()
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while done < len(view):
+                done += self._take(view[done:])
+        except BaseException:
+            self._failed = True
+            raise
+        return done
+
+    def _take(self, view: memoryview) -> int:
+        count = min(len(view), _BLOCK_BYTES - self._filled)
+        if count:
+            origin = int(ffi.cast("uintptr_t", ffi.from_buffer(view)))
+            copy_ranges([origin], [self._block.ctypes.data + self._filled], [count])
+            self._filled += count
+        if self._filled == _BLOCK_BYTES:
+            self._submit()
+        return count
+
+    def _submit(self) -> None:
+        data = self._block[: self._filled]
+        operation = self._engine.write(self._file, self._offset, data)
+        self._in_flight.append((operation, self._block))
+        self._offset += self._filled
+        self._filled = 0
+        if not self._free:
+            self._reap()
+        self._block = self._free.pop()
+
+    def _reap(self) -> None:
+        operation, block = self._in_flight.popleft()
+        self._free.append(block)
+        operation.result()
+
+    def flush(self) -> None:
+        """Nothing is kept back that could be written; what makes it durable is `close`."""
+
+    def close(self) -> None:
+        """Makes what was written durable under its name. Raises OSError, and then removes it."""
+        if self.closed:
+            return
+        try:
+            if self._failed:
+                self._discard()
+                return
+            self._commit()
+        except BaseException:
+            self._discard()
+            raise
+        finally:
+            self._engine.close()
+            super().close()
+
+    def _commit(self) -> None:
+        if self._filled:
+            self._submit()
+        while self._in_flight:
+            self._reap()
+        self._file.sync()
+        self._file.close()
+        self._temporary.replace(self._path)
+        sync_directory(self._path.parent)
+
+    def _discard(self) -> None:
+        for operation, _ in self._in_flight:
+            try:
+                operation.result()
+            except OSError:
+                continue
+        self._in_flight.clear()
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._failed = self._failed or error is not None
+        self.close()
+
+    def __del__(self) -> None:
+        """A stream that nobody closed is no file."""
+        if hasattr(self, "_file") and not self.closed:
+            self._failed = True
+            self.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"the stream to {self._path} is closed")
+
+
+class _StreamReader(io.RawIOBase):
+    """Reads blocks ahead of a reader that goes forward; keeps the last few."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._engine = Engine()
+        self._blocks: OrderedDict[int, tuple[Operation, Block]] = OrderedDict()
+        self._position = 0
+        self._last = -1
+        try:
+            self._file = self._engine.open(path)
+            self._nbytes = self._file.size()
+        except BaseException:
+            self._engine.close()
+            super().close()
+            raise
+
+    @property
+    def name(self) -> str:
+        return os.fspath(self._path)
+
+    @property
+    def mode(self) -> str:
+        return "rb"
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}
+        if whence not in base:
+            raise ValueError(f"whence={whence} is not 0, 1 or 2")
+        if base[whence] + offset < 0:
+            what = f"cannot seek to {base[whence] + offset}, before the beginning"
+            raise OSError(errno.EINVAL, what, self.name)
+        self._position = base[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fills as much of the buffer as one block holds; 0 at the end."""
+        if self.closed:
+            raise ValueError(f"the stream from {self._path} is closed")
+        view = memoryview(buffer).cast("B")
+        if self._position >= self._nbytes or not len(view):
+            return 0
+        number, inside = divmod(self._position, _BLOCK_BYTES)
+        block = self._block(number)
+        count = min(len(view), len(block) - inside)
+        target = int(ffi.cast("uintptr_t", ffi.from_buffer(view)))
+        copy_ranges([block.ctypes.data + inside], [target], [count])
+        self._position += count
+        return count
+
+    def _block(self, number: int) -> Block:
+        """A block, and those after it on their way if the reader goes forward."""
+        goes_on = number in (self._last, self._last + 1)
+        self._last = number
+        for wanted in range(number, number + (_READ_AHEAD if goes_on else 1)):
+            if wanted not in self._blocks and wanted * _BLOCK_BYTES < self._nbytes:
+                self._fetch(wanted)
+        self._blocks.move_to_end(number)
+        operation, block = self._blocks[number]
+        operation.result()
+        return block
+
+    def _fetch(self, number: int) -> None:
+        while len(self._blocks) >= _NUM_BLOCKS:
+            _, (operation, _) = self._blocks.popitem(last=False)
+            operation.result()
+        offset = number * _BLOCK_BYTES
+        with Slab(min(_BLOCK_BYTES, self._nbytes - offset)) as slab:
+            block = slab.allocate(min(_BLOCK_BYTES, self._nbytes - offset))
+        self._blocks[number] = (self._engine.read(self._file, offset, block), block)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        self._blocks.clear()
+        self._file.close()
+        self._engine.close()

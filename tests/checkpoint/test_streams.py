@@ -1,0 +1,139 @@
+"""File objects for torch.save and torch.load."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import checkpoint
+from aio import Engine
+from tests.checkpoint.trees import assert_same
+
+SIZES = [0, 1, 4095, 4096, (8 << 20) - 1, 8 << 20, (8 << 20) + 1, (70 << 20) + 5]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def content(nbytes: int) -> bytes:
+    return np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_torch_saves_to_and_loads_from_a_stream(tmp_path: Path, legacy: bool) -> None:
+    state = {"x": torch.randn(5_000_000), "y": [torch.arange(10), "text"], "z": torch.randn(7).t()}
+    with checkpoint.open_stream(tmp_path / "model.pt", "wb") as stream:
+        torch.save(state, stream, _use_new_zipfile_serialization=not legacy)
+    assert_same(state, torch.load(tmp_path / "model.pt"))
+    with checkpoint.open_stream(tmp_path / "model.pt", "rb") as stream:
+        assert_same(state, torch.load(stream))
+    assert names(tmp_path) == ["model.pt"]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_what_is_written_is_what_is_in_the_file(tmp_path: Path, nbytes: int) -> None:
+    data = content(nbytes)
+    with checkpoint.open_stream(tmp_path / "file", "wb") as stream:
+        for start in range(0, nbytes, 3_333_333):
+            piece = data[start : start + 3_333_333]
+            assert stream.write(piece) == len(piece)
+        assert stream.tell() == nbytes
+        assert not (tmp_path / "file").exists()
+    assert (tmp_path / "file").read_bytes() == data
+    with checkpoint.open_stream(tmp_path / "file") as stream:
+        assert stream.read() == data
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stream") / "file"
+    path.write_bytes(content(30_000_001))
+    return path
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 1, 2]),
+            st.integers(-40_000_000, 40_000_000),
+            st.integers(0, 9 << 20),
+        ),
+        max_size=8,
+    )
+)
+def test_reading_and_seeking_is_that_of_a_file(
+    file: Path, moves: list[tuple[int, int, int]]
+) -> None:
+    with checkpoint.open_stream(file) as stream, file.open("rb") as reference:
+        for whence, offset, nbytes in moves:
+            try:
+                expected = reference.seek(offset, whence)
+            except OSError:
+                with pytest.raises(OSError, match="before the beginning"):
+                    stream.seek(offset, whence)
+                continue
+            assert stream.seek(offset, whence) == expected
+            assert stream.read(nbytes) == reference.read(nbytes)
+            assert stream.tell() == reference.tell()
+
+
+def test_an_exception_leaves_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    stream = checkpoint.open_stream(tmp_path / "file", "wb")
+    stream.write(content(20 << 20))
+    with pytest.raises(RuntimeError, match="in the middle"), stream:
+        raise RuntimeError("in the middle")
+    assert names(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"old"
+    with pytest.raises(ValueError, match="closed"):
+        stream.write(b"more")
+
+
+def test_a_stream_that_nobody_closed_is_no_file(tmp_path: Path) -> None:
+    stream = checkpoint.open_stream(tmp_path / "file", "wb")
+    stream.write(b"text")
+    del stream
+    assert names(tmp_path) == []
+
+
+def test_a_write_that_fails_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failed:
+        def result(self) -> int:
+            raise OSError(28, "No space left on device", "file")
+
+    monkeypatch.setattr(Engine, "write", lambda *_: Failed())
+    stream = checkpoint.open_stream(tmp_path / "file", "wb")
+    with pytest.raises(OSError, match="No space left"), stream:
+        stream.write(content(100 << 20))
+    assert names(tmp_path) == []
+    stream = checkpoint.open_stream(tmp_path / "file", "wb")
+    stream.write(b"little")
+    with pytest.raises(OSError, match="No space left"):
+        stream.close()
+    assert names(tmp_path) == []
+
+
+def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        checkpoint.open_stream(tmp_path / "file")
+    with pytest.raises(FileNotFoundError):
+        checkpoint.open_stream(tmp_path / "nowhere" / "file", "wb")
+    with pytest.raises(ValueError, match="neither"):
+        checkpoint.open_stream(tmp_path / "file", "r+")  # type: ignore[arg-type]
+    with (
+        checkpoint.open_stream(tmp_path / "file", "wb") as stream,
+        pytest.raises(io.UnsupportedOperation),
+    ):
+        stream.read(1)
