@@ -20,6 +20,7 @@ import torch
 
 from aio import AioError
 from infinity.activations import Activations
+from infinity.malloc import give_back_freed_memory
 from infinity.saved_storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of, page_aligned
 from swap.tiers import Budget, BudgetError, format_bytes
 from swap.timeline import Timeline
@@ -31,6 +32,8 @@ MIN_BUDGET_BYTES = 4 * 1024 * 1024
 _BUDGET_SHARES = {"host": 0.25, "nvme": 0.125}
 _UNWRITTEN_SHARE = 0.5
 """Part of the budget that may be unwritten; what is more is being written."""
+_FREED_SHARE = 0.5
+"""So much is let go, in parts of the budget, before freed memory is given back to the system."""
 _LOOKAHEAD = 64
 """So many storages before the one that is asked for may be read ahead."""
 
@@ -81,6 +84,7 @@ class NvmeActivations(Activations):
         self._engine_bytes = ENGINE_BYTES * len(directories)
         self._in_memory: dict[int, SavedStorage] = {}
         self._current = 0
+        self._freed_bytes = 0
 
     @property
     def peak_budget_bytes(self) -> int:
@@ -109,6 +113,7 @@ class NvmeActivations(Activations):
         self._current = max(self._current, storage.number)
         self._write_behind()
         self._fit(0)
+        self._give_back()
 
     def _nvme_bytes(self) -> int:
         return self._volume.used_bytes
@@ -131,6 +136,7 @@ class NvmeActivations(Activations):
     def _restored(self, storage: SavedStorage) -> None:
         self._fit(0)
         self._read_ahead()
+        self._give_back()
 
     def _forget(self, storage: SavedStorage) -> None:
         if storage.memory is not None:
@@ -212,6 +218,13 @@ class NvmeActivations(Activations):
         storage.memory = None
         if self._in_memory.pop(storage.number, None) is not None:
             self._hold(-storage.nbytes)
+            self._freed_bytes += storage.nbytes
+
+    def _give_back(self) -> None:
+        """Memory that was let go shall be memory that is free."""
+        if self._freed_bytes > self.budget_bytes * _FREED_SHARE:
+            give_back_freed_memory()
+            self._freed_bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

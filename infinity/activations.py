@@ -21,14 +21,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.saved_storage import SavedActivation, SavedStorage, witness_of
 
 THRESHOLD_BYTES = 256 * 1024
 """Smaller storages stay: as single transfers they cost more time than their memory is worth."""
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,9 +204,9 @@ class Activations:
             self._forget(storage)
 
     def _is_large_and_plain(self, tensor: torch.Tensor) -> bool:
-        """Strided, ordinary, over a storage that is not small and not in memory anyway."""
+        """Strided, no parameter, over a storage that is not small and not in memory anyway."""
         return (
-            type(tensor) in _PLAIN
+            type(tensor) is torch.Tensor
             and tensor.layout == torch.strided
             and not (tensor.is_quantized or tensor.is_inference())
             and not (tensor.is_conj() or tensor.is_neg())
