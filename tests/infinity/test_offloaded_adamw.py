@@ -66,6 +66,15 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models compute faster so, when tests share a machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Makes the engines of later optimizers fail with that probability a block."""

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ from infinity.tiled import rows_of, tiles_within
 BOUND = 256 * 1024
 AMPLE = "1GiB"
 SMALL = "16MiB"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models compute faster so, when tests share a machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Net(nn.Module):
