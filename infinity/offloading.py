@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -20,6 +21,7 @@ from infinity.materialize import fill_all, values_for
 from infinity.model import OffloadedModel
 from infinity.optimizer import AdamW, OffloadedOptimizer, OptimizerFactory, TorchRule
 from infinity.tiling import MIN_TILE_BYTES, Tiling
+from swap.directory import check_usable, reclaim
 from swap.placement import Placement, place
 from swap.rules import AdamRule, FrozenRule, UpdateRule
 from swap.tiered import TieredState
@@ -73,15 +75,19 @@ def offload(
     so. Raises ``ValueError``, ``TypeError``, ``BudgetError`` (with the least budget that works) or
     ``OSError``; the model is as it was then.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not an nn.Module")
     target = _device(device)
     directories = directories_of(nvme)
+    for directory in directories:
+        reclaim(directory)
     options = _Options(
         directories=directories,
         optimizer=optimizer,
         device=target,
         compute_dtype=compute_dtype,
         budget=make_budget(host_memory, device_memory, target),
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=_checked_norm(max_grad_norm),
         share=ActivationShare(
             mode=mode_of(activations), device=target, num_directories=len(directories)
         ),
@@ -209,13 +215,31 @@ def check_device_budget(budget: Budget, least_bytes: int) -> None:
 
 
 def directories_of(nvme: Directories) -> list[str]:
-    entries = [nvme] if isinstance(nvme, (str, os.PathLike)) else list(nvme)
-    directories = [os.fspath(entry) for entry in entries]
+    """The directories as absolute paths, each one usable.
+
+    Raises ``TypeError``, ``ValueError`` or ``OSError`` (missing, no directory, not writable).
+    """
+    entries = [nvme] if isinstance(nvme, (str, os.PathLike)) else nvme
+    if not isinstance(entries, Sequence):
+        raise TypeError(f"nvme={nvme!r} is neither a path nor a sequence of paths")
+    directories = [str(Path(entry).absolute()) for entry in entries]
     if not directories:
         raise ValueError("nvme is empty; give a directory, or one for each SSD")
     if len({os.path.realpath(entry) for entry in directories}) < len(directories):
         raise ValueError(f"nvme={directories} names a directory twice; give each SSD once")
+    for directory in directories:
+        check_usable(Path(directory))
     return directories
+
+
+def _checked_norm(max_grad_norm: float | None) -> float | None:
+    if max_grad_norm is None:
+        return None
+    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)):
+        raise TypeError(f"max_grad_norm={max_grad_norm!r} is neither a number nor None")
+    if not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm} must be more than 0")
+    return max_grad_norm
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -244,7 +268,8 @@ def _rule(
                     "compute_dtype=torch.float32, or a factory such as torch.optim.AdamW"
                 )
         return AdamRule(state_dtype=optimizer.state_dtype), None
-    if not callable(optimizer):
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, AdamW)
+    if is_class or not callable(optimizer):
         raise TypeError(
             f"optimizer={optimizer!r} is neither infinity.AdamW(...), a factory params -> "
             "Optimizer, nor None"
@@ -252,7 +277,24 @@ def _rule(
     inner = optimizer([record.parameter for record in trained])
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(f"the optimizer factory returned {type(inner).__name__}, not an Optimizer")
+    _check_groups(inner, trained)
     return TorchRule(inner), inner
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, trained: Sequence[Record]) -> None:
+    """Raises ``ValueError`` unless the optimizer has the trained parameters and no others."""
+    grouped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for record in trained:
+        if grouped.pop(id(record.parameter), None) is None:
+            raise ValueError(
+                f"{record.name} is in no group of the optimizer that the factory made; add it, or "
+                "call requires_grad_(False) if it is not to be trained"
+            )
+    for parameter in grouped.values():
+        raise ValueError(
+            f"the optimizer that the factory made has a parameter of shape "
+            f"{tuple(parameter.shape)}, which is not one of those that it was given"
+        )
 
 
 def _optimizer(

@@ -38,7 +38,7 @@ class SwapDirectory:
 
     def __init__(self, nvme: str | os.PathLike[str], engine: Engine) -> None:
         self.root = Path(nvme)
-        _check_usable(self.root)
+        check_usable(self.root)
         with _locked(self.root):
             (self.root / _FOLDER).mkdir(exist_ok=True)
             _reclaim(self.root)
@@ -93,7 +93,8 @@ def _reclaim(root: Path) -> list[Path]:
     return removed
 
 
-def _check_usable(root: Path) -> None:
+def check_usable(root: Path) -> None:
+    """Raises as ``SwapDirectory`` where ``root`` cannot be used."""
     if not root.exists():
         raise FileNotFoundError(
             f"nvme directory {root} does not exist; create it on the SSD that should take the state"
