@@ -191,7 +191,9 @@ class TorchRule:
         if state:
             worker.state[leaf] = state
         elif self._starts_with_state:
-            worker.state = type(worker)([options | {"params": [leaf]}]).state  # type: ignore[call-arg]
+            # What it made when it was made was for all parameters at once, and is gone.
+            make: Any = type(worker)
+            worker.state = make([options | {"params": [leaf]}], **worker.defaults).state
         # The plain step of the class: hooks and schedulers are on the outer optimizer.
         step = getattr(type(worker).step, "__wrapped__", type(worker).step)
         step(worker)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class Outcome:
     read_bytes: int
 
 
-def least_budget(make: Make, nvme: str | os.PathLike[str], **options: Any) -> int:
+def least_budget(make: Make, nvme: Any, **options: Any) -> int:
     """The number that ``offload`` names when it is given too little."""
     try:
         with infinity.offload(make(), nvme, host_memory=1, **options):
@@ -42,7 +41,7 @@ def least_budget(make: Make, nvme: str | os.PathLike[str], **options: Any) -> in
         return error.least_host_bytes
 
 
-def budgets(make: Make, nvme: str | os.PathLike[str], **options: Any) -> dict[str, int]:
+def budgets(make: Make, nvme: Any, **options: Any) -> dict[str, int]:
     """Budgets from everything in memory to as little as works."""
     least = least_budget(make, nvme, **options)
     with infinity.offload(make(), nvme, host_memory=WHOLE, **options) as offloaded:
@@ -60,7 +59,7 @@ def budgets(make: Make, nvme: str | os.PathLike[str], **options: Any) -> dict[st
 def train(
     make: Make,
     loss_of: LossOf,
-    nvme: str | os.PathLike[str],
+    nvme: Any,
     *,
     host_memory: int,
     steps: int = 20,
@@ -87,7 +86,7 @@ def train(
 def train_each(
     make: Make,
     loss_of: LossOf,
-    nvme: str | os.PathLike[str],
+    nvme: Any,
     *,
     train: Callable[..., Outcome] = train,
     **options: Any,
@@ -151,3 +150,61 @@ no_grad_modes: dict[str, Callable[[], Any]] = {
     "inference_mode": torch.inference_mode,
     "grad": nullcontext,
 }
+
+
+class Plain:
+    """Training in PyTorch alone: a copy of the model computes, float32 masters are updated.
+
+    ``dtype`` is that of the copy; a master is rounded to bfloat16 with ties away from zero, as
+    the library keeps it, to others as PyTorch does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self.masters = {
+            name: nn.Parameter(parameter.detach().clone())
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        self.model = model if dtype is None else model.to(dtype)
+        self._max_grad_norm = max_grad_norm
+        self.optimizer = factory([*self.masters.values()])
+        self.round_masters()
+
+    def round_masters(self) -> None:
+        """The copy computes with what the masters are now."""
+        parameters = dict(self.model.named_parameters())
+        for name, master in self.masters.items():
+            parameters[name].data = nearest(master.detach(), parameters[name].dtype)
+
+    def step(self, *, grad_scale: float = 1.0) -> torch.Tensor:
+        """Clip, update, clear; returns the norm of the gradients divided by ``grad_scale``."""
+        parameters = dict(self.model.named_parameters())
+        for name, master in self.masters.items():
+            gradient = parameters[name].grad
+            master.grad = None if gradient is None else gradient.to(master.dtype) / grad_scale
+        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
+        norm = nn.utils.get_total_norm([gradient.double() for gradient in gradients])
+        if self._max_grad_norm is not None:
+            # ``torch.nn.utils.clip_grad_norm_``, with the norm summed up in double.
+            factor = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)
+            for gradient in gradients:
+                gradient.mul_(factor.to(gradient.dtype))
+        self.optimizer.step()
+        self.model.zero_grad()
+        self.round_masters()
+        return norm
+
+
+def nearest(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``values`` in ``dtype``; halfway between two bfloat16 numbers the larger magnitude."""
+    if dtype != torch.bfloat16 or values.dtype != torch.float32:
+        return values.to(dtype, copy=True)
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
