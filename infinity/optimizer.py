@@ -136,6 +136,9 @@ class TorchRule:
         state = (Plane(name, kind, zero=True) for name in self._plane_names)
         return (*master_planes(dtype), *state)
 
+    def check(self, update: ParameterUpdate) -> None:
+        """Optimizers of torch look at their options when they are made, and not again."""
+
     def apply(
         self,
         segment: Segment,

@@ -135,6 +135,16 @@ def split_evenly(numel: int, most: int) -> Iterable[tuple[int, int]]:
         yield start, stop - start
 
 
+def neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """For each parameter, those that share a subgroup with it, itself included."""
+    shared: list[set[int]] = [set() for _ in layout.specs]
+    for group in layout.subgroups:
+        members = {segment.parameter for segment in group.segments}
+        for parameter in members:
+            shared[parameter] |= members
+    return tuple(tuple(sorted(others)) for others in shared)
+
+
 class _Packer:
     """Open subgroups by kind; one is closed when the next parameter of its kind does not fit."""
 

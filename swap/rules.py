@@ -40,6 +40,11 @@ class UpdateRule(Protocol):
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         """Planes beside ``weight`` for weights of ``dtype``."""
 
+    def check(self, update: ParameterUpdate) -> None:
+        """Raise what ``apply`` would raise for the options of ``update``, before anything is
+        changed.
+        """
+
     def apply(
         self,
         segment: Segment,
@@ -71,6 +76,9 @@ class FrozenRule:
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return ()
 
+    def check(self, update: ParameterUpdate) -> None:
+        raise AssertionError("a frozen parameter has no update")
+
     def apply(
         self,
         segment: Segment,
@@ -99,6 +107,9 @@ class AdamRule:
             Plane("exp_avg_sq", self._state_dtype, zero=True),
         )
 
+    def check(self, update: ParameterUpdate) -> None:
+        _hyper(update, 1.0)
+
     def apply(
         self,
         segment: Segment,
@@ -107,24 +118,27 @@ class AdamRule:
         gradient: torch.Tensor,
         gradient_scale: float,
     ) -> None:
-        options = update.options
-        beta1, beta2 = options["betas"]
-        hyper = AdamHyper(
-            lr=float(options["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(options["eps"]),
-            weight_decay=float(options["weight_decay"]),
-            step=update.step,
-            grad_scale=gradient_scale,
-            decoupled=bool(options.get("decoupled", True)),
-        )
         adam_step(
             weight=planes["weight"],
             rest=planes.get("lo", planes.get("master")),
             exp_avg=planes["exp_avg"],
             exp_avg_sq=planes["exp_avg_sq"],
             grad=gradient,
-            hyper=hyper,
+            hyper=_hyper(update, gradient_scale),
             threads=self._threads,
         )
+
+
+def _hyper(update: ParameterUpdate, gradient_scale: float) -> AdamHyper:
+    options = update.options
+    beta1, beta2 = options["betas"]
+    return AdamHyper(
+        lr=float(options["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(options["eps"]),
+        weight_decay=float(options["weight_decay"]),
+        step=update.step,
+        grad_scale=gradient_scale,
+        decoupled=bool(options.get("decoupled", True)),
+    )

@@ -72,6 +72,20 @@ class Stages:
         """Whether the job for ``subgroup`` needs no slot, or there is one."""
         return bool(self._slots) or not self._needs_slot(subgroup)
 
+    def update_now(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
+        """Update subgroups that are in HOST with their gradients, before returning."""
+        try:
+            for subgroup in subgroups:
+                job = self.start_read(step, subgroup)
+                self.run_kernel(job)
+                self.offer(job)
+                self.publish(job)
+        finally:
+            # After an error, too: nobody must wait for an update that is not going on.
+            for subgroup in subgroups:
+                for segment in subgroup.segments:
+                    self._weights.published(segment.parameter, subgroup.index)
+
     def start_read(self, step: Step, subgroup: Subgroup) -> Job:
         """Take a slot and start the reads that the kernel needs."""
         job = Job(step, subgroup)

@@ -23,7 +23,7 @@ from swap.early import Arrivals
 from swap.extents import ExtentStore
 from swap.gradients import GradientStore
 from swap.kernels import merge_master, split_master
-from swap.layout import PIECE, Layout, Subgroup
+from swap.layout import PIECE, Layout, Subgroup, neighbours
 from swap.placement import Placement
 from swap.planes import PlaneStore
 from swap.rules import ParameterUpdate, UpdateRule
@@ -59,6 +59,7 @@ class TieredState:
         link: Link | None = None,
     ) -> None:
         self.placement = placement
+        self._rule = rule
         self.layout: Layout = placement.layout
         self.timeline = Timeline()
         self.device = device or torch.device("cpu")
@@ -109,7 +110,7 @@ class TieredState:
         self.pipeline = UpdatePipeline(self.stages, self.weights, overlap=overlap)
         undo.callback(self.pipeline.close)
         self._overlap = overlap
-        self._neighbours = _neighbours(self.layout)
+        self._neighbours = neighbours(self.layout)
         self.propose: Callable[[], Step | None] | None = None
         self._arrivals = Arrivals(self.layout)
         self._early_step: Step | None = None
@@ -169,6 +170,7 @@ class TieredState:
         """Set elements from ``start``, with all the precision that the master of ``parameter``
         keeps.
         """
+        self.weights.drop()  # or what is cached would hide these values
         names = self.plane_names(parameter)
         dtype = self.layout.specs[parameter].dtype
         values = values.to("cpu")
@@ -261,8 +263,11 @@ class TieredState:
     def step(self, updates: Mapping[int, ParameterUpdate], gradient_scale: float) -> None:
         """Take a step for ``updates``, consuming their gradients; returns before it is finished.
 
-        Raises what stopped the step before, in which case nothing of this one is done.
+        Raises what stopped the step before, and ``ValueError`` for options that cannot be, in which
+        case nothing of this one is done.
         """
+        for update in updates.values():
+            self._rule.check(update)
         self.collect_gradients()
         step = Step(updates=dict(updates), gradient_scale=gradient_scale)
         early = self._early_fed if self._is_as_proposed(step) else []
@@ -275,13 +280,10 @@ class TieredState:
         touched = list(self._touched(step))
         resident = [group for group in touched if group.resident]
         self.weights.begin_update(parts_of(resident), step.updates)
-        for group in resident:
-            job = self.stages.start_read(step, group)
-            self.stages.run_kernel(job)
-            self.stages.offer(job)
-            self.stages.publish(job)
+        self.stages.update_now(step, resident)
         moving = sorted((group for group in touched if not group.resident), key=self._first_use)
-        rest = [group for group in moving if group not in early]
+        done = {group.index for group in early}
+        rest = [group for group in moving if group.index not in done]
         if not (early and self._confirm(step, early, rest)) and moving:
             self.pipeline.wait()
             self.pipeline.submit(step, moving)
@@ -387,13 +389,3 @@ def _slab_sizes(placement: Placement) -> dict[str, int]:
 
 def _slots(slab: Slab, placement: Placement) -> list[np.ndarray]:
     return [slab.allocate(placement.slot_bytes) for _ in range(placement.num_slots)]
-
-
-def _neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """For each parameter, those that share a subgroup with it, itself included."""
-    shared: list[set[int]] = [set() for _ in layout.specs]
-    for group in layout.subgroups:
-        members = {segment.parameter for segment in group.segments}
-        for parameter in members:
-            shared[parameter] |= members
-    return tuple(tuple(sorted(others)) for others in shared)

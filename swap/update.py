@@ -168,9 +168,10 @@ class UpdatePipeline:
                     self._pass(work)
                 except BaseException as failure:  # kept, and raised to whoever waits for the step
                     self._stop(work, failure)
-            with self._changed:
-                self._current = None
-                self._changed.notify_all()
+                finally:
+                    with self._changed:
+                        self._current = None
+                        self._changed.notify_all()
 
     def _pass(self, work: _Pass) -> None:
         while self._wait_for_work(work):
@@ -252,6 +253,16 @@ class UpdatePipeline:
             self.early_failure = failure
             self._abandon(work)
             return
+        self._failure = failure
+        try:
+            left = self._bring_home(work)
+            if isinstance(failure, OSError):
+                self._left = (work.step, left)
+        finally:
+            self._weights.fail(failure)
+
+    def _bring_home(self, work: _Pass) -> list[Subgroup]:
+        """Publish what is written and abandon the rest, which is returned."""
         left: list[Subgroup] = []
         for job in (*work.held, *work.writing):
             try:
@@ -262,10 +273,7 @@ class UpdatePipeline:
         for job in work.reading:
             self._stages.abandon(job)
             left.append(job.subgroup)
-        if isinstance(failure, OSError):
-            self._left = (work.step, [*left, *work.ahead])
-        self._failure = failure
-        self._weights.fail(failure)
+        return [*left, *work.ahead]
 
 
 def parts_of(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:

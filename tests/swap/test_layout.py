@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap.layout import PIECE, ParameterSpec, Subgroup, pack, pad, split_evenly
+from swap.layout import PIECE, ParameterSpec, Subgroup, neighbours, pack, pad, split_evenly
 
 sizes = st.one_of(
     st.sampled_from([0, 1, PIECE - 1, PIECE, PIECE + 1]),
@@ -149,3 +149,13 @@ def test_pad_is_the_least_whole_number_of_pieces(numel: int) -> None:
     assert padded % PIECE == 0
     assert padded >= max(numel, 1)
     assert padded - PIECE < max(numel, 1)
+
+
+@given(specs=parameters(), capacity=capacities)
+def test_neighbours_share_a_subgroup(specs: list[ParameterSpec], capacity: int) -> None:
+    layout = pack(specs, capacity)
+    for spec, others in zip(specs, neighbours(layout), strict=True):
+        shared = set(layout.subgroups_of(spec.index))
+        assert list(others) == [
+            other.index for other in specs if shared & set(layout.subgroups_of(other.index))
+        ]
