@@ -367,7 +367,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--budgets", nargs="+", default=["1GiB", "64GiB"])
     parser.add_argument("--clip", type=float, default=None)
     parser.add_argument("--init", choices=["meta", "cpu"], default="meta")
-    parser.add_argument("--serial", action="store_true", help="the first budget without overlap too")
+    parser.add_argument("--serial", action="store_true", help="the first budget, without overlap")
     parser.add_argument("--deepspeed", action="store_true")
     parser.add_argument("--json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
