@@ -29,10 +29,10 @@ from typing import Any
 
 import psutil
 import torch
+from gpt import GPT
 
 import infinity
 from aio import Engine, Request, Slab
-from tools.gpt import GPT
 
 BATCH_SEED = 1
 PROBE_BYTES = 1 << 30

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from gpt import GPT
 
 import infinity
 from swap.tiers import parse_bytes
 from tests.support.cgroup import run_limited
-from tools.gpt import GPT
 
 
 def main(argv: Sequence[str] | None = None) -> int:

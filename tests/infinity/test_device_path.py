@@ -12,7 +12,7 @@ import torch
 import infinity
 from infinity import offloading
 from swap.device import HostLink
-from swap.placement import Placement
+from swap.placement import Placement, place
 from swap.tiered import TieredState
 from swap.tiers import Budget
 from tests.support.models import Gpt, token_loss
@@ -30,7 +30,7 @@ _DEVICE_BYTES = 3 << 20
 @pytest.fixture
 def separate_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Offloading computes from an arena of its own, reached by copies alone."""
-    place, make_budget = offloading.place, offloading.make_budget
+    make_budget = offloading.make_budget
 
     def place_apart(*arguments: Any, **options: Any) -> Placement:
         return place(*arguments, **(options | {"separate_device": True}))
@@ -42,7 +42,7 @@ def separate_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return HostLink()
 
     with monkeypatch.context() as patch:
-        patch.setattr(offloading, "place", place_apart)
+        patch.setattr("infinity.offloading.place", place_apart)
         patch.setattr(offloading, "make_budget", bounded)
         patch.setattr(TieredState, "_make_link", link)
         yield
