@@ -11,7 +11,6 @@ writes of storages that nobody needs any more.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -56,12 +55,17 @@ class HostActivations(Activations):
         whole = bytes_of(tensor)
         if not tensor.is_cuda:
             return self._add(tensor, whole)
-        # The allocator of pinned memory takes powers of two.
-        taken = 1 << (whole.numel() - 1).bit_length()
-        if self.held_bytes + taken > self.budget_bytes:
+        if self.held_bytes + self._cost(whole.numel()) > self.budget_bytes:
             return None
         memory = torch.empty(whole.numel(), dtype=torch.uint8, pin_memory=True)
         return self._add(tensor, memory.copy_(whole))
+
+    def _hold(self, nbytes: int) -> None:
+        super()._hold(self._cost(nbytes) if nbytes > 0 else -self._cost(-nbytes))
+
+    def _cost(self, nbytes: int) -> int:
+        """The allocator of pinned memory takes powers of two."""
+        return nbytes if self._device.type == "cpu" else 1 << (nbytes - 1).bit_length()
 
 
 class NvmeActivations(Activations):
@@ -74,7 +78,7 @@ class NvmeActivations(Activations):
         self,
         device: torch.device,
         budget_bytes: int,
-        directories: Sequence[str | os.PathLike[str]],
+        directories: Sequence[str],
         timeline: Timeline,
     ) -> None:
         super().__init__()
@@ -279,7 +283,7 @@ class ActivationShare:
 def activations_for(
     share: ActivationShare,
     host_bytes: int,
-    directories: Sequence[str | os.PathLike[str]],
+    directories: Sequence[str],
     timeline: Timeline,
 ) -> Activations:
     """What the mode means, within its share of ``host_bytes``. Raises ``OSError`` subclasses naming

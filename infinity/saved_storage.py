@@ -9,7 +9,6 @@ storage) takes it from under a write, too; it is refused afterwards.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from aio import AioError, Engine, Operation
+from infinity.bandwidth import shares
 from swap.directory import SwapDirectory
 from swap.extents import Extent, ExtentStore
 from swap.planes import as_bytes
@@ -30,6 +30,8 @@ ENGINE_BYTES = 8 * _BLOCK_BYTES
 """Memory that the engine takes for each directory: it copies what torch did not align, eight blocks
 at a time.
 """
+_FIRST_BYTES = 64 * 1024 * 1024
+"""Size that swap files are given, on average, when the first storage is written."""
 _LABEL = "activation"
 
 
@@ -122,10 +124,11 @@ def witness_of(tensor: torch.Tensor) -> torch.Tensor:
 class Volume:
     """The swap files that saved storages go to. Not thread-safe."""
 
-    def __init__(self, directories: Sequence[str | os.PathLike[str]], timeline: Timeline) -> None:
+    def __init__(self, directories: Sequence[str], timeline: Timeline) -> None:
         """Raises ``OSError`` subclasses naming a directory that cannot be used."""
         self._timeline = timeline
         self._leaving: list[SavedStorage] = []
+        self._first_bytes = _FIRST_BYTES * len(directories)
         with ExitStack() as undo:
             lanes = ExtentStore.LANES_PER_DIRECTORY * len(directories)
             engine = undo.enter_context(Engine(lanes=lanes, block_bytes=_BLOCK_BYTES))
@@ -133,7 +136,7 @@ class Volume:
             for directory in directories:
                 opened.append(SwapDirectory(directory, engine))
                 undo.callback(opened[-1].close)
-            self._extents = ExtentStore(opened, engine)
+            self._extents = ExtentStore(opened, engine, shares=shares(directories))
             self._stack = undo.pop_all()
 
     @property
@@ -150,6 +153,10 @@ class Volume:
         assert storage.memory is not None
         assert storage.write is None
         storage.check_whole()
+        if self._first_bytes:
+            # Room in every directory, or the first would take all until it is full.
+            self._extents.reserve(self._first_bytes)
+            self._first_bytes = 0
         storage.extent = self._extents.allocate(storage.nbytes)
         write = self._extents.write(storage.extent, 0, as_bytes(storage.memory))
         storage.write = self._timeline.watch(write, _LABEL)

@@ -12,7 +12,6 @@ MLP-Offload in the alternating order; between sweeps nothing is in flight.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from aio import Engine, Operation, Slab
+from infinity.bandwidth import shares
 from infinity.state_blocks import Block, Slot, Slots
 from infinity.state_placement import HostMemory, StatePlacement, checkpoint_bytes, place_state
 from swap.directory import SwapDirectory
@@ -40,12 +40,11 @@ Work = Callable[[Sequence[Segment], Mapping[str, torch.Tensor]], None]
 class StateStore:
     """The planes that a rule keeps beside weights, for parameters known by number.
 
+    ``directories`` share the load by their bandwidth, as far as that was measured and kept.
     One thread at a time, but for ``read`` and ``write``.
     """
 
-    def __init__(
-        self, rule: UpdateRule, directories: Sequence[str | os.PathLike[str]], host_bytes: int
-    ) -> None:
+    def __init__(self, rule: UpdateRule, directories: Sequence[str], host_bytes: int) -> None:
         self.timeline = Timeline()
         self.budget_bytes = host_bytes
         self.checkpoint_bytes = checkpoint_bytes(host_bytes)
@@ -171,7 +170,7 @@ class StateStore:
                 for directory in self._directories:
                     opened.append(SwapDirectory(directory, engine))
                     undo.callback(opened[-1].close)
-                extents = ExtentStore(opened, engine)
+                extents = ExtentStore(opened, engine, shares=shares(self._directories))
                 extents.reserve(nbytes)
                 self._slots.extents = extents
                 self._stack.push(undo.pop_all())

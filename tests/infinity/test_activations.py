@@ -136,7 +136,7 @@ def on_nvme(tmp_path: Path, timeline: Timeline) -> Iterator[Make]:
     made = []
 
     def make(budget_bytes: int) -> NvmeActivations:
-        made.append(NvmeActivations(CPU, budget_bytes, [tmp_path], timeline))
+        made.append(NvmeActivations(CPU, budget_bytes, [os.fspath(tmp_path)], timeline))
         return made[-1]
 
     yield make
@@ -390,6 +390,20 @@ def wait_for_writes(activations: NvmeActivations) -> None:
         activations._volume.wait_for_leaving()
 
 
+def test_two_directories_share_what_is_written(tmp_path: Path, timeline: Timeline) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    expected = gradient_of(partial(chain, length=20), large(0))
+    activations = NvmeActivations(CPU, MIB, [os.fspath(folder) for folder in folders], timeline)
+    with Hooks(activations):
+        loss = chain(x := large(0), 20).sum()
+        sizes = [sum(f.stat().st_size for f in folder.rglob("*.swap")) for folder in folders]
+        assert min(sizes) >= 64 * MIB
+        assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+    activations.close()
+
+
 def test_exception_in_forward_leaves_nothing(on_nvme: Make) -> None:
     activations = on_nvme(2 * MIB)
 
@@ -470,7 +484,7 @@ def test_storage_resized_behind_autograd_is_refused(on_nvme: Make) -> None:
 def test_keep_takes_nothing_and_host_on_a_cpu_counts(timeline: Timeline, tmp_path: Path) -> None:
     for mode, taken in (("keep", 0), ("host", 3 * 512 * KIB)):
         share = ActivationShare(mode=mode_of(mode), device=CPU, num_directories=1)
-        activations = activations_for(share, 1 << 30, [tmp_path], timeline)
+        activations = activations_for(share, 1 << 30, [os.fspath(tmp_path)], timeline)
         with Hooks(activations):
             loss = chain(large(0), 3).sum()
             assert activations.counts()["in host"] == taken
@@ -560,7 +574,7 @@ def test_any_order_of_calls_gives_the_bits_back_within_the_budget(
     data: st.DataObject, tmp_path: Path
 ) -> None:
     budget = data.draw(st.integers(1, 6)) * 512 * KIB
-    activations = NvmeActivations(CPU, budget, [tmp_path], Timeline())
+    activations = NvmeActivations(CPU, budget, [os.fspath(tmp_path)], Timeline())
     try:
         make_calls(data, activations)
         wait_for_writes(activations)

@@ -133,6 +133,23 @@ def test_step_moves_less_than_all_state_because_slots_keep_what_they_held(tmp_pa
     assert 0 < after.written_bytes - before.written_bytes < 2 * after.nvme_bytes
 
 
+def test_two_directories_share_the_state(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    model, expected = make_model(), make_model()
+    with (
+        OffloadedAdamW(model.parameters(), nvme=folders, host_memory=SMALL) as optimizer,
+        OffloadedAdamW(expected.parameters(), nvme=folders[0], host_memory=AMPLE) as in_memory,
+    ):
+        train(model, optimizer, range(3))
+        train(expected, in_memory, range(3))
+        assert all(list(folder.rglob("*.swap")) for folder in folders)
+    assert same(values(model), values(expected))
+    with pytest.raises(ValueError, match="names a directory twice"):
+        OffloadedAdamW(model.parameters(), nvme=[folders[0]] * 2, host_memory=SMALL)
+
+
 def test_groups_and_schedulers_change_the_options_of_each_step(tmp_path: Path) -> None:
     results = []
     for budget in (AMPLE, SMALL):
