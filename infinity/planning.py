@@ -113,7 +113,9 @@ def plan(
     budget = make_budget(host_memory, device_memory)
     num_directories = 1 if nvme is None else len(directories_of(nvme))
     share = ActivationShare(
-        mode=mode_of(activations), device=torch.device("cpu"), num_directories=num_directories
+        mode=mode_of(activations),
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        num_directories=num_directories,
     )
     fits, placement = True, None
     try:
