@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from aio import Slab
 from checkpoint import elements
 from checkpoint.boxes import Shape, contiguous_strides, span_elements
 from checkpoint.errors import CorruptCheckpointError
+from checkpoint.memory import plain_slab
 from checkpoint.names import Path, render
 from checkpoint.records import Manifest, TensorRecord
 from checkpoint.scalars import decode_dtype
@@ -203,7 +203,7 @@ class Assembler:
 
 def _mapped(nbytes: int) -> torch.UntypedStorage:
     """Zeroed memory of its own mapping, given back when the last tensor over it is gone."""
-    with Slab(nbytes) as slab:
+    with plain_slab(nbytes) as slab:
         return torch.from_numpy(slab.allocate(nbytes)).untyped_storage()
 
 

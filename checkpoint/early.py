@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 
 from aio import File, Slab
 from checkpoint.filling import Buffer, Filler
+from checkpoint.memory import plain_slab
 from checkpoint.staging import Run, Slots, plan_slots
 from checkpoint.threads import StoppedError, run_all
 from checkpoint.writer import Reap
@@ -98,7 +99,7 @@ class EarlyStage:
             plan_slots(filler.plan.layout.nbytes, share, max_count=None)
             for filler, share in zip(fillers, shares, strict=True)
         ]
-        with Slab(sum(each.count * each.nbytes for each in slots)) as slab:
+        with plain_slab(sum(each.count * each.nbytes for each in slots)) as slab:
             self.supplies = [
                 EarlySupply(filler, each, slab) for filler, each in zip(fillers, slots, strict=True)
             ]

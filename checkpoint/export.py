@@ -12,12 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from aio import Engine, Slab, sync_directory
+from aio import Engine, sync_directory
 from checkpoint.assembly import view_of
 from checkpoint.datafile import Entry, plan_packed_file
 from checkpoint.filling import Filler
 from checkpoint.leftovers import write_durably
 from checkpoint.locate import read_manifest
+from checkpoint.memory import plain_slab
 from checkpoint.opened import OpenCheckpoint
 from checkpoint.planning import FilePlan
 from checkpoint.saving import STAGING_BYTES, PathLike
@@ -150,7 +151,7 @@ def _write_shard(
     with engine.open(path, "x", size=layout.nbytes) as file:
         filler = Filler(FilePlan(0, tuple(shards), layout), list(sources.values()))
         slots = plan_slots(layout.nbytes, staging_bytes)
-        with Slab(slots.count * slots.nbytes) as slab:
+        with plain_slab(slots.count * slots.nbytes) as slab:
             supply = FillingSupply(filler, slots, slab)
             Writer(engine, [FileJob(supply, file, 0)]).run()
         file.sync()

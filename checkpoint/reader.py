@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from aio import Engine, File, Operation, Slab
+from aio import Engine, File, Operation
 from checkpoint._native import ffi
 from checkpoint.checksum import CRC_BLOCK_BYTES, copy_with_crc, crc32c
 from checkpoint.datafile import ALIGNMENT
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.gathering import ReadPiece, ReadRun, Wanted, plan_reads
+from checkpoint.memory import plain_slab
 from checkpoint.records import ChunkRecord, FileRecord
 from checkpoint.staging import Slots, plan_slots
 from checkpoint.targets import Place
@@ -112,7 +113,7 @@ class Reader:
             raise
 
     def _stream(self, stream: _ReadStream, slots: Slots) -> None:
-        with Slab(slots.count * slots.nbytes) as slab:
+        with plain_slab(slots.count * slots.nbytes) as slab:
             stream.free = [slab.allocate(slots.nbytes) for _ in range(slots.count)]
             try:
                 for run in stream.runs(slots.nbytes):
