@@ -1,5 +1,6 @@
 """What happens to buffers, operations and threads when somebody lets go at the wrong moment."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -316,7 +317,10 @@ class TestWaiting:
     def test_interrupt_ends_the_wait_and_not_the_operation(
         self, gate: Gate, gated: Engine, make_file: Callable[..., Path]
     ) -> None:
-        with gated.open(make_file(100)) as file:
+        # A shell starts what it runs in the background with this signal ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        with gated.open(make_file(100)) as file, contextlib.ExitStack() as undo:
+            undo.callback(signal.signal, signal.SIGINT, before)
             operation = gated.read(file, 0, bytearray(100))
             main = threading.get_ident()
             interrupter = threading.Thread(target=signal.pthread_kill, args=(main, signal.SIGINT))

@@ -140,7 +140,7 @@ def test_damage_is_refused(tmp_path: Path) -> None:
 
 
 RANKS = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import checkpoint
@@ -174,6 +174,8 @@ else:
     assert live["step"] == 7 and live["plain"].sum() == 4
 dist.barrier()
 dist.destroy_process_group()
+sys.stderr.flush()
+os._exit(0)  # torch has a thread of gloo end the process by abort(), now and then, at exit
 """
 
 

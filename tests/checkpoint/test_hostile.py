@@ -283,7 +283,7 @@ def test_any_value_anywhere_loads_or_is_refused(
         try:
             for key in place[:-1]:
                 target = target[key]
-            target[place[-1]] = data.draw(values)
+            target[place[-1]] = copy.deepcopy(data.draw(values))
         except (KeyError, IndexError, TypeError):
             continue
     path = original.parent / "fuzz"
