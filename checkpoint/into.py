@@ -20,7 +20,7 @@ from checkpoint.names import Path, closest, natural_name, render
 from checkpoint.reading import TensorRead
 from checkpoint.records import Manifest
 from checkpoint.selection import Selection
-from checkpoint.sources import ByteSink, carrier_view
+from checkpoint.sources import ByteSink, carrier_view, local_tensor
 from checkpoint.targets import SinkTarget, Target, TensorTarget
 from checkpoint.tree import DataNode, decode_tree, encode_tree
 
@@ -176,6 +176,10 @@ def _replace(path: Path, into: Any, saved: _Saved, selection: Selection) -> Any:
 def _target(path: Path, value: Any, view: TensorView) -> Target:
     """The target that a live leaf is. Raises ValueError if it does not fit what was saved."""
     where = render(path, "into")
+    try:
+        value = local_tensor(value)
+    except TypeError as error:
+        raise ValueError(f"{where} is {error}") from error
     if isinstance(value, np.ndarray):
         value = _array_as_tensor(where, value)
     dtype, shape = value.dtype, tuple(value.shape)

@@ -17,7 +17,7 @@ from checkpoint.names import render
 from checkpoint.records import TensorRecord
 from checkpoint.scalars import encode_dtype
 from checkpoint.sharing import Region, Stored, View, plan_sharing
-from checkpoint.sources import Source, is_data_leaf, source_of
+from checkpoint.sources import Source, is_data_leaf, local_tensor, source_of
 from checkpoint.striping import Part, Shard, plan_stripes
 from checkpoint.tree import Leaf, encode_tree
 
@@ -77,6 +77,7 @@ def plan_state(state: object) -> StatePlan:
 
 def _source(leaf: Leaf) -> Source:
     try:
+        leaf.value = local_tensor(leaf.value)
         return source_of(leaf.value)
     except TypeError as error:
         raise TypeError(f"cannot save {render(leaf.path)}: {error}") from error

@@ -8,6 +8,7 @@ read from several threads at once, at most one thread per part.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -76,6 +77,22 @@ def is_data_leaf(value: object) -> bool:
 
 def _is_byte_source(value: object) -> bool:
     return isinstance(value, ByteSource) and not isinstance(value, type)
+
+
+def local_tensor(value: Any) -> Any:
+    """The tensor of this process behind a DTensor over one rank; anything else as it is.
+
+    Raises TypeError for a DTensor over several.
+    """
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None or not isinstance(value, distributed.DTensor):
+        return value
+    if value.device_mesh.size() > 1:
+        raise TypeError(
+            f"a DTensor over {value.device_mesh.size()} ranks; use torch.distributed.checkpoint "
+            "with checkpoint.dcp.StorageWriter and StorageReader"
+        )
+    return value.to_local()
 
 
 def source_of(value: Any) -> Source:

@@ -207,6 +207,26 @@ def test_shards_of_two_ranks_load_on_three_and_on_one(tmp_path: Path, stripes: l
     assert np.array_equal(np.asarray(group["model/columns"]), expected["columns"].numpy())
 
 
+def test_save_and_load_take_dtensors_of_one_rank(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rendezvous = (tmp_path / "store").as_uri()
+    torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(torch.arange(12.0).view(3, 4), mesh, [Shard(0)])
+        checkpoint.save({"w": sharded}, tmp_path / "step")
+        loaded = checkpoint.load(tmp_path / "step")["w"]
+        assert type(loaded) is torch.Tensor
+        assert torch.equal(loaded, torch.arange(12.0).view(3, 4))
+        live = distribute_tensor(torch.zeros(3, 4), mesh, [Shard(0)])
+        checkpoint.load(tmp_path / "step", into={"w": live})
+        assert torch.equal(live.full_tensor(), loaded)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_save_in_the_background_goes_through_the_writer(tmp_path: Path) -> None:
     rendezvous = (tmp_path / "store").as_uri()
     torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
