@@ -24,7 +24,7 @@ from checkpoint.dcp_contents import Contents, StoredChunk
 from checkpoint.locate import read_manifest
 from checkpoint.opened import OpenCheckpoint
 from checkpoint.reader import ChunkRead, ReadOptions
-from checkpoint.reading import read_files
+from checkpoint.reading import PlacedRead, read_files
 from checkpoint.records import Manifest
 from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.targets import Place, TensorTarget
@@ -76,7 +76,7 @@ class StorageReader(TorchStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Raises CorruptCheckpointError naming file, tensor and extent, or OSError."""
         manifest = self._read_manifest()
-        by_file: dict[int, list[ChunkRead]] = defaultdict(list)
+        by_file: dict[int, list[PlacedRead]] = defaultdict(list)
         finish: list[Finish] = []
         others: list[ReadItem] = []
         for item in plan.items:
@@ -126,7 +126,7 @@ class StorageReader(TorchStorageReader):
 
 def _plan_read(
     stored: StoredChunk, item: ReadItem, target: torch.Tensor
-) -> tuple[ChunkRead, list[Finish]]:
+) -> tuple[PlacedRead, list[Finish]]:
     """What to read for an item, and what is left to do then."""
     chunk, itemsize = stored.chunk, stored.record.element.itemsize
     start, shape = tuple(item.storage_offsets), tuple(item.lengths)
@@ -140,14 +140,14 @@ def _plan_read(
     last = first + span_elements(shape, strides) * itemsize
     if flat_first(chunk.shape, start, shape) is not None:
         place = _shifted(TensorTarget(target).place((0,) * len(shape), shape), first)
-        return ChunkRead(stored.record.name, chunk, first, last, place), []
+        return (ChunkRead(stored.record.name, chunk, first, last), place), []
     span = torch.empty((last - first) // itemsize, dtype=stored.record.element.torch)
     place = _shifted(TensorTarget(span).place((0,), tuple(span.shape)), first)
 
     def pick() -> None:
         target.copy_(span.as_strided(shape, strides))
 
-    return ChunkRead(stored.record.name, chunk, first, last, place), [pick]
+    return (ChunkRead(stored.record.name, chunk, first, last), place), [pick]
 
 
 def _shifted(place: Place, first: int) -> Place:

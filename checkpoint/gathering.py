@@ -7,7 +7,7 @@ are at most `run_bytes` long; runs come in the order of the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from checkpoint.checksum import CRC_BLOCK_BYTES
@@ -52,8 +52,9 @@ class ReadRun:
     pieces: list[ReadPiece] = field(default_factory=list)
 
 
-def plan_reads(wanted: Sequence[Wanted], run_bytes: int, *, verify: bool) -> Iterator[ReadRun]:
-    """Yields the runs that read what is wanted; `wanted` is in the order of the file."""
+def plan_reads(wanted: Iterable[Wanted], run_bytes: int, *, verify: bool) -> Iterator[ReadRun]:
+    """Yields the runs that read what is wanted; `wanted` is in the order of the file, and taken
+    no further than the runs that have been yielded need."""
     assert run_bytes > 0
     assert run_bytes % ALIGNMENT == 0
     run = ReadRun(0)

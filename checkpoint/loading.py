@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from checkpoint.into import plan_into
 from checkpoint.locate import read_manifest
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.reader import ReadOptions
-from checkpoint.reading import TensorRead, read_tensors
+from checkpoint.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.records import Manifest
 from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.selection import Selection
@@ -99,8 +100,11 @@ def _load_new(
     device: torch.device | None,
     options: ReadOptions,
 ) -> Any:
-    tree, tensors = _assemble(manifest, selection, device)
-    reads = [TensorRead(index, TensorTarget(tensor)) for index, tensor in tensors.items()]
+    assemble = partial(_assemble, manifest, selection, device)
+    if selection.is_everything:
+        return read_while_assembling(manifest, checkpoint, assemble, options)
+    tree, targets = assemble()
+    reads = [TensorRead(index, target) for index, target in targets.items()]
     read_tensors(manifest, checkpoint, reads, options)
     return tree
 
@@ -108,8 +112,8 @@ def _load_new(
 @paused_collector()
 def _assemble(
     manifest: Manifest, selection: Selection, device: torch.device | None
-) -> tuple[Any, dict[int, torch.Tensor]]:
-    """The tree that was asked for, its memory still to be filled; and the stored tensors in it."""
+) -> tuple[Any, dict[int, TensorTarget]]:
+    """The tree that was asked for, its memory still to be filled, and what of it is to be read."""
     names = {path: name for name, (path, _) in data_nodes(manifest.tree).items()}
     assembler = Assembler(manifest, device)
 
@@ -119,7 +123,7 @@ def _assemble(
     wanted = None if selection.is_everything else selection.wants
     tree = decode_tree(manifest.tree, data, wanted)
     selection.check_matched()
-    return tree, assembler.tensors
+    return tree, {index: TensorTarget(tensor) for index, tensor in assembler.tensors.items()}
 
 
 def _load_into(

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,33 +27,35 @@ from checkpoint.memory import plain_slab
 from checkpoint.records import ChunkRecord, FileRecord
 from checkpoint.staging import Slots, plan_slots
 from checkpoint.targets import Place
+from checkpoint.threads import StoppedError, run_all
 
 MIN_DIRECT_BYTES = 1 << 20
 _MAX_DIRECT_IN_FLIGHT = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRead:
-    """Bytes [first, last) of a chunk of a tensor, and where they go.
-
-    `place` stands for the chunk; None if the bytes are only to be verified.
-    """
+class ChunkRead(NamedTuple):
+    """Bytes [first, last) of a chunk of the tensor of this name."""
 
     tensor: str
     chunk: ChunkRecord
     first: int
     last: int
-    place: Place | None
+
+
+Places = Callable[[], Sequence[Place | None]]
+"""Gives, for each read of a file, where its chunk goes; None if it is only to be verified. Called
+when the first of them is needed, and may wait until they are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileReads:
-    """What is wanted of one data file, and the lane that reads it."""
+    """What is wanted of one data file, in its order, and the lane that reads it."""
 
     path: Path
     record: FileRecord
     lane: int
-    reads: tuple[ChunkRead, ...]
+    reads: Sequence[ChunkRead]
+    places: Places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +93,12 @@ class Reader:
         Raises the first error: CorruptCheckpointError naming file, tensor and extent, AioError, or
         what a sink raised; nothing is in flight any more then. Targets may be partly written.
         """
-        with ThreadPoolExecutor(max(len(self._files), 1), "checkpoint-read") as pool:
-            futures = [pool.submit(self._read, file) for file in self._files]
-            try:
-                wait(futures)
-            except BaseException:
-                self._stop.set()
-                raise
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, _StoppedError)):
-            raise error
+        tasks = [partial(self._read, file) for file in self._files]
+        run_all(tasks, self.stop, "checkpoint-read")
+
+    def stop(self) -> None:
+        """Makes `run` give up soon. From any thread."""
+        self._stop.set()
 
     def _read(self, reads: FileReads) -> None:
         try:
@@ -118,16 +116,12 @@ class Reader:
             try:
                 for run in stream.runs(slots.nbytes):
                     if self._stop.is_set():
-                        raise _StoppedError
+                        raise StoppedError
                     stream.submit(run)
                 stream.drain()
             except BaseException:
                 stream.abandon()
                 raise
-
-
-class _StoppedError(Exception):
-    """A thread gave up because another one failed."""
 
 
 @dataclass(slots=True)
@@ -148,6 +142,7 @@ class _ReadStream:
     problems: list[CorruptCheckpointError] | None
     free: list[np.ndarray[Any, Any]] = field(default_factory=list)
     _in_flight: deque[_InFlight] = field(default_factory=deque)
+    _known_places: Sequence[Place | None] | None = None
     _crc: dict[int, int] = field(default_factory=dict)
 
     def check_header(self) -> None:
@@ -171,28 +166,38 @@ class _ReadStream:
         """Upper bound of what passes through staging memory."""
         total = ALIGNMENT
         for read in self.wanted.reads:
-            if self._is_direct(read):
-                total += ALIGNMENT
-            else:
-                total += min(read.last - read.first + 2 * CRC_BLOCK_BYTES, read.chunk.nbytes)
-                total += 2 * ALIGNMENT
+            widened = min(read.last - read.first + 2 * CRC_BLOCK_BYTES, read.chunk.nbytes)
+            total += widened + 2 * ALIGNMENT
         return min(total, self.wanted.record.nbytes)
 
     def runs(self, run_bytes: int) -> Iterator[ReadRun]:
-        wanted = [
+        # As runs are taken, not before: of the small chunks no place needs to be known yet.
+        wanted = (
             Wanted(
-                read.chunk.offset, read.chunk.nbytes, read.first, read.last, self._is_direct(read)
+                read.chunk.offset,
+                read.chunk.nbytes,
+                read.first,
+                read.last,
+                self._is_direct(number, read),
             )
-            for read in self.wanted.reads
-        ]
+            for number, read in enumerate(self.wanted.reads)
+        )
         return plan_reads(wanted, run_bytes, verify=self.verify)
 
-    def _is_direct(self, read: ChunkRead) -> bool:
+    def _is_direct(self, number: int, read: ChunkRead) -> bool:
         """Whether the device can put the bytes where they belong."""
-        if read.place is None or read.place.address is None or not self.file.direct:
+        if read.last - read.first < MIN_DIRECT_BYTES or not self.file.direct:
             return False
-        long_enough = read.last - read.first >= MIN_DIRECT_BYTES
-        return long_enough and (read.place.address + read.first) % self.file.memory_alignment == 0
+        place = self._place(number)
+        if place is None or place.address is None:
+            return False
+        return (place.address + read.first) % self.file.memory_alignment == 0
+
+    def _place(self, number: int) -> Place | None:
+        """Where the chunk of a read goes."""
+        if self._known_places is None:
+            self._known_places = self.wanted.places()
+        return self._known_places[number]
 
     def submit(self, run: ReadRun) -> None:
         buffer = None
@@ -212,7 +217,7 @@ class _ReadStream:
 
     def _address(self, piece: ReadPiece) -> int | None:
         """Where in host memory a piece belongs; 0 if nowhere, None if a function takes it."""
-        place = self.wanted.reads[piece.chunk].place
+        place = self._place(piece.chunk)
         if place is None or not piece.kept:
             return 0
         return None if place.address is None else place.address + piece.first
@@ -237,7 +242,7 @@ class _ReadStream:
         targets = [self._address(piece) for piece in run.pieces]
         self._sum(run, [base + piece.place for piece in run.pieces], [at or 0 for at in targets])
         for piece, target in zip(run.pieces, targets, strict=True):
-            place = self.wanted.reads[piece.chunk].place
+            place = self._place(piece.chunk)
             if target is None and place is not None and place.deliver is not None:
                 data = buffer[piece.place : piece.place + piece.nbytes]
                 place.deliver(piece.first, data.data)

@@ -14,7 +14,7 @@ from checkpoint.locate import read_manifest
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.names import PAD_PREFIX
 from checkpoint.reader import ChunkRead, ReadOptions
-from checkpoint.reading import read_files
+from checkpoint.reading import PlacedRead, read_files
 from checkpoint.records import ChunkRecord, Manifest
 from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.tree import decode_tree
@@ -71,16 +71,16 @@ def verify(
     return VerifyReport(checkpoint, manifest.uuid, len(manifest.tensors), nbytes, tuple(problems))
 
 
-def _everything(manifest: Manifest) -> dict[int, list[ChunkRead]]:
+def _everything(manifest: Manifest) -> dict[int, list[PlacedRead]]:
     """All chunks and all gaps of every data file, none of it to be kept."""
     by_file: dict[int, list[ChunkRead]] = {number: [] for number in range(len(manifest.files))}
     for tensor in manifest.tensors:
         for chunk in tensor.chunks:
             if chunk.nbytes:
-                by_file[chunk.file].append(ChunkRead(tensor.name, chunk, 0, chunk.nbytes, None))
+                by_file[chunk.file].append(ChunkRead(tensor.name, chunk, 0, chunk.nbytes))
     for number, reads in by_file.items():
         reads.extend(_gaps(manifest, number, reads))
-    return by_file
+    return {number: [(read, None) for read in reads] for number, reads in by_file.items()}
 
 
 def _gaps(manifest: Manifest, number: int, reads: list[ChunkRead]) -> Iterator[ChunkRead]:
@@ -93,5 +93,5 @@ def _gaps(manifest: Manifest, number: int, reads: list[ChunkRead]) -> Iterator[C
         if gap:
             crcs = (crc32c(bytes(gap)),)
             chunk = ChunkRecord(number, reached, gap, (0,), (gap,), crcs)
-            yield ChunkRead(PAD_PREFIX, chunk, 0, gap, None)
+            yield ChunkRead(PAD_PREFIX, chunk, 0, gap)
         reached = offset + nbytes
