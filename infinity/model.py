@@ -352,6 +352,13 @@ class OffloadedModel:
         if restored is not record.parameter:
             replace_parameter(self.model, record.parameter, restored)
         elif not data.is_meta:
+            self._fill(record, data)
+
+    def _fill(self, record: Record, data: torch.Tensor) -> None:
+        """The values of ``record``: what was computed with, or the master where that says more."""
+        if record.dtype == record.spec.dtype:
+            data.copy_(weight_of(self.state, record))
+        else:
             self.state.read_all(record.index, data.view(-1))
 
     def _check_open(self) -> None:
