@@ -14,6 +14,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import NamedTuple
 
 from checkpoint.names import METADATA_KEY, PAD_PREFIX
@@ -59,23 +60,18 @@ def plan_data_file(
     `label` makes the names of gaps unique among the files of a checkpoint. Raises ValueError if the
     header would be longer than safetensors allows.
     """
-    rows, offsets, cursor, pads = [], [], 0, 0
-    starts: dict[str, tuple[int, ...]] = {}
-    for entry in entries:
-        end = cursor + entry.nbytes
-        rows.append(_row(entry.name, entry.code, entry.shape, cursor, end))
-        starts[entry.name] = entry.start
+    rows, offsets, cursor, pads = [], [], 0, list[str]()
+    for name, code, shape, _, nbytes in entries:
+        end = cursor + nbytes
+        rows.append(_row(name, code, shape, cursor, end))
         offsets.append(cursor)
         cursor = align_up(end)
         if cursor != end:
-            pad = f"{PAD_PREFIX}{label}.{pads}"
-            rows.append(_row(pad, "U8", (cursor - end,), end, cursor))
-            starts[pad] = (0,)
-            pads += 1
-    header = _encode_header(rows, _with_sharding(metadata, starts), ALIGNMENT)
-    return DataFileLayout(
-        header, tuple(len(header) + offset for offset in offsets), len(header) + cursor
-    )
+            pads.append(f"{PAD_PREFIX}{label}.{len(pads)}")
+            rows.append(_row(pads[-1], "U8", (cursor - end,), end, cursor))
+    header = _encode_header(rows, _with_sharding(metadata, entries, pads), ALIGNMENT)
+    before = len(header)
+    return DataFileLayout(header, tuple([before + offset for offset in offsets]), before + cursor)
 
 
 def plan_packed_file(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -> DataFileLayout:
@@ -97,18 +93,19 @@ def plan_packed_file(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -
 def _row(name: str, code: str, shape: tuple[int, ...], begin: int, end: int) -> str:
     dimensions = ",".join(map(str, shape))
     return (
-        f'{json.dumps(name)}:{{"dtype":"{code}","shape":[{dimensions}],'
+        f'{encode_basestring_ascii(name)}:{{"dtype":"{code}","shape":[{dimensions}],'
         f'"data_offsets":[{begin},{end}]}}'
     )
 
 
 def _with_sharding(
-    metadata: Mapping[str, str], starts: Mapping[str, tuple[int, ...]]
+    metadata: Mapping[str, str], entries: Sequence[Entry], pads: Sequence[str]
 ) -> dict[str, str]:
     """Adds what torch's HuggingFaceStorageReader merges row ranges by, if there are any."""
     result = {"format": "pt", **metadata}
-    if any(any(start) for start in starts.values()):
-        info = {name: {_SAVED_OFFSETS: list(start)} for name, start in starts.items()}
+    if any(any(entry.start) for entry in entries):
+        info = {entry.name: {_SAVED_OFFSETS: list(entry.start)} for entry in entries}
+        info.update((pad, {_SAVED_OFFSETS: [0]}) for pad in pads)
         result[DCP_KEY] = json.dumps(info, separators=(",", ":"))
     return result
 

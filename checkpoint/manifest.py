@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -91,7 +92,7 @@ def _tensor_text(tensor: TensorRecord) -> str:
     """JSON text; there may be a hundred thousand of them, so it is put together by hand."""
     chunks = ",".join(_chunk_text(chunk, tensor) for chunk in tensor.chunks)
     text = (
-        f'{{"name":{json.dumps(tensor.name)},"dtype":"{tensor.dtype}",'
+        f'{{"name":{encode_basestring_ascii(tensor.name)},"dtype":"{tensor.dtype}",'
         f'"shape":{_list_text(tensor.shape)},"chunks":[{chunks}]'
     )
     if tensor.strides is not None:

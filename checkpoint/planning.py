@@ -66,12 +66,10 @@ def plan_state(state: object) -> StatePlan:
     number = {index: position for position, index in enumerate(stored)}
     tensors = []
     for index in stored:
-        place = sharing.places[index]
-        assert isinstance(place, Stored)
-        record = _record(leaves[index], sources[index], place)
+        record = _record(leaves[index], sources[index], sharing.places[index])
         tensors.append(TensorPlan(record, sources[index]))
-    for index, leaf in enumerate(leaves):
-        leaf.node.update(_leaf_node(leaf, sharing.places[index], number, index))
+    for index, (leaf, place) in enumerate(zip(leaves, sharing.places, strict=True)):
+        _fill_node(leaf, place, number, index)
     return StatePlan(tuple(tensors), sharing.storages, encode_node(encoded.node), encoded.node)
 
 
@@ -107,9 +105,11 @@ def _region(value: torch.Tensor, key: object) -> Region:
     return Region(key, offset, itemsize, tuple(value.shape), value.stride())
 
 
-def _record(leaf: Leaf, source: Source, place: Stored) -> TensorRecord:
-    strides = _strides_to_keep(leaf.value, place)
+def _record(leaf: Leaf, source: Source, place: Stored | View) -> TensorRecord:
+    assert isinstance(place, Stored)
     storage = None if place.storage is None else (place.storage, place.offset)
+    # What is read by address lies row by row already.
+    strides = None if source.read is None else _strides_to_keep(leaf.value, place)
     return TensorRecord(leaf.name, source.element.name, source.shape, (), strides, storage)
 
 
@@ -123,24 +123,22 @@ def _strides_to_keep(value: Any, place: Stored) -> tuple[int, ...] | None:
     return strides
 
 
-def _leaf_node(
-    leaf: Leaf, place: Stored | View, number: dict[int, int], index: int
-) -> dict[str, Any]:
-    """What the tree says of a leaf; `number` turns a stored leaf's index into its tensor's."""
-    value = leaf.value
-    if isinstance(value, np.ndarray):
-        return {"array": number[index], "dtype": _array_dtype(leaf)}
-    if not isinstance(value, torch.Tensor):
-        return {"tensor": number[index]}
-    if isinstance(place, Stored):
-        return {"tensor": number[index], **_tensor_flags(value)}
-    return {
-        "view": [number[place.base], place.offset],
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "shape": list(value.shape),
-        "strides": list(value.stride()),
-        **_tensor_flags(value),
-    }
+def _fill_node(leaf: Leaf, place: Stored | View, number: dict[int, int], index: int) -> None:
+    """Says in the tree what a leaf is; `number` turns a stored leaf's index into its tensor's."""
+    value, node = leaf.value, leaf.node
+    if isinstance(place, View):
+        node["view"] = [number[place.base], place.offset]
+        node["dtype"] = str(value.dtype).removeprefix("torch.")
+        node["shape"] = list(value.shape)
+        node["strides"] = list(value.stride())
+    elif type(value) is np.ndarray:
+        node["array"] = number[index]
+        node["dtype"] = _array_dtype(leaf)
+        return
+    else:
+        node["tensor"] = number[index]
+    if isinstance(value, torch.Tensor):
+        _add_flags(node, value)
 
 
 def _array_dtype(leaf: Leaf) -> Any:
@@ -150,15 +148,13 @@ def _array_dtype(leaf: Leaf) -> Any:
         raise TypeError(f"cannot save {render(leaf.path)}: {error}") from error
 
 
-def _tensor_flags(value: torch.Tensor) -> dict[str, Any]:
-    flags: dict[str, Any] = {}
+def _add_flags(node: dict[str, Any], value: torch.Tensor) -> None:
     if value.requires_grad:
-        flags["requires_grad"] = True
+        node["requires_grad"] = True
     if type(value) is torch.nn.Parameter:
-        flags["parameter"] = True
+        node["parameter"] = True
     if not value.is_cpu:
-        flags["device"] = str(value.device)
-    return flags
+        node["device"] = str(value.device)
 
 
 def plan_files(
@@ -193,13 +189,17 @@ def plan_part_files(
         for stripe, own in enumerate(stripes):
             number = layer * len(weights) + stripe
             if own or number == 0:
-                shards = [shard._replace(tensor=indices[shard.tensor]) for shard in own]
+                shards = own
+                if not isinstance(indices, range):
+                    shards = [shard._replace(tensor=indices[shard.tensor]) for shard in own]
                 files.append(_plan_file(records, shards, f"r{rank}-{number}", number, uuid))
     return files
 
 
 def _layers(records: Sequence[TensorRecord]) -> list[Sequence[int]]:
     """Indices of the first part of every tensor, then those of the second ones, and so on."""
+    if len({record.name for record in records}) == len(records):
+        return [range(len(records))]
     times = Counter[str]()
     layers: dict[int, list[int]] = {}
     for index, record in enumerate(records):

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -48,8 +47,7 @@ class ByteSink(Protocol):
     def write(self, start: int, data: memoryview) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """One tensor to save: its type and where its row-major bytes are.
 
     They lie at `address` in host memory, or else `read` fills a buffer with them, from a byte
@@ -67,11 +65,13 @@ class Source:
         return math.prod(self.shape) * self.element.itemsize
 
 
-_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_data_leaf(value: object) -> bool:
     """Whether a value of a state tree is saved as tensor data."""
+    if type(value) in _TENSOR_TYPES:
+        return True
     return isinstance(value, torch.Tensor | np.ndarray) or _is_byte_source(value)
 
 
@@ -84,6 +84,8 @@ def local_tensor(value: Any) -> Any:
 
     Raises TypeError for a DTensor over several.
     """
+    if type(value) in _TENSOR_TYPES:
+        return value
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is None or not isinstance(value, distributed.DTensor):
         return value
@@ -114,6 +116,7 @@ def tensor_source(tensor: torch.Tensor) -> Source:
 
 
 def _check_tensor(tensor: torch.Tensor) -> None:
+    """Raises TypeError for a tensor that is not plain memory somewhere."""
     kind = type(tensor)
     if kind not in _TENSOR_TYPES:
         raise TypeError(f"{kind.__module__}.{kind.__qualname__} is a tensor type it does not know")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from checkpoint.boxes import Shape, split_dimension
@@ -59,17 +60,23 @@ def plan_stripes(
     """Gives each stripe its shards; `weights` are the stripes' shares of all bytes, any scale."""
     if len(weights) == 1:
         return [[_whole(index, part) for index, part in enumerate(parts)]]
-    total = sum(part.nbytes for part in parts)
-    scale = total / sum(weights)
+    sizes = [part.nbytes for part in parts]
+    scale = sum(sizes) / sum(weights)
     lacks = [weight * scale for weight in weights]
     stripes: list[list[Shard]] = [[] for _ in weights]
     # The large first: the small ones then fill what rounding to rows left.
-    for index in sorted(range(len(parts)), key=lambda index: -parts[index].nbytes):
-        for stripe, shard in _cut(index, parts[index], lacks, min_shard_bytes):
+    for index in sorted(range(len(parts)), key=sizes.__getitem__, reverse=True):
+        part, nbytes = parts[index], sizes[index]
+        if nbytes < 2 * min_shard_bytes:
+            emptiest = lacks.index(max(lacks))
+            stripes[emptiest].append(Shard(index, part.start, part.shape, 0, nbytes))
+            lacks[emptiest] -= nbytes
+            continue
+        for stripe, shard in _cut(index, part, lacks, min_shard_bytes):
             stripes[stripe].append(shard)
             lacks[stripe] -= shard.nbytes
     for shards in stripes:
-        shards.sort(key=lambda shard: shard.tensor)
+        shards.sort(key=itemgetter(0))
     return stripes
 
 
