@@ -29,3 +29,11 @@ def write_back(state: TieredState, record: Record) -> None:
     master = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
     state.fill(record.index, master)
     state.weights.drop()
+
+
+def read_values(state: TieredState, record: Record, out: torch.Tensor) -> None:
+    """Fill ``out``, contiguous, with what was computed with, or the master where that says more."""
+    if record.dtype == record.spec.dtype:
+        out.copy_(weight_of(state, record))
+    else:
+        state.read_all(record.index, out.view(-1))

@@ -14,7 +14,7 @@ import checkpoint
 from infinity import persistence
 from infinity.activations import Activations
 from infinity.discovery import Record
-from infinity.gathering import weight_of, write_back
+from infinity.gathering import read_values, weight_of, write_back
 from infinity.hooks import ModelHooks
 from infinity.loss_scale import LossScale
 from infinity.optimizer import OffloadedOptimizer
@@ -352,14 +352,7 @@ class OffloadedModel:
         if restored is not record.parameter:
             replace_parameter(self.model, record.parameter, restored)
         elif not data.is_meta:
-            self._fill(record, data)
-
-    def _fill(self, record: Record, data: torch.Tensor) -> None:
-        """The values of ``record``: what was computed with, or the master where that says more."""
-        if record.dtype == record.spec.dtype:
-            data.copy_(weight_of(self.state, record))
-        else:
-            self.state.read_all(record.index, data.view(-1))
+            read_values(self.state, record, data)
 
     def _check_open(self) -> None:
         if not self._open:
