@@ -18,7 +18,6 @@ ffibuilder.cdef(
     uint32_t ckpt_crc32c(uint32_t crc, const void *data, size_t nbytes);
     void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
                           const uint64_t *nbytes, uint32_t *crc);
-    int ckpt_is_zero(const void *data, size_t nbytes);
     const char *ckpt_crc32c_isa(void);
     void ckpt_crc32c_force_tables(int on);
     """

@@ -88,20 +88,6 @@ def _range_boxes(
     yield from _range_boxes((*fixed, slice(high, high + 1)), shape[1:], 0, into_high)
 
 
-def intersect(
-    start_a: Sequence[int], shape_a: Sequence[int], start_b: Sequence[int], shape_b: Sequence[int]
-) -> tuple[Shape, Shape] | None:
-    """The box that two boxes have in common, or None."""
-    start, shape = [], []
-    for from_a, size_a, from_b, size_b in zip(start_a, shape_a, start_b, shape_b, strict=True):
-        low, high = max(from_a, from_b), min(from_a + size_a, from_b + size_b)
-        if low >= high:
-            return None
-        start.append(low)
-        shape.append(high - low)
-    return tuple(start), tuple(shape)
-
-
 def flat_first(whole: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> int | None:
     """Where a box begins in its row-major tensor, if it is one gapless range there, else None."""
     if 0 in shape:

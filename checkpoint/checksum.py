@@ -19,12 +19,6 @@ def crc32c(data: Any, crc: int = 0) -> int:
     return lib.ckpt_crc32c(crc, view, len(view))
 
 
-def is_zero(data: Any) -> bool:
-    """Whether every byte of a contiguous buffer is zero."""
-    view = ffi.from_buffer(data)
-    return bool(lib.ckpt_is_zero(view, len(view)))
-
-
 def copy_with_crc(
     sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], crcs: Sequence[int]
 ) -> list[int]:

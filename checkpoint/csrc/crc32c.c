@@ -190,14 +190,6 @@ void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
     }
 }
 
-int ckpt_is_zero(const void *data, size_t nbytes) {
-    const uint8_t *p = data;
-    uint8_t seen = 0;
-    for (size_t i = 0; i < nbytes; i++)
-        seen = (uint8_t)(seen | p[i]);
-    return seen == 0;
-}
-
 const char *ckpt_crc32c_isa(void) { return uses_instruction() ? CRC_NAME : "tables"; }
 
 void ckpt_crc32c_force_tables(int on) {

@@ -15,9 +15,6 @@ uint32_t ckpt_crc32c(uint32_t crc, const void *data, size_t nbytes);
 void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
                       const uint64_t *nbytes, uint32_t *crc);
 
-/* 1 if all nbytes at data are zero. */
-int ckpt_is_zero(const void *data, size_t nbytes);
-
 /* Name of the code that runs: "sse4.2", "armv8-crc" or "tables". */
 const char *ckpt_crc32c_isa(void);
 
