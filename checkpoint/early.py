@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 
 from aio import File, Slab
 from checkpoint.filling import Buffer, Filler
-from checkpoint.memory import plain_slab
+from checkpoint.memory import KeptMemory
 from checkpoint.staging import Run, Slots, plan_slots
 from checkpoint.threads import StoppedError, run_all
 from checkpoint.writer import Reap
@@ -56,7 +56,7 @@ class EarlySupply:
                 copies.append(done)
                 self._copies.put(_Copy(run, buffer, done))
         except BaseException:
-            self._copies.put(StoppedError())
+            self._copies.put(StoppedError("the copy of the tensors was given up"))
             raise
         self._copies.put(None)
         for done in copies:
@@ -90,19 +90,25 @@ class EarlySupply:
 
 
 class EarlyStage:
-    """Staging memory for a state, at most `budget_bytes` of it, with a supply per file."""
+    """Staging memory for a state, at most `budget_bytes` of it, with a supply per file.
 
-    def __init__(self, fillers: Sequence[Filler], budget_bytes: int) -> None:
+    `memory` is where it is taken from, if it is to be kept for the next one.
+    """
+
+    def __init__(
+        self, fillers: Sequence[Filler], budget_bytes: int, memory: KeptMemory | None = None
+    ) -> None:
         total = sum(filler.plan.layout.nbytes for filler in fillers)
         shares = [budget_bytes * filler.plan.layout.nbytes // total for filler in fillers]
         slots = [
             plan_slots(filler.plan.layout.nbytes, share, max_count=None)
             for filler, share in zip(fillers, shares, strict=True)
         ]
-        with plain_slab(sum(each.count * each.nbytes for each in slots)) as slab:
-            self.supplies = [
-                EarlySupply(filler, each, slab) for filler, each in zip(fillers, slots, strict=True)
-            ]
+        # Ranges of a slab end on pages, and so do buffers.
+        slab = (memory or KeptMemory()).take(sum(each.count * each.nbytes for each in slots))
+        self.supplies = [
+            EarlySupply(filler, each, slab) for filler, each in zip(fillers, slots, strict=True)
+        ]
 
     def copy(self) -> None:
         """Copies the state; returns when its tensors may change. Errors are the writer's."""
@@ -121,3 +127,8 @@ class EarlyStage:
         """Nothing will be taken any more."""
         for supply in self.supplies:
             supply.stop()
+
+    def close(self) -> None:
+        """Stops, and lets go of the memory. Idempotent."""
+        self.stop()
+        self.supplies = []

@@ -19,6 +19,7 @@ from checkpoint.guard import Guard
 from checkpoint.leftovers import remove_checkpoint
 from checkpoint.loading import load
 from checkpoint.locate import check_data_file, is_finished, read_manifest
+from checkpoint.memory import KeptMemory
 from checkpoint.pending import PendingSave
 from checkpoint.records import SaveInfo
 from checkpoint.saving import PathLike, save, start_save
@@ -55,6 +56,7 @@ class Manager:
         self._keep_every = keep_every
         self._engine = engine
         self._pending: PendingSave | None = None
+        self._memory = KeptMemory()
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is or would be."""
@@ -74,12 +76,19 @@ class Manager:
         """Saves in the background; see `checkpoint.save_async`.
 
         A save of this manager that is still running is waited for. What is not to be kept is
-        removed when the new one is durable.
+        removed when the new one is durable. Without a guard, the memory for the copy is kept for
+        the next one, which is then made at the speed of memory, until the manager is gone.
         """
         path = self.path(step)
         self._settle()
         self._pending = start_save(
-            state, path, self._stripe_dirs, guard, self._engine, after=self._retire
+            state,
+            path,
+            self._stripe_dirs,
+            guard,
+            self._engine,
+            after=self._retire,
+            memory=self._memory,
         )
         return self._pending
 

@@ -37,3 +37,21 @@ def plain_slab(nbytes: int) -> Slab:
     other pages about to make some, in the middle of a fault: 650 MB took from 0.1 to 50 seconds.
     """
     return Slab(nbytes, huge_pages=False)
+
+
+class KeptMemory:
+    """A slab that is kept from one use to the next, so that its pages are touched only once.
+
+    Not for two uses at a time: what is still in use is left to it, and new memory taken.
+    """
+
+    def __init__(self) -> None:
+        self._slab: Slab | None = None
+
+    def take(self, nbytes: int) -> Slab:
+        """A slab with at least `nbytes` free."""
+        slab = self._slab
+        if slab is None or slab.largest_free_bytes < nbytes:
+            slab = self._slab = None  # gives the old memory back before there is more
+            slab = self._slab = plain_slab(nbytes)
+        return slab

@@ -20,7 +20,7 @@ from checkpoint.early import EarlyStage
 from checkpoint.filling import Filler
 from checkpoint.guard import Guard, check_guard, hold_back
 from checkpoint.manifest import check_limits
-from checkpoint.memory import available_bytes
+from checkpoint.memory import KeptMemory, available_bytes
 from checkpoint.pending import PendingSave, begin, settle
 from checkpoint.planning import plan_files, plan_state
 from checkpoint.records import SaveInfo
@@ -93,26 +93,32 @@ def start_save(
     *,
     staging_bytes: int | None = None,
     after: Callable[[], None] | None = None,
+    memory: KeptMemory | None = None,
 ) -> PendingSave:
-    """`save_async`, with something to do on its thread `after` it has succeeded."""
+    """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
+    for its copies that is kept for the next one.
+    """
     started = time.perf_counter()
     if guard is not None:
         check_guard(guard)
     plan = plan_save(state, path, stripe_dirs, SingleProcess(), staging_bytes or STAGING_BYTES)
     settle(plan.path)
-    early = EarlyStage(plan.fillers, _budget(plan, staging_bytes)) if guard is None else None
+    early = None
+    if guard is None:
+        early = EarlyStage(plan.fillers, _budget(plan, staging_bytes), memory)
     pending = begin(plan.path, after)
     if guard is not None:
         hold_back(guard, pending)
 
     def run() -> None:
+        outcome: SaveInfo | BaseException
         try:
-            pending.finish(_run(plan, engine, started, pending.set_staged, early))
+            outcome = _run(plan, engine, started, pending.set_staged, early)
         except BaseException as error:
-            pending.finish(error)
-        finally:
-            if early is not None:
-                early.stop()
+            outcome = error
+        if early is not None:
+            early.close()
+        pending.finish(outcome)
 
     threading.Thread(target=run, name="checkpoint-save").start()
     if early is not None:

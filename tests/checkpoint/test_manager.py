@@ -56,6 +56,23 @@ def test_the_newest_are_kept_and_every_nth(tmp_path: Path, background: bool) -> 
     assert manager.load(40, only="step") == {"step": 40}
 
 
+def test_background_copies_use_the_same_memory_again(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path)
+    slabs = set()
+    for step in range(3):
+        state_of_step = state(step)
+        pending = manager.save_async(step, state_of_step)
+        state_of_step["w"].zero_()
+        pending.result()
+        slabs.add(id(manager._memory._slab))
+    assert len(slabs) == 1
+    for step in range(3):
+        assert bool((manager.load(step)["w"] == step).all())
+    larger = {"w": torch.ones(500_000)}
+    manager.save_async(3, larger).result()
+    assert bool((manager.load(3)["w"] == 1).all())
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     manager = checkpoint.Manager(tmp_path)
     manager.save(1, {"x": 1})
