@@ -48,13 +48,19 @@ class GradientStore:
         self._timeline = timeline
         self._chunk_bytes = placement.spill_chunk_bytes
         self._host: dict[int, torch.Tensor] = {}
+        # Extents are kept from step to step: what else fills the disk cannot take their place.
         self._on_nvme: dict[int, Extent] = {}
+        self._spilled: set[int] = set()
         self._squares: dict[int, float] = {}
         for group in self._layout.subgroups:
-            if group.trainable and placement.gradient_home[group.index] is Tier.HOST:
+            home = placement.gradient_home[group.index] if group.trainable else None
+            if home is Tier.HOST:
                 assert slab is not None
                 buffer = slab.allocate(gradient_bytes(group))
                 self._host[group.index] = as_tensor(buffer, group.dtype)
+            elif home is Tier.NVME:
+                assert extents is not None
+                self._on_nvme[group.index] = extents.allocate(gradient_bytes(group))
 
     @property
     def present(self) -> frozenset[int]:
@@ -130,14 +136,11 @@ class GradientStore:
     def stage(self, subgroup: int, out: torch.Tensor) -> list[Operation]:
         """Start reading the spilled gradients of a whole subgroup into ``out``."""
         self._settle(subgroup)
-        return [self._read(subgroup, 0, out)] if subgroup in self._on_nvme else []
+        return [self._read(subgroup, 0, out)] if subgroup in self._spilled else []
 
     def release(self, subgroup: int) -> None:
         """The update of ``subgroup`` is done: its spilled gradients are not needed any more."""
-        extent = self._on_nvme.pop(subgroup, None)
-        if extent is not None:
-            assert self._extents is not None
-            self._extents.release(extent)
+        self._spilled.discard(subgroup)
 
     def settle(self) -> None:
         """Wait until every spill is on the SSD; raises ``AioError``, and waits for a second try
@@ -153,11 +156,8 @@ class GradientStore:
     def _spill_segment(
         self, segment: Segment, part: torch.Tensor, accumulate: bool, squares: float
     ) -> float:
-        assert self._extents is not None
         assert self._spills is not None
-        if segment.subgroup not in self._on_nvme:
-            group = self._layout.subgroups[segment.subgroup]
-            self._on_nvme[segment.subgroup] = self._extents.allocate(gradient_bytes(group))
+        self._spilled.add(segment.subgroup)
         # Writes to the same bytes must not be in flight together: either could come last.
         if accumulate:
             self._spills.settle_segment(segment)

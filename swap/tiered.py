@@ -289,7 +289,7 @@ class TieredState:
             self.pipeline.submit(step, moving)
         self._early_step, self._early_fed, self._waiting = None, [], []
         if not self._overlap:
-            self.pipeline.wait()
+            self.pipeline.join()  # what stopped it is raised by the next call, as ever
 
     def drop_early(self) -> None:
         """Undo what was done for a step that will not be taken as proposed."""

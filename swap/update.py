@@ -83,19 +83,21 @@ class UpdatePipeline:
         self._weights.begin_update(parts_of(subgroups), step.updates)
         self._begin(_Pass(step, deque(subgroups), is_confirmed=True, is_complete=True))
 
-    def wait(self) -> None:
-        """Wait until the step is finished and at home; raises what stopped it, until ``retry``."""
+    def join(self) -> None:
+        """Wait until the step is finished and at home, or was stopped."""
         with self._changed:
             while self._current is not None:
                 self._changed.wait()
+
+    def wait(self) -> None:
+        """As ``join``; raises what stopped the step, until ``retry``."""
+        self.join()
         if self._failure is not None:
             raise self._failure
 
     def retry(self) -> None:
         """Start again what a failure left undone; does nothing when there was none."""
-        with self._changed:
-            while self._current is not None:
-                self._changed.wait()
+        self.join()
         if self._left is not None:
             (step, subgroups), self._left, self._failure = self._left, None, None
             self.submit(step, subgroups)

@@ -4,9 +4,11 @@ and nothing of the attempt does."""
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -275,6 +277,64 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_its_free_space(small_disk: Pa
     assert contents(path) == before
     assert os.statvfs(small_disk).f_bavail == free
     assert_same(state(1), checkpoint.load(path))
+
+
+_SHUTDOWN = 0x8004587D  # FS_IOC_SHUTDOWN
+_NO_LOG_FLUSH = struct.pack("I", 2)
+
+
+def cut_the_power(mount: Path) -> None:
+    """Loses the page cache and what the journal has not committed, and starts again."""
+    descriptor = os.open(mount, os.O_RDONLY)
+    try:
+        fcntl.ioctl(descriptor, _SHUTDOWN, _NO_LOG_FLUSH)
+    except OSError as error:
+        pytest.skip(f"this file system cannot be shut down: {error}")
+    finally:
+        os.close(descriptor)
+    image = mount.parent / "image"
+    subprocess.run(["umount", str(mount)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(mount)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("background", [False, True])
+def test_what_a_save_has_reported_survives_a_power_cut(small_disk: Path, background: bool) -> None:
+    path = small_disk / "runs" / "step"
+    for seed in (1, 2):
+        if background:
+            checkpoint.save_async(state(seed, mib=8), path).result()
+        else:
+            checkpoint.save(state(seed, mib=8), path)
+        cut_the_power(small_disk)
+        assert_same(state(seed, mib=8), checkpoint.load(path))
+        assert checkpoint.verify(path).ok
+
+
+@pytest.mark.root
+def test_a_power_cut_in_the_middle_of_a_save_leaves_the_one_before(small_disk: Path) -> None:
+    path = small_disk / "step"
+    checkpoint.save(state(1, mib=8), path)
+
+    class Cut:
+        dtype = torch.uint8
+        shape = (20 * MIB,)
+
+        def read(self, start: int, out: memoryview) -> None:
+            if start > 10 * MIB:
+                descriptor = os.open(small_disk, os.O_RDONLY)
+                fcntl.ioctl(descriptor, _SHUTDOWN, _NO_LOG_FLUSH)
+                os.close(descriptor)
+
+    with pytest.raises(OSError, match=r"Input/output error|shut|No such|Structure") as caught:
+        checkpoint.save({"x": state(2, mib=8), "y": Cut()}, path)
+    assert caught.value.errno
+    subprocess.run(["umount", str(small_disk)], check=True)
+    image = small_disk.parent / "image"
+    subprocess.run(["mount", "-o", "loop", str(image), str(small_disk)], check=True)
+    assert_same(state(1, mib=8), checkpoint.load(path))
+    checkpoint.save(state(3, mib=8), path)
+    assert len(list(path.rglob("*.safetensors"))) == 1
 
 
 @pytest.mark.root

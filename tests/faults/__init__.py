@@ -1,0 +1,1 @@
+"""What survives when disks, memory and processes fail."""

@@ -1,0 +1,92 @@
+"""A disk that is really full: a small ext4 of its own under the swap files."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aio import AioError
+from swap.layout import pack
+from swap.placement import Placement
+from swap.stages import Step
+from swap.tiered import TieredState
+from tests.support.aio_loop import loop_mount, unavailable_reason
+from tests.support.tiers import (
+    RULE,
+    Leftovers,
+    Plain,
+    add_to_both,
+    assert_same,
+    fill_both,
+    placement_of,
+    specs_of,
+    step_both,
+)
+
+MIB = 1 << 20
+SPECS = specs_of([1 << 16] * 40)
+REASON = unavailable_reason()
+
+pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+
+@pytest.fixture
+def placement() -> Placement:
+    return placement_of(pack(SPECS, 1 << 16), arena_bytes=4 * MIB, spill_chunk_bytes=MIB)
+
+
+@pytest.fixture
+def small_disk(placement: Placement) -> Iterator[Path]:
+    """With room for the swap file, what ext4 keeps for itself, and little more."""
+    with loop_mount(placement.nvme_bytes + 12 * MIB) as mounted:
+        yield mounted
+
+
+def test_swap_files_that_do_not_fit_are_refused_before_anything_is_changed(
+    small_disk: Path, placement: Placement
+) -> None:
+    (small_disk / "others").write_bytes(bytes(16 * MIB))
+    before = Leftovers.of(small_disk)
+    with pytest.raises(AioError, match=r"allocate .* No space left on device") as caught:
+        TieredState(placement, RULE, [small_disk])
+    assert caught.value.filename is not None
+    assert Leftovers.of(small_disk) == before
+
+
+def test_training_fits_into_what_was_planned(small_disk: Path, placement: Placement) -> None:
+    state, plain = TieredState(placement, RULE, [small_disk]), Plain(SPECS)
+    try:
+        fill_both(state, plain)
+        for step in range(4):
+            for spec in SPECS:
+                add_to_both(state, plain, spec.index, seed=100 * step + spec.index)
+            step_both(state, plain, range(len(SPECS)))
+            state.flush()
+            assert state.extents is not None
+            assert state.extents.peak_bytes <= placement.nvme_bytes
+        assert_same(state, plain)
+    finally:
+        state.close()
+
+
+def test_early_updates_that_find_the_disk_full_are_done_without(
+    small_disk: Path, placement: Placement, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They write all new planes before any old one is released: twice the space."""
+    state, plain = TieredState(placement, RULE, [small_disk]), Plain(SPECS)
+    everything = range(len(SPECS))
+    state.propose = lambda: Step(updates=plain.updates(everything), gradient_scale=1.0)
+    try:
+        fill_both(state, plain)
+        with caplog.at_level(logging.WARNING, logger="swap"):
+            for step in range(4):
+                for spec in reversed(SPECS):
+                    add_to_both(state, plain, spec.index, seed=100 * step + spec.index)
+                step_both(state, plain, everything)
+        assert_same(state, plain)
+        (record,) = caplog.records
+        assert "No space left on device" in record.getMessage()
+        assert state.propose is None
+    finally:
+        state.close()
