@@ -18,7 +18,7 @@ from checkpoint.datafile import Entry, plan_packed_file
 from checkpoint.filling import Filler
 from checkpoint.leftovers import write_durably
 from checkpoint.locate import read_manifest
-from checkpoint.memory import plain_slab
+from checkpoint.memory import staging_slab
 from checkpoint.opened import OpenCheckpoint
 from checkpoint.planning import FilePlan
 from checkpoint.saving import STAGING_BYTES, PathLike
@@ -151,7 +151,7 @@ def _write_shard(
     with engine.open(path, "x", size=layout.nbytes) as file:
         filler = Filler(FilePlan(0, tuple(shards), layout), list(sources.values()))
         slots = plan_slots(layout.nbytes, staging_bytes)
-        with plain_slab(slots.count * slots.nbytes) as slab:
+        with staging_slab(slots.count * slots.nbytes) as slab:
             supply = FillingSupply(filler, slots, slab)
             Writer(engine, [FileJob(supply, file, 0)]).run()
         file.sync()

@@ -10,7 +10,7 @@ from aio import Engine, File
 from checkpoint.checksum import CRC_BLOCK_BYTES, crc32c
 from checkpoint.destination import Destination
 from checkpoint.filling import Filler
-from checkpoint.memory import plain_slab
+from checkpoint.memory import staging_slab
 from checkpoint.records import ChunkRecord, FileRecord
 from checkpoint.space import check_space
 from checkpoint.staging import Slots
@@ -107,7 +107,7 @@ class RankFiles:
 
 def filling_supplies(fillers: Sequence[Filler], slots: Sequence[Slots]) -> list[FillingSupply]:
     """Supplies that fill as they write, over staging memory of their own."""
-    with plain_slab(sum(each.count * each.nbytes for each in slots)) as slab:
+    with staging_slab(sum(each.count * each.nbytes for each in slots)) as slab:
         return [
             FillingSupply(filler, each, slab) for filler, each in zip(fillers, slots, strict=True)
         ]

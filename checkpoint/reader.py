@@ -23,7 +23,7 @@ from checkpoint.checksum import CRC_BLOCK_BYTES, copy_with_crc, crc32c
 from checkpoint.datafile import ALIGNMENT
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.gathering import ReadPiece, ReadRun, Wanted, plan_reads
-from checkpoint.memory import plain_slab
+from checkpoint.memory import staging_slab
 from checkpoint.records import ChunkRecord, FileRecord
 from checkpoint.staging import Slots, plan_slots
 from checkpoint.targets import Place
@@ -111,7 +111,7 @@ class Reader:
             raise
 
     def _stream(self, stream: _ReadStream, slots: Slots) -> None:
-        with plain_slab(slots.count * slots.nbytes) as slab:
+        with staging_slab(slots.count * slots.nbytes) as slab:
             stream.free = [slab.allocate(slots.nbytes) for _ in range(slots.count)]
             try:
                 for run in stream.runs(slots.nbytes):

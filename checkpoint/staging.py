@@ -96,8 +96,8 @@ class Slots:
     nbytes: int
 
 
-MAX_SLOT_BYTES = 8 << 20
-MAX_SLOTS = 8
+MAX_SLOT_BYTES = 2 << 20
+MAX_SLOTS = 32
 
 
 def plan_slots(file_nbytes: int, budget_bytes: int, max_count: int | None = MAX_SLOTS) -> Slots:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from aio import Engine, File, Operation, sync_directory
 from checkpoint._native import ffi
 from checkpoint.checksum import copy_ranges
-from checkpoint.memory import plain_slab
+from checkpoint.memory import staging_slab
 from checkpoint.saving import PathLike
 
 _BLOCK_BYTES = 8 << 20
@@ -58,7 +58,7 @@ class _StreamWriter(io.BufferedIOBase):
         self._path = path
         self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         self._engine = Engine()
-        self._slab = plain_slab(_BLOCK_BYTES * _NUM_BLOCKS)
+        self._slab = staging_slab(_BLOCK_BYTES * _NUM_BLOCKS)
         self._free = [self._slab.allocate(_BLOCK_BYTES) for _ in range(_NUM_BLOCKS)]
         self._in_flight: deque[tuple[Operation, Block]] = deque()
         self._block = self._free.pop()
@@ -261,7 +261,7 @@ class _StreamReader(io.RawIOBase):
             _, (operation, _) = self._blocks.popitem(last=False)
             operation.result()
         offset = number * _BLOCK_BYTES
-        with plain_slab(min(_BLOCK_BYTES, self._nbytes - offset)) as slab:
+        with staging_slab(min(_BLOCK_BYTES, self._nbytes - offset)) as slab:
             block = slab.allocate(min(_BLOCK_BYTES, self._nbytes - offset))
         self._blocks[number] = (self._engine.read(self._file, offset, block), block)
 
