@@ -14,6 +14,7 @@ import checkpoint
 from infinity import persistence
 from infinity.activations import Activations
 from infinity.discovery import Record
+from infinity.endurance import DRIVE_ENDURANCE
 from infinity.gathering import read_values, weight_of, write_back
 from infinity.hooks import ModelHooks
 from infinity.loss_scale import LossScale
@@ -212,10 +213,14 @@ class OffloadedModel:
         self.state.flush()
         return persistence.export(self, folder)
 
-    def report(self) -> Report:
-        """Bytes per tier, traffic, stalls, overlap and peaks so far; ``print`` it for a table."""
+    def report(self, drive_endurance: int | str = DRIVE_ENDURANCE) -> Report:
+        """Bytes per tier, traffic, stalls, overlap, peaks so far; ``print`` it for a table.
+
+        ``drive_endurance``: bytes that each drive is rated for (its TBW).
+        """
         self._check_open()
-        return make_report(self.state, self._activations, self._budget.host_bytes, max(self.steps))
+        budget, steps = self._budget.host_bytes, max(self.steps)
+        return make_report(self.state, self._activations, budget, steps, drive_endurance)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the recent timeline as JSON that Perfetto and chrome://tracing open."""

@@ -5,7 +5,7 @@ starts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from infinity.activation_tiers import ActivationShare, mode_of
 from infinity.bandwidth import Bandwidth, measure
 from infinity.discovery import least_arena_bytes, records_of
+from infinity.endurance import DRIVE_ENDURANCE, Wear, endurance_of
 from infinity.offloading import Directories, directories_of, make_budget, parameter_bound
 from infinity.optimizer import AdamW
 from infinity.tiling import Tiling
@@ -32,6 +33,7 @@ class Plan:
     ``fits`` is False when the budget is below ``least_host_bytes``; the other figures are then
     those of that least budget. ``io_seconds_per_step`` takes the measured bandwidth of the
     directories and is None without any. ``bytes_by_tier`` counts homes: state and gradients.
+    ``endurance_bytes`` is what all drives together are rated for.
     """
 
     num_parameters: int
@@ -46,6 +48,23 @@ class Plan:
     written_bytes_per_step: int
     read_bandwidth: float | None
     write_bandwidth: float | None
+    compute_seconds: float | None
+    endurance_bytes: int
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The longer of computing and I/O, as far as they are known; I/O alone is the least."""
+        known = [s for s in (self.io_seconds_per_step, self.compute_seconds) if s is not None]
+        return max(known, default=None)
+
+    @property
+    def wear(self) -> Wear:
+        """What such steps do to the drives."""
+        return Wear(
+            written_bytes_per_step=self.written_bytes_per_step,
+            seconds_per_step=self.seconds_per_step,
+            endurance_bytes=self.endurance_bytes,
+        )
 
     @property
     def io_seconds_per_step(self) -> float | None:
@@ -77,7 +96,7 @@ class Plan:
             ("read per step", format_bytes(self.read_bytes_per_step)),
             ("written per step", format_bytes(self.written_bytes_per_step)),
             ("I/O per step", "not measured" if seconds is None else f"{seconds:.2f} s"),
-            ("steps that write 1 PB", f"{self.steps_within(1e15):,.0f}"),
+            *self.wear.rows(),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -94,6 +113,8 @@ def plan(
     optimizer: AdamW | None = None,
     activations: str = "keep",
     max_parameter_bytes: int | str | None = None,
+    compute_seconds: float | None = None,
+    drive_endurance: int | str = DRIVE_ENDURANCE,
 ) -> Plan:
     """Where every byte would live, the least budget that works, and the traffic of a step. Changes
     nothing.
@@ -101,8 +122,10 @@ def plan(
     A number of parameters stands for a transformer in bfloat16 made of 4096 x 4096 matrices.
     ``nvme`` directories are measured with a short read and write. ``compute_dtype``, ``optimizer``,
     ``activations`` and ``max_parameter_bytes`` are as for ``offload``; the traffic of activations,
-    which depends on the batch, is not in the figures. Raises ``ValueError`` for
-    arguments that are out of range.
+    which depends on the batch, is not in the figures. ``compute_seconds`` is what a step computes,
+    if you know it: without, bytes written per day are those of steps that do nothing but I/O, the
+    most that there can be. ``drive_endurance``: bytes that the drive of each directory is rated for
+    (its TBW). Raises ``ValueError`` for arguments that are out of range.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be 1 or more")
@@ -125,7 +148,12 @@ def plan(
         least = Budget(host_bytes=error.least_host_bytes, device_bytes=budget.device_bytes)
         placement = place(specs, rule, least, least_arena_bytes=arena)
     bandwidth = None if nvme is None else measure(directories_of(nvme))
-    return _summary(specs, placement, budget, share, fits, world_size, bandwidth)
+    found = _summary(specs, placement, budget, share, fits, world_size, bandwidth)
+    return replace(
+        found,
+        compute_seconds=compute_seconds,
+        endurance_bytes=endurance_of(drive_endurance, num_directories),
+    )
 
 
 def _specs(
@@ -188,4 +216,6 @@ def _summary(
         written_bytes_per_step=written,
         read_bandwidth=None if bandwidth is None else bandwidth.read,
         write_bandwidth=None if bandwidth is None else bandwidth.write,
+        compute_seconds=None,
+        endurance_bytes=0,
     )

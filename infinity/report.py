@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.activations import Activations
+from infinity.endurance import DRIVE_ENDURANCE, Wear, endurance_of
 from swap.tiered import TieredState
 from swap.tiers import Tier, format_bytes
 from swap.timeline import Event, Timeline, busy_seconds, overlap_seconds, without
@@ -26,6 +27,10 @@ class Report:
     training waited for the library, and ``stalls``: that time by the parameter waited for.
     ``overlap_seconds``: time in which reading, computing and writing went on at once.
     ``activation_bytes``: saved tensors that ``activations`` keeps, by where they are.
+    ``step_read_bytes``, ``step_written_bytes``: training state moved in a step, the mean without
+    the first steps, beside ``formula_...``: what ``swap.traffic`` has for a step of as many
+    ``backward_passes`` as the last one; ``seconds_per_step`` is the mean over the same steps. None
+    before there are such. ``endurance_bytes``: what the drives are rated for, see ``wear``.
     """
 
     steps: int
@@ -46,8 +51,25 @@ class Report:
     weight_misses: int
     expected_uses: int
     unexpected_uses: int
+    backward_passes: int
+    step_read_bytes: int | None
+    step_written_bytes: int | None
+    formula_read_bytes: int
+    formula_written_bytes: int
+    seconds_per_step: float | None
+    endurance_bytes: int
     stalls: Mapping[str, float] = field(default_factory=dict)
     activation_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def wear(self) -> Wear:
+        """What steps like those so far do to the drives."""
+        written = self.step_written_bytes
+        return Wear(
+            written_bytes_per_step=self.formula_written_bytes if written is None else written,
+            seconds_per_step=self.seconds_per_step,
+            endurance_bytes=self.endurance_bytes,
+        )
 
     @property
     def written_bytes_per_step(self) -> int:
@@ -71,7 +93,8 @@ class Report:
             *((f"saved tensors {k}", format_bytes(n)) for k, n in self.activation_bytes.items()),
             ("read from NVMe", _rate(self.read_bytes, self.read_seconds)),
             ("written to NVMe", _rate(self.written_bytes, self.write_seconds)),
-            ("written per step", format_bytes(self.written_bytes_per_step)),
+            *self._moved_rows(),
+            *self.wear.rows(),
             ("compute (forward, backward)", f"{self.compute_seconds:.2f} s"),
             ("optimizer kernel", f"{self.kernel_seconds:.2f} s"),
             ("read, compute and write at once", f"{self.overlap_seconds:.2f} s"),
@@ -83,6 +106,19 @@ class Report:
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
+    def _moved_rows(self) -> list[tuple[str, str]]:
+        rows = (
+            ("read", self.step_read_bytes, self.formula_read_bytes),
+            ("written", self.step_written_bytes, self.formula_written_bytes),
+        )
+        return [
+            (
+                f"{what} per step, moved / formula",
+                f"{'-' if moved is None else format_bytes(moved)} / {format_bytes(formula)}",
+            )
+            for what, moved, formula in rows
+        ]
+
     def _worst_stalls(self) -> list[tuple[str, float]]:
         return sorted(self.stalls.items(), key=lambda item: -item[1])[:3]
 
@@ -93,7 +129,11 @@ def _rate(nbytes: int, seconds: float) -> str:
 
 
 def make_report(
-    state: TieredState, activations: Activations, budget_host_bytes: int, steps: int
+    state: TieredState,
+    activations: Activations,
+    budget_host_bytes: int,
+    steps: int,
+    drive_endurance: int | str = DRIVE_ENDURANCE,
 ) -> Report:
     """Count everything up; costs a pass over the recent timeline."""
     timeline = state.timeline
@@ -104,6 +144,10 @@ def make_report(
             stalls[event.label] = stalls.get(event.label, 0.0) + event.stop - event.start
     computing = [*without(events, ("forward", "backward"), "stall"), *_of(events, "kernel")]
     transfers = _of(events, "read", "write")
+    moved = timeline.moved_per_step()
+    drives = 1 if state.extents is None else state.extents.num_directories
+    passes = max(1, state.backward_passes)
+    formula_read, formula_written = state.placement.traffic_per_step(backward_passes=passes)
     return Report(
         steps=steps,
         elapsed_seconds=time.perf_counter() - timeline.started_at,
@@ -126,6 +170,13 @@ def make_report(
         weight_misses=state.weights.misses,
         expected_uses=state.weights.schedule.expected_uses,
         unexpected_uses=state.weights.schedule.unexpected_uses,
+        backward_passes=passes,
+        step_read_bytes=None if moved is None else moved.read,
+        step_written_bytes=None if moved is None else moved.written,
+        formula_read_bytes=formula_read,
+        formula_written_bytes=formula_written,
+        seconds_per_step=None if moved is None else moved.seconds,
+        endurance_bytes=endurance_of(drive_endurance, drives),
         stalls=stalls,
     )
 

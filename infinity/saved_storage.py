@@ -159,7 +159,7 @@ class Volume:
             self._first_bytes = 0
         storage.extent = self._extents.allocate(storage.nbytes)
         write = self._extents.write(storage.extent, 0, as_bytes(storage.memory))
-        storage.write = self._timeline.watch(write, _LABEL)
+        storage.write = self._timeline.watch(write, _LABEL, purpose="activations")
 
     def finish_write(self, storage: SavedStorage) -> None:
         """Wait until ``storage`` is on NVMe, writing it now if it is not. Raises ``AioError``; its
@@ -184,7 +184,7 @@ class Volume:
         storage.memory = page_aligned(storage.nbytes)
         storage.address = storage.memory.data_ptr()
         read = self._extents.read(storage.extent, 0, as_bytes(storage.memory), urgent=urgent)
-        storage.read = self._timeline.watch(read, _LABEL)
+        storage.read = self._timeline.watch(read, _LABEL, purpose="activations")
 
     def finish_read(self, storage: SavedStorage) -> None:
         """Wait until the memory of ``storage`` holds its bytes. Raises ``AioError``; it has no

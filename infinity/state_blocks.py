@@ -103,7 +103,7 @@ class Slots:
             assert self.extents is not None
             data = slot.buffer[: block.nbytes]
             read = self.extents.read(block.extent, 0, data, urgent=False)
-            slot.operation = self._timeline.watch(read, f"state {block.index}")
+            slot.operation = self._timeline.watch(read, f"state {block.index}", purpose="state")
 
     def start_write(self, slot: Slot) -> None:
         """Start writing what the dirty ``slot`` holds. Raises ``AioError`` when a disk is full."""
@@ -114,7 +114,7 @@ class Slots:
         if block.extent is None:
             block.extent = self.extents.allocate(block.nbytes)
         write = self.extents.write(block.extent, 0, slot.buffer[: block.nbytes])
-        slot.operation = self._timeline.watch(write, f"state {block.index}")
+        slot.operation = self._timeline.watch(write, f"state {block.index}", purpose="state")
 
     def wait(self, slot: Slot) -> None:
         """Wait for the transfer of ``slot``. Raises its ``AioError``: a read leaves the slot empty

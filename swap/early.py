@@ -29,6 +29,11 @@ class Arrivals:
         """Whether there was a step to learn from."""
         return bool(self._expected)
 
+    @property
+    def most_expected(self) -> int:
+        """Gradients of the parameter that got most of them in the last step."""
+        return max(self._expected.values(), default=0)
+
     def arrived(self, parameter: int) -> list[Subgroup]:
         """Count a gradient of ``parameter``; the subgroups that are complete now and were not."""
         self._arrived[parameter] += 1

@@ -69,6 +69,10 @@ class ExtentStore:
         self._peak_bytes = 0
 
     @property
+    def num_directories(self) -> int:
+        return len(self._volumes)
+
+    @property
     def used_bytes(self) -> int:
         return sum(volume.used_bytes for volume in self._volumes)
 

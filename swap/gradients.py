@@ -185,7 +185,8 @@ class GradientStore:
     def _read(self, subgroup: int, start: int, out: torch.Tensor) -> Operation:
         assert self._extents is not None
         operation = self._extents.read(self._on_nvme[subgroup], start, as_bytes(out), urgent=False)
-        return self._timeline.watch(operation, f"gradients of subgroup {subgroup}")
+        label = f"gradients of subgroup {subgroup}"
+        return self._timeline.watch(operation, label, purpose="gradients")
 
 
 def _accumulate(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from swap.layout import PIECE, Layout, ParameterSpec, Plane, Subgroup, pack
 from swap.rules import UpdateRule
 from swap.tiers import Budget, BudgetError, Tier, format_bytes
+from swap.traffic import traffic_of
 
 MIN_SUBGROUP_ELEMENTS = 64 * 1024
 MAX_SUBGROUP_ELEMENTS = 8 * 1024 * 1024
@@ -81,27 +82,10 @@ class Placement:
             return 0
         return self.state_nvme_bytes + self.gradient_nvme_bytes + 2 * self.staging_bytes
 
-    def traffic_per_step(self) -> tuple[int, int]:
-        """Bytes (read, written) in a step of one forward and one backward pass, in steady state.
-
-        The update reads and writes every plane once and passes new weights on to the forward pass;
-        the backward pass fetches what the arena could not keep; a spilled gradient is written once
-        and read once.
-        """
-        weights = sum(
-            group.numel * group.dtype.itemsize
-            for group, home in zip(self.layout.subgroups, self.state_home, strict=True)
-            if home is Tier.NVME
-        )
-        frozen = sum(
-            group.numel * group.dtype.itemsize
-            for group, home in zip(self.layout.subgroups, self.state_home, strict=True)
-            if home is Tier.NVME and not group.trainable
-        )
-        refetched = max(0, weights - self.arena_bytes)
-        updated = self.state_nvme_bytes - frozen
-        read = updated + self.gradient_nvme_bytes + refetched
-        return read, updated + self.gradient_nvme_bytes
+    def traffic_per_step(self, *, backward_passes: int = 1) -> tuple[int, int]:
+        """Bytes (read, written) in a step in steady state, see ``swap.traffic``."""
+        traffic = traffic_of(self, backward_passes=backward_passes)
+        return traffic.read, traffic.written
 
 
 def state_bytes(subgroup: Subgroup, rule: UpdateRule) -> int:

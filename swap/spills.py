@@ -127,7 +127,8 @@ class SpillWriter:
         self, segment: Segment, extent: Extent, start: int, values: torch.Tensor
     ) -> Operation:
         write = self._extents.write(extent, start, as_bytes(values))
-        return self._timeline.watch(write, f"gradients of subgroup {segment.subgroup}")
+        label = f"gradients of subgroup {segment.subgroup}"
+        return self._timeline.watch(write, label, purpose="gradients")
 
 
 def _raise_first(outcomes: Iterable[AioError | None]) -> None:

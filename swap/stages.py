@@ -130,7 +130,8 @@ class Stages:
             extent = self._extents.allocate(data.nbytes)
             job.extents[name] = extent
             write = self._extents.write(extent, 0, data)
-            job.writes.append(self._timeline.watch(write, f"subgroup {job.subgroup.index} {name}"))
+            label = f"subgroup {job.subgroup.index} {name}"
+            job.writes.append(self._timeline.watch(write, label, purpose=_purpose(name)))
 
     def is_written(self, job: Job) -> bool:
         return all(operation.done() for operation in job.writes)
@@ -238,7 +239,7 @@ class Stages:
         start = first * part.dtype.itemsize
         operation = self._extents.read(extent, start, as_bytes(part), urgent=False)
         label = f"subgroup {job.subgroup.index} {name}"
-        job.reads.append(self._timeline.watch(operation, label))
+        job.reads.append(self._timeline.watch(operation, label, purpose=_purpose(name)))
 
     def _apply(self, job: Job, segment: Segment, update: ParameterUpdate, scale: float) -> None:
         assert job.gradient is not None
@@ -252,6 +253,10 @@ def _updated(group: Subgroup, step: Step) -> Iterator[tuple[Segment, ParameterUp
         update = step.updates.get(segment.parameter)
         if update is not None:
             yield segment, update
+
+
+def _purpose(plane: str) -> str:
+    return "weights" if plane == "weight" else "state"
 
 
 def _padded(segment: Segment) -> int:

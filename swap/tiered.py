@@ -269,6 +269,7 @@ class TieredState:
         for update in updates.values():
             self._rule.check(update)
         self.collect_gradients()
+        self.timeline.mark_step()
         step = Step(updates=dict(updates), gradient_scale=gradient_scale)
         early = self._early_fed if self._is_as_proposed(step) else []
         if not early:
@@ -290,6 +291,11 @@ class TieredState:
         self._early_step, self._early_fed, self._waiting = None, [], []
         if not self._overlap:
             self.pipeline.join()  # what stopped it is raised by the next call, as ever
+
+    @property
+    def backward_passes(self) -> int:
+        """How many gradients the parameter with the most got for the last step."""
+        return self._arrivals.most_expected
 
     def drop_early(self) -> None:
         """Undo what was done for a step that will not be taken as proposed."""

@@ -17,7 +17,11 @@ from typing import Any
 from aio import Operation
 
 KINDS = ("read", "write", "kernel", "forward", "backward", "copy", "stall")
+PURPOSES = ("weights", "state", "gradients", "activations")
+"""What reads and writes are for; ``state`` is what an optimizer keeps beside the weights."""
 _RING = 200_000
+_UNSTEADY_STEPS = 3
+"""The first step reads no moments and follows no plan, and shows in what the next two move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,17 @@ class Event:
     label: str
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes of training state, activations not among them, that were read and written, and the
+    seconds that it took.
+    """
+
+    read: int = 0
+    written: int = 0
+    seconds: float = 0.0
+
+
 class Timeline:
     """Thread-safe collector of events."""
 
@@ -40,16 +55,28 @@ class Timeline:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nbytes: defaultdict[str, int] = defaultdict(int)
         self.count: defaultdict[str, int] = defaultdict(int)
+        self.moved: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._num_marks = 0
+        self._steady_since = self._last_mark = Moved()
         self.started_at = time.perf_counter()
 
     def add(
-        self, kind: str, start: float, stop: float, *, nbytes: int = 0, label: str = ""
+        self,
+        kind: str,
+        start: float,
+        stop: float,
+        *,
+        nbytes: int = 0,
+        label: str = "",
+        purpose: str = "",
     ) -> None:
         with self._lock:
             self._events.append(Event(kind, start, stop, nbytes, label))
             self.seconds[kind] += stop - start
             self.nbytes[kind] += nbytes
             self.count[kind] += 1
+            if purpose:
+                self.moved[kind, purpose] += nbytes
 
     @contextmanager
     def span(self, kind: str, *, nbytes: int = 0, label: str = "") -> Iterator[None]:
@@ -60,22 +87,52 @@ class Timeline:
         finally:
             self.add(kind, start, time.perf_counter(), nbytes=nbytes, label=label)
 
-    def watch(self, operation: Operation, label: str) -> Operation:
-        """Record ``operation`` when it is reaped; return it."""
+    def watch(self, operation: Operation, label: str, *, purpose: str) -> Operation:
+        """Record ``operation``, which is for one of ``PURPOSES``, when it is reaped; return it."""
+        assert purpose in PURPOSES
         buffer: Any = operation.request.buffer
         nbytes = memoryview(buffer).nbytes
-        operation.add_done_callback(self._recorder(label, nbytes))
+        operation.add_done_callback(self._recorder(label, purpose, nbytes))
         return operation
+
+    def mark_step(self) -> None:
+        """A step is being taken: see ``moved_per_step``."""
+        now = Moved(self._moved("read"), self._moved("write"), time.perf_counter())
+        self._num_marks += 1
+        if self._num_marks <= _UNSTEADY_STEPS:
+            self._steady_since = now
+        self._last_mark = now
+
+    def moved_per_step(self) -> Moved | None:
+        """Means over the steps after the first few, None before there are such.
+
+        Transfers that overlap a step count when they end, so single steps differ by what was in
+        flight when they were taken; the mean does less so with every step.
+        """
+        steps = self._num_marks - _UNSTEADY_STEPS
+        if steps < 1:
+            return None
+        first, last = self._steady_since, self._last_mark
+        return Moved(
+            read=round((last.read - first.read) / steps),
+            written=round((last.written - first.written) / steps),
+            seconds=(last.seconds - first.seconds) / steps,
+        )
+
+    def _moved(self, kind: str) -> int:
+        with self._lock:
+            return sum(self.moved[kind, purpose] for purpose in PURPOSES[:-1])
 
     def events(self, since: float = 0.0) -> list[Event]:
         """Events that ended after ``since``, oldest first."""
         with self._lock:
             return [event for event in self._events if event.stop > since]
 
-    def _recorder(self, label: str, nbytes: int) -> Callable[[Operation], Any]:
+    def _recorder(self, label: str, purpose: str, nbytes: int) -> Callable[[Operation], Any]:
         def record(operation: Operation) -> None:
+            start, stop = operation.started_at, operation.finished_at
             kind = operation.request.kind
-            self.add(kind, operation.started_at, operation.finished_at, nbytes=nbytes, label=label)
+            self.add(kind, start, stop, nbytes=nbytes, label=label, purpose=purpose)
 
         return record
 

@@ -375,7 +375,7 @@ class WeightCache:
         entry.landed.append((segment.start, segment.length))
         start = segment.offset * part.dtype.itemsize
         operation = self._extents.read(extent, start, as_bytes(part), urgent=urgent)
-        entry.operations.append(self._timeline.watch(operation, entry.spec.name))
+        entry.operations.append(self._timeline.watch(operation, entry.spec.name, purpose="weights"))
 
     def _too_small(self, spec: ParameterSpec) -> BudgetError:
         assert self._arena is not None
