@@ -23,9 +23,6 @@ from aio.ranges import RangeAllocator
 logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# Zeroing 2 MiB takes under 1 ms, ten times that where a host has to find the memory first. To make
-# room for them in fragmented memory can take much longer, page after page.
-_QUICK_FAULT_S = 50e-3
 
 
 class SlabFullError(MemoryError):
@@ -85,27 +82,20 @@ class Slab:
 
     Thread-safe. Memory is touched when it is first used; `lock` touches it now and keeps it from
     being swapped out. A lock that fails is one warning with lock=True, and an AioError with
-    lock="required". `huge_pages` asks for transparent huge pages: a device transfers far faster to
-    and from them. With "quick" the memory is touched now, as huge pages for as long as the kernel
-    has them at hand.
+    lock="required". `huge_pages` asks for transparent huge pages: to a device, 1 MiB of them is one
+    segment, of ordinary pages 256.
 
     Raises ValueError when nbytes is not positive, MemoryError when the address space is spent.
     """
 
     def __init__(
-        self,
-        nbytes: int,
-        *,
-        lock: bool | Literal["required"] = False,
-        huge_pages: bool | Literal["quick"] = True,
+        self, nbytes: int, *, lock: bool | Literal["required"] = False, huge_pages: bool = True
     ) -> None:
         if nbytes <= 0:
             raise ValueError(f"cannot make a slab of {nbytes} bytes: ask for one or more")
         self._nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
-        self._mapping = _map(self._nbytes, bool(huge_pages))
+        self._mapping = _map(self._nbytes, huge_pages)
         self._address = int(ffi.cast("uintptr_t", self._mapping))
-        if huge_pages == "quick":
-            lib.aio_touch(self._mapping, self._nbytes, _QUICK_FAULT_S)
         if lock:
             _lock(self._mapping, self._nbytes, required=lock == "required")
         self._allocator = RangeAllocator(self._nbytes, alignment=_PAGE_BYTES)

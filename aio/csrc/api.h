@@ -97,10 +97,6 @@ int aio_file_direct_refused(const aio_file *file);
 /* Anonymous memory at a multiple of 2 MiB, or of the page size when that is smaller. */
 int aio_map(uint64_t nbytes, int32_t huge_pages, uint8_t **address);
 void aio_unmap(uint8_t *address, uint64_t nbytes);
-/* Faults all pages in, huge ones until one of them takes longer than `limit` seconds: then the
- * kernel has to move other memory about to make them, and the rest becomes pages of the ordinary
- * size, faulted in later. Returns the bytes that were faulted in. */
-uint64_t aio_touch(uint8_t *address, uint64_t nbytes, double limit);
 /* Faults all pages in and keeps them in memory. */
 int aio_lock_memory(uint8_t *address, uint64_t nbytes);
 /* cffi: end */

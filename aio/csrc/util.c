@@ -82,23 +82,6 @@ void aio_unmap(uint8_t *address, uint64_t nbytes) {
     munmap(address, aio_round_up(nbytes, aio_page_bytes()));
 }
 
-uint64_t aio_touch(uint8_t *address, uint64_t nbytes, double limit) {
-    for (uint64_t touched = 0; touched < nbytes;) {
-        const double started = aio_now();
-        const uint64_t left = nbytes - touched;
-        const uint64_t step = left < HUGE_PAGE_BYTES ? left : HUGE_PAGE_BYTES;
-        for (uint64_t page = 0; page < step; page += aio_page_bytes())
-            *(volatile uint8_t *)(address + touched + page) = 0;
-        touched += step;
-        if (aio_now() - started > limit && touched < nbytes) {
-            madvise(address + touched, aio_round_up(left - step, aio_page_bytes()),
-                    MADV_NOHUGEPAGE);
-            return touched;
-        }
-    }
-    return nbytes;
-}
-
 int aio_lock_memory(uint8_t *address, uint64_t nbytes) {
     return mlock(address, aio_round_up(nbytes, aio_page_bytes())) ? -errno : 0;
 }

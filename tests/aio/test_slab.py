@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from aio import AioError, Engine, Slab, SlabFullError
-from aio._native import ffi, lib
 from tests.aio.conftest import Bytes, Gate, run_python
 
 PAGE = resource.getpagesize()
@@ -306,36 +305,6 @@ def test_huge_pages_are_asked_for_by_default(caplog: pytest.LogCaptureFixture) -
     if "hg" not in asked:
         pytest.skip("this kernel has no transparent huge pages")
     assert "hg" not in unasked
-
-
-def test_quick_huge_pages_are_touched_at_once() -> None:
-    slab = Slab(5 * MIB + 1, huge_pages="quick")
-    assert slab.address % (2 * MIB) == 0
-    assert _bytes_in_memory(slab.address) >= 5 * MIB
-    assert not slab.allocate(5 * MIB).any()
-
-
-def test_touching_gives_up_on_huge_pages_when_they_are_slow() -> None:
-    slab = Slab(6 * MIB)
-    mapping = ffi.cast("uint8_t *", slab.address)
-    assert lib.aio_touch(mapping, 6 * MIB, 0.0) == 2 * MIB
-    assert _bytes_in_memory(slab.address) == 2 * MIB
-    rest = _flags_of_mapping(slab.address + 2 * MIB)
-    assert rest is not None
-    assert "hg" not in rest
-    assert not slab.allocate(6 * MIB).any()
-
-
-def _bytes_in_memory(address: int) -> int:
-    """Of the mapping that begins at `address`."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.split()[0].endswith(":"):
-            if inside and line.startswith("Rss:"):
-                return int(line.split()[1]) * 1024
-        else:
-            inside = int(line.partition("-")[0], 16) == address
-    return 0
 
 
 def _flags_of_mapping(address: int) -> list[str] | None:
