@@ -49,6 +49,13 @@ def is_target(value: object) -> bool:
     return isinstance(value, ByteSink) and not isinstance(value, type)
 
 
+def count_targets(tree: Any) -> int:
+    """How many leaves of a live tree take tensor data."""
+    if type(tree) in _CONTAINERS:
+        return sum(count_targets(item) for _, item in _items(tree))
+    return int(is_target(tree))
+
+
 def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
     """Matches a live tree with a checkpoint.
 
@@ -192,7 +199,10 @@ def _target(path: Path, value: Any, view: TensorView) -> Target:
         return SinkTarget(value, shape, dtype.itemsize)
     if value.is_meta or value.layout != torch.strided or value.is_quantized:
         raise ValueError(f"{where} has no plain memory to load into; give a strided tensor")
-    if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), shape, strict=True)):
+    strides = value.stride()
+    if 0 in strides and any(
+        stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True)
+    ):
         raise ValueError(f"{where} is an expanded tensor, whose elements share memory")
     return TensorTarget(value)
 

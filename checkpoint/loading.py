@@ -13,7 +13,7 @@ from aio import Engine
 from checkpoint.assembly import Assembler
 from checkpoint.collector import paused_collector
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.into import plan_into
+from checkpoint.into import IntoPlan, count_targets, plan_into
 from checkpoint.locate import read_manifest
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.reader import ReadOptions
@@ -21,7 +21,7 @@ from checkpoint.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.records import Manifest
 from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.selection import Selection
-from checkpoint.targets import TensorTarget
+from checkpoint.targets import Target, TensorTarget
 from checkpoint.tree import MISSING, DataNode, data_nodes, decode_tree
 
 _T = TypeVar("_T")
@@ -129,7 +129,36 @@ def _assemble(
 def _load_into(
     manifest: Manifest, checkpoint: Path, into: Any, selection: Selection, options: ReadOptions
 ) -> Any:
-    plan = plan_into(manifest, into, selection)
-    selection.check_matched()
-    read_tensors(manifest, checkpoint, plan.reads, options)
+    def planned() -> IntoPlan:
+        plan = plan_into(manifest, into, selection)
+        selection.check_matched()
+        return plan
+
+    if selection.is_everything and count_targets(into) == len(manifest.tensors):
+        plan, rest = _read_while_planning(manifest, checkpoint, planned, options)
+    else:
+        plan = planned()
+        rest = plan.reads
+    if rest:
+        read_tensors(manifest, checkpoint, rest, options)
     return plan.finish()
+
+
+def _read_while_planning(
+    manifest: Manifest, checkpoint: Path, planned: Callable[[], IntoPlan], options: ReadOptions
+) -> tuple[IntoPlan, list[TensorRead]]:
+    """Reads all that the checkpoint holds, beginning before it is known where it goes.
+
+    Gives the plan, and of its reads those of tensors that others take too, which remain.
+    """
+    rest: list[TensorRead] = []
+
+    def assemble() -> tuple[IntoPlan, dict[int, Target]]:
+        plan = planned()
+        targets: dict[int, Target] = {}
+        for read in plan.reads:
+            if targets.setdefault(read.index, read.target) is not read.target:
+                rest.append(read)
+        return plan, targets
+
+    return read_while_assembling(manifest, checkpoint, assemble, options), rest

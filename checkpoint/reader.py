@@ -25,7 +25,7 @@ from checkpoint.errors import CorruptCheckpointError
 from checkpoint.gathering import ReadPiece, ReadRun, Wanted, plan_reads
 from checkpoint.memory import staging_slab
 from checkpoint.records import ChunkRecord, FileRecord
-from checkpoint.staging import Slots, plan_slots
+from checkpoint.staging import MAX_SLOTS, Slots, plan_slots
 from checkpoint.targets import Place
 from checkpoint.threads import StoppedError, run_all
 
@@ -49,13 +49,17 @@ when the first of them is needed, and may wait until they are known."""
 
 @dataclass(frozen=True, slots=True)
 class FileReads:
-    """What is wanted of one data file, in its order, and the lane that reads it."""
+    """What is wanted of one data file, in its order, and the lane that reads it.
+
+    `early`: the places are not known yet; until they are, all staging memory is read into.
+    """
 
     path: Path
     record: FileRecord
     lane: int
     reads: Sequence[ChunkRead]
     places: Places
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,8 @@ class Reader:
             with self._engine.open(reads.path) as file:
                 stream = _ReadStream(self._engine, file, reads, self._verify, self._problems)
                 stream.check_header()
-                self._stream(stream, plan_slots(stream.staged_bytes(), self._share))
+                count = None if reads.early else MAX_SLOTS
+                self._stream(stream, plan_slots(stream.staged_bytes(), self._share, count))
         except BaseException:
             self._stop.set()
             raise
@@ -208,12 +213,16 @@ class _ReadStream:
             assert address
             target: Any = ffi.buffer(ffi.cast("char *", address), run.nbytes)
         else:
-            while not self.free:
+            while not self.free or self._is_far_ahead():
                 self._reap()
             buffer = self.free.pop()
             target = buffer[: run.nbytes]
         operation = self.engine.read(self.file, run.offset, target, lane=self.wanted.lane)
         self._in_flight.append(_InFlight(run, operation, buffer))
+
+    def _is_far_ahead(self) -> bool:
+        """More in flight than keeps a disk busy only takes more memory, and that out of caches."""
+        return self._known_places is not None and len(self._in_flight) >= MAX_SLOTS
 
     def _address(self, piece: ReadPiece) -> int | None:
         """Where in host memory a piece belongs; 0 if nowhere, None if a function takes it."""

@@ -103,7 +103,7 @@ def read_while_assembling(
             record = manifest.files[number]
             reads = [read for _, read in by_file[number]]
             places = partial(awaited.get, number)
-            files.append(FileReads(path, record, lane % engine.lanes, reads, places))
+            files.append(FileReads(path, record, lane % engine.lanes, reads, places, early=True))
         reader = Reader(engine, files, options)
         with _in_background(reader):
             try:
