@@ -97,7 +97,7 @@ class Slots:
 
 
 MAX_SLOT_BYTES = 2 << 20
-MAX_SLOTS = 32
+MAX_SLOTS = 16
 
 
 def plan_slots(file_nbytes: int, budget_bytes: int, max_count: int | None = MAX_SLOTS) -> Slots:
