@@ -21,6 +21,9 @@ from checkpoint.staging import Run, Slots, plan_slots
 from checkpoint.threads import StoppedError, run_all
 from checkpoint.writer import Reap
 
+COPY_SLOT_BYTES = 8 << 20
+"""Of a buffer: large, because nothing has to wait for it to be full."""
+
 _MAX_COPY_THREADS = 4
 
 
@@ -101,9 +104,14 @@ class EarlyStage:
         total = sum(filler.plan.layout.nbytes for filler in fillers)
         shares = [budget_bytes * filler.plan.layout.nbytes // total for filler in fillers]
         slots = [
-            plan_slots(filler.plan.layout.nbytes, share, max_count=None)
+            plan_slots(filler.plan.layout.nbytes, share, None, COPY_SLOT_BYTES)
             for filler, share in zip(fillers, shares, strict=True)
         ]
+        self.is_whole = all(
+            each.count * each.nbytes >= filler.plan.layout.nbytes
+            for filler, each in zip(fillers, slots, strict=True)
+        )
+        """The memory takes all of the state, so that copying it does not have to wait."""
         # Ranges of a slab end on pages, and so do buffers.
         slab = (memory or KeptMemory()).take(sum(each.count * each.nbytes for each in slots))
         self.supplies = [

@@ -16,7 +16,7 @@ from checkpoint.collector import paused_collector
 from checkpoint.commit import SavePlan, commit
 from checkpoint.coordinator import Coordinator, SingleProcess
 from checkpoint.destination import Destination
-from checkpoint.early import EarlyStage
+from checkpoint.early import COPY_SLOT_BYTES, EarlyStage
 from checkpoint.filling import Filler
 from checkpoint.guard import Guard, check_guard, hold_back
 from checkpoint.manifest import check_limits
@@ -24,7 +24,7 @@ from checkpoint.memory import KeptMemory, available_bytes
 from checkpoint.pending import PendingSave, begin, settle
 from checkpoint.planning import plan_files, plan_state
 from checkpoint.records import SaveInfo
-from checkpoint.staging import MAX_SLOT_BYTES, plan_slots
+from checkpoint.staging import plan_slots
 
 STAGING_BYTES = 256 << 20
 """Host memory that a save or a load may take beyond the tensors themselves."""
@@ -120,10 +120,20 @@ def start_save(
             early.close()
         pending.finish(outcome)
 
-    threading.Thread(target=run, name="checkpoint-save").start()
-    if early is not None:
+    writing = threading.Thread(target=run, name="checkpoint-save")
+    if early is None:
+        writing.start()
+        return pending
+    if early.is_whole:
+        # Nobody waits for the writing yet; it would take cores and bandwidth from the copy.
+        try:
+            early.copy()
+        finally:
+            writing.start()
+    else:
+        writing.start()
         early.copy()
-        pending.set_staged()
+    pending.set_staged()
     return pending
 
 
@@ -131,7 +141,7 @@ def _budget(plan: SavePlan, staging_bytes: int | None) -> int:
     """Memory for a copy of the state: what was given, else what it needs if there is that much."""
     if staging_bytes is not None:
         return staging_bytes
-    needed = sum(filler.plan.layout.nbytes + 2 * MAX_SLOT_BYTES for filler in plan.fillers)
+    needed = sum(filler.plan.layout.nbytes + 2 * COPY_SLOT_BYTES for filler in plan.fillers)
     return min(needed, max(available_bytes() // 2, STAGING_BYTES))
 
 

@@ -100,19 +100,24 @@ MAX_SLOT_BYTES = 2 << 20
 MAX_SLOTS = 16
 
 
-def plan_slots(file_nbytes: int, budget_bytes: int, max_count: int | None = MAX_SLOTS) -> Slots:
+def plan_slots(
+    file_nbytes: int,
+    budget_bytes: int,
+    max_count: int | None = MAX_SLOTS,
+    max_bytes: int = MAX_SLOT_BYTES,
+) -> Slots:
     """Buffers for one file within its share of the budget: two at least, to fill one while another
     is written, or one that takes all of a small file.
 
     Raises ValueError if the share is too small for two buffers of 4096 bytes.
     """
-    if align_up(file_nbytes) <= min(budget_bytes, MAX_SLOT_BYTES):
+    if align_up(file_nbytes) <= min(budget_bytes, max_bytes):
         return Slots(1, align_up(file_nbytes))
     if budget_bytes < 2 * ALIGNMENT:
         raise ValueError(
             f"{budget_bytes} bytes of staging memory for a data file are less than "
             f"{2 * ALIGNMENT}; raise staging_bytes or use fewer stripe_dirs"
         )
-    nbytes = min(MAX_SLOT_BYTES, budget_bytes // 2 // ALIGNMENT * ALIGNMENT)
+    nbytes = min(max_bytes, budget_bytes // 2 // ALIGNMENT * ALIGNMENT)
     count = min(budget_bytes // nbytes, -(-file_nbytes // nbytes))
     return Slots(count if max_count is None else min(count, max_count), nbytes)

@@ -1,18 +1,19 @@
-"""What a checkpoint at every step costs the training loop: with a guard, with a copy, without any.
+"""What a checkpoint at every step costs the training loop: with a guard and with a copy.
 
-One process trains a GPT with fused AdamW in memory. In each round every mode trains a few steps,
-the modes in turns, so that a noisy neighbour hits all alike:
+One process trains a GPT with fused AdamW in memory. Steps without a checkpoint take turns with
+steps that have one, so that a noisy neighbour hits all alike:
 
   none    no checkpoint
-  guard   ``Manager.save_async(step, state, guard=optimizer)`` after each step: bytes are read from
-          the live tensors while the next forward and backward run (as in FastPersist, pipelining)
+  guard   ``Manager.save_async(step, state, guard=optimizer)``: bytes are read from the live tensors
+          while forward and backward run (as in FastPersist, pipelining)
   copy    ``Manager.save_async(step, state)``: copied first, written behind
 
-A save is under way during every step that counts. ``--accumulate`` makes a step of several batches,
-as large runs do; how long the save takes beside forward and backward is printed, because a save
-that does not fit cannot be hidden.
+A step that saves begins with the call and ends when its update is done and its checkpoint durable,
+as it would with one at every step. ``--accumulate`` makes a step of several batches, as large runs
+do; how long the save takes beside forward and backward is printed, because a save that does not
+fit cannot be hidden.
 
-    python tools/bench_overlap.py --dir DIR [--dir DIR2 ...] [--rounds 7] [--json out.json]
+    python tools/bench_overlap.py --dir DIR [--dir DIR2 ...] [--cycles 20] [--json out.json]
 
 Prints a table; with --json every sample. Nothing stays in the directories.
 """
@@ -26,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,21 @@ from gpt import GPT
 
 import checkpoint
 
-MODES = ("none", "guard", "copy")
+CYCLE = ("none", "guard", "none", "copy")
+WARM_UP_CYCLES = 2
 
 
-@dataclass(slots=True, kw_only=True)
-class Samples:
-    """Seconds in one mode: of the steps (checkpoint calls included), of forward and backward, of
-    the calls alone, and until their bytes were durable.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Seconds of one step: all of it, forward and backward, the call to save, and from that call
+    until the checkpoint was durable.
     """
 
-    step: list[float] = field(default_factory=list)
-    compute: list[float] = field(default_factory=list)
-    returned: list[float] = field(default_factory=list)
-    durable: list[float] = field(default_factory=list)
+    mode: str
+    all: float
+    compute: float
+    returned: float = 0.0
+    durable: float = 0.0
 
 
 class Training:
@@ -87,54 +90,49 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds."""
+    """All cycles; a copy of the state in memory is timed in each of them too."""
     training = Training(options)
     training.compute()
     training.optimizer.step()
-    rounds: list[dict[str, Any]] = []
+    cycles: list[dict[str, Any]] = []
     with _managers(options.dir) as managers:
-        for number in range(options.rounds + 1):
-            order = MODES if number % 2 == 0 else MODES[::-1]
-            samples = {
-                mode: asdict(measure(training, managers[mode], mode, options.steps))
-                for mode in order
-            }
-            rounds.append({"samples": samples, "memory copy": copy_seconds(training.state())})
-    rounds = rounds[1:]  # the first one touches memory for the first time
+        for number in range(WARM_UP_CYCLES + options.cycles):
+            order = CYCLE if number % 2 == 0 else CYCLE[::-1]
+            steps = [take_step(training, managers.get(mode), mode, number) for mode in order]
+            copies = copy_seconds(training.state())
+            cycles.append({"steps": [asdict(step) for step in steps], "memory copy": copies})
+    cycles = cycles[WARM_UP_CYCLES:]
     return {
         "options": {key: value for key, value in vars(options).items() if key != "json"},
         "torch": torch.__version__,
         "state bytes": sum(tensor.nbytes for tensor in tensors_of(training.state())),
-        "rounds": rounds,
-        "summary": summary(rounds),
+        "cycles": cycles,
+        "summary": summary(cycles),
     }
 
 
-def measure(training: Training, manager: checkpoint.Manager, mode: str, steps: int) -> Samples:
-    """``steps`` steps after one that does not count, each with the save of the last under way."""
-    samples = Samples()
+def take_step(
+    training: Training, manager: checkpoint.Manager | None, mode: str, number: int
+) -> Step:
+    """One step; with a manager, beside a save of the state it began with."""
+    state = training.state()
     pending: checkpoint.PendingSave | None = None
-    for step in range(steps + 1):
-        started = time.perf_counter()
-        training.compute()
-        computed = time.perf_counter()
-        training.optimizer.step()
-        stepped = time.perf_counter()
-        if pending is not None:
-            samples.durable.append(pending.result().seconds)
-        waited = time.perf_counter() - stepped
-        called = time.perf_counter()
-        if mode != "none":
-            guard = training.optimizer if mode == "guard" else None
-            pending = manager.save_async(step, training.state(), guard)
-        ended = time.perf_counter()
-        if step:
-            samples.step.append(ended - started)
-            samples.compute.append(computed - started)
-            samples.returned.append(ended - called + waited)
-    if pending is not None:
-        pending.result()
-    return samples
+    started = time.perf_counter()
+    if manager is not None:
+        guard = training.optimizer if mode == "guard" else None
+        pending = manager.save_async(number, state, guard)
+    returned = time.perf_counter()
+    training.compute()
+    computed = time.perf_counter()
+    training.optimizer.step()
+    durable = pending.result().seconds if pending is not None else 0.0
+    return Step(
+        mode=mode,
+        all=time.perf_counter() - started,
+        compute=computed - returned,
+        returned=returned - started,
+        durable=durable,
+    )
 
 
 def copy_seconds(state: dict[str, Any]) -> dict[str, float]:
@@ -164,29 +162,36 @@ def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(value)
 
 
-def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of each mode, [median, lowest, highest] over the rounds; ratios are taken within a round."""
-    return {mode: _row(rounds, mode) for mode in MODES}
+def summary(cycles: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each mode, (median, lower quartile, upper quartile) over the cycles; ratios are taken
+    within a cycle, to the mean of its steps without a checkpoint.
+    """
+    return {mode: _row(cycles, mode) for mode in ("none", "guard", "copy")}
 
 
-def _row(rounds: Sequence[dict[str, Any]], mode: str) -> dict[str, list[float]]:
+def _row(cycles: Sequence[dict[str, Any]], mode: str) -> dict[str, tuple[float, ...]]:
     def each(key: str, of: str = mode) -> list[float]:
-        return [statistics.median(entry["samples"][of][key]) for entry in rounds]
+        return [
+            statistics.mean(step[key] for step in cycle["steps"] if step["mode"] == of)
+            for cycle in cycles
+        ]
 
-    row = {
-        "step": each("step"),
-        "step over none": _ratios(each("step"), each("step", "none")),
-        "forward and backward over none": _ratios(each("compute"), each("compute", "none")),
-    }
+    row = {"step": each("all"), "forward and backward": each("compute")}
     if mode != "none":
+        row["step over none"] = _ratios(each("all"), each("all", "none"))
         row["returned"] = each("returned")
         row["durable"] = each("durable")
         row["durable over forward and backward"] = _ratios(each("durable"), each("compute"))
     if mode == "copy":
         for memory in ("used", "new"):
-            copies = [entry["memory copy"][memory] for entry in rounds]
+            copies = [cycle["memory copy"][memory] for cycle in cycles]
             row[f"returned over a copy into {memory} memory"] = _ratios(each("returned"), copies)
-    return {name: [statistics.median(v), min(v), max(v)] for name, v in row.items()}
+    return {name: _quartiles(values) for name, values in row.items()}
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, ...]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, low, high
 
 
 def _ratios(values: list[float], others: list[float]) -> list[float]:
@@ -201,13 +206,13 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @contextmanager
 def _managers(directories: Sequence[str]) -> Iterator[dict[str, checkpoint.Manager]]:
-    """One per mode, in folders that are gone afterwards. Each keeps one checkpoint."""
+    """One per mode that saves, in folders that are gone afterwards. Each keeps one checkpoint."""
     holders = [tempfile.TemporaryDirectory(prefix=".bench-overlap-", dir=d) for d in directories]
     try:
         folders = [Path(holder.name) for holder in holders]
         yield {
             mode: checkpoint.Manager(folders[0] / mode, stripe_dirs=folders, keep=1)
-            for mode in MODES
+            for mode in ("guard", "copy")
         }
     finally:
         for holder in holders:
@@ -215,7 +220,9 @@ def _managers(directories: Sequence[str]) -> Iterator[dict[str, checkpoint.Manag
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    print(f"state {result['state bytes'] / 1e6:.0f} MB; median (lowest to highest) of rounds")
+    print(
+        f"state {result['state bytes'] / 1e6:.0f} MB; medians (quartiles) of the cycles, in seconds"
+    )
     for mode, row in result["summary"].items():
         for name, (middle, low, high) in row.items():
             print(f"{mode:6} {name:42} {middle:8.4f} ({low:.4f} to {high:.4f})")
@@ -230,8 +237,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--accumulate", type=int, default=2, help="batches in a step")
-    parser.add_argument("--steps", type=int, default=3, help="that count, in each mode of a round")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cycles", type=int, default=20, help="of four steps each")
     parser.add_argument("--json", help="write every sample there")
     return parser
 
