@@ -40,20 +40,28 @@ ffibuilder = FFI()
 ffibuilder.cdef(
     """
     #define SWAP_BLOCK ...
+    #define SWAP_MOMENT_BLOCK ...
     enum swap_float { SWAP_F32, SWAP_BF16, SWAP_F16, ... };
     enum swap_layout { SWAP_HALVES, SWAP_COPY_BF16, SWAP_COPY_F16, SWAP_MASTER_ONLY, ... };
     enum swap_decay { SWAP_DECAY_WEIGHT, SWAP_DECAY_GRADIENT, ... };
+    enum swap_moments { SWAP_MOMENTS_F32, SWAP_MOMENTS_BF16, SWAP_MOMENTS_U8, ... };
 
     struct swap_adam {
         void *weight;
         void *rest;
-        float *exp_avg;
-        float *exp_avg_sq;
+        void *exp_avg;
+        void *exp_avg_sq;
+        float *exp_avg_scale;
+        float *exp_avg_sq_scale;
         const void *grad;
         int64_t n;
         int32_t layout;
         int32_t grad_float;
         int32_t decay_mode;
+        int32_t moments;
+        uint64_t parameter;
+        uint64_t step;
+        int64_t first;
         float decay;
         float grad_scale;
         float one_minus_beta1;
@@ -82,7 +90,14 @@ ffibuilder.set_source(
     include_dirs=[str(CSRC)],
     depends=[
         str(CSRC / name)
-        for name in ("kernels.h", "dispatch.h", "pool.h", "vectors.h", "kernels_impl.h")
+        for name in (
+            "kernels.h",
+            "dispatch.h",
+            "pool.h",
+            "vectors.h",
+            "kernels_impl.h",
+            "moments_impl.h",
+        )
     ],
     extra_compile_args=COMPILE_ARGS,
     extra_link_args=["-pthread"],

@@ -12,7 +12,11 @@ class _Lib:
     SWAP_MASTER_ONLY: int
     SWAP_DECAY_WEIGHT: int
     SWAP_DECAY_GRADIENT: int
+    SWAP_MOMENTS_F32: int
+    SWAP_MOMENTS_BF16: int
+    SWAP_MOMENTS_U8: int
     SWAP_BLOCK: int
+    SWAP_MOMENT_BLOCK: int
 
     def swap_adam_step(self, job: FFI.CData, threads: int, /) -> int: ...
     def swap_split(

@@ -30,10 +30,18 @@ if TYPE_CHECKING:
 BLOCK = lib.SWAP_BLOCK
 """Elements that ``sum_of_squares`` adds up by themselves."""
 
+MOMENT_BLOCK = lib.SWAP_MOMENT_BLOCK
+"""Elements that share a scale where moments are kept in 8 bits."""
+
 _FLOATS = {
     torch.float32: lib.SWAP_F32,
     torch.bfloat16: lib.SWAP_BF16,
     torch.float16: lib.SWAP_F16,
+}
+_MOMENTS = {
+    torch.float32: lib.SWAP_MOMENTS_F32,
+    torch.bfloat16: lib.SWAP_MOMENTS_BF16,
+    torch.uint8: lib.SWAP_MOMENTS_U8,
 }
 _LAYOUTS = {
     (torch.bfloat16, torch.int16): lib.SWAP_HALVES,
@@ -76,6 +84,18 @@ class AdamHyper:
             raise ValueError(f"step={self.step} must be 1 or more; the first step is number 1")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Which elements a call is about: from element ``first`` of ``parameter``, a number for it.
+
+    Moments of fewer than 32 bits are rounded by random bits that are a function of this and of
+    the step alone.
+    """
+
+    parameter: int
+    first: int = 0
+
+
 def adam_step(
     *,
     weight: torch.Tensor,
@@ -84,6 +104,9 @@ def adam_step(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     hyper: AdamHyper,
+    exp_avg_scale: torch.Tensor | None = None,
+    exp_avg_sq_scale: torch.Tensor | None = None,
+    origin: Origin | None = None,
     threads: int | None = None,
 ) -> None:
     """Take one Adam or AdamW step over ``n`` elements, in place.
@@ -95,8 +118,16 @@ def adam_step(
       which is not read but written anew, rounded to nearest even;
     - float32 and None: ``weight`` is the master.
 
-    ``exp_avg`` and ``exp_avg_sq`` are float32. ``grad`` is float32, bfloat16 or float16 and does
-    not change. ``threads`` counts the calling one; None takes every CPU that the process may use.
+    ``exp_avg`` and ``exp_avg_sq`` are of one dtype:
+
+    - float32;
+    - bfloat16, rounded stochastically;
+    - uint8, codes (see ``csrc/moments_impl.h``) that are rounded stochastically, with the scales
+      of blocks of MOMENT_BLOCK elements in ``exp_avg_scale`` and ``exp_avg_sq_scale``, float32. A
+      tensor begins at a whole block, and one value that is not finite spoils its block.
+
+    The last two take an ``origin``. ``grad`` is float32, bfloat16 or float16 and does not change.
+    ``threads`` counts the calling one; None takes every CPU that the process may use.
 
     Raises TypeError for a dtype and ValueError for a shape, a layout or a device that cannot be.
     """
@@ -111,9 +142,11 @@ def adam_step(
     _check("weight", weight, n, weight.dtype)
     if rest is not None:
         _check("rest", rest, n, rest.dtype)
-    _check("exp_avg", exp_avg, n, torch.float32)
-    _check("exp_avg_sq", exp_avg_sq, n, torch.float32)
+    _check("exp_avg", exp_avg, n, *_MOMENTS)
+    _check("exp_avg_sq", exp_avg_sq, n, exp_avg.dtype)
     _check("grad", grad, n, *_FLOATS)
+    scales = _scales(n, exp_avg.dtype, exp_avg_scale, exp_avg_sq_scale)
+    origin = _checked_origin(exp_avg.dtype, origin)
     job = ffi.new(
         "struct swap_adam *",
         {
@@ -121,6 +154,12 @@ def adam_step(
             "rest": ffi.NULL if rest is None else _address(rest),
             "exp_avg": _address(exp_avg),
             "exp_avg_sq": _address(exp_avg_sq),
+            "exp_avg_scale": scales[0],
+            "exp_avg_sq_scale": scales[1],
+            "moments": _MOMENTS[exp_avg.dtype],
+            "parameter": origin.parameter,
+            "step": hyper.step,
+            "first": origin.first,
             "grad": _address(grad),
             "n": n,
             "layout": layout,
@@ -129,6 +168,34 @@ def adam_step(
         },
     )
     _raise_on_error(lib.swap_adam_step(job, _num_threads(threads)), "update", n)
+
+
+def _scales(n: int, dtype: torch.dtype, *scales: torch.Tensor | None) -> list[FFI.CData]:
+    """The addresses of the scales, one for each block; NULL where moments have none."""
+    blocks = -(-n // MOMENT_BLOCK)
+    for name, scale in zip(("exp_avg_scale", "exp_avg_sq_scale"), scales, strict=True):
+        if (scale is not None) != (dtype == torch.uint8):
+            raise TypeError(
+                f"{name} is {'missing' if scale is None else 'given'} and exp_avg {dtype}; pass "
+                "scales with torch.uint8, and only then"
+            )
+        if scale is not None:
+            _check(name, scale, blocks, torch.float32)
+    return [ffi.NULL if s is None else ffi.cast("float *", s.data_ptr()) for s in scales]
+
+
+def _checked_origin(dtype: torch.dtype, origin: Origin | None) -> Origin:
+    if dtype == torch.float32:
+        return Origin(parameter=0)
+    if origin is None:
+        raise TypeError(f"exp_avg is {dtype}; pass origin=, by which it is rounded")
+    if origin.parameter < 0 or origin.first < 0:
+        raise ValueError(f"{origin} must not be negative")
+    if dtype == torch.uint8 and origin.first % MOMENT_BLOCK:
+        raise ValueError(
+            f"first={origin.first} is not a multiple of {MOMENT_BLOCK}, the elements of a block"
+        )
+    return origin
 
 
 def _scalars(hyper: AdamHyper) -> dict[str, float]:

@@ -20,7 +20,10 @@ static bool below(int32_t value, int32_t limit) { return value >= 0 && value < l
 
 int swap_adam_step(const struct swap_adam *job, int threads) {
     if (!below(job->layout, SWAP_NUM_LAYOUTS) || !below(job->grad_float, SWAP_NUM_FLOATS) ||
-        !below(job->decay_mode, SWAP_NUM_DECAYS) || job->n < 0 || threads < 1)
+        !below(job->decay_mode, SWAP_NUM_DECAYS) || !below(job->moments, SWAP_NUM_MOMENTS) ||
+        job->n < 0 || job->first < 0 || threads < 1)
+        return -EINVAL;
+    if (job->moments == SWAP_MOMENTS_U8 && job->first % SWAP_MOMENT_BLOCK != 0)
         return -EINVAL;
     struct adam_context context = {swap_kernels(), job};
     swap_parallel(adam_body, &context, job->n, threads);

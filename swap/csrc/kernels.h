@@ -23,19 +23,33 @@ enum swap_layout {
 
 enum swap_decay { SWAP_DECAY_WEIGHT, SWAP_DECAY_GRADIENT, SWAP_NUM_DECAYS };
 
+/* How exp_avg and exp_avg_sq are kept. */
+enum swap_moments {
+    SWAP_MOMENTS_F32,
+    SWAP_MOMENTS_BF16, /* rounded stochastically */
+    SWAP_MOMENTS_U8,   /* so too, with a float scale for each SWAP_MOMENT_BLOCK elements */
+    SWAP_NUM_MOMENTS
+};
+
 /* One Adam step over `n` elements. The scalars are as the elementwise formulas in kernels_impl.h
  * use them, already rounded from double. */
 struct swap_adam {
     void *weight;
     void *rest;
-    float *exp_avg;
-    float *exp_avg_sq;
+    void *exp_avg;
+    void *exp_avg_sq;
+    float *exp_avg_scale; /* NULL but for SWAP_MOMENTS_U8 */
+    float *exp_avg_sq_scale;
     const void *grad;
     int64_t n;
     int32_t layout;     /* enum swap_layout */
     int32_t grad_float; /* enum swap_float */
     int32_t decay_mode; /* enum swap_decay */
-    float decay;        /* factor on the weight, or weight of the weight in the gradient */
+    int32_t moments;    /* enum swap_moments */
+    uint64_t parameter; /* what random bits for rounding are a function of: */
+    uint64_t step;
+    int64_t first; /* element of the parameter that element 0 is; whole blocks for U8 */
+    float decay;   /* factor on the weight, or weight of the weight in the gradient */
     float grad_scale;
     float one_minus_beta1;
     float beta2;
@@ -63,5 +77,6 @@ int swap_isa(void);
 int swap_set_isa(int index);
 
 #define SWAP_BLOCK 4096
+#define SWAP_MOMENT_BLOCK 256
 
 #endif

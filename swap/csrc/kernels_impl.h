@@ -65,11 +65,6 @@ INLINE floats load_as(enum swap_float kind, const void *values, int64_t i) {
     return widen_f16((const uint16_t *)values + i);
 }
 
-/* Moments are touched here alone, and at an absolute index: other dtypes for them, with stochastic
- * rounding or with scales for each SWAP_BLOCK, would go here. */
-INLINE floats load_moment(const float *moment, int64_t i) { return load(moment + i); }
-INLINE void store_moment(floats x, float *moment, int64_t i) { store(x, moment + i); }
-
 struct weights {
     enum swap_layout layout;
     uint16_t *weight;
@@ -132,14 +127,15 @@ INLINE void adam(const struct swap_adam *shared, int64_t begin, int64_t end,
     const struct weights weights = {layout, job->weight, job->rest,
                                     layout == SWAP_MASTER_ONLY ? job->weight : job->rest};
     const floats zero = {0.0f};
+    float *exp_avg = job->exp_avg, *exp_avg_sq = job->exp_avg_sq;
 
     for (int64_t line = begin; line < end; line += LINE) {
         prefetch_lines(job, &weights, grad_float, line + AHEAD);
         for (int64_t i = line; i < line + LINE; i += WIDTH) {
             floats p = load_master(&weights, i);
             floats g = load_as(grad_float, job->grad, i) * job->grad_scale;
-            floats m = load_moment(job->exp_avg, i);
-            floats v = load_moment(job->exp_avg_sq, i);
+            floats m = load(exp_avg + i);
+            floats v = load(exp_avg_sq + i);
             if (decay_mode == SWAP_DECAY_WEIGHT)
                 p *= job->decay;
             else
@@ -152,8 +148,8 @@ INLINE void adam(const struct swap_adam *shared, int64_t begin, int64_t end,
                 m = one_nan(m);
                 v = one_nan(v);
             }
-            store_moment(m, job->exp_avg, i);
-            store_moment(v, job->exp_avg_sq, i);
+            store(m, exp_avg + i);
+            store(v, exp_avg_sq + i);
             store_master(p, &weights, i);
         }
     }
@@ -208,7 +204,8 @@ static void adam_partial_line(adam_lines *lines, const struct swap_adam *job, in
     const size_t rest_size = job->layout == SWAP_HALVES ? 2 : 4;
     char *from_weight = (char *)job->weight + index * weight_size;
     char *from_rest = job->rest ? (char *)job->rest + index * rest_size : NULL;
-    float *from_exp_avg = job->exp_avg + at, *from_exp_avg_sq = job->exp_avg_sq + at;
+    float *from_exp_avg = (float *)job->exp_avg + at;
+    float *from_exp_avg_sq = (float *)job->exp_avg_sq + at;
     union line weight = {{0.0f}}, rest = weight, grad = weight, exp_avg = weight,
                exp_avg_sq = weight;
 
@@ -232,13 +229,16 @@ static void adam_partial_line(adam_lines *lines, const struct swap_adam *job, in
     memcpy(from_exp_avg_sq, &exp_avg_sq, count * sizeof *from_exp_avg_sq);
 }
 
-static void adam_range(const struct swap_adam *job, int64_t begin, int64_t end) {
+/* Elements [begin, end) of a job whose moments are floats. */
+static void adam_floats(const struct swap_adam *job, int64_t begin, int64_t end) {
     adam_lines *lines = adam_kinds[job->layout][job->grad_float][job->decay_mode];
     int64_t partial = end - (end - begin) % LINE;
     lines(job, begin, partial);
     if (partial < end)
         adam_partial_line(lines, job, partial, end - partial);
 }
+
+#include "moments_impl.h"
 
 static void split(const float *master, uint16_t *hi, int16_t *lo, int64_t n) {
     int64_t i = 0;

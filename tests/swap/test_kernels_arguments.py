@@ -48,7 +48,7 @@ def test_step_over_weights_that_cannot_be_kept_so_is_refused(
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
     [
-        ("exp_avg", torch.bfloat16, "exp_avg is torch.bfloat16; pass torch.float32"),
+        ("exp_avg", torch.float16, "exp_avg is torch.float16; pass torch.float32 or torch.bfl"),
         ("exp_avg_sq", torch.float64, "exp_avg_sq is torch.float64; pass torch.float32"),
         (
             "grad",
