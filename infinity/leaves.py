@@ -14,6 +14,7 @@ from torch import nn
 
 from infinity.discovery import Record
 from infinity.tiled import TiledLinear
+from swap.layout import Plane
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +30,24 @@ class Leaf:
         """Stands for all of them in what tiles have in common."""
         return self.parts[0]
 
-    def split(self, start: int, length: int) -> Iterator[tuple[Record, int, int, int]]:
-        """(part, first element in the part, first element in the range, elements) for all that
-        elements ``[start, start + length)`` touch.
+    def count(self, plane: Plane) -> int:
+        """Values of a plane: blocks do not reach from one part into the next."""
+        return sum(plane.count(part.spec.numel) for part in self.parts)
+
+    def split(
+        self, start: int, length: int, plane: Plane
+    ) -> Iterator[tuple[Record, int, int, int]]:
+        """(part, first value in the part, first value in the range, values) for all that values
+        ``[start, start + length)`` of a plane touch.
         """
         at = 0
         for part in self.parts:
+            count = plane.count(part.spec.numel)
             low = max(start, at)
-            high = min(start + length, at + part.spec.numel)
+            high = min(start + length, at + count)
             if low < high:
                 yield part, low - at, low - start, high - low
-            at += part.spec.numel
+            at += count
 
 
 def leaves_of(model: nn.Module, records: Sequence[Record]) -> list[Leaf]:

@@ -31,7 +31,8 @@ from infinity.leaves import Leaf, leaves_of
 from infinity.loss_scale import LossScale
 from infinity.optimizer import OffloadedOptimizer, TorchRule
 from swap.kernels import merge_master
-from swap.rules import UpdateRule
+from swap.layout import Plane
+from swap.rules import AdamRule, UpdateRule
 from swap.tiered import TieredState
 
 FORMAT = 1
@@ -58,24 +59,27 @@ class PlaneBytes:
 
     state: TieredState
     leaf: Leaf
-    plane: str
-    dtype: torch.dtype
+    plane: Plane
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.plane.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.leaf.shape
+        return self.leaf.shape if self.plane.per == 1 else (self.leaf.count(self.plane),)
 
     def read(self, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
         values, first = self._elements(out), start // self.dtype.itemsize
-        for part, low, at, length in self.leaf.split(first, values.numel()):
-            self.state.planes.read(part.index, self.plane, low, values[at : at + length])
+        for part, low, at, length in self.leaf.split(first, values.numel(), self.plane):
+            self.state.planes.read(part.index, self.plane.name, low, values[at : at + length])
 
     def write(self, start: int, data: memoryview) -> None:
         """Take ``data`` as the bytes from byte ``start``; whole elements. Raises ``AioError``."""
         values, first = self._elements(data), start // self.dtype.itemsize
-        for part, low, at, length in self.leaf.split(first, values.numel()):
-            self.state.planes.write(part.index, self.plane, low, values[at : at + length])
+        for part, low, at, length in self.leaf.split(first, values.numel(), self.plane):
+            self.state.planes.write(part.index, self.plane.name, low, values[at : at + length])
 
     def _elements(self, data: memoryview) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
@@ -113,7 +117,7 @@ def load(trainee: Trainee, path: str | os.PathLike[str]) -> Any:
     _check(trainee, saved, path)
     trainee.state.weights.drop()
     _load_values(trainee, saved, path)
-    for plane in ("exp_avg", "exp_avg_sq"):
+    for plane in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
         if not any(plane in planes for planes in saved["planes"].values()):
             trainee.state.planes.zero(plane)
     _restore_scalars(trainee, saved)
@@ -125,7 +129,8 @@ def _sources(trainee: Trainee) -> dict[str, Any]:
     optimizer: dict[str, dict[str, Any]] = {}
     for leaf in leaves_of(trainee.model, trainee.records):
         for plane in _planes(trainee.state, leaf):
-            part = model if plane.plane == "weight" else optimizer.setdefault(plane.plane, {})
+            name = plane.plane.name
+            part = model if name == "weight" else optimizer.setdefault(name, {})
             part[leaf.name] = plane
     return {"model": model, "optimizer": optimizer}
 
@@ -133,7 +138,7 @@ def _sources(trainee: Trainee) -> dict[str, Any]:
 def _planes(state: TieredState, leaf: Leaf) -> list[PlaneBytes]:
     subgroup = state.layout.segments_of[leaf.first.index][0].subgroup
     return [
-        PlaneBytes(state, leaf, name, state.planes.dtype(subgroup, name))
+        PlaneBytes(state, leaf, state.planes.plane(subgroup, name))
         for name in state.plane_names(leaf.first.index)
     ]
 
@@ -163,6 +168,8 @@ def _scalars(trainee: Trainee) -> dict[str, Any]:
             group | {"params": [names[id(parameter)] for parameter in group["params"]]}
             for group in trainee.optimizer.param_groups
         ],
+        "state_dtype": _state_dtype(trainee.rule),
+        "parts": {leaf.name: [part.spec.numel for part in leaf.parts] for leaf in leaves},
         "loss_scale": None if scale is None else [scale.value, scale.good_steps],
         "small_state": {trainee.records[index].name: dict(s) for index, s in small.items()},
         "random": _random_state(),
@@ -187,6 +194,7 @@ def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[s
     for name in shapes:
         if name not in ours:
             raise ValueError(f"{path} has a parameter {name}, which the model has not")
+    _check_moments(trainee, saved, path)
     names = {record.name for record in trainee.records}
     if isinstance(trainee.rule, TorchRule) and not saved["small_state"].keys() <= names:
         raise ValueError(
@@ -200,30 +208,58 @@ def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[s
         )
 
 
+def _state_dtype(rule: UpdateRule) -> torch.dtype:
+    return rule.state_dtype if isinstance(rule, AdamRule) else torch.float32
+
+
+def _check_moments(
+    trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]
+) -> None:
+    """Moments are not converted; frozen parameters have none."""
+    theirs, ours = saved.get("state_dtype", torch.float32), _state_dtype(trainee.rule)
+    for leaf in leaves_of(trainee.model, trainee.records):
+        planes = trainee.state.plane_names(leaf.first.index)
+        if not {"exp_avg", "exp_avg_sq"} & {*planes} & {*saved["planes"][leaf.name]}:
+            continue
+        if theirs != ours:
+            raise ValueError(
+                f"{path} has the moments of {leaf.name} in {theirs}, the optimizer keeps {ours}; "
+                f"pass optimizer=infinity.AdamW(state_dtype={theirs})"
+            )
+        parts = [part.spec.numel for part in leaf.parts]
+        if ours == torch.uint8 and saved["parts"][leaf.name] != parts:
+            raise ValueError(
+                f"{path} has 8-bit moments of {leaf.name} in other tiles, and blocks of them end "
+                "with a tile; load it with the max_parameter_bytes that it was saved with"
+            )
+
+
 def _load_values(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     same: dict[str, Any] = {"model": dict(persistent_buffers(trainee.model)), "optimizer": {}}
     converted = []
     for leaf in leaves_of(trainee.model, trainee.records):
         is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
         for plane in _planes(trainee.state, leaf):
-            if is_converted and plane.plane in _MASTER:
+            name = plane.plane.name
+            if is_converted and name in _MASTER:
                 continue
-            if plane.plane not in saved["planes"][leaf.name]:
+            if name not in saved["planes"][leaf.name]:
                 continue
-            if plane.plane == "weight":
+            if name == "weight":
                 same["model"][leaf.name] = plane
             else:
-                same["optimizer"].setdefault(plane.plane, {})[leaf.name] = plane
+                same["optimizer"].setdefault(name, {})[leaf.name] = plane
         if is_converted:
             converted.append(leaf)
     checkpoint.load(path, only=_names_of(same), into=same, staging_bytes=trainee.checkpoint_bytes)
     for leaf in converted:
         values = _master(path, leaf.name, saved["planes"][leaf.name]).reshape(-1)
-        for part, _, at, length in leaf.split(0, values.numel()):
+        for part, _, at, length in leaf.split(0, values.numel(), _WEIGHT):
             trainee.state.fill(part.index, values[at : at + length])
 
 
 _MASTER = ("weight", "lo", "master")
+_WEIGHT = Plane("weight", torch.float32)
 
 
 def _names_of(tree: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -146,7 +146,6 @@ def adam_step(
     _check("exp_avg_sq", exp_avg_sq, n, exp_avg.dtype)
     _check("grad", grad, n, *_FLOATS)
     scales = _scales(n, exp_avg.dtype, exp_avg_scale, exp_avg_sq_scale)
-    origin = _checked_origin(exp_avg.dtype, origin)
     job = ffi.new(
         "struct swap_adam *",
         {
@@ -157,14 +156,12 @@ def adam_step(
             "exp_avg_scale": scales[0],
             "exp_avg_sq_scale": scales[1],
             "moments": _MOMENTS[exp_avg.dtype],
-            "parameter": origin.parameter,
-            "step": hyper.step,
-            "first": origin.first,
             "grad": _address(grad),
             "n": n,
             "layout": layout,
             "grad_float": _FLOATS[grad.dtype],
             **_scalars(hyper),
+            **_counter(exp_avg.dtype, hyper.step, origin),
         },
     )
     _raise_on_error(lib.swap_adam_step(job, _num_threads(threads)), "update", n)
@@ -184,9 +181,10 @@ def _scales(n: int, dtype: torch.dtype, *scales: torch.Tensor | None) -> list[FF
     return [ffi.NULL if s is None else ffi.cast("float *", s.data_ptr()) for s in scales]
 
 
-def _checked_origin(dtype: torch.dtype, origin: Origin | None) -> Origin:
+def _counter(dtype: torch.dtype, step: int, origin: Origin | None) -> dict[str, int]:
+    """What random bits are a function of, in the kernel's terms."""
     if dtype == torch.float32:
-        return Origin(parameter=0)
+        return {"parameter": 0, "step": step, "first": 0}
     if origin is None:
         raise TypeError(f"exp_avg is {dtype}; pass origin=, by which it is rounded")
     if origin.parameter < 0 or origin.first < 0:
@@ -195,7 +193,7 @@ def _checked_origin(dtype: torch.dtype, origin: Origin | None) -> Origin:
         raise ValueError(
             f"first={origin.first} is not a multiple of {MOMENT_BLOCK}, the elements of a block"
         )
-    return origin
+    return {"parameter": origin.parameter, "step": step, "first": origin.first}
 
 
 def _scalars(hyper: AdamHyper) -> dict[str, float]:

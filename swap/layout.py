@@ -24,6 +24,8 @@ import torch
 
 PIECE = 4096
 """Elements to which segments are aligned: a page even for one-byte dtypes."""
+PAGE = 4096
+"""Bytes to which planes are padded, for direct I/O."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +50,26 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One array of a subgroup: a value for each of its elements. ``zero`` planes start as all
-    zeros.
+    """One array of a subgroup: a value for each of its elements, or for each block of ``per`` of
+    them (which divides ``PIECE``). ``zero`` planes start as all zeros.
     """
 
     name: str
     dtype: torch.dtype
     zero: bool = False
+    per: int = 1
+
+    def count(self, elements: int) -> int:
+        """Values for so many elements; the last block may be partial."""
+        return -(-elements // self.per)
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes that the values for so many elements take, in whole pages."""
+        return -(-self.count(elements) * self.dtype.itemsize // PAGE) * PAGE
+
+    def part(self, first: int, length: int) -> slice:
+        """Where the values of elements ``[first, first + length)`` are, from a whole block on."""
+        return slice(first // self.per, self.count(first + length))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ traffic that is left is spread evenly over the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -90,7 +91,7 @@ class Placement:
 
 def state_bytes(subgroup: Subgroup, rule: UpdateRule) -> int:
     """Bytes of all planes of ``subgroup``: weights and what an update needs, but gradients."""
-    return subgroup.numel * sum(plane.dtype.itemsize for plane in planes_of(subgroup, rule))
+    return sum(plane.nbytes(subgroup.numel) for plane in planes_of(subgroup, rule))
 
 
 def gradient_bytes(subgroup: Subgroup) -> int:
@@ -197,12 +198,17 @@ def _all_in_host(layout: Layout, rule: UpdateRule) -> Placement:
     )
 
 
-def _element_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
-    """Staging bytes for an element of the widest kind: its planes and its gradient."""
+def _element_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> float:
+    """Most staging bytes for an element of the widest kind: its planes and its gradient.
+
+    Planes with a value for many elements take whole pages, so large subgroups need less for each.
+    """
+    elements = _least_elements(specs, rule)
     dtypes = {spec.dtype for spec in specs if spec.trainable and not spec.resident}
     return max(
         (
-            2 * dtype.itemsize + sum(plane.dtype.itemsize for plane in rule.planes(dtype))
+            2 * dtype.itemsize
+            + sum(plane.nbytes(elements) for plane in rule.planes(dtype)) / elements
             for dtype in dtypes
         ),
         default=0,
@@ -239,7 +245,7 @@ def _renumbered(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
 
 def _least_host_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule, least_arena: int) -> int:
     element_bytes = MIN_SLOTS * _element_bytes(specs, rule) + rule.scratch_bytes_per_element
-    staging = _least_elements(specs, rule) * element_bytes
+    staging = math.ceil(_least_elements(specs, rule) * element_bytes)
     spill = SPILL_CHUNKS * MIN_SPILL_CHUNK_BYTES
     return _fixed_bytes(specs, rule) + staging + spill + least_arena
 
@@ -248,7 +254,7 @@ def _subgroup_elements(specs: Sequence[ParameterSpec], rule: UpdateRule, host_by
     """The largest subgroup whose slots take no more than the staging share of what is free."""
     free = host_bytes - _fixed_bytes(specs, rule)
     element_bytes = MAX_SLOTS * _element_bytes(specs, rule) + rule.scratch_bytes_per_element
-    elements = int(free * STAGING_SHARE) // max(1, element_bytes) // PIECE * PIECE
+    elements = int(free * STAGING_SHARE / max(1, element_bytes)) // PIECE * PIECE
     least = _least_elements(specs, rule)
     return max(least, min(elements, MAX_SUBGROUP_ELEMENTS))
 

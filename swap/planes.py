@@ -16,7 +16,7 @@ import torch
 
 from aio import AioError, Operation, Slab
 from swap.extents import Extent, ExtentStore
-from swap.layout import Segment, Subgroup
+from swap.layout import Plane, Segment, Subgroup
 from swap.placement import Placement, planes_of
 from swap.rules import UpdateRule
 from swap.tiers import Tier
@@ -66,14 +66,14 @@ class PlaneStore:
         """Names of the planes of a subgroup, the weights first."""
         return tuple(plane.name for plane in self._planes[subgroup])
 
-    def dtype(self, subgroup: int, name: str) -> torch.dtype:
-        return next(plane.dtype for plane in self._planes[subgroup] if plane.name == name)
+    def plane(self, subgroup: int, name: str) -> Plane:
+        return next(plane for plane in self._planes[subgroup] if plane.name == name)
 
     def is_host(self, subgroup: int) -> bool:
         return self._home[subgroup] is Tier.HOST
 
     def host(self, subgroup: int, name: str) -> torch.Tensor:
-        """The array of a HOST plane, ``subgroup.numel`` elements."""
+        """The array of a HOST plane."""
         return self._host[subgroup, name]
 
     def host_weight(self, parameter: int) -> torch.Tensor | None:
@@ -116,14 +116,14 @@ class PlaneStore:
                 self._drop(subgroup, name)
 
     def read(self, parameter: int, name: str, start: int, out: torch.Tensor) -> None:
-        """Copy elements ``[start, start + len(out))`` of one plane of a parameter into ``out``
+        """Copy values ``[start, start + len(out))`` of one plane of a parameter into ``out``
         (flat, CPU).
 
         Raises ``AioError``; ``out`` is the caller's again then, too. The caller sees to it that no
         update is under way.
         """
         with _ended_together() as pending:
-            for segment, low, part in self._overlaps(parameter, start, out):
+            for segment, low, part in self._overlaps(parameter, name, start, out):
                 if self.is_host(segment.subgroup):
                     part.copy_(self._host[segment.subgroup, name][low : low + part.numel()])
                     continue
@@ -134,14 +134,14 @@ class PlaneStore:
                     pending.append(self._transfer("read", extent, low, part))
 
     def write(self, parameter: int, name: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite elements ``[start, start + len(values))`` of one plane in place (no
+        """Overwrite values ``[start, start + len(values))`` of one plane in place (no
         copy-on-write).
 
         For filling and loading, with no update under way; several threads may write different
-        elements. Raises ``AioError``; ``values`` is the caller's again then, too.
+        ones. Raises ``AioError``; ``values`` is the caller's again then, too.
         """
         with _ended_together() as pending:
-            for segment, low, part in self._overlaps(parameter, start, values):
+            for segment, low, part in self._overlaps(parameter, name, start, values):
                 if self.is_host(segment.subgroup):
                     self._host[segment.subgroup, name][low : low + part.numel()].copy_(part)
                     continue
@@ -152,17 +152,18 @@ class PlaneStore:
                 pending.append(self._transfer("write", extent, low, part))
 
     def _overlaps(
-        self, parameter: int, start: int, tensor: torch.Tensor
+        self, parameter: int, name: str, start: int, tensor: torch.Tensor
     ) -> Iterator[tuple[Segment, int, torch.Tensor]]:
-        """(segment, first element in its subgroup, slice of ``tensor``) for all that the range
+        """(segment, first value in its subgroup, slice of ``tensor``) for all that the range
         touches.
         """
         stop = start + tensor.numel()
         for segment in self.layout.segments_of[parameter]:
-            low = max(start, segment.start)
-            high = min(stop, segment.start + segment.length)
+            plane = self.plane(segment.subgroup, name)
+            here = plane.part(segment.start, segment.length)
+            low, high = max(start, here.start), min(stop, here.stop)
             if low < high:
-                at = segment.offset + low - segment.start
+                at = segment.offset // plane.per + low - here.start
                 yield segment, at, tensor[low - start : high - start]
 
     def _transfer(self, kind: str, extent: Extent, first: int, part: torch.Tensor) -> Operation:
@@ -175,11 +176,11 @@ class PlaneStore:
     def _map_unit(self, unit: list[Subgroup], slab: Slab) -> None:
         """One array a plane for the whole unit, so that a split parameter is still contiguous."""
         for plane in self._planes[unit[0].index]:
-            numel = sum(group.numel for group in unit)
-            whole = as_tensor(slab.allocate(numel * plane.dtype.itemsize), plane.dtype)
+            nbytes = plane.nbytes(sum(group.numel for group in unit))
+            whole = as_tensor(slab.allocate(nbytes), plane.dtype)
             first = 0
             for group in unit:
-                self._host[group.index, plane.name] = whole[first : first + group.numel]
+                self._host[group.index, plane.name] = whole[plane.part(first, group.numel)]
                 first += group.numel
 
     def _allocate(self, group: Subgroup) -> None:
@@ -187,12 +188,12 @@ class PlaneStore:
         for plane in self._planes[group.index]:
             extent = None
             if not plane.zero:
-                extent = self._extents.allocate(group.numel * plane.dtype.itemsize)
+                extent = self._extents.allocate(plane.nbytes(group.numel))
             self._on_nvme[group.index, plane.name] = extent
 
     def _fill_with_zeros(self, subgroup: int, name: str) -> Extent:
         assert self._extents is not None
-        nbytes = self.layout.subgroups[subgroup].numel * self.dtype(subgroup, name).itemsize
+        nbytes = self.plane(subgroup, name).nbytes(self.layout.subgroups[subgroup].numel)
         extent = self._extents.allocate(nbytes)
         zeros = np.zeros(min(nbytes, 1 << 20), dtype=np.uint8)
         try:

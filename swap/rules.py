@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from swap.kernels import AdamHyper, adam_step
+from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step
 from swap.layout import Plane, Segment
 
 
@@ -53,8 +53,8 @@ class UpdateRule(Protocol):
         gradient: torch.Tensor,
         gradient_scale: float,
     ) -> None:
-        """Update one segment in place. All tensors are flat, on the CPU, of ``segment.length``
-        elements.
+        """Update one segment in place. All tensors are flat, on the CPU, with values for
+        ``segment.length`` elements.
         """
 
 
@@ -90,22 +90,35 @@ class FrozenRule:
         raise AssertionError("a frozen parameter has no update")
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+"""What ``AdamRule`` keeps moments in; uint8 are codes, with a scale for each block of elements."""
+
+
 class AdamRule:
-    """Adam or AdamW by the native kernel. Options: lr, betas, eps, weight_decay, decoupled."""
+    """Adam or AdamW by the native kernel. Options: lr, betas, eps, weight_decay, decoupled.
+
+    Moments of fewer than 32 bits are rounded by random bits that are a function of the parameter's
+    index, the element in it, and its step count, so not even they depend on the placement.
+    """
 
     whole_parameters = False
     scratch_bytes_per_element = 0
 
     def __init__(self, *, state_dtype: torch.dtype = torch.float32, threads: int | None = None):
-        self._state_dtype = state_dtype
+        assert state_dtype in STATE_DTYPES
+        self.state_dtype = state_dtype
         self._threads = threads
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        return (
-            *master_planes(dtype),
-            Plane("exp_avg", self._state_dtype, zero=True),
-            Plane("exp_avg_sq", self._state_dtype, zero=True),
-        )
+        moments = (Plane(name, self.state_dtype, zero=True) for name in MOMENTS)
+        scales: tuple[Plane, ...] = ()
+        if self.state_dtype == torch.uint8:
+            scales = tuple(
+                Plane(f"{name}_scale", torch.float32, zero=True, per=MOMENT_BLOCK)
+                for name in MOMENTS
+            )
+        return (*master_planes(dtype), *moments, *scales)
 
     def check(self, update: ParameterUpdate) -> None:
         _hyper(update, 1.0)
@@ -124,7 +137,10 @@ class AdamRule:
             exp_avg=planes["exp_avg"],
             exp_avg_sq=planes["exp_avg_sq"],
             grad=gradient,
+            exp_avg_scale=planes.get("exp_avg_scale"),
+            exp_avg_sq_scale=planes.get("exp_avg_sq_scale"),
             hyper=_hyper(update, gradient_scale),
+            origin=Origin(parameter=segment.parameter, first=segment.start),
             threads=self._threads,
         )
 

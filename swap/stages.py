@@ -195,11 +195,13 @@ class Stages:
             if self._planes.is_host(group.index):
                 job.planes[name] = self._planes.host(group.index, name)
                 continue
-            used, job.planes[name] = _cut(job, used, self._planes.dtype(group.index, name))
+            plane = self._planes.plane(group.index, name)
+            used, job.planes[name] = _cut(job, used, plane.nbytes(group.numel), plane.dtype)
         if self._gradients.is_host(group.index):
             job.gradient = self._gradients.host(group.index)
         else:
-            used, job.gradient = _cut(job, used, group.dtype)
+            nbytes = group.numel * group.dtype.itemsize
+            used, job.gradient = _cut(job, used, nbytes, group.dtype)
 
     def _read_gradient(self, job: Job) -> None:
         if not self._gradients.is_host(job.subgroup.index):
@@ -243,9 +245,13 @@ class Stages:
 
     def _apply(self, job: Job, segment: Segment, update: ParameterUpdate, scale: float) -> None:
         assert job.gradient is not None
-        part = slice(segment.offset, segment.offset + segment.length)
-        planes = {name: plane[part] for name, plane in job.planes.items()}
-        self._rule.apply(segment, update, planes, job.gradient[part], scale)
+        first, length = segment.offset, segment.length
+        planes = {
+            name: values[self._planes.plane(segment.subgroup, name).part(first, length)]
+            for name, values in job.planes.items()
+        }
+        gradient = job.gradient[first : first + length]
+        self._rule.apply(segment, update, planes, gradient, scale)
 
 
 def _updated(group: Subgroup, step: Step) -> Iterator[tuple[Segment, ParameterUpdate]]:
@@ -263,9 +269,9 @@ def _padded(segment: Segment) -> int:
     return max(1, -(-segment.length // PIECE)) * PIECE
 
 
-def _cut(job: Job, used: int, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+def _cut(job: Job, used: int, nbytes: int, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
     assert job.slot is not None
-    stop = used + job.subgroup.numel * dtype.itemsize
+    stop = used + nbytes
     return stop, as_tensor(job.slot[used:stop], dtype)
 
 

@@ -60,6 +60,7 @@ def _draw(seed: int) -> Mode:
             lr=choose.choice((1e-3, 1e-2)),
             betas=choose.choice(((0.9, 0.999), (0.5, 0.9))),
             weight_decay=choose.choice((0.0, 0.1)),
+            state_dtype=choose.choice((torch.float32, torch.float32, torch.bfloat16, torch.uint8)),
         ),
     )
 

@@ -84,7 +84,7 @@ class Eager:
         weight = parameter.detach().reshape(-1)
         planes = {"weight": weight}
         for plane in self._rule.planes(parameter.dtype):
-            planes[plane.name] = torch.zeros(weight.numel(), dtype=plane.dtype)
+            planes[plane.name] = torch.zeros(plane.count(weight.numel()), dtype=plane.dtype)
         if "lo" in planes:
             split_master(master.reshape(-1), weight, planes["lo"])
         assert weight.data_ptr() == parameter.data_ptr()
