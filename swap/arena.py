@@ -14,7 +14,7 @@ import torch
 
 from aio import Operation, Slab
 from swap.layout import ParameterSpec
-from swap.planes import as_tensor
+from swap.planes import as_tensor, copy_values
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +95,7 @@ class HostArena:
         return Entry(spec=spec, weight=padded[: spec.numel], landing=padded)
 
     def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
-        entry.weight[start : start + values.numel()].copy_(values)
+        copy_values(values, entry.weight[start : start + values.numel()])
 
     def put(self, entry: Entry, start: int, values: torch.Tensor) -> None:
         self.fill(entry, start, values)

@@ -35,6 +35,25 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
+def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy between flat tensors of one dtype, on the calling thread alone if both are in host
+    memory.
+
+    For threads of ours: torch would make a team of OpenMP threads for each of them. With more such
+    threads than cores libgomp lets all teams sleep at their barriers instead of spinning, and
+    forward and backward take a quarter longer.
+    """
+    if source.device.type == target.device.type == "cpu":
+        np.copyto(as_bytes(target), as_bytes(source))
+    else:
+        target.copy_(source)
+
+
+def clear_values(target: torch.Tensor) -> None:
+    """Set a flat host tensor to zero, on the calling thread alone: see ``copy_values``."""
+    as_bytes(target).fill(0)
+
+
 class PlaneStore:
     """All planes of a placement. Extents are swapped under a lock; HOST arrays never move."""
 

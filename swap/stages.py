@@ -18,7 +18,7 @@ from aio import AioError, Operation
 from swap.extents import Extent, ExtentStore
 from swap.gradients import GradientStore
 from swap.layout import PIECE, Segment, Subgroup
-from swap.planes import PlaneStore, as_bytes, as_tensor
+from swap.planes import PlaneStore, as_bytes, as_tensor, clear_values
 from swap.rules import ParameterUpdate, UpdateRule
 from swap.timeline import Timeline
 from swap.weights import WeightCache
@@ -211,7 +211,7 @@ class Stages:
     def _read_planes(self, job: Job) -> None:
         for name, plane in job.planes.items():
             if self._planes.extent(job.subgroup.index, name) is None:
-                plane.zero_()
+                clear_values(plane)
             elif name != "weight":
                 self._read(job, name, 0, plane.numel())
             else:

@@ -19,12 +19,13 @@ import torch
 from swap.arena import Arena, Entry
 from swap.extents import ExtentStore
 from swap.layout import PIECE, ParameterSpec, Segment
-from swap.planes import PlaneStore, as_bytes
+from swap.planes import PlaneStore, as_bytes, copy_values
 from swap.residents import Residents, wait_for
 from swap.schedule import Schedule
 from swap.tiers import BudgetError, format_bytes
 from swap.timeline import Timeline
 
+_LOOKS_PER_ARENA = 16
 _RELEASE_SECONDS = 2.0
 """How long a fetch waits for memory that the update, autograd or the engine is about to drop."""
 
@@ -58,6 +59,7 @@ class WeightCache:
         self._pending: dict[int, set[int]] = {}
         self._failure: BaseException | None = None
         self._changed = threading.Condition(threading.RLock())
+        self._used_bytes = 0
 
     # What a forward or a backward pass does.
 
@@ -102,7 +104,7 @@ class WeightCache:
         else:
             weight = self._fetch(parameter)
         if self._prefetch:
-            self._prefetch_ahead()
+            self._prefetch_ahead(self._specs[parameter].weight_bytes)
         return weight
 
     # What the update does.
@@ -143,7 +145,7 @@ class WeightCache:
         with self._changed:
             self._arrive(entry)
         weight = self._arena.ready(entry)
-        out.copy_(weight[segment.start : segment.start + segment.length])
+        copy_values(weight[segment.start : segment.start + segment.length], out)
         if segment.start + segment.length == entry.spec.numel:
             with self._changed:
                 self._stale.pop(parameter, None)
@@ -290,13 +292,21 @@ class WeightCache:
             if self._is_absent(parameter):
                 self._start_read(parameter, sooner_than=self.schedule.distance(parameter))
 
-    def _prefetch_ahead(self) -> None:
-        """Start reads along the schedule for as long as there is room that is not needed sooner."""
+    def _prefetch_ahead(self, used_bytes: int) -> None:
+        """Start reads along the schedule for as long as there is room that is not needed sooner.
+
+        Looking that far ahead takes a while, so it is done again when a part of the arena has been
+        used since.
+        """
         if self._arena is None or not self.schedule.plan:
             return
         ahead_bytes = 0
         with self._changed:
             self._send_on()
+            self._used_bytes += used_bytes
+            if self._used_bytes < self._arena.nbytes // _LOOKS_PER_ARENA:
+                return
+            self._used_bytes = 0
             for parameter in self.schedule.upcoming():
                 ahead_bytes += self._specs[parameter].weight_bytes
                 if ahead_bytes > self._arena.nbytes:

@@ -2,13 +2,14 @@
 
 Every system trains the same model on the same batches in a process of its own, one after the other,
 for several rounds, so that a noisy neighbour hits all alike. In each round the same run measures
-how fast the directory reads and writes while both go on (our engine, plain requests) and how long
-the step's compute takes in memory. The headline ratio is the step over the larger of compute and
-bytes moved / bandwidth.
+how fast the directories read and write (our engine, plain requests) and how long the step's compute
+takes in memory. The headline ratio is the step over the larger of compute and bytes moved /
+bandwidth. ``--limit`` holds everything in the run to so many bytes a second of the disk (as root),
+which makes a disk that is shared with others a steady one.
 
-python tools/bench_offload.py --nvme DIR [--width 1024 --depth 36 ...] [--json out.json]
+python tools/bench_offload.py --nvme DIR [DIR2 ...] [--limit 1GiB] [--width 1024 --depth 36 ...]
 
-Prints a table; with --json writes every sample. Nothing stays in DIR.
+Prints a table; with --json writes every sample. Nothing stays in the directories.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from typing import Any
 
 import psutil
 import torch
+from disk_bandwidth import Bandwidth, limited, measure_disk
 from gpt import GPT
 
 import infinity
-from aio import Engine, Request, Slab
+from swap.tiers import parse_bytes
 
 BATCH_SEED = 1
-PROBE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +71,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     systems += [f"serial:{options.budgets[0]}"] if options.serial else []
     systems += ["deepspeed"] if options.deepspeed else []
     rounds = []
-    for number in range(options.rounds):
-        order = systems if number % 2 == 0 else systems[::-1]
-        samples = {system: _spawn(options, system) for system in order}
-        rounds.append({"bandwidth": measure_disk(options.nvme), "samples": samples})
+    limit = parse_bytes(options.limit, name="--limit") if options.limit else None
+    with limited(options.nvme, limit):
+        for number in range(options.rounds):
+            order = systems if number % 2 == 0 else systems[::-1]
+            samples = {system: _spawn(options, system) for system in order}
+            bandwidth = measure_disk(options.nvme)
+            rounds.append({"bandwidth": asdict(bandwidth), "samples": samples})
     return {
         "machine": _machine(),
         "parameters": _num_parameters(options),
@@ -82,38 +86,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_disk(directory: str) -> float:
-    """Bytes a second, read and written together, with one lane each way at once: the limit."""
-    request = 4 << 20
-    with tempfile.TemporaryDirectory(dir=directory) as folder, Engine(lanes=2) as engine:
-        source = engine.open(Path(folder) / "source", "w", size=PROBE_BYTES)
-        target = engine.open(Path(folder) / "target", "w", size=PROBE_BYTES)
-        slab = Slab(2 * request)
-        buffers = slab.allocate(request), slab.allocate(request)
-        offsets = range(0, PROBE_BYTES, request)
-        for operation in engine.submit(
-            [Request("write", source, at, buffers[0]) for at in offsets]
-        ):
-            operation.result()
-        source.sync()
-        start = time.perf_counter()
-        operations = engine.submit(
-            [Request("read", source, at, buffers[0]) for at in offsets], lane=0
-        )
-        operations += engine.submit(
-            [Request("write", target, at, buffers[1]) for at in offsets], lane=1
-        )
-        for operation in operations:
-            operation.result()
-        seconds = time.perf_counter() - start
-        source.close()
-        target.close()
-    return 2 * PROBE_BYTES / seconds
-
-
 def _spawn(options: argparse.Namespace, system: str) -> dict[str, Any]:
-    names = ("nvme", "width", "depth", "vocabulary", "batch", "tokens", "steps", "dtype", "device")
-    command = [sys.executable, __file__, "--worker", system]
+    names = ("width", "depth", "vocabulary", "batch", "tokens", "steps", "dtype", "device")
+    command = [sys.executable, __file__, "--worker", system, "--nvme", *options.nvme]
     for name in names:
         command += [f"--{name}", str(getattr(options, name))]
     if options.clip:
@@ -221,7 +196,7 @@ def _deepspeed(options: argparse.Namespace) -> Sample:
     os.environ.update(
         RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511"
     )
-    folder = tempfile.mkdtemp(dir=options.nvme)
+    folder = tempfile.mkdtemp(dir=options.nvme[0])
     path = {"device": "nvme", "nvme_path": folder}
     config = {
         "train_micro_batch_size_per_gpu": options.batch,
@@ -327,25 +302,51 @@ def _machine() -> dict[str, Any]:
     }
 
 
+def _of_rounds(rounds: Sequence[dict[str, Any]], system: str) -> list[float]:
+    """Seconds a step in each round: the mean of one process, because work passes from step to step
+    and the last one waits for all of it.
+    """
+    samples = [entry["samples"][system]["step_seconds"] for entry in rounds]
+    return [statistics.mean(seconds) for seconds in samples]
+
+
 def _print_table(result: dict[str, Any]) -> None:
     rounds = result["rounds"]
-    plain = [s for entry in rounds for s in entry["samples"]["plain"]["step_seconds"]]
-    compute = statistics.median(plain)
-    bandwidth = statistics.median(entry["bandwidth"] for entry in rounds)
+    compute = statistics.median(_of_rounds(rounds, "plain"))
+    bandwidth = Bandwidth(
+        **{
+            way: statistics.median(entry["bandwidth"][way] for entry in rounds)
+            for way in ("read", "write", "both")
+        }
+    )
     print(
         f"{result['parameters'] / 1e6:.0f} M parameters, compute {compute:.2f} s a step in memory,"
     )
-    print(f"disk {bandwidth / 1e9:.2f} GB/s read and written together")
-    header = ("system", "step s", "spread", "/ limit", "read", "written", "stall s", "peak GiB")
-    print("{:<16}{:>9}{:>15}{:>9}{:>9}{:>9}{:>9}{:>10}".format(*header))
+    print(
+        f"disks read {bandwidth.read / 1e9:.2f} GB/s, write {bandwidth.write / 1e9:.2f}, both at "
+        f"once {bandwidth.both / 1e9:.2f}"
+    )
+    header = (
+        "system",
+        "step s",
+        "spread",
+        "I/O s",
+        "/ limit",
+        "read",
+        "written",
+        "stall s",
+        "peak GiB",
+    )
+    print("{:<16}{:>9}{:>15}{:>8}{:>9}{:>9}{:>9}{:>9}{:>10}".format(*header))
     for system in rounds[0]["samples"]:
         samples = [entry["samples"][system] for entry in rounds]
-        steps = [s for sample in samples for s in sample["step_seconds"]]
-        moved = samples[0]["read_bytes"] + samples[0]["written_bytes"]
-        limit = max(compute, moved / bandwidth)
+        steps = _of_rounds(rounds, system)
+        transfer = bandwidth.seconds(samples[0]["read_bytes"], samples[0]["written_bytes"])
+        limit = max(compute, transfer)
         median = statistics.median(steps)
         print(
-            f"{system:<16}{median:>9.2f}{min(steps):>8.2f}-{max(steps):<6.2f}{median / limit:>9.2f}"
+            f"{system:<16}{median:>9.2f}{min(steps):>8.2f}-{max(steps):<6.2f}{transfer:>8.2f}"
+            f"{median / limit:>9.2f}"
             f"{samples[0]['read_bytes'] / 1e9:>8.2f}G{samples[0]['written_bytes'] / 1e9:>8.2f}G"
             f"{samples[0]['stall_seconds']:>9.2f}"
             f"{max(s['peak_bytes'] for s in samples) / 2**30:>10.2f}"
@@ -354,7 +355,8 @@ def _print_table(result: dict[str, Any]) -> None:
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--nvme", required=True)
+    parser.add_argument("--nvme", required=True, nargs="+", help="a directory for each SSD")
+    parser.add_argument("--limit", help="bytes a second of the disk, reads and writes each")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=36)
     parser.add_argument("--vocabulary", type=int, default=8192)
