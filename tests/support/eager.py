@@ -37,7 +37,7 @@ class Eager:
         self._rule = rule
         self._options = options
         self._max_grad_norm = max_grad_norm
-        self._steps = 0
+        self._steps = [0 for _ in masters]
         self._planes = [
             self._planes_of(parameter, master)
             for parameter, master in zip(self.model.parameters(), masters, strict=True)
@@ -45,7 +45,6 @@ class Eager:
 
     def step(self) -> float:
         """Clip, update, clear; returns the norm before clipping."""
-        self._steps += 1
         parameters = list(self.model.parameters())
         gradients = [parameter.grad for parameter in parameters]
         norm = math.sqrt(sum(sum_of_squares(g.reshape(-1)) for g in gradients if g is not None))
@@ -74,9 +73,10 @@ class Eager:
         self, index: int, parameter: nn.Parameter, gradient: torch.Tensor, scale: float
     ) -> None:
         numel = gradient.numel()
+        self._steps[index] += 1
         segment = Segment(parameter=index, subgroup=0, start=0, length=numel, offset=0)
         update = ParameterUpdate(
-            parameter=index, step=self._steps, shape=parameter.shape, options=self._options
+            parameter=index, step=self._steps[index], shape=parameter.shape, options=self._options
         )
         self._rule.apply(segment, update, self._planes[index], gradient, scale)
 
