@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from swap.kernels import AdamHyper, adam_step, isa, split_master
+from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step, isa, split_master
 
 HYPER = AdamHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
 PAUSE_SECONDS = 0.02
@@ -102,6 +102,41 @@ def ours(arrays: Arrays, threads: int) -> Iterator[Row]:
         28,
         partial(step, weight=arrays.weight_fp16, rest=arrays.master, grad=arrays.grad_fp16),
         ("torch fp32, fp16 in and out",),
+    )
+    yield from ours_in_fewer_bits(arrays, threads)
+
+
+def ours_in_fewer_bits(arrays: Arrays, threads: int) -> Iterator[Row]:
+    """Halves of bf16, with moments that are rounded by random bits."""
+    n = arrays.master.numel()
+    step = partial(
+        adam_step,
+        weight=arrays.hi,
+        rest=arrays.lo,
+        grad=arrays.grad_bf16,
+        hyper=HYPER,
+        origin=Origin(parameter=0),
+        threads=threads,
+    )
+    yield Row(
+        "ours halves, bf16 moments",
+        "bf16 weights, 16 more bits of master, bf16 state",
+        18,
+        partial(step, exp_avg=arrays.exp_avg.bfloat16(), exp_avg_sq=arrays.exp_avg_sq.bfloat16()),
+        ("ours halves",),
+    )
+    yield Row(
+        "ours halves, 8-bit moments",
+        "bf16 weights, 16 more bits of master, 8-bit state",
+        14,
+        partial(
+            step,
+            exp_avg=torch.zeros(n, dtype=torch.uint8),
+            exp_avg_sq=torch.zeros(n, dtype=torch.uint8),
+            exp_avg_scale=torch.zeros(-(-n // MOMENT_BLOCK)),
+            exp_avg_sq_scale=torch.zeros(-(-n // MOMENT_BLOCK)),
+        ),
+        ("ours halves",),
     )
 
 
