@@ -41,6 +41,17 @@ class IncompleteCheckpointError(ValueError):
     """A directory is there and holds no manifest: the save that made it never finished."""
 
 
+class RankFailedError(RuntimeError):
+    """Another rank failed, is gone, or does something else. `rank` is which, where that is known.
+
+    The message says what failed first.
+    """
+
+    def __init__(self, what: str, *, rank: int | None = None) -> None:
+        self.rank = rank
+        super().__init__(what)
+
+
 def _place(path: str | None, tensor: str | None, offset: int | None, nbytes: int | None) -> str:
     parts = []
     if tensor is not None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from swap.layout import ParameterSpec
+from infinity.partition import Cut, Share, partition
+from swap.layout import ParameterSpec, pad
 
 RESIDENT_ELEMENTS = 16 * 1024
 """Parameters of up to this many elements (norms, biases) always stay in memory with their state."""
@@ -21,7 +22,11 @@ TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """One distinct parameter: where it came from, and what it is while offloaded (``spec``)."""
+    """One distinct parameter: where it came from, and what it is while offloaded (``spec``).
+
+    ``shape`` is that of the whole; of its elements, in a row, this rank keeps ``spec.numel`` from
+    ``first`` on, see ``cut``.
+    """
 
     parameter: nn.Parameter
     spec: ParameterSpec
@@ -29,6 +34,8 @@ class Record:
     dtype: torch.dtype
     device: torch.device
     kind: type[nn.Parameter]
+    cut: Cut
+    first: int = 0
 
     @property
     def index(self) -> int:
@@ -38,10 +45,31 @@ class Record:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter, on whichever rank they are."""
+        return self.cut.numel
 
-def records_of(model: nn.Module, compute_dtype: torch.dtype | None) -> list[Record]:
+    @property
+    def weight_bytes(self) -> int:
+        """Those of the whole parameter."""
+        return self.numel * self.spec.dtype.itemsize
+
+    @property
+    def is_partitioned(self) -> bool:
+        return not self.cut.is_replicated
+
+    @property
+    def kept_shape(self) -> torch.Size:
+        """The shape of what this rank keeps."""
+        return torch.Size([self.spec.numel]) if self.is_partitioned else self.shape
+
+
+def records_of(
+    model: nn.Module, compute_dtype: torch.dtype | None, *, rank: int = 0, world_size: int = 1
+) -> list[Record]:
     """A record for each distinct parameter, in the order of ``named_parameters`` (tied ones once,
-    first name).
+    first name), of what ``rank`` of ``world_size`` keeps.
 
     Raises ``ValueError`` or ``TypeError`` naming a parameter that cannot be offloaded.
     """
@@ -49,24 +77,46 @@ def records_of(model: nn.Module, compute_dtype: torch.dtype | None) -> list[Reco
     named = list(model.named_parameters())
     if not named:
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to offload")
-    records = []
-    for index, (name, parameter) in enumerate(named):
+    for name, parameter in named:
         check_parameter(name, parameter)
+    dtypes = [compute_dtype_of(parameter.dtype, compute_dtype) for _, parameter in named]
+    shares = [_share(parameter, dtype) for (_, parameter), dtype in zip(named, dtypes, strict=True)]
+    records = []
+    for index, (cut, share) in enumerate(zip(partition(shares, world_size), shares, strict=True)):
+        name, parameter = named[index]
         spec = ParameterSpec(
             index=index,
             name=name,
-            numel=parameter.numel(),
-            dtype=compute_dtype_of(parameter.dtype, compute_dtype),
+            numel=cut.length(rank),
+            dtype=dtypes[index],
             trainable=parameter.requires_grad,
-            resident=parameter.numel() <= RESIDENT_ELEMENTS,
+            resident=share.resident,
         )
         records.append(
             Record(
-                parameter, spec, parameter.shape, parameter.dtype, parameter.device, type(parameter)
+                parameter=parameter,
+                spec=spec,
+                shape=parameter.shape,
+                dtype=parameter.dtype,
+                device=parameter.device,
+                kind=type(parameter),
+                cut=cut,
+                first=cut.start(rank),
             )
         )
     _check_sharing(named)
     return records
+
+
+def _share(parameter: nn.Parameter, dtype: torch.dtype) -> Share:
+    numel = parameter.numel()
+    return Share(
+        numel=numel,
+        # Trained elements have a master and moments beside them.
+        bytes_per_element=dtype.itemsize + (12 if parameter.requires_grad else 0),
+        row=numel // max(1, parameter.shape[0]) if parameter.dim() else 1,
+        resident=numel <= RESIDENT_ELEMENTS,
+    )
 
 
 def check_compute_dtype(dtype: torch.dtype | None) -> None:
@@ -129,13 +179,27 @@ def _check_sharing(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 def least_arena_bytes(model: nn.Module, records: Sequence[Record]) -> int:
     """Bytes of weights that must fit at once: two largest modules, or a whole block (an element of
     a ModuleList) and one module more, since a checkpointed block keeps its weights until its
-    backward is over.
+    backward is over. Of partitioned parameters it is the slices of this rank that count.
     """
     sizes = {
         id(record.parameter): record.spec.padded_numel * record.spec.dtype.itemsize
         for record in records
         if not record.spec.resident
     }
+    return _least_bytes(model, sizes)
+
+
+def least_gathered_bytes(model: nn.Module, records: Sequence[Record]) -> int:
+    """As ``least_arena_bytes``, of the whole of the partitioned parameters."""
+    sizes = {
+        id(record.parameter): pad(record.numel) * record.spec.dtype.itemsize
+        for record in records
+        if record.is_partitioned
+    }
+    return _least_bytes(model, sizes)
+
+
+def _least_bytes(model: nn.Module, sizes: dict[int, int]) -> int:
     modules = list(model.modules())
     largest = max(_weight_bytes(module, sizes, recurse=False) for module in modules)
     blocks = (_weight_bytes(block, sizes, recurse=True) for block in _blocks(model))

@@ -1,4 +1,4 @@
-"""Values of offloaded parameters as real tensors, and back."""
+"""Values of offloaded parameters as real tensors, and back: those that this rank keeps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from swap.tiered import TieredState
 
 
 def weight_of(state: TieredState, record: Record) -> torch.Tensor:
-    """A copy of the weights, in the shape of the parameter, on the compute device."""
+    """A copy of the weights, in the shape of what this rank keeps, on the compute device."""
     weight = torch.empty(record.spec.numel, dtype=record.spec.dtype)
     state.planes.read(record.index, "weight", 0, weight)
-    return weight.view(record.shape).to(state.device)
+    return weight.view(record.kept_shape).to(state.device)
 
 
 def write_back(state: TieredState, record: Record) -> None:
@@ -21,7 +21,8 @@ def write_back(state: TieredState, record: Record) -> None:
     Elements that were changed become the master exactly; the others keep the master's low bits.
     """
     before = weight_of(state, record).view(-1)
-    after = record.parameter.data.reshape(-1).to(before.dtype)
+    kept = slice(record.first, record.first + record.spec.numel)
+    after = record.parameter.data.reshape(-1)[kept].to(before.dtype)
     if torch.equal(before, after):
         return
     master = state.read_values(record.index, 0, record.spec.numel)

@@ -32,7 +32,7 @@ class Leaf:
 
     def count(self, plane: Plane) -> int:
         """Values of a plane: blocks do not reach from one part into the next."""
-        return sum(plane.count(part.spec.numel) for part in self.parts)
+        return sum(plane.count(part.numel) for part in self.parts)
 
     def split(
         self, start: int, length: int, plane: Plane
@@ -42,7 +42,7 @@ class Leaf:
         """
         at = 0
         for part in self.parts:
-            count = plane.count(part.spec.numel)
+            count = plane.count(part.numel)
             low = max(start, at)
             high = min(start + length, at + count)
             if low < high:

@@ -19,6 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 from infinity.discovery import Record
+from infinity.sharing import Sharing
 from swap.tiered import TieredState
 
 
@@ -45,10 +46,12 @@ def values_for(
     return OwnValues()
 
 
-def fill_all(state: TieredState, records: Sequence[Record], values: Values) -> None:
+def fill_all(
+    state: TieredState, records: Sequence[Record], values: Values, sharing: Sharing
+) -> None:
     """Bring all first values home; shows progress when it takes long."""
     with tqdm(
-        total=sum(record.spec.weight_bytes for record in records),
+        total=sum(record.weight_bytes for record in records),
         desc="offloading",
         unit="B",
         unit_scale=True,
@@ -56,9 +59,10 @@ def fill_all(state: TieredState, records: Sequence[Record], values: Values) -> N
         leave=False,
         disable=None,
     ) as progress:
-        for record, tensor in values.parameters(records):
-            state.fill(record.index, tensor)
-            progress.update(record.spec.weight_bytes)
+        for found, tensor in values.parameters(records):
+            record = records[found.index]  # a source may know it as it was before it was cut
+            state.fill(record.index, sharing.note(record, tensor))
+            progress.update(record.weight_bytes)
 
 
 class OwnValues:

@@ -15,20 +15,16 @@ from infinity import persistence
 from infinity.activations import Activations
 from infinity.discovery import Record
 from infinity.endurance import DRIVE_ENDURANCE
-from infinity.gathering import read_values, weight_of, write_back
 from infinity.hooks import ModelHooks
 from infinity.loss_scale import LossScale
 from infinity.optimizer import OffloadedOptimizer
-from infinity.parameter import (
-    become_offloaded,
-    become_plain,
-    replace_parameter,
-    take_grad,
-)
+from infinity.parameter import become_offloaded, take_grad
 from infinity.phases import Phases
 from infinity.report import Report, make_report, write_trace
 from infinity.residency import Residency
+from infinity.restoring import restore
 from infinity.saved import SavedTensors
+from infinity.sharing import Sharing
 from infinity.stepping import clip_coefficient, options_of, updates_for
 from infinity.versions import Versions
 from swap.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
@@ -58,10 +54,12 @@ class OffloadedModel:
         loss_scale: LossScale | None,
         compute_dtype: torch.dtype | None,
         checkpoint_bytes: int,
+        sharing: Sharing,
     ) -> None:
         self.checkpoint_bytes = checkpoint_bytes
         self.model = model
         self.rule = rule
+        self.sharing = sharing
         self._budget = budget
         self.optimizer: OffloadedOptimizer
         self.records = records
@@ -75,10 +73,11 @@ class OffloadedModel:
         self._norm: torch.Tensor | None = None
         self.steps = [0] * len(records)
         self._consumed: set[int] = set()
-        self._residency = Residency(records, state, state.placement.arena_bytes // 2)
+        weights = sharing.weights
+        self._residency = Residency(records, weights, state.device, sharing.visitor_bytes)
         self._phases = Phases(state.timeline)
         self._activations = activations
-        self._saved = SavedTensors(records, state, self._phases, activations)
+        self._saved = SavedTensors(records, weights, self._phases, activations)
         self._versions = Versions(records)
         self._saves: list[checkpoint.PendingSave] = []
         self._hooks = ModelHooks(model, records, self._residency, self._phases, compute_dtype)
@@ -109,7 +108,7 @@ class OffloadedModel:
         the norm before.
         """
         self._check_open()
-        norm = self._gradient_norm()
+        norm = self.sharing.norm() / self.loss_scale * self._clip_factor if self._present else 0.0
         coefficient = clip_coefficient(norm, max_norm)
         self._clip_factor *= coefficient
         return torch.tensor(norm)
@@ -136,7 +135,7 @@ class OffloadedModel:
         index = self._index_of(parameter)
         if index not in self._present:
             return None
-        return self.state.gradients.read(index).view(self.records[index].shape)
+        return self.sharing.gradient(self.records[index])
 
     def flush(self) -> None:
         """Wait until the last step is finished and every value is at home.
@@ -167,11 +166,11 @@ class OffloadedModel:
         self._residency.keep_out(record.index for record in chosen)
         try:
             for record in chosen:
-                self._residency.put(record.index, weight_of(self.state, record))
+                self._residency.put(record.index, self.sharing.weight_of(record))
             yield
             if modify:
                 for record in chosen:
-                    write_back(self.state, record)
+                    self.sharing.write_back(record)
         finally:
             self._residency.let_in(record.index for record in chosen)
             self._versions.note()
@@ -220,7 +219,8 @@ class OffloadedModel:
         """
         self._check_open()
         budget, steps = self._budget.host_bytes, max(self.steps)
-        return make_report(self.state, self._activations, budget, steps, drive_endurance)
+        passing = self.sharing.peak_host_bytes
+        return make_report(self.state, self._activations, budget, steps, drive_endurance, passing)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the recent timeline as JSON that Perfetto and chrome://tracing open."""
@@ -240,11 +240,13 @@ class OffloadedModel:
         self._versions.check()
         self._phases.end_backward()
         present = sorted(self._present)
+        self.sharing.begin_step(present, self.steps, self.optimizer.param_groups)
         if not present:
             return
         self._residency.reset()
-        norm = self._gradient_norm()
-        self._norm = torch.tensor(self.state.gradients.norm() / self.loss_scale)
+        whole_norm = self.sharing.norm() / self.loss_scale
+        norm = whole_norm * self._clip_factor
+        self._norm = torch.tensor(whole_norm)
         scale = self._clip_factor / self.loss_scale
         if self._max_grad_norm is not None:
             scale *= clip_coefficient(norm, self._max_grad_norm)
@@ -259,6 +261,7 @@ class OffloadedModel:
         for index in present:
             self.steps[index] += 1
             self._saved.generations[index] += 1
+        self.sharing.end_step(present)
         self._versions.count_updates(present)
         self._residency.expect_update(present)
 
@@ -273,18 +276,23 @@ class OffloadedModel:
         return Step(updates=self._updates(None), gradient_scale=1.0)
 
     def clear_gradients(self) -> None:
+        self.sharing.drop_gradients()
         self.state.clear_gradients()
         self._consumed.clear()
         self._clip_factor = 1.0
 
     def has_gradient(self, index: int) -> bool:
-        return index in self._consumed or index in self._present
+        if index in self._consumed or self.sharing.has_gradient(index):
+            return True
+        self.state.collect_gradients()
+        return index in self.state.gradients.present
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        self.sharing.drop_gradients(index)
         self.state.clear_gradients(index)
         self._consumed.discard(index)
         if gradient is not None:
-            self.state.add_gradient(index, gradient)
+            self.sharing.add_gradient(index, gradient)
 
     def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
         """Weights of these parameters are in place inside."""
@@ -305,7 +313,7 @@ class OffloadedModel:
                 f"{self.records[index].name} got a gradient on top of one that a step has used; "
                 "call offloaded.step(), or optimizer.zero_grad() after optimizer.step()"
             )
-        self.state.add_gradient(index, gradient.to_dense() if gradient.is_sparse else gradient)
+        self.sharing.add_gradient(index, gradient.to_dense() if gradient.is_sparse else gradient)
         self._phases.backward_works()
 
     # Opening and closing, for ``offload``.
@@ -328,6 +336,7 @@ class OffloadedModel:
                 handle = record.parameter.register_post_accumulate_grad_hook(self._take_gradient)
                 stack.callback(handle.remove)
         stack.callback(self._residency.reset)
+        stack.push(self.sharing.leaving)
         self._adopt_gradients(gradients)
         self._versions.note()
 
@@ -335,7 +344,8 @@ class OffloadedModel:
         """Gradients that the model came with are accumulated to, as plain PyTorch does."""
         for record, gradient in zip(self.records, gradients, strict=True):
             if gradient is not None and record.spec.trainable:
-                self.state.add_gradient(record.index, gradient.to_dense() * self.loss_scale)
+                scaled = gradient.to_dense() * self.loss_scale
+                self.sharing.add_gradient(record.index, scaled)
 
     def _restore(self) -> None:
         """Real tensors with the trained values, on the device and in the dtype that the model came
@@ -347,17 +357,7 @@ class OffloadedModel:
         try:
             self.state.flush()
         finally:
-            for record in self.records:
-                self._restore_one(record)
-
-    def _restore_one(self, record: Record) -> None:
-        take_grad(record.parameter)
-        data = torch.empty(record.shape, dtype=record.dtype, device=record.device)
-        restored = become_plain(record.parameter, record.kind, data)
-        if restored is not record.parameter:
-            replace_parameter(self.model, record.parameter, restored)
-        elif not data.is_meta:
-            read_values(self.state, record, data)
+            restore(self.model, self.records, self.sharing, max(self.steps))
 
     def _check_open(self) -> None:
         if not self._open:
@@ -377,12 +377,9 @@ class OffloadedModel:
     @property
     def _present(self) -> frozenset[int]:
         """Parameters with a gradient, once all that are on their way have arrived."""
+        self.sharing.finish_gradients()
         self.state.collect_gradients()
         return self.state.gradients.present
-
-    def _gradient_norm(self) -> float:
-        self.state.collect_gradients()
-        return self.state.gradients.norm() / self.loss_scale * self._clip_factor
 
     def _updates(self, present: Sequence[int] | None) -> dict[int, ParameterUpdate]:
         """What the next step means for those parameters, or for all that are in a group."""

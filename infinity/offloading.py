@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -15,15 +15,30 @@ from torch import nn
 from infinity.activation_tiers import ActivationShare, activations_for, mode_of
 from infinity.bandwidth import shares
 from infinity.buffers import BufferConversion
+from infinity.chosen_optimizer import optimizer_for, rule_for
+from infinity.collectives import Ranks
 from infinity.discovery import RESIDENT_ELEMENTS, Record, least_arena_bytes, records_of
+from infinity.gather_plan import GatherPlan, gather_plans
+from infinity.gathered_weights import GatherMemory
 from infinity.loss_scale import LossScale
 from infinity.materialize import fill_all, values_for
 from infinity.model import OffloadedModel
-from infinity.optimizer import AdamW, OffloadedOptimizer, OptimizerFactory, TorchRule
+from infinity.optimizer import AdamW, OptimizerFactory, TorchRule
+from infinity.over_ranks import OverRanks
+from infinity.rank_agreement import (
+    check_devices,
+    check_same,
+    facts_of,
+    open_ranks,
+    ranks_here,
+    shared_shares,
+    together,
+)
+from infinity.sharing import Sharing, Unshared
 from infinity.tiling import MIN_TILE_BYTES, Tiling
 from swap.directory import check_usable, reclaim
 from swap.placement import Placement, place
-from swap.rules import AdamRule, FrozenRule, UpdateRule
+from swap.rules import UpdateRule
 from swap.tiered import TieredState
 from swap.tiers import Budget, BudgetError, format_bytes, parse_bytes
 
@@ -48,6 +63,7 @@ def offload(
     weights: str | os.PathLike[str] | None = None,
     max_parameter_bytes: int | str | None = None,
     overlap: bool = True,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Iterator[OffloadedModel]:
     """Train (or run) ``model`` unchanged with its state on NVMe, within the budget, inside the
     block.
@@ -70,6 +86,9 @@ def offload(
     - ``max_parameter_bytes``: weights of ``nn.Linear`` layers that are larger (in the compute
       dtype) are cut into tiles inside the block, see ``TiledLinear``; the layers come back after.
     - ``overlap=False`` does one transfer after the other, for measuring what overlap is worth.
+    - ``process_group``: ranks (of torchrun, say) that partition the model between them and average
+      their gradients; ``torch.distributed.group.WORLD`` is all of them. See
+      ``docs/ARCHITECTURE.md``.
 
     On leaving, parameters are real tensors with the trained values again, or on meta if they came
     so. Raises ``ValueError``, ``TypeError``, ``BudgetError`` (with the least budget that works) or
@@ -78,25 +97,26 @@ def offload(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not an nn.Module")
     target = _device(device)
-    directories = directories_of(nvme)
-    for directory in directories:
-        reclaim(directory)
-    options = _Options(
-        directories=directories,
-        optimizer=optimizer,
-        device=target,
-        compute_dtype=compute_dtype,
-        budget=make_budget(host_memory, device_memory, target),
-        max_grad_norm=_checked_norm(max_grad_norm),
-        share=ActivationShare(
-            mode=mode_of(activations), device=target, num_directories=len(directories)
-        ),
-        weights=weights,
-        max_parameter_bytes=parameter_bound(max_parameter_bytes),
-        overlap=overlap,
-    )
     with ExitStack() as stack:
-        yield _enter(stack, model, options)
+        ranks = open_ranks(stack, process_group, target)
+        with together(ranks):
+            directories = directories_of(nvme)
+            mode = mode_of(activations)
+            options = _Options(
+                directories=directories,
+                optimizer=optimizer,
+                device=target,
+                compute_dtype=compute_dtype,
+                budget=make_budget(host_memory, device_memory, target),
+                max_grad_norm=_checked_norm(max_grad_norm),
+                share=ActivationShare(mode=mode, device=target, num_directories=len(directories)),
+                weights=weights,
+                max_parameter_bytes=parameter_bound(max_parameter_bytes),
+                overlap=overlap,
+            )
+        if host_memory is None and ranks is not None:
+            options = options.among(ranks_here(ranks))
+        yield _enter(stack, model, options, ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,24 +134,56 @@ class _Options:
     max_parameter_bytes: int | None
     overlap: bool
 
+    def among(self, ranks: int) -> _Options:
+        """With this rank's part of the host memory that so many on one machine share."""
+        host_bytes = self.budget.host_bytes // ranks
+        return replace(self, budget=replace(self.budget, host_bytes=host_bytes))
 
-def _enter(stack: ExitStack, model: nn.Module, options: _Options) -> OffloadedModel:
+    def facts(self) -> dict[str, object]:
+        """What has to be the same on every rank."""
+        names = ("compute_dtype", "max_grad_norm", "max_parameter_bytes", "overlap")
+        facts: dict[str, object] = {name: getattr(self, name) for name in names}
+        facts["activations"] = self.share.mode
+        if self.optimizer is None or isinstance(self.optimizer, AdamW):
+            facts["optimizer"] = self.optimizer
+        return facts
+
+
+def _enter(
+    stack: ExitStack, model: nn.Module, options: _Options, ranks: Ranks | None
+) -> OffloadedModel:
     """Offload ``model``; ``stack`` undoes all of it."""
     dtype = options.compute_dtype
-    records = records_of(model, dtype)
-    values = values_for(model, records, options.weights)
-    if options.max_parameter_bytes is not None:
-        tiling = Tiling(model, records, options.max_parameter_bytes, dtype)
-        stack.enter_context(tiling)
+    with together(ranks):
+        for directory in options.directories:
+            reclaim(directory)
         records = records_of(model, dtype)
-        values = tiling.values(values, records)
-    rule, inner = _rule(options.optimizer, records)
-    placement = _place(model, records, rule, options)
-    state = _open_state(stack, placement, rule, options)
-    activations = activations_for(
-        options.share, options.budget.host_bytes, options.directories, state.timeline
-    )
-    stack.callback(activations.close)
+        values = values_for(model, records, options.weights)
+        if options.max_parameter_bytes is not None:
+            tiling = Tiling(model, records, options.max_parameter_bytes, dtype)
+            stack.enter_context(tiling)
+            records = records_of(model, dtype)
+            values = tiling.values(values, records)
+        rule, inner = rule_for(options.optimizer, records)
+        if isinstance(rule, TorchRule) and ranks is not None:
+            rule.check_elementwise()
+    if ranks is not None:
+        check_same(ranks, facts_of(model, records, rule, options.facts()))
+        check_devices(ranks, options.device)
+        records = records_of(model, dtype, rank=ranks.rank, world_size=ranks.world_size)
+    plan = None
+    with together(ranks):
+        if ranks is None:
+            placement = _place(model, records, rule, options)
+        else:
+            placement, plan = _place_beside(model, records, rule, options)
+    state = _open_state(stack, placement, rule, options, ranks)
+    with together(ranks):
+        activations = activations_for(
+            options.share, options.budget.host_bytes, options.directories, state.timeline
+        )
+        stack.callback(activations.close)
+    sharing = _sharing(stack, records, state, plan, options, ranks)
     offloaded = OffloadedModel(
         model,
         records,
@@ -143,11 +195,14 @@ def _enter(stack: ExitStack, model: nn.Module, options: _Options) -> OffloadedMo
         loss_scale=LossScale() if dtype == torch.float16 else None,
         compute_dtype=dtype,
         checkpoint_bytes=placement.checkpoint_bytes,
+        sharing=sharing,
     )
-    fill_all(state, records, values)
+    with together(ranks):
+        fill_all(state, records, values, sharing)
+    sharing.agree_on_values()
     stack.enter_context(BufferConversion(model, options.device, dtype, values))
     activations.leave_alone(model.buffers())
-    offloaded.optimizer = _optimizer(options.optimizer, inner, records, offloaded)
+    offloaded.optimizer = optimizer_for(options.optimizer, inner, records, offloaded)
     offloaded.attach(stack)
     return offloaded
 
@@ -155,13 +210,43 @@ def _enter(stack: ExitStack, model: nn.Module, options: _Options) -> OffloadedMo
 def _place(
     model: nn.Module, records: Sequence[Record], rule: UpdateRule, options: _Options
 ) -> Placement:
+    """The homes of what this process keeps, all of it if there are no other ranks."""
+    return _place_within(model, records, rule, options, options.share.rest_of(options.budget))
+
+
+def _place_beside(
+    model: nn.Module, records: Sequence[Record], rule: UpdateRule, options: _Options
+) -> tuple[Placement, GatherPlan]:
+    """The homes of what this rank keeps, beside the memory for what it gathers."""
+    rest = options.share.rest_of(options.budget)
+    plans = gather_plans(model, records, options.budget, options.device)
+    for plan in plans[:-1]:
+        try:
+            placed = _place_within(model, records, rule, options, plan.rest_of(rest))
+        except BudgetError:
+            continue
+        return placed, plan
+    plan = plans[-1]
+    try:
+        return _place_within(model, records, rule, options, plan.rest_of(rest)), plan
+    except BudgetError as error:
+        raise plan.error(error) from error
+
+
+def _place_within(
+    model: nn.Module,
+    records: Sequence[Record],
+    rule: UpdateRule,
+    options: _Options,
+    budget: Budget,
+) -> Placement:
     least_bytes = least_arena_bytes(model, records)
-    check_device_budget(options.budget, least_bytes)
+    check_device_budget(budget, least_bytes)
     try:
         return place(
             [record.spec for record in records],
             rule,
-            options.share.rest_of(options.budget),
+            budget,
             least_arena_bytes=least_bytes,
             separate_device=options.device.type != "cpu",
         )
@@ -253,74 +338,39 @@ def _device(device: torch.device | str | None) -> torch.device:
     return chosen
 
 
-def _rule(
-    optimizer: AdamW | OptimizerFactory | None, records: Sequence[Record]
-) -> tuple[UpdateRule, torch.optim.Optimizer | None]:
-    """The rule for updates, and the user's own optimizer when a factory made one."""
-    trained = [record for record in records if record.spec.trainable]
-    if optimizer is None or not trained:
-        return FrozenRule(), None
-    if isinstance(optimizer, AdamW):
-        for record in trained:
-            if record.spec.dtype == torch.float64:
-                raise ValueError(
-                    f"{record.name} is float64, which infinity.AdamW does not compute in; pass "
-                    "compute_dtype=torch.float32, or a factory such as torch.optim.AdamW"
-                )
-        return AdamRule(state_dtype=optimizer.state_dtype), None
-    is_class = isinstance(optimizer, type) and issubclass(optimizer, AdamW)
-    if is_class or not callable(optimizer):
-        raise TypeError(
-            f"optimizer={optimizer!r} is neither infinity.AdamW(...), a factory params -> "
-            "Optimizer, nor None"
-        )
-    inner = optimizer([record.parameter for record in trained])
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise TypeError(f"the optimizer factory returned {type(inner).__name__}, not an Optimizer")
-    _check_groups(inner, trained)
-    return TorchRule(inner), inner
-
-
-def _check_groups(optimizer: torch.optim.Optimizer, trained: Sequence[Record]) -> None:
-    """Raises ``ValueError`` unless the optimizer has the trained parameters and no others."""
-    grouped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    for record in trained:
-        if grouped.pop(id(record.parameter), None) is None:
-            raise ValueError(
-                f"{record.name} is in no group of the optimizer that the factory made; add it, or "
-                "call requires_grad_(False) if it is not to be trained"
-            )
-    for parameter in grouped.values():
-        raise ValueError(
-            f"the optimizer that the factory made has a parameter of shape "
-            f"{tuple(parameter.shape)}, which is not one of those that it was given"
-        )
-
-
-def _optimizer(
-    optimizer: AdamW | OptimizerFactory | None,
-    inner: torch.optim.Optimizer | None,
-    records: Sequence[Record],
-    owner: OffloadedModel,
-) -> OffloadedOptimizer:
-    trained = [record.parameter for record in records if record.spec.trainable]
-    if inner is not None:
-        return OffloadedOptimizer(trained, inner.defaults, owner, param_groups=inner.param_groups)
-    options = (optimizer if isinstance(optimizer, AdamW) else _DEFAULT_OPTIMIZER).defaults()
-    return OffloadedOptimizer(trained or [records[0].parameter], options, owner)
-
-
 def _open_state(
-    stack: ExitStack, placement: Placement, rule: UpdateRule, options: _Options
+    stack: ExitStack, placement: Placement, rule: UpdateRule, options: _Options, ranks: Ranks | None
 ) -> TieredState:
-    state = TieredState(
-        placement,
-        rule,
-        options.directories,
-        shares=shares(options.directories),
-        device=options.device,
-        device_bytes=options.budget.device_bytes,
-        overlap=options.overlap,
-    )
-    stack.callback(state.close)
+    bandwidths = shares(options.directories)
+    if ranks is not None:
+        bandwidths = shared_shares(ranks, options.directories, bandwidths)
+    with together(ranks):
+        state = TieredState(
+            placement,
+            rule,
+            options.directories,
+            shares=bandwidths,
+            device=options.device,
+            device_bytes=options.budget.device_bytes,
+            overlap=options.overlap,
+        )
+        stack.callback(state.close)
     return state
+
+
+def _sharing(
+    stack: ExitStack,
+    records: Sequence[Record],
+    state: TieredState,
+    plan: GatherPlan | None,
+    options: _Options,
+    ranks: Ranks | None,
+) -> Sharing:
+    if ranks is None or plan is None:
+        return Unshared(state)
+    capacity = min(ranks.coordinator.exchange(plan.capacity_bytes))
+    memory = GatherMemory(plan.nbytes, options.device)
+    stack.callback(memory.close)
+    return OverRanks(
+        ranks, records, state, memory, capacity_bytes=capacity, prefetch=options.overlap
+    )

@@ -211,6 +211,38 @@ class TorchRule:
         result: Mapping[str, Any] = worker.state[leaf]
         return result
 
+    def check_elementwise(self) -> None:
+        """Raise ``ValueError`` for an optimizer that does not treat every element by itself: rows
+        of a parameter must be updated alone as they are in the whole.
+        """
+        rng = torch.Generator().manual_seed(0)
+        first, gradients = torch.randn(8, 4, generator=rng), torch.randn(2, 8, 4, generator=rng)
+        for group in self._optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            whole = self._after(options, first, gradients)
+            halves = [
+                self._after(options, first[rows].reshape(-1), gradients[:, rows].reshape(2, -1))
+                for rows in (slice(0, 3), slice(3, 8))
+            ]
+            if not torch.equal(whole.reshape(-1), torch.cat(halves)):
+                raise ValueError(
+                    f"{type(self._optimizer).__name__} looks at more than one element of a "
+                    "parameter at once, and each rank has a slice of every parameter; over several "
+                    "ranks use infinity.AdamW, another optimizer that treats elements by "
+                    "themselves, or the optimizer itself under FSDP2"
+                )
+
+    def _after(
+        self, options: dict[str, Any], first: torch.Tensor, gradients: torch.Tensor
+    ) -> torch.Tensor:
+        """A throw-away parameter after a step for each of ``gradients``."""
+        leaf = torch.nn.Parameter(first.clone())
+        state: Mapping[str, Any] = {}
+        for gradient in gradients:
+            leaf.grad = gradient.clone()
+            state = self._step_one(leaf, dict(options), dict(state))
+        return leaf.detach()
+
     def _probe(self) -> tuple[str, ...]:
         """Names of the state that has a value for each element, found by steps on throw-away
         parameters of as many dimensions as those of each group have.

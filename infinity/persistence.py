@@ -30,6 +30,7 @@ from infinity.discovery import Record
 from infinity.leaves import Leaf, leaves_of
 from infinity.loss_scale import LossScale
 from infinity.optimizer import OffloadedOptimizer, TorchRule
+from infinity.sharing import Sharing
 from swap.kernels import merge_master
 from swap.layout import Plane
 from swap.rules import AdamRule, UpdateRule
@@ -49,6 +50,7 @@ class Trainee(Protocol):
     steps: list[int]
     loss_scale_state: LossScale | None
     checkpoint_bytes: int
+    sharing: Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def load(trainee: Trainee, path: str | os.PathLike[str]) -> Any:
     """
     saved = checkpoint.load(path, only=["infinity.*"])["infinity"]
     _check(trainee, saved, path)
-    trainee.state.weights.drop()
+    trainee.sharing.weights.drop()
     _load_values(trainee, saved, path)
     for plane in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
         if not any(plane in planes for planes in saved["planes"].values()):

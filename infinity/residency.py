@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from infinity.discovery import Record
+from infinity.gathered_weights import Weights
 from infinity.parameter import (
     OffloadedParameter,
     cannot_be_copied,
@@ -30,7 +31,6 @@ from infinity.parameter import (
     placeholder,
     put_data,
 )
-from swap.tiered import TieredState
 
 
 @dataclass(slots=True, eq=False)
@@ -43,9 +43,11 @@ class _Frame:
 class Residency:
     """Puts weights into parameters and takes them out again."""
 
-    def __init__(self, records: list[Record], state: TieredState, visitor_bytes: int) -> None:
+    def __init__(
+        self, records: list[Record], weights: Weights, device: torch.device, visitor_bytes: int
+    ) -> None:
         self._records = records
-        self._state = state
+        self._weights = weights
         self._visitor_bytes = visitor_bytes
         self._frames: list[_Frame] = []
         self._visitors: dict[int, int] = {}
@@ -53,7 +55,7 @@ class Residency:
         self._kept_out: set[int] = set()
         self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
         self._placeholders = [
-            placeholder(record.shape, record.spec.dtype, state.device) for record in records
+            placeholder(record.shape, record.spec.dtype, device) for record in records
         ]
         self.at_home = [self._home_view(record) for record in records]
 
@@ -101,7 +103,7 @@ class Residency:
         """Somebody reached for a parameter that no running forward holds."""
         if index in self._held or index in self._visitors or index in self._kept_out:
             return
-        nbytes = self._records[index].spec.weight_bytes
+        nbytes = self._records[index].weight_bytes
         while self._visitors and sum(self._visitors.values()) + nbytes > self._visitor_bytes:
             self._dismiss(next(iter(self._visitors)))
         self._hold([index])
@@ -157,7 +159,7 @@ class Residency:
 
     def _hold(self, indices: list[int]) -> None:
         wanted = [index for index in indices if index not in self._kept_out]
-        weights = self._state.weights.acquire(wanted)
+        weights = self._weights.acquire(wanted)
         for index, weight in zip(wanted, weights, strict=True):
             self._held[index] = self._held.get(index, 0) + 1
             if self._held[index] == 1:
@@ -173,14 +175,14 @@ class Residency:
                 del self._held[index]
                 if self.at_home[index] is None and index not in self._kept_out:
                     self._take_out(index)
-        self._state.weights.release(released)
+        self._weights.release(released)
 
     def _dismiss(self, index: int) -> None:
         if self._visitors.pop(index, None) is not None:
             self._release([index])
 
     def _home_view(self, record: Record) -> torch.Tensor | None:
-        weight = self._state.weights.at_home(record.index)
+        weight = self._weights.at_home(record.index)
         return None if weight is None else weight.view(record.shape)
 
     def _take_out(self, index: int) -> None:

@@ -25,9 +25,9 @@ import torch
 
 from infinity.activations import Activations
 from infinity.discovery import Record
+from infinity.gathered_weights import Weights
 from infinity.phases import Phases
 from infinity.saved_storage import SavedActivation
-from swap.tiered import TieredState
 
 _in_use: list[SavedTensors] = []
 """Those of all models that are offloaded now."""
@@ -57,17 +57,17 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     def __init__(
         self,
         records: list[Record],
-        state: TieredState,
+        weights: Weights,
         phases: Phases,
         activations: Activations,
     ) -> None:
         super().__init__(self._pack, self._unpack)
         self._activations = activations
         self._records = records
-        self._state = state
+        self._weights = weights
         self._phases = phases
         self.generations = [0] * len(records)
-        self._homes = _home_ranges(records, state)
+        self._homes = _home_ranges(records, weights)
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -122,7 +122,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                 "backward pass belongs to; call backward before step"
             )
         self._phases.backward_works()
-        weight = self._state.weights.borrow(packed.index)
+        weight = self._weights.borrow(packed.index)
         return weight.as_strided(
             packed.size, packed.stride, weight.storage_offset() + packed.offset
         )
@@ -142,7 +142,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if tensor.layout != torch.strided or not tensor.numel() or tensor.is_neg():
             return None
         storage = tensor.untyped_storage()
-        index = self._state.weights.owner(storage._cdata)
+        index = self._weights.owner(storage._cdata)
         if index is not None:
             plain = tensor.dtype == self._records[index].spec.dtype
             return (index, int(tensor.storage_offset())) if plain and not tensor.is_conj() else None
@@ -157,11 +157,11 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return index, start - first
 
 
-def _home_ranges(records: list[Record], state: TieredState) -> dict[int, list[tuple[int, int]]]:
+def _home_ranges(records: list[Record], weights: Weights) -> dict[int, list[tuple[int, int]]]:
     """For each storage that weights at home lie in: sorted (first element, parameter)."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for record in records:
-        weight = state.weights.at_home(record.index)
+        weight = weights.at_home(record.index)
         if weight is not None:
             storage = weight.untyped_storage()._cdata
             ranges.setdefault(storage, []).append((int(weight.storage_offset()), record.index))

@@ -39,7 +39,11 @@ def updates_for(
         if index not in options:
             raise ValueError(f"{record.name} is in no group of offloaded.optimizer.param_groups")
         updates[index] = ParameterUpdate(
-            parameter=index, step=steps[index] + 1, shape=record.shape, options=options[index]
+            parameter=index,
+            step=steps[index] + 1,
+            shape=record.kept_shape,
+            options=options[index],
+            first=record.first,
         )
     return updates
 

@@ -25,6 +25,9 @@ class _Lib:
     def swap_merge(
         self, hi: FFI.CData, lo: FFI.CData, master: FFI.CData, n: int, threads: int, /
     ) -> int: ...
+    def swap_block_squares(
+        self, values: FFI.CData, value_float: int, n: int, sums: FFI.CData, threads: int, /
+    ) -> int: ...
     def swap_sum_of_squares(
         self, values: FFI.CData, value_float: int, n: int, total: FFI.CData, threads: int, /
     ) -> int: ...

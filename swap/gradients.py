@@ -15,7 +15,7 @@ import torch
 
 from aio import Operation, Slab
 from swap.extents import Extent, ExtentStore
-from swap.kernels import sum_of_squares
+from swap.kernels import block_squares, sum_of_squares
 from swap.layout import PIECE, Layout, Segment
 from swap.placement import Placement, gradient_bytes
 from swap.planes import as_bytes, as_tensor
@@ -52,6 +52,9 @@ class GradientStore:
         self._on_nvme: dict[int, Extent] = {}
         self._spilled: set[int] = set()
         self._squares: dict[int, float] = {}
+        self.keep_blocks = False
+        """Whether ``block_squares`` can be asked for; to be set before the first gradient."""
+        self._blocks: dict[int, list[torch.Tensor]] = {}
         for group in self._layout.subgroups:
             home = placement.gradient_home[group.index] if group.trainable else None
             if home is Tier.HOST:
@@ -71,6 +74,12 @@ class GradientStore:
         """The 2-norm over all present gradients, in parameter order."""
         return math.sqrt(sum(self._squares[parameter] for parameter in sorted(self._squares)))
 
+    def block_squares(self, parameter: int) -> torch.Tensor:
+        """The sums of squares of a present gradient, float64, one for each ``PIECE`` elements; only
+        of a store that keeps them. Added up in order they are what the norm is made of.
+        """
+        return torch.cat(self._blocks[parameter])
+
     def add(self, parameter: int, gradient: torch.Tensor) -> None:
         """Set or accumulate the gradient of ``parameter``, in the parameter's dtype. The caller
         may reuse ``gradient`` on return.
@@ -80,20 +89,22 @@ class GradientStore:
         """
         flat = gradient.detach().reshape(-1)
         accumulate = parameter in self._squares
-        squares = 0.0
+        squares = _Squares([] if self.keep_blocks else None)
         try:
             for segment in self._layout.segments_of[parameter]:
                 part = flat[segment.start : segment.start + segment.length]
                 if segment.subgroup in self._host:
                     home = self._host[segment.subgroup]
                     target = home[segment.offset : segment.offset + segment.length]
-                    squares = _accumulate(target, part, accumulate, squares)
+                    _accumulate(target, part, accumulate, squares)
                 else:
-                    squares = self._spill_segment(segment, part, accumulate, squares)
+                    self._spill_segment(segment, part, accumulate, squares)
         except BaseException:
             self._squares.pop(parameter, None)
             raise
-        self._squares[parameter] = squares
+        self._squares[parameter] = squares.total
+        if squares.blocks is not None:
+            self._blocks[parameter] = squares.blocks
 
     def read(self, parameter: int) -> torch.Tensor:
         """A copy of the gradient of ``parameter``, flat."""
@@ -154,8 +165,8 @@ class GradientStore:
         self._spills.settle(subgroup)
 
     def _spill_segment(
-        self, segment: Segment, part: torch.Tensor, accumulate: bool, squares: float
-    ) -> float:
+        self, segment: Segment, part: torch.Tensor, accumulate: bool, squares: _Squares
+    ) -> None:
         assert self._spills is not None
         self._spilled.add(segment.subgroup)
         # Writes to the same bytes must not be in flight together: either could come last.
@@ -167,20 +178,23 @@ class GradientStore:
         elements = self._chunk_bytes // dtype.itemsize // PIECE * PIECE
         for first in range(0, part.numel(), elements):
             values = part[first : first + elements]
-            squares = self._spill_chunk(segment, first, values, accumulate, squares)
-        return squares
+            self._spill_chunk(segment, first, values, accumulate, squares)
 
     def _spill_chunk(
-        self, segment: Segment, first: int, values: torch.Tensor, accumulate: bool, squares: float
-    ) -> float:
+        self,
+        segment: Segment,
+        first: int,
+        values: torch.Tensor,
+        accumulate: bool,
+        squares: _Squares,
+    ) -> None:
         assert self._spills is not None
         chunk = self._spills.take(values.numel(), self._layout.subgroups[segment.subgroup].dtype)
         start = (segment.offset + first) * chunk.dtype.itemsize
         if accumulate:
             self._read(segment.subgroup, start, chunk).result()
-        squares = _accumulate(chunk[: values.numel()], values, accumulate, squares)
+        _accumulate(chunk[: values.numel()], values, accumulate, squares)
         self._spills.write(segment, self._on_nvme[segment.subgroup], start, chunk)
-        return squares
 
     def _read(self, subgroup: int, start: int, out: torch.Tensor) -> Operation:
         assert self._extents is not None
@@ -189,20 +203,35 @@ class GradientStore:
         return self._timeline.watch(operation, label, purpose="gradients")
 
 
+class _Squares:
+    """The sum of squares of one gradient, and those of its blocks if ``blocks`` is a list."""
+
+    def __init__(self, blocks: list[torch.Tensor] | None) -> None:
+        self.total = 0.0
+        self.blocks = blocks
+
+    def add(self, values: torch.Tensor) -> None:
+        """Count the next elements, whole pieces unless they are the last of a segment."""
+        if values.dtype == torch.float64:
+            # ``sum_of_squares`` has no kernel for float64: block sums added one by one.
+            sums = [float(block.square().sum()) for block in values.split(PIECE)]
+            for block_sum in sums:
+                self.total += block_sum
+            if self.blocks is not None:
+                self.blocks.append(torch.tensor(sums, dtype=torch.float64))
+        elif self.blocks is None:
+            self.total = sum_of_squares(values, self.total)
+        else:
+            self.blocks.append(block_squares(values))
+            for block_sum in self.blocks[-1].tolist():
+                self.total += block_sum
+
+
 def _accumulate(
-    target: torch.Tensor, values: torch.Tensor, accumulate: bool, squares: float
-) -> float:
+    target: torch.Tensor, values: torch.Tensor, accumulate: bool, squares: _Squares
+) -> None:
     if accumulate:
         target.add_(values.to(target.device))
     else:
         target.copy_(values)
-    return _add_squares(target, squares)
-
-
-def _add_squares(values: torch.Tensor, squares: float) -> float:
-    """As ``sum_of_squares``, which has no kernel for float64: block sums added one by one."""
-    if values.dtype != torch.float64:
-        return sum_of_squares(values, squares)
-    for block in values.split(PIECE):
-        squares += float(block.square().sum())
-    return squares
+    squares.add(target)

@@ -280,6 +280,26 @@ def sum_of_squares(grad: torch.Tensor, carry: float = 0.0, *, threads: int | Non
     return float(total[0])
 
 
+def block_squares(grad: torch.Tensor, *, threads: int | None = None) -> torch.Tensor:
+    """Return the sum of squares of every block of BLOCK elements of ``grad``, in float64.
+
+    Added up one after the other they are what ``sum_of_squares`` returns, bit for bit. Raises as
+    that.
+    """
+    n = grad.numel()
+    _check("grad", grad, n, *_FLOATS)
+    sums = torch.zeros(-(-n // BLOCK), dtype=torch.float64)
+    status = lib.swap_block_squares(
+        _address(grad),
+        _FLOATS[grad.dtype],
+        n,
+        ffi.cast("double *", sums.data_ptr()),
+        _num_threads(threads),
+    )
+    _raise_on_error(status, "sum", n)
+    return sums
+
+
 def available_isas() -> tuple[str, ...]:
     """Return the instruction sets that this machine has and kernels exist for, fastest first.
 

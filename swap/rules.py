@@ -24,6 +24,8 @@ class ParameterUpdate:
     step: int
     shape: torch.Size
     options: Mapping[str, Any] = field(default_factory=dict)
+    first: int = 0
+    """Which element of the whole parameter is the first that is kept here."""
 
 
 class UpdateRule(Protocol):
@@ -140,7 +142,7 @@ class AdamRule:
             exp_avg_scale=planes.get("exp_avg_scale"),
             exp_avg_sq_scale=planes.get("exp_avg_sq_scale"),
             hyper=_hyper(update, gradient_scale),
-            origin=Origin(parameter=segment.parameter, first=segment.start),
+            origin=Origin(parameter=segment.parameter, first=update.first + segment.start),
             threads=self._threads,
         )
 

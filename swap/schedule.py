@@ -32,6 +32,11 @@ class Schedule:
     def plan(self) -> tuple[int, ...]:
         return tuple(self._plan)
 
+    @property
+    def is_at_start(self) -> bool:
+        """Whether a cycle begins now: everything that the plan expects of it is still to come."""
+        return self._cursor == 0
+
     def record(self, parameter: int) -> None:
         """A use of ``parameter`` begins. Repeated uses without another between them count once."""
         if self._recorded and self._recorded[-1] == parameter:

@@ -88,19 +88,26 @@ static void sum_body(void *opaque, int64_t begin, int64_t end) {
     }
 }
 
-int swap_sum_of_squares(const void *values, int value_float, int64_t n, double *sum, int threads) {
+int swap_block_squares(const void *values, int value_float, int64_t n, double *sums, int threads) {
     if (!below(value_float, SWAP_NUM_FLOATS) || n < 0 || threads < 1)
         return -EINVAL;
-    int64_t blocks = (n + SWAP_BLOCK - 1) / SWAP_BLOCK;
-    if (blocks == 0)
+    if (n == 0)
         return 0;
+    struct sum_context context = {swap_kernels(), values, (enum swap_float)value_float, sums};
+    swap_parallel(sum_body, &context, n, threads);
+    return 0;
+}
+
+int swap_sum_of_squares(const void *values, int value_float, int64_t n, double *sum, int threads) {
+    int64_t blocks = n / SWAP_BLOCK + (n % SWAP_BLOCK > 0);
+    if (blocks <= 0)
+        return swap_block_squares(values, value_float, n, NULL, threads);
     double *sums = calloc((size_t)blocks, sizeof *sums);
     if (!sums)
         return -ENOMEM;
-    struct sum_context context = {swap_kernels(), values, (enum swap_float)value_float, sums};
-    swap_parallel(sum_body, &context, n, threads);
-    for (int64_t block = 0; block < blocks; block++)
+    int status = swap_block_squares(values, value_float, n, sums, threads);
+    for (int64_t block = 0; status == 0 && block < blocks; block++)
         *sum += sums[block];
     free(sums);
-    return 0;
+    return status;
 }

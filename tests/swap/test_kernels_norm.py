@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap.kernels import BLOCK, available_isas, set_isa, sum_of_squares
+from swap.kernels import BLOCK, available_isas, block_squares, set_isa, sum_of_squares
 
 LANES = 32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -92,3 +92,15 @@ def test_sum_at_an_odd_address_equals_the_one_at_an_even_one() -> None:
     moved = torch.empty(20_003, dtype=torch.bfloat16)[3:]
     moved.copy_(values)
     assert sum_of_squares(moved) == sum_of_squares(values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, BLOCK, 3 * BLOCK + 17])
+def test_block_squares_added_up_in_order_are_the_sum_of_squares(
+    dtype: torch.dtype, numel: int
+) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(3)).to(dtype)
+    total = 0.0
+    for block_sum in block_squares(values, threads=2).tolist():
+        total += block_sum
+    assert total == sum_of_squares(values)

@@ -1,0 +1,241 @@
+"""Agreement between the ranks of a ``torch.distributed`` group, over a gloo group of its own.
+
+Ranks meet at *points*, each with a kind and a number. At every point all ranks first tell each
+other which point they are at, in messages of one size; only when all are at the same one does
+anything else follow. So ranks that have gone different ways find out, and are told where the others
+are, before messages of different sizes could meet.
+
+A rank that fails outside of a point says why in the store of the group, then leaves it, which ends
+the waiting of all others at once. A rank that was killed says nothing; its peers see its
+connections closed. One that hangs is waited for until the timeout.
+
+Messages are JSON. Nothing here touches the group that trains, so it may run on any thread, one at a
+time.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from checkpoint.errors import RankFailedError
+
+T = TypeVar("T")
+_CAUSE = "infinity-cause"
+_HEADER = 4
+_DEFAULT_SECONDS = 1800.0
+_Gloo: Any = getattr(dist, "ProcessGroupGloo", None)
+_PrefixStore: Any = getattr(dist, "PrefixStore", None)
+EXCHANGE = 0
+"""The kind of the points of ``exchange`` and ``broadcast``; others are their callers'."""
+
+Name = Callable[[int, int], str]
+"""What a rank is doing at a point of that kind and number, for messages."""
+
+
+class GroupCoordinator:
+    """A ``Coordinator`` of the ranks of ``process_group`` (default: all). Making one is itself
+    collective, as is every method but ``leave``.
+
+    ``timeout_seconds`` is how long a rank waits for another (default: what the group was made
+    with). Every method raises ``RankFailedError`` when another rank failed, is gone, or is
+    elsewhere; from then on the coordinator is of no use.
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        *,
+        timeout_seconds: float | None = None,
+        name: Name | None = None,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                "there is no process group; call torch.distributed.init_process_group() first"
+            )
+        parent = dist.group.WORLD if process_group is None else process_group
+        ranks = dist.get_process_group_ranks(parent)
+        self.rank = dist.get_rank(parent)
+        self.world_size = len(ranks)
+        if self.rank < 0:
+            raise ValueError("this process is not a rank of process_group")
+        timeout = _timeout_of(parent) if timeout_seconds is None else timedelta(0, timeout_seconds)
+        self._seconds = timeout.total_seconds()
+        self._store: Any = _store_beside(parent)
+        # Not one of torch's own groups: those have names, which are in the way of the next one.
+        self._group: Any = _Gloo(self._store, self.rank, self.world_size, timeout)
+        self._name = name or _plain_name
+        self._failure: RankFailedError | None = None
+        self._count = 0
+        self.turn = threading.Lock()
+        """Held by who uses the coordinator for several points in a row."""
+
+    # Meeting.
+
+    def meet(self, kind: int, number: int, nbytes: int = 0, digest: int = 0) -> list[list[int]]:
+        """Waits until every rank is at this point; gives (kind, number, nbytes, digest) by rank.
+
+        Raises RankFailedError naming a rank that is at another point.
+        """
+        header = torch.tensor([kind, number, nbytes, digest], dtype=torch.int64)
+        rows = [torch.empty(_HEADER, dtype=torch.int64) for _ in range(self.world_size)]
+        self._collective(lambda: self._group.allgather([rows], [header]).wait())
+        points = [[int(value) for value in row] for row in rows]
+        for rank, point in enumerate(points):
+            if point[:2] != [kind, number]:
+                raise self._fail(
+                    RankFailedError(
+                        f"rank {self.rank} {self._name(kind, number)}, rank {rank} "
+                        f"{self._name(point[0], point[1])}: every rank has to do the same things "
+                        "in the same order",
+                        rank=rank,
+                    )
+                )
+        return points
+
+    def broadcast(self, value: T) -> T:
+        """The value of rank 0, on every rank; a JSON value."""
+        given: T = self.exchange(value if self.rank == 0 else None)[0]  # type: ignore[assignment]
+        return given
+
+    def exchange(self, value: T | BaseException) -> list[T]:
+        """The values of all ranks, by rank, on every rank; JSON values.
+
+        If any rank's is an exception, every rank raises: that one its own, the others
+        RankFailedError with what failed first.
+        """
+        raw = json.dumps(_encoded(value)).encode("ascii")
+        self._count += 1
+        sizes = [point[2] for point in self.meet(EXCHANGE, self._count, len(raw))]
+        own = torch.zeros(max(sizes), dtype=torch.uint8)
+        own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        every = [torch.empty_like(own) for _ in sizes]
+        self._collective(lambda: self._group.allgather([every], [own]).wait())
+        answers = [
+            json.loads(tensor[:size].numpy().tobytes())
+            for tensor, size in zip(every, sizes, strict=True)
+        ]
+        failed = [(answer["at"], rank) for rank, answer in enumerate(answers) if "error" in answer]
+        if isinstance(value, BaseException):
+            raise value
+        if failed:
+            _, rank = min(failed)
+            raise RankFailedError(f"rank {rank} failed: {answers[rank]['error']}", rank=rank)
+        return [answer["value"] for answer in answers]
+
+    def gather(self, values: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """The flat CPU tensors of all ranks, which have these ``lengths``; at a point where they
+        have met.
+        """
+        own = torch.zeros(max(lengths), dtype=values.dtype)
+        own[: values.numel()] = values
+        every = [torch.empty_like(own) for _ in lengths]
+        self._collective(lambda: self._group.allgather([every], [own]).wait())
+        return [tensor[:length] for tensor, length in zip(every, lengths, strict=True)]
+
+    # Leaving.
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks can still meet."""
+        return self._group is not None and self._failure is None
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Leaves the group; with ``error``, the others are told why. Idempotent."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if error is not None and not isinstance(error, RankFailedError):
+            self._tell(f"rank {self.rank} failed: {describe(error)}")
+        self._store = None
+
+    def failure_of(self, error: BaseException) -> RankFailedError:
+        """What an error of a collective means: who failed first, if that is known. The coordinator
+        is of no use from then on.
+        """
+        cause = self._told_cause()
+        waited = f" (ranks wait {self._seconds:g} s for others)"
+        if cause is None:
+            cause = f"a rank was killed, or does not answer{waited}: {error}"
+            self._tell(f"rank {self.rank} lost another one: {cause}")
+        return self._fail(RankFailedError(cause))
+
+    def _collective(self, run: Callable[[], Any]) -> None:
+        if self._failure is not None:
+            raise RankFailedError(str(self._failure), rank=self._failure.rank)
+        if self._group is None:
+            raise RankFailedError("this rank has left its group")
+        try:
+            run()
+        except RuntimeError as error:
+            raise self.failure_of(error) from error
+
+    def _fail(self, failure: RankFailedError) -> RankFailedError:
+        self._failure = failure
+        return failure
+
+    def _tell(self, cause: str) -> None:
+        """The first cause stays."""
+        if self._store is not None:
+            try:
+                self._store.compare_set(_CAUSE, "", cause)
+            except RuntimeError:  # the store has gone with rank 0; the connection says enough
+                return
+
+    def _told_cause(self) -> str | None:
+        if self._store is None:
+            return None
+        try:
+            if not self._store.check([_CAUSE]):
+                return None
+            told: bytes = self._store.get(_CAUSE)
+        except RuntimeError:
+            return None
+        return told.decode(errors="replace")
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, its kind first."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _encoded(value: object) -> dict[str, Any]:
+    if not isinstance(value, BaseException):
+        return {"value": value}
+    return {"error": describe(value), "at": time.time()}
+
+
+def _plain_name(kind: int, number: int) -> str:
+    return f"is at its exchange {number}" if kind == EXCHANGE else f"is at point {kind}:{number}"
+
+
+_counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How many coordinators were made beside a process group; the same on every rank of it."""
+
+
+def _store_beside(group: Any) -> Any:
+    """A store of the ranks of ``group`` for one coordinator alone."""
+    count = _counts[group] = _counts.get(group, 0) + 1
+    found = getattr(group, "get_group_store", None)
+    store = dist.distributed_c10d._get_default_store() if found is None else found()
+    return _PrefixStore(f"infinity-{group.group_name}-{count}", store)
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """What a group was made with."""
+    for device in ("cpu", "cuda"):
+        try:
+            found = group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+        if isinstance(found, timedelta):
+            return found
+    return timedelta(seconds=_DEFAULT_SECONDS)
