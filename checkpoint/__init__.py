@@ -3,14 +3,20 @@
 import importlib
 from types import ModuleType
 
-from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoint.coordinator import Coordinator, SingleProcess
+from checkpoint.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    RankFailedError,
+)
 from checkpoint.export import export_safetensors, write_safetensors
+from checkpoint.group import GroupCoordinator
 from checkpoint.loading import list_tensors, load
 from checkpoint.manager import Manager
 from checkpoint.pending import PendingSave
 from checkpoint.records import SaveInfo
 from checkpoint.saving import save, save_async
-from checkpoint.sources import ByteSink, ByteSource
+from checkpoint.sources import ByteSink, ByteSource, PartialSink, PartialSource
 from checkpoint.streams import open_stream
 from checkpoint.verifying import VerifyReport, verify
 from checkpoint.views import open_zarr, write_references
@@ -18,11 +24,17 @@ from checkpoint.views import open_zarr, write_references
 __all__ = [
     "ByteSink",
     "ByteSource",
+    "Coordinator",
     "CorruptCheckpointError",
+    "GroupCoordinator",
     "IncompleteCheckpointError",
     "Manager",
+    "PartialSink",
+    "PartialSource",
     "PendingSave",
+    "RankFailedError",
     "SaveInfo",
+    "SingleProcess",
     "VerifyReport",
     "export_safetensors",
     "list_tensors",

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from aio import Engine, sync_directory
 from checkpoint.collector import paused_collector
-from checkpoint.coordinator import Coordinator
 from checkpoint.destination import Destination
 from checkpoint.early import EarlyStage
 from checkpoint.filling import Filler
@@ -32,6 +31,7 @@ from checkpoint.locate import is_own_manifest
 from checkpoint.manifest import MANIFEST_NAME, encode_manifest
 from checkpoint.planning import StatePlan
 from checkpoint.rank_files import RankFiles, RankRecords, filling_supplies, merge_records
+from checkpoint.rank_planning import RankPlan
 from checkpoint.records import Manifest
 from checkpoint.staging import Slots
 
@@ -45,6 +45,8 @@ class SavePlan:
     state: StatePlan
     fillers: tuple[Filler, ...]
     slots: tuple[Slots, ...]
+    ranks: RankPlan | None = None
+    """Of a save by several ranks; `state` is that of this one, `fillers` what it writes."""
 
     @property
     def path(self) -> Path:
@@ -54,11 +56,10 @@ class SavePlan:
 def commit(
     plan: SavePlan,
     engine: Engine,
-    coordinator: Coordinator,
     on_staged: Callable[[], None] | None = None,
     early: EarlyStage | None = None,
 ) -> Manifest:
-    """Writes the plan and returns when it is durable.
+    """Writes the plan of one process and returns when it is durable.
 
     `on_staged` is called when no source will be read again; with `early` the sources are read
     there.
@@ -68,8 +69,8 @@ def commit(
     there, and a power cut may bring either back.
     """
     destination, path = plan.destination, plan.path
-    files = RankFiles(destination, coordinator.rank, plan.fillers)
-    draft = _Draft(plan, files, coordinator, on_staged)
+    files = RankFiles(destination, 0, plan.fillers)
+    draft = _Draft(plan, files, on_staged)
     with new_directory(path), locked(path), ExitStack() as undo:
         check_replaceable(path)
         # 0. Room, with what killed saves left out of the way.
@@ -88,9 +89,7 @@ def commit(
         # 6. Their names durable.
         for directory in directories:
             sync_directory(directory)
-        # 7. Every rank has got here, or none goes on.
-        draft.agree()
-        # 8. to 11. The manifest.
+        # 7. is for several ranks. 8. to 11. The manifest.
         publish(destination, draft.raw, undo)
     return draft.manifest
 
@@ -111,7 +110,7 @@ def publish(destination: Destination, raw: bytes, undo: ExitStack) -> None:
 
 
 class _Draft:
-    """The manifest on its way: what this rank wrote, then what all of them wrote.
+    """The manifest on its way.
 
     One process knows everything when the last byte has been summed, and encodes its manifest while
     the last writes are still in flight.
@@ -124,47 +123,36 @@ class _Draft:
         self,
         plan: SavePlan,
         files: RankFiles,
-        coordinator: Coordinator,
         on_staged: Callable[[], None] | None,
     ) -> None:
         self._plan = plan
         self._files = files
-        self._coordinator = coordinator
         self._on_staged = on_staged
-        self._records: RankRecords | None = None
 
     def prepare(self) -> None:
         """All sources have been read and summed."""
         if self._on_staged is not None:
             self._on_staged()
         with paused_collector():
-            self._records = self._files.records()
-            if self._coordinator.world_size == 1:
-                self._encode([self._records])
+            self.manifest = manifest_of(self._plan, [self._files.records()])
+            self.raw = encode_manifest(self.manifest, self._plan.state.tree_text)
 
-    def agree(self) -> None:
-        """Every rank has written all it had; raises on every rank if one of them failed."""
-        assert self._records is not None
-        ranks = self._coordinator.exchange(self._records)
-        if self._coordinator.world_size > 1:
-            self._encode(ranks)
 
-    def _encode(self, ranks: Sequence[RankRecords]) -> None:
-        plan = self._plan
-        files, chunks = merge_records(ranks)
-        self.manifest = Manifest(
-            uuid=plan.destination.uuid,
-            world_size=len(ranks),
-            roots=tuple(str(stripe) for stripe in plan.destination.stripes),
-            files=files,
-            storages=plan.state.storages,
-            tensors=tuple(
-                tensor.record.with_chunks(chunks[index])
-                for index, tensor in enumerate(plan.state.tensors)
-            ),
-            tree=plan.state.tree,
-        )
-        self.raw = encode_manifest(self.manifest, plan.state.tree_text)
+def manifest_of(plan: SavePlan, ranks: Sequence[RankRecords]) -> Manifest:
+    """The manifest of what all ranks wrote."""
+    files, chunks = merge_records(ranks)
+    return Manifest(
+        uuid=plan.destination.uuid,
+        world_size=len(ranks),
+        roots=tuple(str(stripe) for stripe in plan.destination.stripes),
+        files=files,
+        storages=plan.state.storages,
+        tensors=tuple(
+            tensor.record.with_chunks(chunks[index])
+            for index, tensor in enumerate(plan.state.tensors)
+        ),
+        tree=plan.state.tree,
+    )
 
 
 @contextmanager

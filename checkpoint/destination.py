@@ -11,12 +11,13 @@ class Destination:
     """The checkpoint at `path`, the id of the save, and the directories that take its data.
 
     `stripes` are empty if the data go to the checkpoint's own directory. Data files have numbers;
-    those of a rank go to the stripes in turn.
+    those of a rank go to the stripes in turn, or to those of them that are its `own`.
     """
 
     path: Path
     uuid: str
     stripes: tuple[Path, ...]
+    own: tuple[int, ...] | None = None
 
     @property
     def num_stripes(self) -> int:
@@ -34,11 +35,14 @@ class Destination:
 
     def root_index(self, number: int) -> int | None:
         """Which stripe a data file is in; None for the checkpoint itself."""
-        return number % len(self.stripes) if self.stripes else None
+        if not self.stripes:
+            return None
+        return number % len(self.stripes) if self.own is None else self.own[number % len(self.own)]
 
     def root(self, number: int) -> Path:
         """The directory that the path of a data file is relative to."""
-        return self.stripes[number % len(self.stripes)] if self.stripes else self.path
+        index = self.root_index(number)
+        return self.path if index is None else self.stripes[index]
 
     def relative_path(self, rank: int, number: int) -> str:
         """Where a data file is, from its root."""

@@ -75,8 +75,17 @@ class GroupCoordinator:
         self._name = name or _plain_name
         self._failure: RankFailedError | None = None
         self._count = 0
-        self.turn = threading.Lock()
-        """Held by who uses the coordinator for several points in a row."""
+        self._turn = threading.Lock()
+
+    # Taking turns.
+
+    def begin(self) -> None:
+        """Waits until no save of this process uses the coordinator; `end` must follow."""
+        self._turn.acquire()
+
+    def end(self) -> None:
+        """Lets the next save use it."""
+        self._turn.release()
 
     # Meeting.
 

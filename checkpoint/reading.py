@@ -49,8 +49,9 @@ def read_tensors(
         for chunk in record.chunks:
             if chunk.nbytes:
                 place = read.target.place(chunk.start, chunk.shape)
-                whole = ChunkRead(record.name, chunk, 0, chunk.nbytes)
-                by_file[chunk.file].append((whole, place))
+                for first, last in read.target.wanted(chunk.start, chunk.shape):
+                    wanted = ChunkRead(record.name, chunk, first, last)
+                    by_file[chunk.file].append((wanted, place))
     read_files(manifest, checkpoint, by_file, options)
 
 

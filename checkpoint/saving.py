@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from aio import Engine
 from checkpoint.collector import paused_collector
 from checkpoint.commit import SavePlan, commit
+from checkpoint.commit_ranks import commit_ranks, numbers_of, together
 from checkpoint.coordinator import Coordinator, SingleProcess
 from checkpoint.destination import Destination
 from checkpoint.early import COPY_SLOT_BYTES, EarlyStage
@@ -22,8 +24,10 @@ from checkpoint.guard import Guard, check_guard, hold_back
 from checkpoint.manifest import check_limits
 from checkpoint.memory import KeptMemory, available_bytes
 from checkpoint.pending import PendingSave, begin, settle
-from checkpoint.planning import plan_files, plan_state
+from checkpoint.planning import FilePlan, StatePlan, plan_files, plan_state
+from checkpoint.rank_planning import check_whole, plan_rank
 from checkpoint.records import SaveInfo
+from checkpoint.sources import Source
 from checkpoint.staging import plan_slots
 
 STAGING_BYTES = 256 << 20
@@ -39,6 +43,7 @@ def save(
     engine: Engine | None = None,
     *,
     staging_bytes: int = STAGING_BYTES,
+    coordinator: Coordinator | None = None,
 ) -> SaveInfo:
     """Saves a state tree at `path`, a directory, and returns when it is durable.
 
@@ -48,14 +53,26 @@ def save(
 
     The tensors must not change during the call. Beyond them it takes `staging_bytes` of memory.
 
+    With a `coordinator` (see `GroupCoordinator`) several ranks save one checkpoint together: every
+    rank calls with a tree of the same names, that of rank 0 is kept. A tensor that all ranks have
+    is taken to be the same on each, and written once, by all of them in parts; of a `PartialSource`
+    every rank writes what it has. `stripe_dirs` may be others on each rank, where all ranks see
+    them. If a rank fails or dies none of the checkpoint counts, and all raise.
+
     Raises TypeError naming the path of a leaf that cannot be saved and ValueError for a tree that
     holds itself, both before anything is touched; BlockingIOError if another save to the same
-    path is running; OSError naming the file if writing fails, after removing all it had written.
+    path is running; OSError naming the file if writing fails, after removing all it had written;
+    RankFailedError if another rank failed.
     """
     started = time.perf_counter()
-    plan = plan_save(state, path, stripe_dirs, SingleProcess(), staging_bytes)
-    settle(plan.path)
-    return _run(plan, engine, started)
+    ranks = coordinator or SingleProcess()
+    ranks.begin()
+    try:
+        plan = plan_save(state, path, stripe_dirs, ranks, staging_bytes)
+        settle(plan.path)
+        return _run(plan, engine, started, ranks)
+    finally:
+        ranks.end()
 
 
 def save_async(
@@ -66,6 +83,7 @@ def save_async(
     engine: Engine | None = None,
     *,
     staging_bytes: int | None = None,
+    coordinator: Coordinator | None = None,
 ) -> PendingSave:
     """Saves a state tree in the background; see `save` for what and where.
 
@@ -81,7 +99,15 @@ def save_async(
 
     Raises TypeError and ValueError as `save`, and TypeError for a guard that cannot wait.
     """
-    return start_save(state, path, stripe_dirs, guard, engine, staging_bytes=staging_bytes)
+    return start_save(
+        state,
+        path,
+        stripe_dirs,
+        guard,
+        engine,
+        staging_bytes=staging_bytes,
+        coordinator=coordinator,
+    )
 
 
 def start_save(
@@ -94,6 +120,7 @@ def start_save(
     staging_bytes: int | None = None,
     after: Callable[[], None] | None = None,
     memory: KeptMemory | None = None,
+    coordinator: Coordinator | None = None,
 ) -> PendingSave:
     """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
     for its copies that is kept for the next one.
@@ -101,11 +128,17 @@ def start_save(
     started = time.perf_counter()
     if guard is not None:
         check_guard(guard)
-    plan = plan_save(state, path, stripe_dirs, SingleProcess(), staging_bytes or STAGING_BYTES)
-    settle(plan.path)
+    ranks = coordinator or SingleProcess()
+    ranks.begin()
     early = None
-    if guard is None:
-        early = EarlyStage(plan.fillers, _budget(plan, staging_bytes), memory)
+    try:
+        plan = plan_save(state, path, stripe_dirs, ranks, staging_bytes or STAGING_BYTES)
+        settle(plan.path)
+        if guard is None:
+            early = EarlyStage(plan.fillers, _budget(plan, staging_bytes), memory)
+    except BaseException:
+        ranks.end()
+        raise
     pending = begin(plan.path, after)
     if guard is not None:
         hold_back(guard, pending)
@@ -113,9 +146,10 @@ def start_save(
     def run() -> None:
         outcome: SaveInfo | BaseException
         try:
-            outcome = _run(plan, engine, started, pending.set_staged, early)
+            outcome = _run(plan, engine, started, ranks, pending.set_staged, early)
         except BaseException as error:
             outcome = error
+        ranks.end()
         if early is not None:
             early.close()
         pending.finish(outcome)
@@ -149,20 +183,21 @@ def _run(
     plan: SavePlan,
     engine: Engine | None,
     started: float,
+    coordinator: Coordinator,
     on_staged: Callable[[], None] | None = None,
     early: EarlyStage | None = None,
 ) -> SaveInfo:
     with ExitStack() as stack:
         if engine is None:
             engine = stack.enter_context(Engine(lanes=plan.destination.num_stripes))
-        manifest = commit(plan, engine, SingleProcess(), on_staged, early)
+        if plan.ranks is None:
+            numbers = numbers_of(commit(plan, engine, on_staged, early))
+        else:
+            numbers = commit_ranks(plan, engine, coordinator, on_staged, early)
     return SaveInfo(
         path=plan.path,
-        uuid=manifest.uuid,
-        nbytes=manifest.nbytes,
-        file_nbytes=sum(file.nbytes for file in manifest.files),
-        num_tensors=len(manifest.tensors),
-        num_files=len(manifest.files),
+        uuid=plan.destination.uuid,
+        **numbers,
         seconds=time.perf_counter() - started,
     )
 
@@ -176,6 +211,29 @@ def plan_save(
     staging_bytes: int,
 ) -> SavePlan:
     """Decides everything about a save and touches nothing; raises what `save` does before that."""
+    if coordinator.world_size == 1:
+        target, stripes, state_plan = _checked(state, path, stripe_dirs)
+        check_whole(state_plan)
+        uuid, weights = _new_uuid(target), [1.0] * max(len(stripes), 1)
+        files = plan_files(state_plan, uuid=uuid, rank=0, weights=weights)
+        sources = [state_plan.sources_of(file) for file in files]
+        return _save_plan(
+            Destination(target, uuid, stripes), state_plan, files, sources, staging_bytes
+        )
+    found: list[tuple[Path, tuple[Path, ...], StatePlan]] = []
+    together(coordinator, lambda: found.append(_checked(state, path, stripe_dirs)))
+    target, stripes, state_plan = found[0]
+    uuid = coordinator.broadcast(_new_uuid(target))
+    ranks = plan_rank(state_plan, coordinator, uuid=uuid, stripes=stripes)
+    destination = Destination(target, uuid, ranks.stripes, ranks.own)
+    sources = [ranks.sources_of(file) for file in ranks.files]
+    plan = _save_plan(destination, state_plan, ranks.files, sources, staging_bytes)
+    return replace(plan, ranks=ranks)
+
+
+def _checked(
+    state: object, path: PathLike, stripe_dirs: Sequence[PathLike] | None
+) -> tuple[Path, tuple[Path, ...], StatePlan]:
     target = Path(path).resolve()
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(
@@ -184,14 +242,21 @@ def plan_save(
     stripes = stripe_paths(stripe_dirs)
     state_plan = plan_state(state)
     check_limits(state_plan.tree_text.encode("ascii"))
-    uuid = coordinator.broadcast(_new_uuid(target))
-    weights = [1.0] * max(len(stripes), 1)
-    files = plan_files(state_plan, uuid=uuid, rank=coordinator.rank, weights=weights)
+    return target, stripes, state_plan
+
+
+def _save_plan(
+    destination: Destination,
+    state_plan: StatePlan,
+    files: Sequence[FilePlan],
+    sources: Sequence[Sequence[Source]],
+    staging_bytes: int,
+) -> SavePlan:
     share = staging_bytes // len(files)
     return SavePlan(
-        destination=Destination(target, uuid, stripes),
+        destination=destination,
         state=state_plan,
-        fillers=tuple(Filler(file, state_plan.sources_of(file)) for file in files),
+        fillers=tuple(Filler(file, own) for file, own in zip(files, sources, strict=True)),
         slots=tuple(plan_slots(file.layout.nbytes, share) for file in files),
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -47,11 +48,30 @@ class ByteSink(Protocol):
     def write(self, start: int, data: memoryview) -> None: ...
 
 
+@runtime_checkable
+class PartialSource(ByteSource, Protocol):
+    """A tensor of which this rank has `ranges` alone: (first, length) in elements of its row-major
+    order. Other ranks have the rest. Only bytes in the ranges are asked for.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+
+
+@runtime_checkable
+class PartialSink(ByteSink, Protocol):
+    """A tensor of which `ranges` alone are to be loaded, (first, length) in elements of its
+    row-major order. Bytes beyond them may be given, too, and are to be ignored.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+
+
 class Source(NamedTuple):
     """One tensor to save: its type and where its row-major bytes are.
 
     They lie at `address` in host memory, or else `read` fills a buffer with them, from a byte
-    offset on that is a multiple of the item size. `owner` keeps the memory alive.
+    offset on that is a multiple of the item size. `owner` keeps the memory alive. `ranges` are
+    those of a `PartialSource`.
     """
 
     element: ElementType
@@ -59,6 +79,7 @@ class Source(NamedTuple):
     address: int | None
     read: Callable[[int, memoryview], None] | None
     owner: object
+    ranges: tuple[tuple[int, int], ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -210,4 +231,23 @@ def _reading_source(source: ByteSource) -> Source:
     shape = tuple(int(size) for size in source.shape)
     if any(size < 0 for size in shape):
         raise TypeError(f"a byte source of shape {shape}")
-    return Source(elements.BY_TORCH[source.dtype], shape, None, source.read, source)
+    ranges = source.ranges if isinstance(source, PartialSource) else None
+    return Source(elements.BY_TORCH[source.dtype], shape, None, source.read, source, ranges)
+
+
+def part_of(source: Source, first_byte: int, shape: Shape) -> Source:
+    """The source of a box of another that is one gapless range of it, from `first_byte` on."""
+    address, read = source.address, source.read
+    if address is not None:
+        return Source(source.element, shape, address + first_byte, None, source.owner)
+    assert read is not None
+    return Source(source.element, shape, None, _Shifted(read, first_byte), source.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shifted:
+    read: Callable[[int, memoryview], None]
+    first_byte: int
+
+    def __call__(self, start: int, out: memoryview) -> None:
+        self.read(self.first_byte + start, out)

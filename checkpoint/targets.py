@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from checkpoint.boxes import Shape, contiguous_strides, flat_first, range_boxes
-from checkpoint.sources import ByteSink, carrier_view
+from checkpoint.sources import ByteSink, PartialSink, carrier_view
 
 
 class Place(NamedTuple):
@@ -33,12 +33,19 @@ class Target(Protocol):
 
     def place(self, start: Shape, shape: Shape) -> Place: ...
 
+    def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
+        """Bytes [first, last) of a box that are to be read."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TensorTarget:
     """A tensor in memory, of any strides, on any device."""
 
     tensor: torch.Tensor
+
+    def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
+        return [(0, math.prod(shape) * self.tensor.element_size())]
 
     def place(self, start: Shape, shape: Shape) -> Place:
         part = self.tensor.detach() if self.tensor.requires_grad else self.tensor
@@ -74,6 +81,20 @@ class SinkTarget:
     sink: ByteSink
     shape: Shape
     itemsize: int
+
+    def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
+        """Bytes [first, last) of a box that the sink takes."""
+        nbytes = math.prod(shape) * self.itemsize
+        first = flat_first(self.shape, start, shape)
+        if not isinstance(self.sink, PartialSink) or first is None:
+            return [(0, nbytes)]
+        found = []
+        for begin, length in self.sink.ranges:
+            low = max(0, (begin - first) * self.itemsize)
+            high = min(nbytes, (begin + length - first) * self.itemsize)
+            if low < high:
+                found.append((low, high))
+        return found
 
     def place(self, start: Shape, shape: Shape) -> Place:
         first = flat_first(self.shape, start, shape)

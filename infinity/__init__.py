@@ -2,11 +2,13 @@
 nvme="/mnt"): ...``.
 """
 
+from checkpoint.errors import RankFailedError
 from infinity.model import OffloadedModel
 from infinity.offloaded_adamw import OffloadedAdamW, StateReport
 from infinity.offloading import offload
 from infinity.optimizer import AdamW
 from infinity.planning import Plan, plan
+from infinity.rank_agreement import RankDifferenceError
 from infinity.report import Report
 from infinity.tiled import TiledLinear
 from swap.tiers import BudgetError
@@ -17,6 +19,8 @@ __all__ = [
     "OffloadedAdamW",
     "OffloadedModel",
     "Plan",
+    "RankDifferenceError",
+    "RankFailedError",
     "Report",
     "StateReport",
     "TiledLinear",

@@ -13,6 +13,7 @@ from torch import nn
 import checkpoint
 from infinity import persistence
 from infinity.activations import Activations
+from infinity.collectives import LOAD, SAVE
 from infinity.discovery import Record
 from infinity.endurance import DRIVE_ENDURANCE
 from infinity.hooks import ModelHooks
@@ -185,6 +186,7 @@ class OffloadedModel:
         saved. Raises as those.
         """
         self._check_open()
+        self.sharing.meet(SAVE, max(self.steps))
         self.state.flush()
         outcome = persistence.save(self, path, extra, block=block)
         if not block:
@@ -198,6 +200,7 @@ class OffloadedModel:
         that case nothing was changed.
         """
         self._check_open()
+        self.sharing.meet(LOAD, max(self.steps))
         for pending in self._saves:
             pending.wait_done()
         self.state.flush()
@@ -209,6 +212,7 @@ class OffloadedModel:
     def export(self, folder: str | os.PathLike[str]) -> list[str]:
         """Write the weights as Hugging Face safetensors shards with an index; returns the paths."""
         self._check_open()
+        self.sharing.meet(SAVE, max(self.steps))
         self.state.flush()
         return persistence.export(self, folder)
 

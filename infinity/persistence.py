@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
 import checkpoint
+from checkpoint import commit_ranks as steps
 from infinity.discovery import Record
-from infinity.leaves import Leaf, leaves_of
+from infinity.leaves import leaves_of
 from infinity.loss_scale import LossScale
 from infinity.optimizer import OffloadedOptimizer, TorchRule
+from infinity.plane_bytes import BytesOfRank, Saving, planes_of_leaf
 from infinity.sharing import Sharing
 from swap.kernels import merge_master
 from swap.layout import Plane
@@ -37,6 +39,7 @@ from swap.rules import AdamRule, UpdateRule
 from swap.tiered import TieredState
 
 FORMAT = 1
+T = TypeVar("T")
 
 
 class Trainee(Protocol):
@@ -53,72 +56,50 @@ class Trainee(Protocol):
     sharing: Sharing
 
 
-@dataclass(frozen=True, slots=True)
-class PlaneBytes:
-    """One plane of one parameter as a row-major tensor: a ``checkpoint.ByteSource`` and
-    ``ByteSink``.
-    """
-
-    state: TieredState
-    leaf: Leaf
-    plane: Plane
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.plane.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.leaf.shape if self.plane.per == 1 else (self.leaf.count(self.plane),)
-
-    def read(self, start: int, out: memoryview) -> None:
-        """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
-        values, first = self._elements(out), start // self.dtype.itemsize
-        for part, low, at, length in self.leaf.split(first, values.numel(), self.plane):
-            self.state.planes.read(part.index, self.plane.name, low, values[at : at + length])
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Take ``data`` as the bytes from byte ``start``; whole elements. Raises ``AioError``."""
-        values, first = self._elements(data), start // self.dtype.itemsize
-        for part, low, at, length in self.leaf.split(first, values.numel(), self.plane):
-            self.state.planes.write(part.index, self.plane.name, low, values[at : at + length])
-
-    def _elements(self, data: memoryview) -> torch.Tensor:
-        return torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
-
-
 def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any, *, block: bool) -> Any:
     """Save everything that training goes on from. The update must be flushed.
 
     Without ``block`` the bytes are read while training goes on: nothing at home changes before the
     next step, which waits until they have been read. Buffers may change in a forward pass, so they
     are copied first, as is the extra state.
+
+    Several ranks save one checkpoint, each what it keeps; buffers, ``extra`` and whatever is the
+    same on all are those of rank 0.
     """
-    state = _sources(trainee) | {
-        "infinity": _scalars(trainee),
-        "extra": {"given": extra is not None, "value": extra},
-    }
+    state = _sources(trainee)
+    state["infinity"] = {"random_of_ranks": _random_of_ranks(trainee)}
+    if trainee.sharing.rank == 0:
+        state["model"] |= persistent_buffers(trainee.model)
+        state["infinity"] |= _scalars(trainee)
+        state["extra"] = {"given": extra is not None, "value": extra}
+    coordinator = trainee.sharing.coordinator
     if block:
-        return checkpoint.save(state, path, staging_bytes=trainee.checkpoint_bytes)
-    state["model"] |= {
-        name: buffer.clone() for name, buffer in persistent_buffers(trainee.model).items()
-    }
-    state["extra"] = copy.deepcopy(state["extra"])
+        return checkpoint.save(
+            state, path, staging_bytes=trainee.checkpoint_bytes, coordinator=coordinator
+        )
+    if trainee.sharing.rank == 0:
+        state["model"] |= {
+            name: buffer.clone() for name, buffer in persistent_buffers(trainee.model).items()
+        }
+        state["extra"] = copy.deepcopy(state["extra"])
     return checkpoint.save_async(
-        state, path, guard=trainee.optimizer, staging_bytes=trainee.checkpoint_bytes
+        state,
+        path,
+        guard=trainee.optimizer,
+        staging_bytes=trainee.checkpoint_bytes,
+        coordinator=coordinator,
     )
 
 
 def load(trainee: Trainee, path: str | os.PathLike[str]) -> Any:
-    """Undo ``save``; returns ``extra``.
+    """Undo ``save``, also that of another number of ranks; returns ``extra``.
 
     Raises ``ValueError`` naming what does not match before anything is changed. A failure later (a
     corrupt file, an I/O error) leaves values mixed: load again before training on.
     """
-    saved = checkpoint.load(path, only=["infinity.*"])["infinity"]
-    _check(trainee, saved, path)
+    saved = together(trainee.sharing, lambda: _read_scalars(trainee, path))
     trainee.sharing.weights.drop()
-    _load_values(trainee, saved, path)
+    together(trainee.sharing, lambda: _load_values(trainee, saved, path))
     for plane in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
         if not any(plane in planes for planes in saved["planes"].values()):
             trainee.state.planes.zero(plane)
@@ -126,23 +107,31 @@ def load(trainee: Trainee, path: str | os.PathLike[str]) -> Any:
     return checkpoint.load(path, only=["extra.*"])["extra"].get("value")
 
 
+def together(sharing: Sharing, step: Callable[[], T]) -> T:
+    """Take a step that all ranks take: where one fails, all raise."""
+    found: list[T] = []
+    if sharing.coordinator is None:
+        return step()
+    steps.together(sharing.coordinator, lambda: found.append(step()))
+    return found[0]
+
+
+def _read_scalars(trainee: Trainee, path: str | os.PathLike[str]) -> dict[str, Any]:
+    saved: dict[str, Any] = checkpoint.load(path, only=["infinity.*"])["infinity"]
+    _check(trainee, saved, path)
+    return saved
+
+
 def _sources(trainee: Trainee) -> dict[str, Any]:
-    model: dict[str, Any] = dict(persistent_buffers(trainee.model))
+    model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
+    rank, world_size = trainee.sharing.rank, trainee.sharing.world_size
     for leaf in leaves_of(trainee.model, trainee.records):
-        for plane in _planes(trainee.state, leaf):
+        for plane in planes_of_leaf(trainee.state, leaf, Saving(rank, world_size)):
             name = plane.plane.name
             part = model if name == "weight" else optimizer.setdefault(name, {})
             part[leaf.name] = plane
     return {"model": model, "optimizer": optimizer}
-
-
-def _planes(state: TieredState, leaf: Leaf) -> list[PlaneBytes]:
-    subgroup = state.layout.segments_of[leaf.first.index][0].subgroup
-    return [
-        PlaneBytes(state, leaf, state.planes.plane(subgroup, name))
-        for name in state.plane_names(leaf.first.index)
-    ]
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -171,11 +160,25 @@ def _scalars(trainee: Trainee) -> dict[str, Any]:
             for group in trainee.optimizer.param_groups
         ],
         "state_dtype": _state_dtype(trainee.rule),
-        "parts": {leaf.name: [part.spec.numel for part in leaf.parts] for leaf in leaves},
+        "parts": {leaf.name: [part.numel for part in leaf.parts] for leaf in leaves},
         "loss_scale": None if scale is None else [scale.value, scale.good_steps],
         "small_state": {trainee.records[index].name: dict(s) for index, s in small.items()},
         "random": _random_state(),
     }
+
+
+def _random_of_ranks(trainee: Trainee) -> dict[str, dict[str, BytesOfRank]]:
+    """The states of random generators of ranks other than the first; each has its own."""
+    found: dict[str, dict[str, BytesOfRank]] = {}
+    for rank in range(1, trainee.sharing.world_size):
+        own = {"cpu": torch.get_rng_state()}
+        if trainee.state.device.type == "cuda":
+            own["device"] = torch.cuda.get_rng_state(trainee.state.device)
+        found[str(rank)] = {
+            name: BytesOfRank(state.numel(), state if rank == trainee.sharing.rank else None)
+            for name, state in own.items()
+        }
+    return found
 
 
 def _random_state() -> dict[str, Any]:
@@ -228,7 +231,7 @@ def _check_moments(
                 f"{path} has the moments of {leaf.name} in {theirs}, the optimizer keeps {ours}; "
                 f"pass optimizer=infinity.AdamW(state_dtype={theirs})"
             )
-        parts = [part.spec.numel for part in leaf.parts]
+        parts = [part.numel for part in leaf.parts]
         if ours == torch.uint8 and saved["parts"][leaf.name] != parts:
             raise ValueError(
                 f"{path} has 8-bit moments of {leaf.name} in other tiles, and blocks of them end "
@@ -241,7 +244,7 @@ def _load_values(trainee: Trainee, saved: Mapping[str, Any], path: str | os.Path
     converted = []
     for leaf in leaves_of(trainee.model, trainee.records):
         is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
-        for plane in _planes(trainee.state, leaf):
+        for plane in planes_of_leaf(trainee.state, leaf, None):
             name = plane.plane.name
             if is_converted and name in _MASTER:
                 continue
@@ -256,8 +259,9 @@ def _load_values(trainee: Trainee, saved: Mapping[str, Any], path: str | os.Path
     checkpoint.load(path, only=_names_of(same), into=same, staging_bytes=trainee.checkpoint_bytes)
     for leaf in converted:
         values = _master(path, leaf.name, saved["planes"][leaf.name]).reshape(-1)
-        for part, _, at, length in leaf.split(0, values.numel(), _WEIGHT):
-            trainee.state.fill(part.index, values[at : at + length])
+        for part, _, at, _ in leaf.split(0, values.numel(), _WEIGHT):
+            kept = at + part.first
+            trainee.state.fill(part.index, values[kept : kept + part.spec.numel])
 
 
 _MASTER = ("weight", "lo", "master")
@@ -309,6 +313,19 @@ def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
         trainee.rule.small_state.clear()
         for name, small in saved["small_state"].items():
             trainee.rule.small_state[by_name[name].index] = dict(small)
+    _restore_random(trainee, saved)
+
+
+def _restore_random(trainee: Trainee, saved: Mapping[str, Any]) -> None:
+    """Every rank takes its own; one that did not take part in the save keeps what it has."""
+    rank = trainee.sharing.rank
+    if rank:
+        own = saved.get("random_of_ranks", {}).get(str(rank), {})
+        if "cpu" in own:
+            torch.set_rng_state(own["cpu"])
+        if "device" in own and trainee.state.device.type == "cuda":
+            torch.cuda.set_rng_state(own["device"], trainee.state.device)
+        return
     random = saved["random"]
     torch.set_rng_state(random["cpu"])
     if torch.cuda.is_available() and len(random["cuda"]) == torch.cuda.device_count():
@@ -316,8 +333,30 @@ def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
 
 
 def export(trainee: Trainee, folder: str | os.PathLike[str]) -> list[str]:
-    """Weights and persistent buffers as Hugging Face shards with an index; returns the paths."""
+    """Weights and persistent buffers as Hugging Face shards with an index; returns the paths.
+
+    Several ranks first save the weights together, in a folder beside, from which rank 0 makes the
+    shards: no rank ever has the model.
+    """
     weights: dict[str, Any] = dict(persistent_buffers(trainee.model))
+    rank, world_size = trainee.sharing.rank, trainee.sharing.world_size
     for leaf in leaves_of(trainee.model, trainee.records):
-        weights[leaf.name] = _planes(trainee.state, leaf)[0]
-    return [os.fspath(file) for file in checkpoint.write_safetensors(weights, folder)]
+        planes = planes_of_leaf(trainee.state, leaf, Saving(rank, world_size))
+        weights[leaf.name] = planes[0]
+    coordinator = trainee.sharing.coordinator
+    if coordinator is None:
+        return [os.fspath(file) for file in checkpoint.write_safetensors(weights, folder)]
+    parts = Path(folder).absolute().with_name(f".{Path(folder).name}.parts")
+    checkpoint.save({"model": weights}, parts, coordinator=coordinator)
+
+    def merge() -> list[str]:
+        if rank:
+            return []
+        try:
+            files = checkpoint.export_safetensors(parts, folder, prefix="model.")
+        finally:
+            shutil.rmtree(parts, ignore_errors=True)
+        return [os.fspath(file) for file in files]
+
+    every: list[list[str]] = steps.together(coordinator, merge)
+    return every[0]

@@ -153,9 +153,7 @@ def make_report(
         steps=steps,
         elapsed_seconds=time.perf_counter() - timeline.started_at,
         budget_host_bytes=budget_host_bytes,
-        peak_host_bytes=state.peak_host_bytes
-        + activations.peak_budget_bytes
-        + passing_host_bytes,
+        peak_host_bytes=state.peak_host_bytes + activations.peak_budget_bytes + passing_host_bytes,
         resident_bytes=resident_bytes(state),
         planned_bytes=planned_bytes(state) | {"activations in host": activations.budget_bytes},
         activation_bytes=activations.counts(),

@@ -1,0 +1,114 @@
+"""From the state trees of several ranks to what each of them writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from checkpoint.boxes import flat_first, range_boxes
+from checkpoint.coordinator import Coordinator
+from checkpoint.planning import FilePlan, StatePlan, plan_part_files
+from checkpoint.rank_files import RankRecords
+from checkpoint.records import ChunkRecord, TensorRecord
+from checkpoint.sharing_out import Holding, Piece, share_out
+from checkpoint.sources import Source, part_of
+from checkpoint.striping import Part
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What this rank writes: its data files with the source of each shard. `tensors` are, by part,
+    the number of the tensor on rank 0; `stripes` those of all ranks, of which this one has `own`.
+    """
+
+    files: tuple[FilePlan, ...]
+    sources: tuple[Source, ...]
+    tensors: tuple[int, ...]
+    stripes: tuple[Path, ...]
+    own: tuple[int, ...]
+
+    def sources_of(self, file: FilePlan) -> list[Source]:
+        """Where the shards of a file come from, one source per shard."""
+        return [self.sources[shard.tensor] for shard in file.shards]
+
+    def by_tensor(self, records: RankRecords) -> RankRecords:
+        """Records by part as records by tensor of rank 0."""
+        chunks: dict[int, tuple[ChunkRecord, ...]] = {}
+        for part, written in records.chunks.items():
+            number = self.tensors[part]
+            chunks[number] = (*chunks.get(number, ()), *written)
+        return replace(records, chunks=chunks)
+
+
+def plan_rank(
+    state: StatePlan, coordinator: Coordinator, *, uuid: str, stripes: Sequence[Path]
+) -> RankPlan:
+    """Agrees with the other ranks on who writes what. Raises ValueError on every rank, see
+    `share_out`.
+    """
+    holdings = [_holding(tensor.record, tensor.source) for tensor in state.tensors]
+    every: list[Any] = coordinator.exchange(
+        {"stripes": [str(stripe) for stripe in stripes], "tensors": [list(h) for h in holdings]}
+    )
+    ranks = [[_decoded(entry) for entry in theirs["tensors"]] for theirs in every]
+    pieces = share_out(ranks)[coordinator.rank]
+    named = {tensor.record.name: tensor for tensor in state.tensors}
+    records: list[TensorRecord] = []
+    parts: list[Part] = []
+    sources: list[Source] = []
+    tensors: list[int] = []
+    for piece in pieces:
+        tensor = named[ranks[0][piece.tensor].name]
+        for part in _boxes(tensor.record, piece):
+            records.append(tensor.record)
+            parts.append(part)
+            sources.append(_source_of_box(tensor.record, tensor.source, part))
+            tensors.append(piece.tensor)
+    weights = [1.0] * max(len(stripes), 1)
+    files = plan_part_files(records, parts, uuid=uuid, rank=coordinator.rank, weights=weights)
+    union = list(dict.fromkeys(stripe for theirs in every for stripe in theirs["stripes"]))
+    return RankPlan(
+        files=tuple(files),
+        sources=tuple(sources),
+        tensors=tuple(tensors),
+        stripes=tuple(Path(stripe) for stripe in union),
+        own=tuple(union.index(str(stripe)) for stripe in stripes),
+    )
+
+
+def check_whole(state: StatePlan) -> None:
+    """Raises ValueError for a tensor that one process does not have all of."""
+    for tensor in state.tensors:
+        ranges = tensor.source.ranges
+        if ranges is not None:
+            holding = _holding(tensor.record, tensor.source)
+            share_out([[holding]])
+
+
+def _holding(record: TensorRecord, source: Source) -> Holding:
+    return Holding(record.name, record.dtype, record.shape, source.ranges)
+
+
+def _decoded(entry: Sequence[Any]) -> Holding:
+    name, dtype, shape, ranges = entry
+    held = None if ranges is None else tuple((first, length) for first, length in ranges)
+    return Holding(name, dtype, tuple(shape), held)
+
+
+def _boxes(record: TensorRecord, piece: Piece) -> list[Part]:
+    """The fewest row-major boxes that are the elements of a piece."""
+    itemsize = record.element.itemsize
+    if not piece.length:
+        return [Part(itemsize, (0,) * len(record.shape), record.shape)]
+    boxes = range_boxes(record.shape, piece.first, piece.first + piece.length)
+    return [
+        Part(itemsize, tuple(place.start for place in slices), shape) for slices, shape in boxes
+    ]
+
+
+def _source_of_box(record: TensorRecord, source: Source, part: Part) -> Source:
+    first = flat_first(record.shape, part.start, part.shape)
+    assert first is not None
+    return part_of(source, first * part.itemsize, part.shape)

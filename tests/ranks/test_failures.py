@@ -1,0 +1,83 @@
+"""Ranks that differ, fail, or are killed: everybody is told why, nobody hangs, nothing saved is
+lost.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+import checkpoint
+from tests.support import rank_jobs
+from tests.support.ranks import end_ranks, run_ranks, start_ranks
+
+
+def test_what_differs_between_ranks_is_told_by_name_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(rank_jobs.mistakes, tmp_path, 2)
+    for told in (first, second):
+        assert told["model"].startswith("RankDifferenceError: parameter layers.0.weight is [")
+        assert "the values of layers.0.weight is" in told["values"]
+        assert "torch.manual_seed" in told["values"]
+        assert told["option"].startswith("RankDifferenceError: max_grad_norm is 1.0 on rank 0")
+        assert "fetches the weights of layers.0.weight" in told["order"]
+        assert "fetches the weights of layers.2.weight" in told["order"]
+        assert told["rate"].startswith("RankDifferenceError: lr of parameter group 0 is 0.001")
+        assert told["elementwise"].startswith("ValueError: Adafactor looks at more than one")
+        assert told["nothing"] == ""
+    assert second["directory"].startswith("FileNotFoundError: nvme directory")
+    assert first["directory"].startswith("RankFailedError: rank 1 failed: FileNotFoundError: nvme")
+    assert second["failure"].startswith("KeyError")
+    assert first["failure"] == "RankFailedError: rank 1 failed: KeyError: 'nothing of that name'"
+    assert second["early"] == ""
+    assert first["early"].startswith("RankFailedError: rank 1 failed: _LeftEarlyError")
+    assert list((tmp_path / ".infinity").glob("*")) == []
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(rank_jobs.failing_saves, tmp_path, 2)
+    for name in ("save", "save_async"):
+        assert second[name].startswith("OSError: [Errno 28]"), second[name]
+        assert first[name].startswith("RankFailedError: rank 1 failed: OSError: [Errno 28]")
+    for told in (first, second):
+        assert set(told["steps"].values()) == {1}
+        assert told["files"] == 2
+        assert set(told["later"].values()) == {2}
+
+
+def test_killed_ranks_leave_a_checkpoint_that_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    rng = random.Random(7)
+    steps = 30
+    for attempt in range(2):
+        folder = tmp_path / f"attempt-{attempt}"
+        ranks = start_ranks(
+            rank_jobs.train_and_save, folder, 2, root=str(root), steps=steps, timeout_seconds=30
+        )
+        before = newest(root)
+        while newest(root) < before + 2 and all(rank.poll() is None for rank in ranks):
+            time.sleep(0.01 + 0.1 * rng.random())
+        ranks[rng.randrange(2)].send_signal(signal.SIGKILL)
+        codes = sorted(code for code, _ in end_ranks(ranks))
+        assert codes == [-signal.SIGKILL, 1]
+    went_on = run_ranks(
+        rank_jobs.train_and_save, tmp_path / "end", 2, root=str(root), steps=newest(root) + 2
+    )
+    assert min(went_on) >= 4
+    last = newest(root)
+    (tmp_path / "alone").mkdir()
+    rank_jobs.train_and_save(0, tmp_path / "alone", root=str(tmp_path / "other"), steps=last)
+    expected = torch.load(tmp_path / "alone" / "end-0", weights_only=True)
+    for rank in range(2):
+        values = torch.load(tmp_path / "end" / f"end-{rank}", weights_only=True)
+        assert all(torch.equal(value, values[name]) for name, value in expected.items())
+
+
+def newest(root: Path) -> int:
+    """The newest step that can be loaded; 0 for none."""
+    return checkpoint.Manager(root).latest() or 0
