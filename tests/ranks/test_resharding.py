@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint
-from tests.support import rank_jobs
+from tests.support import rank_jobs, rank_worlds
 from tests.support.ranks import run_ranks
 
 COUNTS = (1, 2, 3, 4)
@@ -55,3 +55,7 @@ def test_checkpoints_of_one_to_four_ranks_go_on_with_the_same_bits_on_one_to_fou
         sizes = bytes_by_rank(path)
         assert len(sizes) == count
         assert max(sizes.values()) <= 1.25 * min(sizes.values())
+
+
+def test_what_ranks_saved_goes_into_fsdp2_and_tensor_parallelism_and_back(tmp_path: Path) -> None:
+    run_ranks(rank_worlds.parallel_worlds, tmp_path, 2)

@@ -32,6 +32,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "recompute": "non-reentrant",
         "overlap": False,
     },
+    "moments-in-8-bits": {"batches": TWO, "steps": 3, "dtype": "bfloat16", "state": "uint8"},
     "scaled-float16": {"batches": TWO, "steps": 3, "dtype": "float16", "max_grad_norm": 1.0},
     "tiled-with-activations-on-nvme": {
         "batches": TWO,

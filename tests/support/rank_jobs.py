@@ -19,6 +19,7 @@ from checkpoint.rank_files import RankFiles
 from tests.support.models import Gpt, Recompute, Stack, seeded, tokens, vector_loss
 
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STATES = {"float32": torch.float32, "uint8": torch.uint8}
 
 
 def gpt(recompute: Recompute = "no", width: int = 256) -> nn.Module:
@@ -59,6 +60,7 @@ def train_gpt(
     recompute: Recompute = "no",
     activations: str = "keep",
     max_parameter_bytes: int | None = None,
+    state: str = "float32",
 ) -> dict[str, Any]:
     """Train a GPT; in step ``s`` this rank takes the batches ``batches[rank]``, each ``+ 100 s``,
     with a gradient that is their mean (they accumulate). Values are left in ``<name>-<rank>``.
@@ -72,7 +74,7 @@ def train_gpt(
         "overlap": overlap,
         "activations": activations,
         "max_parameter_bytes": max_parameter_bytes,
-        "optimizer": infinity.AdamW(lr=1e-2),
+        "optimizer": infinity.AdamW(lr=1e-2, state_dtype=STATES[state]),
     }
     if host_memory == "least":
         host_memory = least_budget(lambda: gpt(recompute), folder, **options)
