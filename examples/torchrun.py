@@ -99,6 +99,18 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
                 offloaded.save(options.checkpoints / f"step-{step + 1}", block=False)
 
 
+def join(backend: str) -> None:
+    """Make the process group. Ranks that torchrun starts again find the addresses of those before
+    in its store; so each start has a part of the store for itself.
+    """
+    store, rank, ranks = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    start = f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    own = dist.PrefixStore(start, store)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend, store=own, rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nvme", type=Path, required=True, help="a directory on a local SSD")
@@ -110,7 +122,7 @@ def main() -> None:
     parser.add_argument("--host-memory", default="1GiB", help="of each rank")
     options = parser.parse_args()
     use_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timedelta(minutes=5))
+    join("nccl" if use_gpu else "gloo")
     device = torch.device("cpu")
     if use_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

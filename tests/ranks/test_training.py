@@ -94,9 +94,3 @@ def test_four_ranks_have_the_bits_of_one_that_accumulates(tmp_path: Path) -> Non
     assert_same(tmp_path / "four", tmp_path / "one", "four", 4)
     state = [rank[0]["state_bytes"] for rank in every]
     assert max(state) <= 1.02 * min(state)
-
-
-def test_three_ranks_that_accumulate_have_the_same_values(tmp_path: Path) -> None:
-    run = {"name": "three", "batches": [[0, 1], [2, 3], [4, 5]], "steps": 2, "dtype": "bfloat16"}
-    run_ranks(rank_jobs.train_each, tmp_path, 3, runs=[run])
-    assert_same(tmp_path, tmp_path, "three", 3)
