@@ -191,12 +191,16 @@ def _deepspeed(options: argparse.Namespace) -> Sample:
     """ZeRO-3 with parameters and optimizer on NVMe, in the configuration its documentation
     advises.
     """
+    with tempfile.TemporaryDirectory(dir=options.nvme[0]) as folder:
+        return _deepspeed_in(folder, options)
+
+
+def _deepspeed_in(folder: str, options: argparse.Namespace) -> Sample:
     import deepspeed
 
     os.environ.update(
         RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511"
     )
-    folder = tempfile.mkdtemp(dir=options.nvme[0])
     path = {"device": "nvme", "nvme_path": folder}
     config = {
         "train_micro_batch_size_per_gpu": options.batch,
