@@ -19,16 +19,17 @@ ffibuilder.cdef(
     void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
                           const uint64_t *nbytes, uint32_t *crc);
     const char *ckpt_crc32c_isa(void);
-    void ckpt_crc32c_force_tables(int on);
+    enum ckpt_crc32c_way { CKPT_CRC32C_TABLES, CKPT_CRC32C_INSTRUCTION, CKPT_CRC32C_FOLDING };
+    void ckpt_crc32c_at_most(enum ckpt_crc32c_way highest);
     """
 )
 ffibuilder.set_source(
     "checkpoint._native",
     # What cffi generates around the calls converts freely between integers.
     '#pragma GCC diagnostic ignored "-Wconversion"\n#include "crc32c.h"\n',
-    sources=[str(CSRC / "crc32c.c")],
+    sources=[str(CSRC / "crc32c.c"), str(CSRC / "crc32c_fold.c")],
     include_dirs=[str(CSRC)],
-    depends=[str(CSRC / "crc32c.h")],
+    depends=[str(CSRC / "crc32c.h"), str(CSRC / "crc32c_fold.h")],
     extra_compile_args=[
         "-std=c11",
         "-D_GNU_SOURCE",

@@ -10,15 +10,17 @@ import errno
 import logging
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aio import Engine
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.guard import Guard
+from checkpoint.known import KnownManifests
 from checkpoint.leftovers import remove_checkpoint
 from checkpoint.loading import load
-from checkpoint.locate import check_data_file, is_finished, read_manifest
+from checkpoint.locate import is_finished
 from checkpoint.memory import KeptMemory
 from checkpoint.pending import PendingSave
 from checkpoint.records import SaveInfo
@@ -57,6 +59,7 @@ class Manager:
         self._engine = engine
         self._pending: PendingSave | None = None
         self._memory = KeptMemory()
+        self._known = KnownManifests()
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is or would be."""
@@ -89,6 +92,7 @@ class Manager:
             self._engine,
             after=self._retire,
             memory=self._memory,
+            on_committed=partial(self._known.add, path),
         )
         return self._pending
 
@@ -135,9 +139,7 @@ class Manager:
     def _is_valid(self, step: int) -> bool:
         path = self.path(step)
         try:
-            manifest = read_manifest(path)
-            for file in manifest.files:
-                check_data_file(manifest, path, file)
+            self._known.check(path)
         except (FileNotFoundError, IncompleteCheckpointError):
             # Removed since it was listed; or a save that runs or was killed, which is no damage.
             return False
@@ -157,6 +159,7 @@ class Manager:
         for step in sorted(unfinished + dispensable):
             try:
                 remove_checkpoint(self.path(step))
+                self._known.forget(self.path(step))
             except BlockingIOError:  # it is being saved
                 continue
             except OSError as error:

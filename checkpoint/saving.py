@@ -26,7 +26,7 @@ from checkpoint.memory import KeptMemory, available_bytes
 from checkpoint.pending import PendingSave, begin, settle
 from checkpoint.planning import FilePlan, StatePlan, plan_files, plan_state
 from checkpoint.rank_planning import check_whole, plan_rank
-from checkpoint.records import SaveInfo
+from checkpoint.records import Manifest, SaveInfo
 from checkpoint.sources import Source
 from checkpoint.staging import plan_slots
 
@@ -120,10 +120,12 @@ def start_save(
     staging_bytes: int | None = None,
     after: Callable[[], None] | None = None,
     memory: KeptMemory | None = None,
+    on_committed: Callable[[Manifest], None] | None = None,
     coordinator: Coordinator | None = None,
 ) -> PendingSave:
     """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
-    for its copies that is kept for the next one.
+    for its copies that is kept for the next one. `on_committed` is given the manifest of a save by
+    one process.
     """
     started = time.perf_counter()
     if guard is not None:
@@ -146,7 +148,7 @@ def start_save(
     def run() -> None:
         outcome: SaveInfo | BaseException
         try:
-            outcome = _run(plan, engine, started, ranks, pending.set_staged, early)
+            outcome = _run(plan, engine, started, ranks, pending.set_staged, early, on_committed)
         except BaseException as error:
             outcome = error
         ranks.end()
@@ -186,12 +188,16 @@ def _run(
     coordinator: Coordinator,
     on_staged: Callable[[], None] | None = None,
     early: EarlyStage | None = None,
+    on_committed: Callable[[Manifest], None] | None = None,
 ) -> SaveInfo:
     with ExitStack() as stack:
         if engine is None:
             engine = stack.enter_context(Engine(lanes=plan.destination.num_stripes))
         if plan.ranks is None:
-            numbers = numbers_of(commit(plan, engine, on_staged, early))
+            manifest = commit(plan, engine, on_staged, early)
+            if on_committed is not None:
+                on_committed(manifest)
+            numbers = numbers_of(manifest)
         else:
             numbers = commit_ranks(plan, engine, coordinator, on_staged, early)
     return SaveInfo(

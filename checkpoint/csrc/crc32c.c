@@ -1,4 +1,5 @@
-/* CRC-32C three ways: tables for any machine, the crc32 instructions of SSE4.2 and of ARMv8.
+/* CRC-32C three ways: tables for any machine, the crc32 instructions of SSE4.2 and of ARMv8, and
+ * folding (crc32c_fold.c) for long ranges where the processor can.
  *
  * The instruction takes 8 bytes every cycle but its result is ready only after 3, so one chain of
  * them runs at a third of the speed. Long inputs are therefore cut into three lanes that are summed
@@ -6,6 +7,8 @@
  * advances a register over |b| zero bytes. For the fixed lane lengths that shift is four lookups.
  */
 #include "crc32c.h"
+
+#include "crc32c_fold.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -27,6 +30,8 @@
 #define LONG_LANE 4096u
 #define SHORT_LANE 256u
 #define COPY_BLOCK 16384u /* stays in the first-level cache between the copy and the sum */
+#define FOLD_FROM 2048u   /* below, what is left at the end of a fold weighs too much */
+#define STREAM_FROM 65536u
 
 typedef struct {
     uint32_t by_byte[4][256];
@@ -35,8 +40,8 @@ typedef struct {
 static uint32_t byte_table[8][256];
 static shift_table long_shift, short_shift;
 static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
-static int has_instruction;
-static atomic_int tables_forced;
+static enum ckpt_crc32c_way best_way;
+static atomic_int highest_way = CKPT_CRC32C_FOLDING;
 
 static void make_byte_table(void) {
     for (uint32_t i = 0; i < 256; i++) {
@@ -70,7 +75,7 @@ static void make_shift_table(shift_table *table, size_t nbytes) {
         }
 }
 
-static int detect(void) {
+static int has_instruction(void) {
 #if defined(__x86_64__)
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSE4_2) != 0;
@@ -85,7 +90,15 @@ static void make_tables(void) {
     make_byte_table();
     make_shift_table(&long_shift, LONG_LANE);
     make_shift_table(&short_shift, SHORT_LANE);
-    has_instruction = detect();
+    best_way = !has_instruction() ? CKPT_CRC32C_TABLES
+               : ckpt_can_fold()  ? CKPT_CRC32C_FOLDING
+                                  : CKPT_CRC32C_INSTRUCTION;
+}
+
+static enum ckpt_crc32c_way way(void) {
+    pthread_once(&tables_once, make_tables);
+    int highest = atomic_load_explicit(&highest_way, memory_order_relaxed);
+    return (int)best_way < highest ? best_way : (enum ckpt_crc32c_way)highest;
 }
 
 static uint64_t load64(const uint8_t *p) {
@@ -149,27 +162,46 @@ static uint32_t update_instruction(uint32_t reg, const uint8_t *p, size_t nbytes
 }
 #endif
 
-static int uses_instruction(void) {
-    pthread_once(&tables_once, make_tables);
-    return has_instruction && !atomic_load_explicit(&tables_forced, memory_order_relaxed);
+static uint32_t advance(uint32_t reg, const uint8_t *p, size_t nbytes) {
+    if (way() == CKPT_CRC32C_TABLES)
+        return update_tables(reg, p, nbytes);
+    return update_instruction(reg, p, nbytes);
+}
+
+/* What can be folded of a range is, `to` being where it is copied to or NULL; gives how much. */
+static size_t fold_most(uint32_t *reg, uint8_t *to, const uint8_t *from, size_t nbytes) {
+    if (nbytes < FOLD_FROM || way() != CKPT_CRC32C_FOLDING)
+        return 0;
+    uint8_t rest[CKPT_FOLD_BYTES];
+    size_t most = nbytes - nbytes % CKPT_FOLD_BYTES;
+    ckpt_fold(*reg, to, from, most, rest);
+    *reg = advance(0, rest, sizeof rest);
+    return most;
 }
 
 uint32_t ckpt_crc32c(uint32_t crc, const void *data, size_t nbytes) {
-    const uint8_t *p = data;
-    return ~(uses_instruction() ? update_instruction(~crc, p, nbytes)
-                                : update_tables(~crc, p, nbytes));
+    uint32_t reg = ~crc;
+    size_t done = fold_most(&reg, NULL, data, nbytes);
+    return ~advance(reg, (const uint8_t *)data + done, nbytes - done);
 }
 
 static uint32_t copy_and_sum(uint32_t crc, uint8_t *to, const uint8_t *from, size_t nbytes) {
-    while (nbytes) {
-        size_t part = nbytes < COPY_BLOCK ? nbytes : COPY_BLOCK;
-        memcpy(to, from, part);
-        crc = ckpt_crc32c(crc, to, part);
-        to += part;
-        from += part;
-        nbytes -= part;
+    uint32_t reg = ~crc;
+    size_t done = fold_most(&reg, to, from, nbytes);
+    while (done < nbytes) {
+        size_t part = nbytes - done < COPY_BLOCK ? nbytes - done : COPY_BLOCK;
+        memcpy(to + done, from + done, part);
+        reg = advance(reg, to + done, part);
+        done += part;
     }
-    return crc;
+    return ~reg;
+}
+
+static void copy(uint8_t *to, const uint8_t *from, size_t nbytes) {
+    if (nbytes >= STREAM_FROM && (uintptr_t)to % 64 == 0 && way() == CKPT_CRC32C_FOLDING)
+        ckpt_stream(to, from, nbytes);
+    else
+        memcpy(to, from, nbytes);
 }
 
 void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
@@ -182,7 +214,7 @@ void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
             memset(to, 0, length);
         else if (!crc) {
             if (to)
-                memcpy(to, from, length);
+                copy(to, from, length);
         } else if (!to)
             crc[i] = ckpt_crc32c(crc[i], from, length);
         else
@@ -190,8 +222,11 @@ void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
     }
 }
 
-const char *ckpt_crc32c_isa(void) { return uses_instruction() ? CRC_NAME : "tables"; }
+const char *ckpt_crc32c_isa(void) {
+    static const char *const names[] = {"tables", CRC_NAME, "vpclmulqdq"};
+    return names[way()];
+}
 
-void ckpt_crc32c_force_tables(int on) {
-    atomic_store_explicit(&tables_forced, on, memory_order_relaxed);
+void ckpt_crc32c_at_most(enum ckpt_crc32c_way highest) {
+    atomic_store_explicit(&highest_way, (int)highest, memory_order_relaxed);
 }

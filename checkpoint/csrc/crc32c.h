@@ -15,10 +15,13 @@ uint32_t ckpt_crc32c(uint32_t crc, const void *data, size_t nbytes);
 void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
                       const uint64_t *nbytes, uint32_t *crc);
 
-/* Name of the code that runs: "sse4.2", "armv8-crc" or "tables". */
+/* Name of the code that runs on long ranges: "vpclmulqdq", "sse4.2", "armv8-crc" or "tables". */
 const char *ckpt_crc32c_isa(void);
 
-/* With on != 0 the portable tables are used whatever the processor offers; for tests. */
-void ckpt_crc32c_force_tables(int on);
+/* The ways to sum, the faster ones last. */
+enum ckpt_crc32c_way { CKPT_CRC32C_TABLES, CKPT_CRC32C_INSTRUCTION, CKPT_CRC32C_FOLDING };
+
+/* No faster way than this is used, whatever the processor offers; for tests. */
+void ckpt_crc32c_at_most(enum ckpt_crc32c_way highest);
 
 #endif

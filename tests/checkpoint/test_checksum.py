@@ -17,11 +17,18 @@ from checkpoint.checksum import copy_ranges, copy_with_crc, crc32c
 DATA = np.random.default_rng(0).integers(0, 256, 200_000, np.uint8)
 
 
-@pytest.fixture(params=["instruction", "tables"])
+WAYS = {
+    "tables": lib.CKPT_CRC32C_TABLES,
+    "instruction": lib.CKPT_CRC32C_INSTRUCTION,
+    "folding": lib.CKPT_CRC32C_FOLDING,
+}
+
+
+@pytest.fixture(params=list(WAYS))
 def _code(request: pytest.FixtureRequest) -> Iterator[None]:
-    lib.ckpt_crc32c_force_tables(request.param == "tables")
+    lib.ckpt_crc32c_at_most(WAYS[request.param])
     yield
-    lib.ckpt_crc32c_force_tables(0)
+    lib.ckpt_crc32c_at_most(lib.CKPT_CRC32C_FOLDING)
 
 
 def test_the_known_answer_of_the_polynomial() -> None:
@@ -31,8 +38,9 @@ def test_the_known_answer_of_the_polynomial() -> None:
 
 @pytest.mark.usefixtures("_code")
 def test_every_length_and_alignment_agrees_with_another_implementation() -> None:
-    # Lengths around the ends of the lanes that the sum is cut into: 3 x 256 and 3 x 4096.
-    lengths = [*range(70), *range(760, 780), *range(12280, 12300), 100_001]
+    # Around the ends of the lanes that the sum is cut into (3 x 256, 3 x 4096), and of folds (256
+    # bytes at a time, from 2048 on).
+    lengths = [*range(70), *range(760, 780), *range(2040, 2060), *range(12280, 12300), 100_001]
     for offset in (0, 1, 3, 7):
         for length in lengths:
             data = DATA[offset : offset + length]
@@ -47,13 +55,34 @@ def test_a_sum_can_be_continued_anywhere() -> None:
 
 
 def test_the_name_of_the_code_follows_the_switch() -> None:
-    names = set()
-    for forced in (0, 1):
-        lib.ckpt_crc32c_force_tables(forced)
-        names.add(ffi.string(lib.ckpt_crc32c_isa()))
-    lib.ckpt_crc32c_force_tables(0)
-    assert b"tables" in names
-    assert names <= {b"tables", b"sse4.2", b"armv8-crc"}
+    names = []
+    for way in WAYS.values():
+        lib.ckpt_crc32c_at_most(way)
+        names.append(ffi.string(lib.ckpt_crc32c_isa()))
+    assert names[0] == b"tables"
+    assert set(names[1:]) <= {b"tables", b"sse4.2", b"armv8-crc", b"vpclmulqdq"}
+    lib.ckpt_crc32c_at_most(lib.CKPT_CRC32C_FOLDING)
+
+
+@pytest.mark.usefixtures("_code")
+def test_copies_agree_at_every_place_and_length() -> None:
+    # On a cache line what is copied goes past the caches; beside one, through them.
+    target = np.zeros(len(DATA) + 128, np.uint8)
+    line = -target.ctypes.data % 64
+    for place in (line, line + 1, line + 32):
+        for nbytes in (1, 2047, 2048, 2049, 4096, 65_535, 65_536, 100_001, 131_072 + 77):
+            expected = DATA[5 : 5 + nbytes]
+            address = target.ctypes.data + place
+            for way in (copy_with_crc, None):
+                target[:] = 7
+                if way is None:
+                    copy_ranges([DATA.ctypes.data + 5], [address], [nbytes])
+                else:
+                    sums = way([DATA.ctypes.data + 5], [address], [nbytes], [crc32c(b"before")])
+                    assert sums == [google_crc32c.value(b"before" + expected.tobytes())]
+                assert np.array_equal(target[place : place + nbytes], expected)
+                assert (target[:place] == 7).all()
+                assert (target[place + nbytes :] == 7).all()
 
 
 pieces = st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 50_000)), max_size=6)

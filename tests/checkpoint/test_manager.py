@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import checkpoint
+from checkpoint import known
 
 
 def state(step: int) -> dict[str, Any]:
@@ -71,6 +72,38 @@ def test_background_copies_use_the_same_memory_again(tmp_path: Path) -> None:
     larger = {"w": torch.ones(500_000)}
     manager.save_async(3, larger).result()
     assert bool((manager.load(3)["w"] == 1).all())
+
+
+def test_what_was_found_whole_is_looked_at_again(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=None)
+    for step in (1, 2, 3):
+        manager.save_async(step, state(step)).result()
+    assert manager.steps() == [1, 2, 3]
+    (data,) = manager.path(3).rglob("*.safetensors")
+    data.unlink()
+    assert manager.steps() == [1, 2]
+    manifest = manager.path(2) / "manifest.json"
+    text = manifest.read_bytes()
+    manifest.write_bytes(text.replace(b'"world_size":1', b'"world_size":2'))
+    assert manager.steps() == [1]
+    manifest.write_bytes(text)
+    assert manager.steps() == [1, 2]
+    shutil.rmtree(manager.path(2))
+    assert manager.latest() == 1
+
+
+def test_saves_in_a_series_do_not_read_the_manifests_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    original = known.read_manifest
+    monkeypatch.setattr(known, "read_manifest", lambda path: (read.append(path), original(path))[1])
+    checkpoint.Manager(tmp_path, keep=2).save_async(1, state(1)).result()
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in (2, 3, 4, 5):
+        manager.save_async(step, state(step)).result()
+    assert manager.steps() == [4, 5]
+    assert read == [manager.path(1)], "one from before this manager is read once, its own never"
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""Manifests that were found valid before: a second look at one is a look at its files.
+
+A manager asks after every save which checkpoints are whole. Decoding manifests that have not
+changed would take the interpreter from the training beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from checkpoint.locate import check_data_file, read_manifest
+from checkpoint.manifest import MANIFEST_NAME
+from checkpoint.records import Manifest
+
+_Stamp = tuple[int, ...]
+
+
+class KnownManifests:
+    """Remembers, of every checkpoint, the manifest it last saw there and which file it was in."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[_Stamp, Manifest]] = {}
+
+    def add(self, checkpoint: Path, manifest: Manifest) -> None:
+        """This process has just written the manifest of a checkpoint."""
+        stamp = _stamp(checkpoint)
+        if stamp is not None:
+            self._known[checkpoint] = stamp, _files_of(manifest)
+
+    def check(self, checkpoint: Path) -> None:
+        """Raises what `read_manifest` and `check_data_file` do if a checkpoint is not whole."""
+        stamp = _stamp(checkpoint)
+        known = self._known.get(checkpoint)
+        if stamp is None or known is None or known[0] != stamp:
+            manifest = _files_of(read_manifest(checkpoint))
+            if stamp is not None:
+                self._known[checkpoint] = stamp, manifest
+        else:
+            manifest = known[1]
+        for file in manifest.files:
+            check_data_file(manifest, checkpoint, file)
+
+    def forget(self, checkpoint: Path) -> None:
+        """The checkpoint is gone."""
+        self._known.pop(checkpoint, None)
+
+
+def _files_of(manifest: Manifest) -> Manifest:
+    """What is asked for again: the files. A million tensors need not be kept for it."""
+    return replace(manifest, tensors=(), storages=(), tree=None)
+
+
+def _stamp(checkpoint: Path) -> _Stamp | None:
+    """Tells a manifest from one that is put in its place or written over; None if there is none."""
+    try:
+        status = (checkpoint / MANIFEST_NAME).stat()
+    except OSError:  # reading it will say why
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
