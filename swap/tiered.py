@@ -283,9 +283,7 @@ class TieredState:
         self.weights.begin_update(parts_of(resident), step.updates)
         self.stages.update_now(step, resident)
         moving = sorted((group for group in touched if not group.resident), key=self._first_use)
-        done = {group.index for group in early}
-        rest = [group for group in moving if group.index not in done]
-        if not (early and self._confirm(step, early, rest)) and moving:
+        if not (early and self._confirm(step, moving)) and moving:
             self.pipeline.wait()
             self.pipeline.submit(step, moving)
         self._early_step, self._early_fed, self._waiting = None, [], []
@@ -322,9 +320,9 @@ class TieredState:
         self._early_fed += self._waiting
         self._waiting = []
 
-    def _confirm(self, step: Step, early: list[Subgroup], rest: list[Subgroup]) -> bool:
+    def _confirm(self, step: Step, moving: list[Subgroup]) -> bool:
         """Confirm the early pass; if an error stopped it, do without early passes from now on."""
-        if self.pipeline.confirm(step, early, rest):
+        if self.pipeline.confirm(step, moving):
             return True
         self.propose = None
         _log.warning(

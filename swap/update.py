@@ -34,7 +34,8 @@ from swap.weights import WeightCache
 @dataclass(slots=True, eq=False)
 class _Pass:
     """One step on its way. ``ahead``: not started; ``reading``: before the kernel; ``writing``:
-    after it; ``held``: written, and waiting for the step to be confirmed.
+    after it; ``held``: written, and waiting for the step to be confirmed. ``fed`` are the indices
+    of all that an early pass was given, ``wanted`` is the order to go on in once it is confirmed.
     """
 
     step: Step
@@ -42,17 +43,21 @@ class _Pass:
     is_confirmed: bool
     is_complete: bool
     is_dropped: bool = False
+    fed: set[int] = field(default_factory=set)
+    wanted: list[Subgroup] = field(default_factory=list)
     reading: deque[Job] = field(default_factory=deque)
     writing: deque[Job] = field(default_factory=deque)
     held: deque[Job] = field(default_factory=deque)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.ahead or self.reading or self.writing or self.held)
+        return not (self.wanted or self.ahead or self.reading or self.writing or self.held)
 
-    def unfinished(self) -> list[Subgroup]:
-        jobs = (*self.held, *self.writing, *self.reading)
-        return [*(job.subgroup for job in jobs), *self.ahead]
+    def sort(self) -> None:
+        """Put what was not started, and what the step adds, into the order that is wanted."""
+        started = self.fed.difference(group.index for group in self.ahead)
+        self.ahead = deque(group for group in self.wanted if group.index not in started)
+        self.wanted = []
 
 
 class UpdatePipeline:
@@ -122,11 +127,17 @@ class UpdatePipeline:
         """Add subgroups whose gradients are complete to the early pass."""
         with self._changed:
             if self._current is not None and not self._current.is_dropped:
-                self._current.ahead.extend(subgroups)
+                groups = list(subgroups)
+                self._current.ahead.extend(groups)
+                self._current.fed.update(group.index for group in groups)
                 self._changed.notify_all()
 
-    def confirm(self, step: Step, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> bool:
-        """``step`` is taken, and is what was proposed for ``fed``: publish that, then do ``rest``.
+    def confirm(self, step: Step, subgroups: Sequence[Subgroup]) -> bool:
+        """``step`` is taken, and is what was proposed for those of ``subgroups`` that were fed:
+        publish what is held of them, then do the rest of ``subgroups`` in their order.
+
+        The backward pass feeds the last layers first, and the next forward pass asks for the first
+        ones first: without sorting it would wait for all that is behind.
 
         False if an I/O error has stopped the early pass; then nothing of the step is done.
         """
@@ -134,9 +145,9 @@ class UpdatePipeline:
             early = self._current
             if early is None or early.is_dropped:
                 return False
-            self._weights.begin_update(parts_of([*fed, *rest]), step.updates)
+            self._weights.begin_update(parts_of(subgroups), step.updates)
             early.step = step
-            early.ahead.extend(rest)
+            early.wanted = list(subgroups)
             early.is_confirmed = early.is_complete = True
             self._changed.notify_all()
         return True
@@ -180,6 +191,7 @@ class UpdatePipeline:
             if work.is_dropped:
                 self._abandon(work)
                 return
+            self._sort_in(work)
             self._publish_held(work)
             self._start_reads(work)
             if work.reading:
@@ -189,13 +201,18 @@ class UpdatePipeline:
     def _wait_for_work(self, work: _Pass) -> bool:
         """Wait until there is something to do; False when the pass is done."""
         with self._changed:
-            while not (work.ahead or work.reading or work.writing):
+            while not (work.wanted or work.ahead or work.reading or work.writing):
                 if work.is_dropped or (work.is_confirmed and work.held):
                     return True
                 if work.is_complete:
                     return not work.is_empty
                 self._changed.wait()
         return True
+
+    def _sort_in(self, work: _Pass) -> None:
+        with self._changed:
+            if work.wanted:
+                work.sort()
 
     def _publish_held(self, work: _Pass) -> None:
         while work.is_confirmed and work.held:
@@ -275,6 +292,8 @@ class UpdatePipeline:
         for job in work.reading:
             self._stages.abandon(job)
             left.append(job.subgroup)
+        if work.wanted:
+            work.sort()
         return [*left, *work.ahead]
 
 
