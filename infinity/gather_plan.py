@@ -65,12 +65,21 @@ def gather_plans(
 ) -> list[GatherPlan]:
     """Ways to gather within ``budget``, the most generous first."""
     sizes = [pad(r.numel) * r.spec.dtype.itemsize for r in records if r.is_partitioned]
+    block_bytes = least_gathered_bytes(model, records)
+    return plans_for(sizes, block_bytes, budget, on_host=device.type == "cpu")
+
+
+def plans_for(
+    sizes: Sequence[int], block_bytes: int, budget: Budget, *, on_host: bool
+) -> list[GatherPlan]:
+    """As ``gather_plans``, for partitioned parameters of so many bytes each, of which
+    ``block_bytes`` are at work at once.
+    """
     if not sizes:
-        return [GatherPlan(0, PIECE, device.type == "cpu")]
-    least = least_gathered_bytes(model, records) + max(sizes)
+        return [GatherPlan(0, PIECE, on_host)]
+    least = block_bytes + max(sizes)
     # A range that is received has a slice of each rank, of up to a unit more than its part.
     exchanged = _EXCHANGES * (max(sizes) + max(sizes) // 8)
-    on_host = device.type == "cpu"
     whole = budget.host_bytes if on_host else budget.device_bytes or 0
     ample = max(least, min(sum(sizes), whole // _SHARE))
     return [

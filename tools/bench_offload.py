@@ -15,6 +15,7 @@ Prints a table; with --json writes every sample. Nothing stays in the directorie
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -24,14 +25,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from deepspeed_config import zero3_on_nvme
 from disk_bandwidth import Bandwidth, limited, measure_disk
 from gpt import GPT
+from host_rates import describe_machine, measure_host
+from simulator.recording import record
+from simulator.trace import Trace
 
 import infinity
 from swap.tiers import parse_bytes
@@ -41,16 +46,31 @@ BATCH_SEED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One process: seconds of each timed step, bytes moved in a step, peak resident bytes."""
+    """One process: seconds of each timed step, bytes moved in a step, peak resident bytes.
+
+    ``phase_seconds``: the mean of each part of a step, as the program sees it. ``trace``: what a
+    step in memory does, for the simulator.
+    """
 
     system: str
     step_seconds: list[float]
+    phase_seconds: dict[str, float]
+    trace: dict[str, Any] | None = None
     read_bytes: int = 0
     written_bytes: int = 0
     peak_bytes: int = 0
     overlap_seconds: float = 0.0
     stall_seconds: float = 0.0
     losses: list[float]
+
+
+@dataclass(slots=True)
+class Training:
+    """What ``_train`` measured."""
+
+    step_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,9 +97,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             order = systems if number % 2 == 0 else systems[::-1]
             samples = {system: _spawn(options, system) for system in order}
             bandwidth = measure_disk(options.nvme)
-            rounds.append({"bandwidth": asdict(bandwidth), "samples": samples})
+            host = measure_host(_dtype(options))
+            rounds.append(
+                {"bandwidth": asdict(bandwidth), "host": asdict(host), "samples": samples}
+            )
     return {
-        "machine": _machine(),
+        "machine": describe_machine(),
         "parameters": _num_parameters(options),
         "options": {k: v for k, v in vars(options).items() if k not in ("worker", "json")},
         "rounds": rounds,
@@ -147,8 +170,17 @@ def _plain(options: argparse.Namespace) -> Sample:
                 weight.copy_(master)
                 master.grad = None
 
-    seconds, losses = _train(options, model, update)
-    return Sample(system="plain", step_seconds=seconds, losses=losses, peak_bytes=_peak())
+    traces: list[Trace] = []
+
+    def watch(step: int, passes: Callable[[], None]) -> None:
+        if step == 1 and options.device == "cpu":
+            traces.append(record(model, passes))
+        else:
+            passes()
+
+    training = _train(options, model, update, around=watch)
+    trace = traces[0].as_json() if traces else None
+    return Sample(system="plain", peak_bytes=_peak(), trace=trace, **asdict(training))
 
 
 def _ours(options: argparse.Namespace) -> Sample:
@@ -172,13 +204,12 @@ def _ours(options: argparse.Namespace) -> Sample:
         def warm() -> None:
             before.append(offloaded.report())
 
-        seconds, losses = _train(options, model, update, warm=warm, finish=offloaded.flush)
+        training = _train(options, model, update, warm=warm, finish=offloaded.flush)
         after = offloaded.report()
-    steps = len(seconds)
+    steps = len(training.step_seconds)
     return Sample(
         system=options.worker,
-        step_seconds=seconds,
-        losses=losses,
+        **asdict(training),
         read_bytes=(after.read_bytes - before[0].read_bytes) // steps,
         written_bytes=(after.written_bytes - before[0].written_bytes) // steps,
         overlap_seconds=(after.overlap_seconds - before[0].overlap_seconds) / steps,
@@ -201,33 +232,10 @@ def _deepspeed_in(folder: str, options: argparse.Namespace) -> Sample:
     os.environ.update(
         RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511"
     )
-    path = {"device": "nvme", "nvme_path": folder}
-    config = {
-        "train_micro_batch_size_per_gpu": options.batch,
-        "bf16": {"enabled": True},
-        "zero_force_ds_cpu_optimizer": True,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {
-            "stage": 3,
-            "sub_group_size": 5e7,
-            "offload_optimizer": path
-            | {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
-            "offload_param": path | {"buffer_count": 40, "buffer_size": 1e8},
-        },
-        "aio": {
-            "block_size": 1 << 20,
-            "queue_depth": 32,
-            "intra_op_parallelism": 1,
-            "overlap_events": True,
-        },
-    }
-    if options.clip:
-        config["gradient_clipping"] = options.clip
+    config = zero3_on_nvme(folder, batch=options.batch, max_grad_norm=options.clip)
     engine, *_ = deepspeed.initialize(model=_model(options, "cpu"), config=config)
-    seconds, losses = _train(
-        options, engine, engine.step, backward=engine.backward, warm=lambda: None
-    )
-    return Sample(system="deepspeed", step_seconds=seconds, losses=losses, peak_bytes=_peak())
+    training = _train(options, engine, engine.step, backward=engine.backward)
+    return Sample(system="deepspeed", peak_bytes=_peak(), **asdict(training))
 
 
 _WORKERS = {"plain": _plain, "ours": _ours, "serial": _ours, "deepspeed": _deepspeed}
@@ -241,26 +249,45 @@ def _train(
     backward: Callable[[torch.Tensor], Any] = lambda loss: loss.backward(),
     warm: Callable[[], None] = lambda: None,
     finish: Callable[[], None] = lambda: None,
-) -> tuple[list[float], list[float]]:
-    """Three steps to warm up, then the timed ones; the last includes what was still under way."""
+    around: Callable[[int, Callable[[], None]], None] = lambda _, passes: passes(),
+) -> Training:
+    """Three steps to warm up, then the timed ones; the last includes what was still under way.
+
+    ``around(step, passes)`` runs the forward and backward pass of a step.
+    """
     generator = torch.Generator().manual_seed(BATCH_SEED)
-    seconds, losses = [], []
+    training, marks = Training(), [0.0, 0.0, 0.0, 0.0]
+    losses: list[torch.Tensor] = []
     for step in range(3 + options.steps):
         if step == 3:
             finish()
             warm()
         shape = (options.batch, options.tokens + 1)
         batch = torch.randint(0, options.vocabulary, shape, generator=generator).to(options.device)
-        start = time.perf_counter()
-        loss = model(batch[:, :-1], batch[:, 1:])
-        backward(loss)
+
+        def passes(batch: torch.Tensor = batch) -> None:
+            loss = model(batch[:, :-1], batch[:, 1:])
+            marks[1] = time.perf_counter()
+            backward(loss)
+            losses.append(loss.detach())
+
+        marks[0] = time.perf_counter()
+        around(step, passes)
+        marks[2] = time.perf_counter()
         update()
-        losses.append(loss.item())
+        training.losses.append(losses.pop().item())
         if step == 2 + options.steps:
             finish()
+        marks[3] = time.perf_counter()
         if step >= 3:
-            seconds.append(time.perf_counter() - start)
-    return seconds, losses
+            training.step_seconds.append(marks[3] - marks[0])
+            for name, (first, last) in zip(_PHASES, itertools.pairwise(marks), strict=True):
+                mean = (last - first) / options.steps
+                training.phase_seconds[name] = training.phase_seconds.get(name, 0.0) + mean
+    return training
+
+
+_PHASES = ("forward", "backward", "update")
 
 
 def _model(options: argparse.Namespace, device: str) -> GPT:
@@ -291,21 +318,6 @@ def _peak() -> int:
     return 0
 
 
-def _machine() -> dict[str, Any]:
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": names[0] if names else "unknown",
-        "cpus": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
 def _of_rounds(rounds: Sequence[dict[str, Any]], system: str) -> list[float]:
     """Seconds a step in each round: the mean of one process, because work passes from step to step
     and the last one waits for all of it.
@@ -320,7 +332,7 @@ def _print_table(result: dict[str, Any]) -> None:
     bandwidth = Bandwidth(
         **{
             way: statistics.median(entry["bandwidth"][way] for entry in rounds)
-            for way in ("read", "write", "both")
+            for way in ("read", "write", "both", "host")
         }
     )
     print(

@@ -9,28 +9,36 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from byte_limit import make_byte_limit
 
 from aio import Engine, File, Request, Slab
 
 PROBE_BYTES = 1 << 30
 REQUEST_BYTES = 4 << 20
+_ALONE_SECONDS = 1.0
 
 Way = Literal["read", "write"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """Bytes a second: reads alone, writes alone, and both together while both go on."""
+    """Bytes a second: reads alone, writes alone, and both together while both go on.
+
+    ``host``: as many would keep all cores of the host busy, with requests, interrupts and, where
+    the device is a file in memory, with copying. Told by how much slower something computes beside
+    reads and writes; infinite where it is not.
+    """
 
     read: float
     write: float
     both: float
+    host: float = float("inf")
 
     def seconds(self, read_bytes: int, written_bytes: int) -> float:
         """The least time that so much traffic takes."""
@@ -57,8 +65,10 @@ def measure_disk(directories: Sequence[str]) -> Bandwidth:
                 file = engine.open(Path(folder) / way, "w", size=PROBE_BYTES)
                 opened.append(stack.enter_context(file))
 
-        def move(*jobs: tuple[Way, Way]) -> float:
-            """Bytes a second of ``(what, on which files)``, all at once."""
+        def move(*jobs: tuple[Way, Way], beside: _Work | None = None) -> float:
+            """Bytes a second of ``(what, on which files)``, all at once; ``beside`` goes on with
+            them.
+            """
             started = time.perf_counter()
             operations = []
             for way, on in jobs:
@@ -69,17 +79,52 @@ def measure_disk(directories: Sequence[str]) -> Bandwidth:
                     ]
                     lane = 2 * number + (way == "write")
                     operations += engine.submit(requests, lane=lane)
+            if beside is not None:
+                beside.run(lambda: all(operation.done() for operation in operations))
             for operation in operations:
                 operation.result()
             moved = len(jobs) * len(directories) * PROBE_BYTES
             return moved / (time.perf_counter() - started)
 
         move(("write", "read"), ("write", "write"))
-        return Bandwidth(
+        work = _Work()
+        alone = work.speed_alone()
+        found = Bandwidth(
             read=move(("read", "read")),
             write=move(("write", "write")),
             both=move(("read", "read"), ("write", "write")),
         )
+        beside = move(("read", "read"), ("write", "write"), beside=work)
+        lost = 1.0 - work.speed / alone
+        return replace(found, host=beside / lost if lost > 0 else float("inf"))
+
+
+class _Work:
+    """Something that keeps all cores computing: products of matrices, as a model has them."""
+
+    def __init__(self) -> None:
+        self._left = torch.ones(512, 1024, dtype=torch.bfloat16)
+        self._right = torch.ones(1024, 1024, dtype=torch.bfloat16)
+        self.speed = 0.0
+
+    def run(self, is_over: Callable[[], bool]) -> None:
+        """Compute until ``is_over``, and keep the products a second in ``speed``."""
+        started, products = time.perf_counter(), 0
+        while not is_over() or not products:
+            torch.mm(self._left, self._right)
+            products += 1
+        self.speed = products / (time.perf_counter() - started)
+
+    def speed_alone(self) -> float:
+        """The products a second with nothing beside them."""
+        for _ in range(2):
+            self.run(_over_after(_ALONE_SECONDS))
+        return self.speed
+
+
+def _over_after(seconds: float) -> Callable[[], bool]:
+    end = time.perf_counter() + seconds
+    return lambda: time.perf_counter() > end
 
 
 @contextlib.contextmanager

@@ -1,0 +1,106 @@
+"""What a host does in a second beside I/O, measured alone: the AdamW kernel, storing gradients.
+
+Benchmarks write it down beside their results, for the simulator to predict these from.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from swap.kernels import AdamHyper, adam_step, sum_of_squares
+
+_ELEMENTS = 4 << 20
+"""As many as a subgroup of a small budget has: more than caches hold."""
+_TENSORS = 6
+_ROUNDS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRates:
+    """``adam``: parameters a second; ``gradients``: bytes a second stored and squared."""
+
+    adam: float
+    gradients: float
+
+
+def measure_host(dtype: torch.dtype) -> HostRates:
+    """Medians of some rounds over tensors that are no longer in any cache when their turn comes."""
+    states = [_State(dtype) for _ in range(_TENSORS)]
+    hyper = AdamHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=2)
+
+    def update() -> None:
+        for state in states:
+            state.step(hyper)
+
+    def store() -> None:
+        for state in states:
+            state.store()
+
+    elements = _TENSORS * _ELEMENTS
+    return HostRates(
+        adam=elements / _seconds(update), gradients=elements * dtype.itemsize / _seconds(store)
+    )
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a result needs beside it to mean something."""
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "cpu": names[0] if names else "unknown",
+        "cpus": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+class _State:
+    """The planes and the gradient of one subgroup."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._weight = torch.zeros(_ELEMENTS, dtype=dtype)
+        self._rest = None
+        if dtype == torch.bfloat16:
+            self._rest = torch.zeros(_ELEMENTS, dtype=torch.int16)
+        elif dtype == torch.float16:
+            self._rest = torch.zeros(_ELEMENTS)
+        self._first, self._second = torch.zeros(_ELEMENTS), torch.zeros(_ELEMENTS)
+        self._gradient = torch.full((_ELEMENTS,), 1e-3, dtype=dtype)
+        self._home = torch.zeros(_ELEMENTS, dtype=dtype)
+
+    def step(self, hyper: AdamHyper) -> None:
+        adam_step(
+            weight=self._weight,
+            rest=self._rest,
+            exp_avg=self._first,
+            exp_avg_sq=self._second,
+            grad=self._gradient,
+            hyper=hyper,
+        )
+
+    def store(self) -> None:
+        self._home.copy_(self._gradient)
+        sum_of_squares(self._home)
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    work()
+    found = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)

@@ -1,0 +1,1 @@
+"""A step of training replayed in simulated time; ``simulate.py`` is its command line."""
