@@ -282,8 +282,8 @@ class TieredState:
         resident = [group for group in touched if group.resident]
         self.weights.begin_update(parts_of(resident), step.updates)
         self.stages.update_now(step, resident)
-        moving = sorted((group for group in touched if not group.resident), key=self._first_use)
-        if not (early and self._confirm(step, moving)) and moving:
+        moving = [group for group in touched if not group.resident]
+        if not (early and self._confirm(step, early, moving)) and moving:
             self.pipeline.wait()
             self.pipeline.submit(step, moving)
         self._early_step, self._early_fed, self._waiting = None, [], []
@@ -320,9 +320,11 @@ class TieredState:
         self._early_fed += self._waiting
         self._waiting = []
 
-    def _confirm(self, step: Step, moving: list[Subgroup]) -> bool:
+    def _confirm(self, step: Step, early: list[Subgroup], moving: list[Subgroup]) -> bool:
         """Confirm the early pass; if an error stopped it, do without early passes from now on."""
-        if self.pipeline.confirm(step, moving):
+        done = {group.index for group in early}
+        rest = [group for group in moving if group.index not in done]
+        if self.pipeline.confirm(step, early, rest):
             return True
         self.propose = None
         _log.warning(
@@ -370,13 +372,6 @@ class TieredState:
         for group in self.layout.subgroups:
             if any(segment.parameter in step.updates for segment in group.segments):
                 yield group
-
-    def _first_use(self, group: Subgroup) -> tuple[int, int]:
-        """Updates run in the order of the next forward pass; parts of one parameter have the same
-        first use.
-        """
-        uses = (self.weights.schedule.first_use(part.parameter) for part in group.segments)
-        return min(uses), group.index
 
 
 def _slab_sizes(placement: Placement) -> dict[str, int]:

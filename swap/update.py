@@ -34,8 +34,8 @@ from swap.weights import WeightCache
 @dataclass(slots=True, eq=False)
 class _Pass:
     """One step on its way. ``ahead``: not started; ``reading``: before the kernel; ``writing``:
-    after it; ``held``: written, and waiting for the step to be confirmed. ``fed`` are the indices
-    of all that an early pass was given, ``wanted`` is the order to go on in once it is confirmed.
+    after it; ``held``: written, and waiting for the step to be confirmed. ``ahead`` is sorted by
+    first use, and changes under the pipeline's lock.
     """
 
     step: Step
@@ -43,21 +43,13 @@ class _Pass:
     is_confirmed: bool
     is_complete: bool
     is_dropped: bool = False
-    fed: set[int] = field(default_factory=set)
-    wanted: list[Subgroup] = field(default_factory=list)
     reading: deque[Job] = field(default_factory=deque)
     writing: deque[Job] = field(default_factory=deque)
     held: deque[Job] = field(default_factory=deque)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.wanted or self.ahead or self.reading or self.writing or self.held)
-
-    def sort(self) -> None:
-        """Put what was not started, and what the step adds, into the order that is wanted."""
-        started = self.fed.difference(group.index for group in self.ahead)
-        self.ahead = deque(group for group in self.wanted if group.index not in started)
-        self.wanted = []
+        return not (self.ahead or self.reading or self.writing or self.held)
 
 
 class UpdatePipeline:
@@ -81,12 +73,12 @@ class UpdatePipeline:
     # Steps.
 
     def submit(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
-        """Start a step over ``subgroups`` in the order given. The one before must have been waited
-        for.
-        """
+        """Start a step over ``subgroups``. The one before must have been waited for."""
         assert self._failure is None
         self._weights.begin_update(parts_of(subgroups), step.updates)
-        self._begin(_Pass(step, deque(subgroups), is_confirmed=True, is_complete=True))
+        work = _Pass(step, deque(), is_confirmed=True, is_complete=True)
+        self._add(work, subgroups)
+        self._begin(work)
 
     def join(self) -> None:
         """Wait until the step is finished and at home, or was stopped."""
@@ -127,17 +119,11 @@ class UpdatePipeline:
         """Add subgroups whose gradients are complete to the early pass."""
         with self._changed:
             if self._current is not None and not self._current.is_dropped:
-                groups = list(subgroups)
-                self._current.ahead.extend(groups)
-                self._current.fed.update(group.index for group in groups)
+                self._add(self._current, subgroups)
                 self._changed.notify_all()
 
-    def confirm(self, step: Step, subgroups: Sequence[Subgroup]) -> bool:
-        """``step`` is taken, and is what was proposed for those of ``subgroups`` that were fed:
-        publish what is held of them, then do the rest of ``subgroups`` in their order.
-
-        The backward pass feeds the last layers first, and the next forward pass asks for the first
-        ones first: without sorting it would wait for all that is behind.
+    def confirm(self, step: Step, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> bool:
+        """``step`` is taken, and is what was proposed for ``fed``: publish that, then do ``rest``.
 
         False if an I/O error has stopped the early pass; then nothing of the step is done.
         """
@@ -145,9 +131,9 @@ class UpdatePipeline:
             early = self._current
             if early is None or early.is_dropped:
                 return False
-            self._weights.begin_update(parts_of(subgroups), step.updates)
+            self._weights.begin_update(parts_of([*fed, *rest]), step.updates)
             early.step = step
-            early.wanted = list(subgroups)
+            self._add(early, rest)
             early.is_confirmed = early.is_complete = True
             self._changed.notify_all()
         return True
@@ -168,6 +154,20 @@ class UpdatePipeline:
         self._thread.join()
 
     # The thread.
+
+    def _add(self, work: _Pass, subgroups: Iterable[Subgroup]) -> None:
+        """What the next forward pass wants first is updated first.
+
+        The backward pass ends with the first layers, so of those that are complete the latest one
+        comes next; what is left when the step is taken lies behind, and has the forward pass up to
+        there to be done in.
+        """
+        work.ahead = deque(sorted([*work.ahead, *subgroups], key=self._first_use))
+
+    def _first_use(self, group: Subgroup) -> tuple[int, int]:
+        """Parts of one parameter have the same first use."""
+        uses = (self._weights.schedule.first_use(part.parameter) for part in group.segments)
+        return min(uses), group.index
 
     def _begin(self, work: _Pass) -> None:
         assert self._current is None
@@ -191,7 +191,6 @@ class UpdatePipeline:
             if work.is_dropped:
                 self._abandon(work)
                 return
-            self._sort_in(work)
             self._publish_held(work)
             self._start_reads(work)
             if work.reading:
@@ -201,7 +200,7 @@ class UpdatePipeline:
     def _wait_for_work(self, work: _Pass) -> bool:
         """Wait until there is something to do; False when the pass is done."""
         with self._changed:
-            while not (work.wanted or work.ahead or work.reading or work.writing):
+            while not (work.ahead or work.reading or work.writing):
                 if work.is_dropped or (work.is_confirmed and work.held):
                     return True
                 if work.is_complete:
@@ -209,31 +208,33 @@ class UpdatePipeline:
                 self._changed.wait()
         return True
 
-    def _sort_in(self, work: _Pass) -> None:
-        with self._changed:
-            if work.wanted:
-                work.sort()
-
     def _publish_held(self, work: _Pass) -> None:
         while work.is_confirmed and work.held:
             self._stages.publish(work.held[0])
             work.held.popleft()
 
     def _start_reads(self, work: _Pass) -> None:
-        while work.ahead and (self._overlap or not work.reading) and self._has_slot(work):
-            job = self._stages.start_read(work.step, work.ahead[0])
-            work.ahead.popleft()
-            work.reading.append(job)
+        while self._overlap or not work.reading:
+            group = self._take_next(work)
+            if group is None:
+                return
+            try:
+                work.reading.append(self._stages.start_read(work.step, group))
+            except BaseException:
+                work.ahead.appendleft(group)
+                raise
 
-    def _has_slot(self, work: _Pass) -> bool:
-        """Whether the next subgroup can start; held jobs keep their slots until that is needed."""
-        if self._stages.can_start(work.ahead[0]):
-            return True
-        for job in work.held:
-            if job.slot is not None:
-                self._stages.strip(job)
-                return True
-        return False
+    def _take_next(self, work: _Pass) -> Subgroup | None:
+        """The next subgroup, if it can start; held jobs keep their slots until that is needed."""
+        with self._changed:
+            if not work.ahead:
+                return None
+            if not self._stages.can_start(work.ahead[0]):
+                idle = next((job for job in work.held if job.slot is not None), None)
+                if idle is None:
+                    return None
+                self._stages.strip(idle)
+            return work.ahead.popleft()
 
     def _advance(self, work: _Pass) -> None:
         job = work.reading[0]
@@ -292,8 +293,6 @@ class UpdatePipeline:
         for job in work.reading:
             self._stages.abandon(job)
             left.append(job.subgroup)
-        if work.wanted:
-            work.sort()
         return [*left, *work.ahead]
 
 
