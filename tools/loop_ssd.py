@@ -12,6 +12,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from byte_limit import mounts, retry
 
@@ -40,9 +41,9 @@ def make_ssd(image: Path, directory: Path, size_bytes: int, *, preallocate: bool
     Raises OSError naming the step that failed; what was made until then is there, to be found.
     """
     with image.open("xb") as file:
-        file.truncate(size_bytes)
         if preallocate:
-            os.posix_fallocate(file.fileno(), 0, size_bytes)
+            _write_zeros(file, size_bytes)
+        file.truncate(size_bytes)
     # Nothing is left for the kernel to initialise behind a measurement's back.
     options = "lazy_itable_init=0,lazy_journal_init=0,nodiscard"
     run_program("mkfs.ext4", "-q", "-F", "-m", "0", "-i", "65536", "-E", options, str(image))
@@ -50,6 +51,15 @@ def make_ssd(image: Path, directory: Path, size_bytes: int, *, preallocate: bool
     directory.mkdir(parents=True)
     run_program("mount", "-o", "noatime", device, str(directory))
     return Ssd(directory, device)
+
+
+def _write_zeros(file: BinaryIO, nbytes: int) -> None:
+    """Writes every page. `fallocate` alone takes pages and leaves clearing them, and on a virtual
+    machine the host's finding memory for them, to the first write: one that is measured.
+    """
+    zeros = bytes(4 << 20)
+    while file.tell() < nbytes:
+        file.write(zeros[: nbytes - file.tell()])
 
 
 def loop_devices(images: Path) -> list[str]:
