@@ -20,7 +20,7 @@ from checkpoint.names import Path, closest, natural_name, render
 from checkpoint.reading import TensorRead
 from checkpoint.records import Manifest
 from checkpoint.selection import Selection
-from checkpoint.sources import ByteSink, carrier_view, local_tensor
+from checkpoint.sources import ByteSink, PartialSink, carrier_view, local_tensor
 from checkpoint.targets import SinkTarget, Target, TensorTarget
 from checkpoint.tree import DataNode, decode_tree, encode_tree
 
@@ -49,11 +49,11 @@ def is_target(value: object) -> bool:
     return isinstance(value, ByteSink) and not isinstance(value, type)
 
 
-def count_targets(tree: Any) -> int:
-    """How many leaves of a live tree take tensor data."""
+def count_whole_targets(tree: Any) -> int:
+    """How many leaves of a live tree take all of a tensor."""
     if type(tree) in _CONTAINERS:
-        return sum(count_targets(item) for _, item in _items(tree))
-    return int(is_target(tree))
+        return sum(count_whole_targets(item) for _, item in _items(tree))
+    return int(is_target(tree) and not isinstance(tree, PartialSink))
 
 
 def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:

@@ -13,7 +13,7 @@ from aio import Engine
 from checkpoint.assembly import Assembler
 from checkpoint.collector import paused_collector
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.into import IntoPlan, count_targets, plan_into
+from checkpoint.into import IntoPlan, count_whole_targets, plan_into
 from checkpoint.locate import read_manifest
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.reader import ReadOptions
@@ -134,7 +134,7 @@ def _load_into(
         selection.check_matched()
         return plan
 
-    if selection.is_everything and count_targets(into) == len(manifest.tensors):
+    if selection.is_everything and count_whole_targets(into) == len(manifest.tensors):
         plan, rest = _read_while_planning(manifest, checkpoint, planned, options)
     else:
         plan = planned()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import checkpoint
+from checkpoint.checksum import CRC_BLOCK_BYTES
 from tests.checkpoint.trees import assert_same, bits
 
 
@@ -96,6 +97,33 @@ def _records(path: Path) -> Any:
     from checkpoint.locate import read_manifest
 
     return read_manifest(path).tensors
+
+
+class Part:
+    """The second half of a row of bytes, as a partial sink."""
+
+    dtype = torch.uint8
+
+    def __init__(self, numel: int) -> None:
+        self.shape = (numel,)
+        self.values = torch.zeros(numel // 2, dtype=torch.uint8)
+        self.ranges = ((numel // 2, numel // 2),)
+
+    def write(self, start: int, data: memoryview) -> None:
+        first = start - self.ranges[0][0]
+        self.values[first : first + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def test_a_partial_sink_that_is_all_of_a_tree_reads_its_part_alone(tmp_path: Path) -> None:
+    row = torch.randint(256, (2 * CRC_BLOCK_BYTES,), dtype=torch.uint8)
+    checkpoint.save({"row": row}, tmp_path / "step")
+    (file,) = (tmp_path / "step").rglob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(CRC_BLOCK_BYTES // 2)
+        opened.write(b"damage that nobody who reads the second half alone can see")
+    part = Part(row.numel())
+    checkpoint.load(tmp_path / "step", into={"row": part})
+    assert torch.equal(part.values, row[CRC_BLOCK_BYTES:])
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_a_hint(path: Path) -> None:
