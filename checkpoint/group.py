@@ -132,11 +132,11 @@ class GroupCoordinator:
             json.loads(tensor[:size].numpy().tobytes())
             for tensor, size in zip(every, sizes, strict=True)
         ]
-        failed = [(answer["at"], rank) for rank, answer in enumerate(answers) if "error" in answer]
+        failed = [(*answer["at"], rank) for rank, answer in enumerate(answers) if "error" in answer]
         if isinstance(value, BaseException):
             raise value
         if failed:
-            _, rank = min(failed)
+            *_, rank = min(failed)
             raise RankFailedError(f"rank {rank} failed: {answers[rank]['error']}", rank=rank)
         return [answer["value"] for answer in answers]
 
@@ -219,7 +219,8 @@ def describe(error: BaseException) -> str:
 def _encoded(value: object) -> dict[str, Any]:
     if not isinstance(value, BaseException):
         return {"value": value}
-    return {"error": describe(value), "at": time.time()}
+    # What another rank failed of comes after what failed by itself.
+    return {"error": describe(value), "at": [isinstance(value, RankFailedError), time.time()]}
 
 
 def _plain_name(kind: int, number: int) -> str:

@@ -78,6 +78,16 @@ def plan_rank(
     )
 
 
+def check_same_place(names: Sequence[str]) -> None:
+    """Raises ValueError, on every rank, where ranks save to directories of different names."""
+    for rank, name in enumerate(names):
+        if name != names[0]:
+            raise ValueError(
+                f"rank 0 saves to {names[0]}, rank {rank} to {name}; every rank has to give the "
+                "same path"
+            )
+
+
 def check_whole(state: StatePlan) -> None:
     """Raises ValueError for a tensor that one process does not have all of."""
     for tensor in state.tensors:

@@ -25,7 +25,7 @@ from checkpoint.manifest import check_limits
 from checkpoint.memory import KeptMemory, available_bytes
 from checkpoint.pending import PendingSave, begin, settle
 from checkpoint.planning import FilePlan, StatePlan, plan_files, plan_state
-from checkpoint.rank_planning import check_whole, plan_rank
+from checkpoint.rank_planning import check_same_place, check_whole, plan_rank
 from checkpoint.records import Manifest, SaveInfo
 from checkpoint.sources import Source
 from checkpoint.staging import plan_slots
@@ -69,7 +69,7 @@ def save(
     ranks.begin()
     try:
         plan = plan_save(state, path, stripe_dirs, ranks, staging_bytes)
-        settle(plan.path)
+        _settle(plan.path, ranks)
         return _run(plan, engine, started, ranks)
     finally:
         ranks.end()
@@ -135,7 +135,7 @@ def start_save(
     early = None
     try:
         plan = plan_save(state, path, stripe_dirs, ranks, staging_bytes or STAGING_BYTES)
-        settle(plan.path)
+        _settle(plan.path, ranks)
         if guard is None:
             early = EarlyStage(plan.fillers, _budget(plan, staging_bytes), memory)
     except BaseException:
@@ -171,6 +171,16 @@ def start_save(
         early.copy()
     pending.set_staged()
     return pending
+
+
+def _settle(path: Path, ranks: Coordinator) -> None:
+    """`settle`; an error that one rank has not been told yet ends the save on all of them."""
+    try:
+        settle(path)
+    except Exception as error:
+        ranks.exchange(error)
+        raise
+    ranks.exchange(None)
 
 
 def _budget(plan: SavePlan, staging_bytes: int | None) -> int:
@@ -227,7 +237,12 @@ def plan_save(
             Destination(target, uuid, stripes), state_plan, files, sources, staging_bytes
         )
     found: list[tuple[Path, tuple[Path, ...], StatePlan]] = []
-    together(coordinator, lambda: found.append(_checked(state, path, stripe_dirs)))
+
+    def check() -> str:
+        found.append(_checked(state, path, stripe_dirs))
+        return found[0][0].name
+
+    check_same_place(together(coordinator, check))
     target, stripes, state_plan = found[0]
     uuid = coordinator.broadcast(_new_uuid(target))
     ranks = plan_rank(state_plan, coordinator, uuid=uuid, stripes=stripes)

@@ -76,7 +76,11 @@ def loss_of(model: nn.Module, step: int, device: torch.device) -> torch.Tensor:
 def train(options: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)  # every rank has to make the same model
     model = GPT(options.width, options.layers)
-    newest = checkpoint.Manager(options.checkpoints).latest() or 0
+    manager = checkpoint.Manager(
+        options.checkpoints, keep=options.keep, coordinator=checkpoint.GroupCoordinator()
+    )
+    newest = manager.latest() or 0
+    pending = None
     with infinity.offload(
         model,
         options.nvme,
@@ -88,7 +92,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         process_group=dist.group.WORLD,
     ) as offloaded:
         if newest:
-            offloaded.load(options.checkpoints / f"step-{newest}")
+            offloaded.load(manager.path(newest))
         for step in range(newest, options.steps):
             loss = loss_of(model, step, device)
             offloaded.backward(loss)
@@ -96,7 +100,10 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
             if dist.get_rank() == 0:
                 print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
             if (step + 1) % options.save_every == 0:
-                offloaded.save(options.checkpoints / f"step-{step + 1}", block=False)
+                if pending is not None:
+                    pending.result()
+                    manager.retire()
+                pending = offloaded.save(manager.path(step + 1), block=False)
 
 
 def join(backend: str) -> None:
@@ -117,6 +124,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, required=True, help="seen by all machines")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--keep", type=int, default=3, help="so many checkpoints")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--host-memory", default="1GiB", help="of each rank")

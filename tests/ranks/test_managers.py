@@ -1,0 +1,41 @@
+"""A series of checkpoints that several ranks save, load and look through together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import rank_managers
+from tests.support.ranks import run_ranks
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_save_keep_and_load_a_series_of_checkpoints_together(
+    tmp_path: Path, world_size: int
+) -> None:
+    every = run_ranks(rank_managers.series, tmp_path, world_size)
+    for told in every:
+        assert told["empty"][:2] == [None, []]
+        assert told["empty"][2].startswith("FileNotFoundError")
+        assert told["steps"] == [4, 5, 6]
+        assert told["whole"]
+        assert told["latest"] == [6, 6, 4]
+        assert told["missing"].startswith("FileNotFoundError")
+        assert told["damaged"][:2] == [6, 5], "the files of 6 are as long as they should be"
+        assert told["unseen"] == [4, [4]]
+        assert told["other step"] == (
+            "ValueError: rank 0 saves to step-10, rank 1 to step-11; every rank has to give the "
+            "same path"
+        )
+        assert told["other load"] == "ValueError: rank 0 loads step 4, rank 1 step 5"
+        assert told["after"] == [4, 5, 6]
+        assert told["end"] == [4, 6, 8]
+        assert told["folders"] == ["step-4", "step-6", "step-8"]
+    assert every[1]["damaged"][2].startswith("CorruptCheckpointError"), every[1]["damaged"]
+    assert every[0]["damaged"][2].startswith("RankFailedError: rank 1 failed: CorruptCheckpoint")
+    assert every[0]["unasked"].startswith("RankFailedError: rank 1 failed: OSError")
+    for name in ("room", "room, behind", "next"):
+        assert "[Errno 28]" in every[1][name]
+        assert every[1][name].startswith("OSError")
+        assert every[0][name].startswith("RankFailedError: rank 1 failed: OSError: [Errno 28]")

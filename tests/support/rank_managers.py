@@ -1,0 +1,140 @@
+"""What single ranks do with a `checkpoint.Manager` in tests, run by ``tests.support.ranks``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import checkpoint
+from checkpoint.errors import CorruptCheckpointError
+from checkpoint.known import KnownManifests
+from tests.support.rank_jobs import complaint
+
+NUMEL = 100_000
+
+
+class Part:
+    """The part that a rank has of a row of int64: what it saves, and what it loads."""
+
+    dtype = torch.int64
+    shape = (NUMEL,)
+
+    def __init__(self, rank: int, world_size: int, value: int) -> None:
+        bounds = [NUMEL * k // world_size for k in range(world_size + 1)]
+        self.first, end = bounds[rank : rank + 2]
+        self.ranges = ((self.first, end - self.first),)
+        self.values = torch.full((end - self.first,), value)
+
+    def read(self, start: int, out: memoryview) -> None:
+        first = start // 8 - self.first
+        count = len(out) // 8
+        torch.frombuffer(out, dtype=torch.int64).copy_(self.values[first : first + count])
+
+    def write(self, start: int, data: memoryview) -> None:
+        given = torch.frombuffer(data, dtype=torch.int64)
+        low = max(start // 8, self.first)
+        high = min(start // 8 + len(given), self.first + len(self.values))
+        if low < high:
+            at = low - start // 8
+            self.values[low - self.first : high - self.first] = given[at : at + high - low]
+
+
+class Room(NamedTuple):
+    f_bavail: int
+    f_frsize: int
+    f_blocks: int
+
+
+def series(rank: int, folder: Path) -> dict[str, Any]:
+    """A run's checkpoints over ranks; what each rank is told."""
+    told: dict[str, Any] = {}
+    coordinator = checkpoint.GroupCoordinator()
+    manager = checkpoint.Manager(folder / "run", keep=2, keep_every=4, coordinator=coordinator)
+
+    def state(value: int) -> dict[str, Any]:
+        part = Part(rank, coordinator.world_size, value)
+        return {"part": part, "same": torch.full((9000,), float(value)), "step": value}
+
+    def loaded(**options: Any) -> int:
+        """The step that was loaded, after looking at its values."""
+        into = {"part": Part(rank, coordinator.world_size, -1), "step": 0}
+        found = manager.load(into=into, **options)
+        assert bool((into["part"].values == found["step"]).all())  # type: ignore[attr-defined]
+        return int(found["step"])
+
+    told["empty"] = [manager.latest(), manager.steps(), complaint(manager.load)]
+    for step in range(1, 7):
+        if step % 2:
+            manager.save(step, state(step))
+            continue
+        tree = state(step)
+        pending = manager.save_async(step, tree)
+        tree["same"].zero_()
+        tree["part"].values.zero_()
+        if step != 4:  # the next save waits for that one
+            pending.result()
+    told["steps"] = manager.steps()
+    told["whole"] = bool((checkpoint.load(manager.path(6))["part"] == 6).all())
+    told["latest"] = [manager.latest(), loaded(), loaded(step=4)]
+    told["missing"] = complaint(lambda: loaded(step=3))
+
+    # What one rank does not find whole counts for none.
+    if rank == 0:
+        (file,) = manager.path(6).rglob("r1-0.safetensors")
+        with file.open("r+b") as opened:
+            opened.seek(4096)
+            opened.write(b"damage")
+    dist.barrier()
+    told["damaged"] = [manager.latest(), loaded(), complaint(lambda: loaded(step=6))]
+    with _unreadable(manager.path(6), manager.path(5)) if rank == 1 else _as_it_is():
+        told["unseen"] = [manager.latest(), manager.steps()]
+
+    # Ranks that differ, and one without room.
+    told["other step"] = complaint(lambda: manager.save(10 + rank, state(10)))
+    with _small_disk() if rank == 1 else _as_it_is():
+        told["room"] = complaint(lambda: manager.save(7, state(7)))
+        told["room, behind"] = complaint(lambda: manager.save_async(7, state(7)).result())
+        unasked = manager.save_async(7, state(7))
+        unasked.wait_done()
+    if rank == 0:
+        told["unasked"] = complaint(unasked.result)
+    told["next"] = complaint(lambda: manager.save(7, state(7)))
+    told["other load"] = complaint(lambda: loaded(step=4 + rank))
+    told["after"] = manager.steps()
+    manager.save(8, state(8))
+    told["end"] = manager.steps()
+    dist.barrier()
+    told["folders"] = sorted(entry.name for entry in (folder / "run").iterdir())
+    return told
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _unreadable(*paths: Path) -> Iterator[None]:
+    """These checkpoints are damaged as far as this rank can see."""
+    check = KnownManifests.check
+
+    def check_some(self: KnownManifests, path: Path) -> None:
+        if path in paths:
+            raise CorruptCheckpointError("not what this rank sees", path=path)
+        check(self, path)
+
+    logging.getLogger("checkpoint.manager").setLevel(logging.ERROR)
+    with mock.patch.object(KnownManifests, "check", check_some):
+        yield
+
+
+def _small_disk() -> Any:
+    """A page is free, of some."""
+    return mock.patch("os.statvfs", return_value=Room(1, 4096, 99))
