@@ -1,0 +1,36 @@
+"""Ranks that do not come, do something else, or have no room: a named error on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support import rank_attacks
+from tests.support.ranks import run_ranks
+
+
+def test_ranks_that_are_missing_or_elsewhere_are_named_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(rank_attacks.absences, tmp_path, 2)
+    for told in (first, second):
+        for name in ("more steps", "no load", "no save"):
+            assert told[name].startswith("RankFailedError: rank "), told
+        assert "leaves the offload block after step 1" in told["more steps"]
+        assert "loads a checkpoint after step 0" in told["no load"]
+        assert "fetches the weights of layers.0.weight" in told["no load"]
+        assert "saves after step 1" in told["no save"]
+        assert "leaves the offload block after step 1" in told["no save"]
+        assert "r1-0.safetensors" in told["file"]
+        assert told["nothing"] == ""
+    for name in ("nobody at load", "nobody again"):
+        assert first[name].startswith("RankFailedError: a rank was killed, or does not answer")
+        assert "ranks wait 1 s for others" in first[name]
+    assert list((tmp_path / ".infinity").glob("*")) == []
+
+
+def test_a_rank_without_room_for_its_swap_file_is_named_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(rank_attacks.full_disks, tmp_path, 2)
+    why = "AioError: cannot allocate "
+    assert second["full"].startswith(why), second
+    assert second["full"].endswith("state.swap: File too large"), second
+    assert first["full"].startswith(f"RankFailedError: rank 1 failed: {why}"), first
+    assert first["then"] == second["then"] == ""
+    assert list((tmp_path / ".infinity").glob("*")) == []

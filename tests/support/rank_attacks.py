@@ -1,0 +1,86 @@
+"""What goes wrong on single ranks in tests besides ``rank_jobs.mistakes``."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import checkpoint
+import infinity
+from tests.support.models import seeded, vector_loss
+from tests.support.rank_jobs import complaint, gpt, least_budget, loss_of, stack, world
+
+
+def absences(rank: int, folder: Path) -> dict[str, str]:
+    """What this rank is told where rank 1 does not come, does something else, or where a file of
+    its part of a checkpoint is gone.
+    """
+    told: dict[str, str] = {}
+    path = folder / "checkpoint"
+
+    def train(*, load: bool = False, save: bool = False, extra_steps: int = 0) -> None:
+        model = stack()
+        with infinity.offload(
+            model, folder, host_memory="256MiB", process_group=world()
+        ) as offloaded:
+            if load:
+                offloaded.load(path)
+            for number in range(1 + extra_steps):
+                vector_loss(model, number).backward()
+                offloaded.step()
+            if save:
+                offloaded.save(path)
+
+    train(save=True)
+    odd = rank == 1
+    told["more steps"] = complaint(lambda: train(extra_steps=int(odd)))
+    told["no load"] = complaint(lambda: train(load=not odd))
+    told["no save"] = complaint(lambda: train(save=not odd))
+
+    coordinator = checkpoint.GroupCoordinator(timeout_seconds=1)
+    if not odd:
+        manager = checkpoint.Manager(folder, coordinator=coordinator)
+        told["nobody at load"] = complaint(manager.load)
+        told["nobody again"] = complaint(manager.latest)
+    dist.barrier()
+    if rank == 0:
+        (file,) = path.rglob("r1-0.safetensors")
+        file.unlink()
+    dist.barrier()
+    told["file"] = complaint(lambda: train(load=True))
+    told["nothing"] = complaint(train)
+    return told
+
+
+def full_disks(rank: int, folder: Path) -> dict[str, str]:
+    """Rank 1 has no room for its swap file; then it has."""
+    model = seeded(gpt)
+    host_memory = least_budget(gpt, folder)
+
+    def train() -> None:
+        with infinity.offload(
+            model, folder, host_memory=host_memory, process_group=world()
+        ) as offloaded:
+            loss_of(model, rank).backward()
+            offloaded.step()
+
+    with _file_size_limit(1 << 20) if rank == 1 else _file_size_limit(resource.RLIM_INFINITY):
+        told = {"full": complaint(train)}
+    told["then"] = complaint(train)
+    return told
+
+
+@contextmanager
+def _file_size_limit(nbytes: int) -> Iterator[None]:
+    """No file of this process gets longer."""
+    before: Any = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
