@@ -1,5 +1,5 @@
-"""Where the first values of a model come from: its own tensors, a file of weights, or its own
-initialisation.
+"""Where the first values of a model come from: its own tensors, a file of weights, a checkpoint,
+or its own initialisation.
 
 Values are produced one module at a time, so a model on the meta device is never in memory as a
 whole.
@@ -20,13 +20,16 @@ from tqdm import tqdm
 
 from infinity.discovery import Record
 from infinity.sharing import Sharing
+from infinity.stored_values import CheckpointValues, StoredValues, is_checkpoint, names_of
 from swap.tiered import TieredState
 
 
 class Values(Protocol):
     """A source of first values."""
 
-    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+    def parameters(
+        self, records: Sequence[Record]
+    ) -> Iterator[tuple[Record, torch.Tensor | StoredValues]]:
         """Every record with its values, in any order."""
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -40,7 +43,9 @@ def values_for(
     values.
     """
     if weights is not None:
-        return WeightFiles(model, records, Path(weights))
+        path = Path(weights)
+        kind = CheckpointValues if is_checkpoint(path) else WeightFiles
+        return kind(model, records, path)
     if any(record.parameter.is_meta for record in records):
         return Initialisation(model, records)
     return OwnValues()
@@ -151,11 +156,9 @@ class Initialisation:
 
 
 class WeightFiles:
-    """Values from safetensors: one file, or a folder of them (Hugging Face shards, or a checkpoint
-    of ours).
+    """Values from safetensors: one file, or a folder of them, as Hugging Face shards are.
 
-    Tensors are found by parameter name, with or without the ``model.`` that checkpoints put before
-    it.
+    Tensors are found by parameter name, with or without a ``model.`` before it.
     """
 
     def __init__(self, model: nn.Module, records: Sequence[Record], path: Path) -> None:
@@ -164,7 +167,7 @@ class WeightFiles:
             with safe_open(file, framework="pt") as opened:
                 self._where.update(dict.fromkeys(opened.keys(), file))
         self._path = path
-        self._names = {record.index: self._find(_names_of(model, record)) for record in records}
+        self._names = {record.index: self._find(names_of(model, record)) for record in records}
         for record in records:
             self._check_shape(record)
 
@@ -208,12 +211,3 @@ def _safetensors_files(path: Path) -> list[Path]:
     if not files:
         raise ValueError(f"weights={path} holds no .safetensors file")
     return files
-
-
-def _names_of(model: nn.Module, record: Record) -> list[str]:
-    """Every name that a (tied) parameter has in the model's state dict."""
-    return [
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter is record.parameter
-    ]

@@ -26,6 +26,7 @@ from infinity.gathered_weights import GatheredWeights, GatherMemory, Weights
 from infinity.gathering import read_values, weight_of, write_back
 from infinity.rank_agreement import RankDifferenceError, check_same
 from infinity.reductions import Reductions
+from infinity.stored_values import StoredValues
 from swap.layout import PIECE
 from swap.tiered import TieredState
 
@@ -86,7 +87,10 @@ class OverRanks:
 
     # Values.
 
-    def note(self, record: Record, values: torch.Tensor) -> torch.Tensor:
+    def note(self, record: Record, values: torch.Tensor | StoredValues) -> torch.Tensor:
+        if isinstance(values, StoredValues):
+            self._sums[f"the values of {record.name}"] = zlib.crc32(values.origin.encode())
+            return values.read(record.first, record.spec.numel)
         flat = values.detach().reshape(-1)
         self._sums[f"the values of {record.name}"] = _sum_of(flat)
         return flat[record.first : record.first + record.spec.numel]

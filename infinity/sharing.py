@@ -13,6 +13,7 @@ import torch
 from infinity.discovery import Record
 from infinity.gathered_weights import Weights
 from infinity.gathering import read_values, weight_of, write_back
+from infinity.stored_values import StoredValues
 from swap.tiered import TieredState
 
 
@@ -47,7 +48,7 @@ class Sharing(Protocol):
     def peak_host_bytes(self) -> int:
         """The most host memory that passing values between ranks took."""
 
-    def note(self, record: Record, values: torch.Tensor) -> torch.Tensor:
+    def note(self, record: Record, values: torch.Tensor | StoredValues) -> torch.Tensor:
         """First values of a parameter, whole; returns those that this rank keeps, flat."""
 
     def agree_on_values(self) -> None:
@@ -116,8 +117,8 @@ class Unshared:
     ) -> None:
         """There is nobody to tell."""
 
-    def note(self, record: Record, values: torch.Tensor) -> torch.Tensor:
-        return values
+    def note(self, record: Record, values: torch.Tensor | StoredValues) -> torch.Tensor:
+        return values.whole() if isinstance(values, StoredValues) else values
 
     def agree_on_values(self) -> None:
         """There is nobody to disagree with."""

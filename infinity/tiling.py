@@ -20,6 +20,7 @@ from torch import nn
 from infinity.discovery import RESIDENT_ELEMENTS, Record, compute_dtype_of
 from infinity.materialize import Values
 from infinity.parameter import placeholder
+from infinity.stored_values import StoredValues
 from infinity.tiled import RowRange, TiledLinear, tiles_within
 from swap.tiers import format_bytes
 
@@ -221,7 +222,9 @@ class _TiledValues:
             id(parameter): tiles for layer in layers for parameter, tiles in layer.pairs()
         }
 
-    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+    def parameters(
+        self, records: Sequence[Record]
+    ) -> Iterator[tuple[Record, torch.Tensor | StoredValues]]:
         for record, tensor in self._values.parameters(self._plain):
             tiles = self._tiles.get(id(record.parameter))
             if tiles is None:

@@ -1,0 +1,80 @@
+"""Single ranks in tests that begin with the weights of a checkpoint, or export one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import checkpoint
+import infinity
+from checkpoint.opened import OpenCheckpoint
+from tests.support.models import Stack, vector_loss
+from tests.support.rank_jobs import stack, world
+
+WIDTH = 400
+
+
+def weights_of_a_checkpoint(rank: int, folder: Path) -> dict[str, Any]:
+    """All ranks save; all of them, two, and one (with tiles) begin with what was saved. Gives the
+    bytes that this rank read each time.
+    """
+    path = folder / "checkpoint"
+    model = stack(WIDTH)
+    with infinity.offload(model, folder, host_memory="256MiB", process_group=world()) as offloaded:
+        vector_loss(model, 0, width=WIDTH).backward()
+        offloaded.step()
+        offloaded.save(path)
+    expected = checkpoint.load(path, only=["model.*"])["model"]
+    groups = {count: dist.new_group(range(count)) for count in (1, 2, 3)}
+    read: dict[str, Any] = {}
+    for count, group in groups.items():
+        if rank < count:
+            tiles = 300_000 if count == 1 else None
+            read[str(count)] = _begin(group, folder, path, expected, tiles)
+        dist.barrier()
+    return read
+
+
+def _begin(
+    group: Any,
+    folder: Path,
+    path: Path,
+    expected: dict[str, torch.Tensor],
+    max_parameter_bytes: int | None,
+) -> int:
+    with torch.device("meta"):
+        model = Stack(width=WIDTH, depth=3)
+    nbytes = 0
+    read_block = OpenCheckpoint._read_block
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal nbytes
+        block = read_block(*arguments)
+        nbytes += len(block)
+        return block
+
+    with (
+        mock.patch.object(OpenCheckpoint, "_read_block", counted),
+        infinity.offload(
+            model,
+            folder,
+            host_memory="256MiB",
+            weights=path,
+            process_group=group,
+            max_parameter_bytes=max_parameter_bytes,
+        ) as offloaded,
+    ):
+        first_bytes = nbytes
+        offloaded.export(folder / f"export-{group.size()}")
+    dist.barrier(group)
+    (shard,) = (folder / f"export-{group.size()}").glob("*.safetensors")
+    exported = load_file(shard)
+    assert exported.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(exported[name], value), name
+    return first_bytes
