@@ -25,7 +25,9 @@ from checkpoint.targets import Target, TensorTarget
 from checkpoint.tree import MISSING, DataNode, data_nodes, decode_tree
 
 _T = TypeVar("_T")
-_MAX_RETRIES = 3
+_MAX_RETRIES = 20
+"""Saves in a row that may each take the place of the checkpoint between a look at its manifest and
+the opening of its files. On a busy machine a few of them did."""
 
 
 def load(
