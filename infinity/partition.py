@@ -16,6 +16,7 @@ Follows ZeRO-Infinity (arXiv 2104.07857, section 6.1), bandwidth-centric partiti
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -49,6 +50,12 @@ class Cut:
         return self.offsets[rank + 1] - self.offsets[rank] if self.offsets else self.numel
 
     @property
+    def is_level(self) -> bool:
+        """Whether it is cut into slices of one length."""
+        ranks = len(self.offsets) - 1
+        return ranks > 0 and self.length(0) * ranks == self.numel
+
+    @property
     def lengths(self) -> list[int]:
         """Those of all ranks, of a parameter that is cut."""
         return [high - low for low, high in itertools.pairwise(self.offsets)]
@@ -72,7 +79,7 @@ def partition(shares: Sequence[Share], world_size: int) -> list[Cut]:
     cuts = []
     for share in shares:
         cut = _cut(share, held)
-        if not cut.is_replicated:
+        if not cut.is_replicated and not cut.is_level:
             for rank, length in enumerate(cut.lengths):
                 held[rank] += length * share.bytes_per_element
         cuts.append(cut)
@@ -88,12 +95,20 @@ def _cut(share: Share, held: Sequence[int]) -> Cut:
     # The last unit may be a part of one: it goes where the others end, and counts as one.
     units += rest > 0
     least, longer = divmod(units, world_size)
+    if not longer:
+        return _level(share.numel, unit * least, world_size)
     emptiest = sorted(range(world_size), key=lambda rank: (held[rank], rank))[:longer]
     offsets = [0]
     for rank in range(world_size):
         stop = offsets[-1] + unit * (least + (rank in emptiest))
         offsets.append(min(stop, share.numel))
     return Cut(share.numel, tuple(offsets))
+
+
+@functools.lru_cache(maxsize=64)
+def _level(numel: int, length: int, world_size: int) -> Cut:
+    """Every rank gets ``length``, but for the end of the last one. Large models have few shapes."""
+    return Cut(numel, tuple(min(rank * length, numel) for rank in range(world_size + 1)))
 
 
 def _unit(share: Share, world_size: int) -> int:

@@ -4,7 +4,8 @@ starts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,17 +13,21 @@ from torch import nn
 
 from infinity.activation_tiers import ActivationShare, mode_of
 from infinity.bandwidth import Bandwidth, measure
-from infinity.discovery import least_arena_bytes, records_of
+from infinity.discovery import least_arena_bytes, least_gathered_bytes, records_of
 from infinity.endurance import DRIVE_ENDURANCE, Wear, endurance_of
+from infinity.gather_plan import plans_for
 from infinity.offloading import Directories, directories_of, make_budget, parameter_bound
 from infinity.optimizer import AdamW
+from infinity.partition import Cut, Share, partition
 from infinity.tiling import Tiling
-from swap.layout import ParameterSpec
+from swap.layout import ParameterSpec, pad
 from swap.placement import Placement, place
 from swap.rules import AdamRule
 from swap.tiers import Budget, BudgetError, format_bytes
 
 _TYPICAL_MATRIX = 4096 * 4096
+_BLOCK = 13
+"""Matrices of a block, and one that comes next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +107,32 @@ class Plan:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What a rank keeps: its slices, those of the block at work, and that block whole."""
+
+    specs: tuple[ParameterSpec, ...]
+    cuts: tuple[Cut, ...]
+    block_bytes: int
+    gathered_bytes: int
+    world_size: int
+
+    @property
+    def gathered_sizes(self) -> list[int]:
+        return [
+            pad(cut.numel) * spec.dtype.itemsize
+            for spec, cut in zip(self.specs, self.cuts, strict=True)
+            if not cut.is_replicated
+        ]
+
+    def least_gathering_bytes(self, device: torch.device) -> int:
+        """Host memory that gathering takes at the least."""
+        if self.world_size == 1 or device.type != "cpu":
+            return 0
+        none = Budget(host_bytes=0, device_bytes=None)
+        return plans_for(self.gathered_sizes, self.gathered_bytes, none, on_host=True)[-1].nbytes
+
+
 def plan(
     model_or_num_parameters: nn.Module | int,
     nvme: Directories | None = None,
@@ -119,19 +150,20 @@ def plan(
     """Where every byte would live, the least budget that works, and the traffic of a step. Changes
     nothing.
 
-    A number of parameters stands for a transformer in bfloat16 made of 4096 x 4096 matrices.
-    ``nvme`` directories are measured with a short read and write. ``compute_dtype``, ``optimizer``,
-    ``activations`` and ``max_parameter_bytes`` are as for ``offload``; the traffic of activations,
-    which depends on the batch, is not in the figures. ``compute_seconds`` is what a step computes,
-    if you know it: without, bytes written per day are those of steps that do nothing but I/O, the
-    most that there can be. ``drive_endurance``: bytes that the drive of each directory is rated for
-    (its TBW). Raises ``ValueError`` for arguments that are out of range.
+    A number of parameters stands for a transformer in bfloat16 made of 4096 x 4096 matrices. With a
+    ``world_size`` everything but ``num_parameters`` is of the rank that keeps the most, as is
+    ``host_memory``. ``nvme`` are its directories, measured with a short read and write.
+    ``compute_dtype``, ``optimizer``, ``activations`` and ``max_parameter_bytes`` are as for
+    ``offload``; the traffic of activations, which depends on the batch, is not in the
+    figures. ``compute_seconds`` is what a step computes, if you know it: without, bytes written per
+    day are those of steps that do nothing but I/O, the most that there can be. ``drive_endurance``: bytes
+    that the drive of each directory is rated for (its TBW). Raises ``ValueError`` for arguments that
+    are out of range.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be 1 or more")
     bound = parameter_bound(max_parameter_bytes)
-    specs, arena = _specs(model_or_num_parameters, compute_dtype, bound)
-    specs = [_slice(spec, world_size) for spec in specs]
+    parts = _parts(model_or_num_parameters, compute_dtype, bound, world_size)
     rule = AdamRule(state_dtype=(optimizer or AdamW()).state_dtype)
     budget = make_budget(host_memory, device_memory)
     num_directories = 1 if nvme is None else len(directories_of(nvme))
@@ -140,15 +172,15 @@ def plan(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         num_directories=num_directories,
     )
-    fits, placement = True, None
+    fits, rest = True, share.rest_of(budget)
     try:
-        placement = place(specs, rule, share.rest_of(budget), least_arena_bytes=arena)
+        placement, gathering = _place(parts, rule, rest, share.device)
     except BudgetError as error:
         fits = False
         least = Budget(host_bytes=error.least_host_bytes, device_bytes=budget.device_bytes)
-        placement = place(specs, rule, least, least_arena_bytes=arena)
+        placement, gathering = _place(parts, rule, least, share.device)
     bandwidth = None if nvme is None else measure(directories_of(nvme))
-    found = _summary(specs, placement, budget, share, fits, world_size, bandwidth)
+    found = _summary(parts, placement, gathering, budget, share, fits, bandwidth)
     return replace(
         found,
         compute_seconds=compute_seconds,
@@ -156,57 +188,100 @@ def plan(
     )
 
 
-def _specs(
-    model: nn.Module | int, compute_dtype: torch.dtype | None, bound: int | None
-) -> tuple[list[ParameterSpec], int]:
+def _parts(
+    model: nn.Module | int, compute_dtype: torch.dtype | None, bound: int | None, world_size: int
+) -> _Parts:
     if isinstance(model, nn.Module):
-        records = records_of(model, compute_dtype)
         if bound is not None:
-            with Tiling(model, records, bound, compute_dtype):
-                return _specs(model, compute_dtype, None)
-        return [record.spec for record in records], least_arena_bytes(model, records)
+            with Tiling(model, records_of(model, compute_dtype), bound, compute_dtype):
+                return _parts(model, compute_dtype, None, world_size)
+        records = records_of(model, compute_dtype, world_size=world_size)
+        return _Parts(
+            specs=tuple(_longest(record.spec, record.cut) for record in records),
+            cuts=tuple(record.cut for record in records),
+            block_bytes=least_arena_bytes(model, records),
+            gathered_bytes=least_gathered_bytes(model, records),
+            world_size=world_size,
+        )
     if model < 1:
         raise ValueError(f"number of parameters {model} must be 1 or more")
-    dtype = compute_dtype or torch.bfloat16
+    return _typical(model, compute_dtype or torch.bfloat16, bound, world_size)
+
+
+def _typical(num_parameters: int, dtype: torch.dtype, bound: int | None, world_size: int) -> _Parts:
+    """Square matrices; a block of a transformer has twelve of them."""
     matrix = min(_TYPICAL_MATRIX, (bound or _TYPICAL_MATRIX * dtype.itemsize) // dtype.itemsize)
-    sizes = [matrix] * (model // matrix)
-    sizes += [model % matrix] if model % matrix else []
-    specs = [
-        ParameterSpec(index=i, name=f"matrix {i}", numel=numel, dtype=dtype, trainable=True)
-        for i, numel in enumerate(sizes)
+    sizes = [matrix] * (num_parameters // matrix)
+    sizes += [num_parameters % matrix] if num_parameters % matrix else []
+    row = math.isqrt(matrix)
+    shares = [
+        Share(numel=numel, bytes_per_element=dtype.itemsize + 12, row=row, resident=False)
+        for numel in sizes
     ]
-    return specs, 13 * max(sizes) * dtype.itemsize
-
-
-def _slice(spec: ParameterSpec, world_size: int) -> ParameterSpec:
-    return ParameterSpec(
-        index=spec.index,
-        name=spec.name,
-        numel=-(-spec.numel // world_size),
-        dtype=spec.dtype,
-        trainable=spec.trainable,
-        resident=spec.resident,
+    cuts = partition(shares, world_size)
+    specs = [
+        _longest(
+            ParameterSpec(
+                index=i, name=f"matrix {i}", numel=cut.numel, dtype=dtype, trainable=True
+            ),
+            cut,
+        )
+        for i, cut in enumerate(cuts)
+    ]
+    return _Parts(
+        specs=tuple(specs),
+        cuts=tuple(cuts),
+        block_bytes=_BLOCK * max(spec.padded_numel for spec in specs) * dtype.itemsize,
+        gathered_bytes=_BLOCK * max(sizes) * dtype.itemsize,
+        world_size=world_size,
     )
 
 
+def _longest(spec: ParameterSpec, cut: Cut) -> ParameterSpec:
+    """What the rank keeps that has the longest slice."""
+    return spec if cut.is_replicated else replace(spec, numel=max(cut.lengths))
+
+
+def _place(
+    parts: _Parts, rule: AdamRule, budget: Budget, device: torch.device
+) -> tuple[Placement, int]:
+    """The homes of what a rank keeps, and the host memory that it gathers with beside them."""
+    if parts.world_size == 1:
+        return place(parts.specs, rule, budget, least_arena_bytes=parts.block_bytes), 0
+    on_host = device.type == "cpu"
+    plans = plans_for(parts.gathered_sizes, parts.gathered_bytes, budget, on_host=on_host)
+    for plan in plans:
+        try:
+            placement = place(
+                parts.specs, rule, plan.rest_of(budget), least_arena_bytes=parts.block_bytes
+            )
+        except BudgetError as error:
+            failure = plan.error(error)
+        else:
+            return placement, plan.nbytes if on_host else 0
+    raise failure
+
+
 def _summary(
-    specs: Sequence[ParameterSpec],
+    parts: _Parts,
     placement: Placement,
+    gathering: int,
     budget: Budget,
     share: ActivationShare,
     fits: bool,
-    world_size: int,
     bandwidth: Bandwidth | None,
 ) -> Plan:
     read, written = placement.traffic_per_step()
-    least = share.least_for(placement.least_host_bytes)
+    least = share.least_for(placement.least_host_bytes + parts.least_gathering_bytes(share.device))
     return Plan(
-        num_parameters=sum(spec.numel for spec in specs) * world_size,
-        world_size=world_size,
+        num_parameters=sum(cut.numel for cut in parts.cuts),
+        world_size=parts.world_size,
         budget_host_bytes=budget.host_bytes,
         least_host_bytes=least,
         fits=fits,
-        host_bytes=placement.host_bytes + share.bytes_of(budget.host_bytes if fits else least),
+        host_bytes=placement.host_bytes
+        + gathering
+        + share.bytes_of(budget.host_bytes if fits else least),
         nvme_bytes=placement.nvme_bytes,
         bytes_by_tier={
             "host": placement.state_host_bytes + placement.gradient_host_bytes,
