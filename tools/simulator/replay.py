@@ -107,7 +107,6 @@ class _Replay:
         self._arrivals = Arrivals(self._layout)
         self._on_way: deque[tuple[int, Signal]] = deque()
         self._storing: deque[Signal] = deque()
-        self._fed: list[Subgroup] = []
         self._waiting: list[Subgroup] = []
         self._is_early = False
         self._activations_back: list[Signal] = []
@@ -253,7 +252,6 @@ class _Replay:
             self._is_early = True
             self._update.begin_early()
         self._update.feed(self._waiting)
-        self._fed += self._waiting
         self._waiting = []
 
     def _can_be_early(self, group: Subgroup) -> bool:
@@ -279,13 +277,11 @@ class _Replay:
         trained = [group for group in self._layout.subgroups if group.trainable]
         yield from self._update.update_now([group for group in trained if group.resident])
         moving = sorted((group for group in trained if not group.resident), key=self._first_use)
-        done = {group.index for group in self._fed}
-        rest = [group for group in moving if group.index not in done]
         if self._is_early:
-            self._update.confirm(self._fed, rest)
+            self._update.confirm(moving)
         elif moving:
             self._update.submit(moving)
-        self._is_early, self._fed, self._waiting = False, [], []
+        self._is_early, self._waiting = False, []
         self._activations_back = []
 
     def _first_use(self, group: Subgroup) -> tuple[int, int]:

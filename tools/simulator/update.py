@@ -35,6 +35,8 @@ class _Job:
 class _Pass:
     ahead: deque[Subgroup]
     is_confirmed: bool
+    fed: set[int] = field(default_factory=set)
+    wanted: list[Subgroup] = field(default_factory=list)
     reading: deque[_Job] = field(default_factory=deque)
     writing: deque[_Job] = field(default_factory=deque)
     held: deque[_Job] = field(default_factory=deque)
@@ -77,14 +79,16 @@ class Update:
 
     def feed(self, subgroups: Iterable[Subgroup]) -> None:
         assert self._current is not None
-        self._current.ahead.extend(subgroups)
+        groups = list(subgroups)
+        self._current.ahead.extend(groups)
+        self._current.fed.update(group.index for group in groups)
         self._notify()
 
-    def confirm(self, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> None:
-        """The step is taken as proposed for ``fed``: publish that, then do ``rest``."""
+    def confirm(self, subgroups: Sequence[Subgroup]) -> None:
+        """The step is taken as proposed: publish what is held, then do the rest in this order."""
         assert self._current is not None
-        self._weights.begin_update(parts_of([*fed, *rest]))
-        self._current.ahead.extend(rest)
+        self._weights.begin_update(parts_of(subgroups))
+        self._current.wanted = list(subgroups)
         self._current.is_confirmed = True
         self._notify()
 
@@ -106,6 +110,8 @@ class Update:
 
     def _run(self, work: _Pass) -> Process:
         while (yield from self._has_work(work)):
+            if work.wanted:
+                self._sort_in(work)
             while work.is_confirmed and work.held:
                 yield from self._publish(work.held.popleft())
             yield from self._start_reads(work)
@@ -116,11 +122,17 @@ class Update:
         self._notify()
 
     def _has_work(self, work: _Pass) -> Generator[Signal, None, bool]:
-        while not (work.ahead or work.reading or work.writing):
+        while not (work.wanted or work.ahead or work.reading or work.writing):
             if work.is_confirmed:
                 return bool(work.held)
             yield self._changed
         return True
+
+    def _sort_in(self, work: _Pass) -> None:
+        """What was not started goes on in the order that is wanted."""
+        started = work.fed.difference(group.index for group in work.ahead)
+        work.ahead = deque(group for group in work.wanted if group.index not in started)
+        work.wanted = []
 
     def _start_reads(self, work: _Pass) -> Process:
         while work.ahead and self._has_slot(work):
