@@ -17,6 +17,9 @@ from infinity.planning import plan
 from swap.directory import reclaim
 from swap.tiers import format_bytes
 
+MODEL = "model."
+"""What the names of weights begin with in a checkpoint of `OffloadedModel.save`."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; 0 on success, 1 with a message on what users can mend."""
@@ -69,7 +72,11 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
 
 
 def _export(options: argparse.Namespace, console: Console) -> int:
-    for file in checkpoint.export_safetensors(options.path, options.folder):
+    prefix = options.prefix
+    if prefix is None:
+        names = checkpoint.list_tensors(options.path)
+        prefix = MODEL if any(name.startswith(MODEL) for name in names) else ""
+    for file in checkpoint.export_safetensors(options.path, options.folder, prefix=prefix):
         console.print(str(file), highlight=False)
     return 0
 
@@ -118,6 +125,10 @@ def _arguments() -> argparse.ArgumentParser:
     command = add("export", _export, "write safetensors shards with an index")
     command.add_argument("path")
     command.add_argument("folder")
+    command.add_argument(
+        "--prefix",
+        help=f"of the tensors to write; taken off (default: {MODEL} if there are any, else all)",
+    )
     command = add("tune", _tune, "measure directories, and keep the result for offload")
     command.add_argument("directories", nargs="+")
     command = add("gc", _gc, "remove what dead processes left in directories")
