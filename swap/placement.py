@@ -6,8 +6,11 @@ optimizer state with its weights, then a larger arena. A byte of gradient or of 
 spares two bytes of traffic a step; a byte of arena spares one at most, and only while it is not
 evicted.
 
-Homes are given to whole units (see ``layout``), spread evenly over the execution order, so that the
-traffic that is left is spread evenly over the step.
+Homes are given to whole units (see ``layout``). Those of gradients are spread evenly over the order
+of execution, so that spills are spread over the backward pass. Those of state go to what is used
+first: a backward pass ends with the first layers and the next forward pass begins with them, so
+that on NVMe their update would have no time at all, while that of the last layers has nearly all of
+a step.
 """
 
 from __future__ import annotations
@@ -279,8 +282,8 @@ def _fill(
     arena = least_arena
     extra = max(0, min(int(left * ARENA_SHARE), weights - arena))
     left -= extra
-    gradient_home, left = _choose(moving, gradient_bytes, left)
-    state_home, left = _choose(moving, lambda group: state_bytes(group, rule), left)
+    gradient_home, left = _choose_evenly(moving, gradient_bytes, left)
+    state_home, left = _choose_first(moving, lambda group: state_bytes(group, rule), left)
     arena = min(arena + extra + max(0, left), max(weights + PIECE, arena))
     in_host = {group.index for group in groups if group.resident}
     gradients_in_host, states_in_host = in_host | gradient_home, in_host | state_home
@@ -312,16 +315,34 @@ def _homes(groups: Sequence[Subgroup], in_host: set[int]) -> tuple[Tier, ...]:
     return tuple(Tier.HOST if group.index in in_host else Tier.NVME for group in groups)
 
 
-def _choose(
+def _unit_costs(groups: Sequence[Subgroup], cost: Callable[[Subgroup], int]) -> dict[int, int]:
+    costs: dict[int, int] = {}
+    for group in groups:
+        costs[group.unit] = costs.get(group.unit, 0) + cost(group)
+    return costs
+
+
+def _choose_first(
+    groups: Sequence[Subgroup], cost: Callable[[Subgroup], int], left: int
+) -> tuple[set[int], int]:
+    """Subgroups, by whole units, that fit into ``left`` bytes, the first ones first; and what is
+    left then.
+    """
+    chosen: set[int] = set()
+    for unit, nbytes in _unit_costs(groups, cost).items():
+        if nbytes <= left:
+            chosen.add(unit)
+            left -= nbytes
+    return {group.index for group in groups if group.unit in chosen}, left
+
+
+def _choose_evenly(
     groups: Sequence[Subgroup], cost: Callable[[Subgroup], int], left: int
 ) -> tuple[set[int], int]:
     """Subgroups, by whole units, that fit into ``left`` bytes, spread evenly; and what is left
     then.
     """
-    units: dict[int, list[Subgroup]] = {}
-    for group in groups:
-        units.setdefault(group.unit, []).append(group)
-    costs = {unit: sum(cost(group) for group in parts) for unit, parts in units.items()}
+    costs = _unit_costs(groups, cost)
     total = sum(costs.values())
     fraction = min(1.0, left / total) if total else 0.0
     chosen: set[int] = set()

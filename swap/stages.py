@@ -101,6 +101,9 @@ class Stages:
             raise
         return job
 
+    def is_read(self, job: Job) -> bool:
+        return all(operation.done() for operation in job.reads)
+
     def run_kernel(self, job: Job) -> None:
         """Wait for the reads, then update every segment that has an update."""
         for operation in job.reads:

@@ -237,25 +237,32 @@ class UpdatePipeline:
             return work.ahead.popleft()
 
     def _advance(self, work: _Pass) -> None:
-        job = work.reading[0]
+        """Run a kernel: of the oldest job whose bytes are there, or else of the oldest."""
+        job = next((job for job in work.reading if self._stages.is_read(job)), work.reading[0])
         self._stages.run_kernel(job)
         if work.is_confirmed:
             self._stages.offer(job)
         self._stages.start_write(job)
-        work.writing.append(work.reading.popleft())
+        work.reading.remove(job)
+        work.writing.append(job)
 
     def _finish_written(self, work: _Pass, *, wait: bool) -> None:
-        """Publish or hold, oldest first, what is written; with ``wait`` at least one job."""
-        wait = wait or not self._overlap
-        while work.writing and (wait or self._stages.is_written(work.writing[0])):
-            job = work.writing[0]
+        """Publish or hold what is written, whatever is older; with ``wait`` at least one job.
+
+        Arrays in host memory, which have nothing to write, are not kept waiting by an SSD.
+        """
+        if not self._overlap:
+            wait = True
+        finished = [job for job in work.writing if self._stages.is_written(job)]
+        if wait and not finished:
+            finished = list(work.writing)[:1]
+        for job in finished:
             if work.is_confirmed:
                 self._stages.publish(job)
             else:
                 self._stages.settle(job)
                 work.held.append(job)
-            work.writing.popleft()
-            wait = not self._overlap
+            work.writing.remove(job)
 
     def _abandon(self, work: _Pass) -> None:
         for job in (*work.held, *work.writing, *work.reading):

@@ -221,8 +221,11 @@ def test_traffic_falls_and_homes_fill_as_the_budget_grows() -> None:
     assert placements[-1].traffic_per_step() == (0, 0)
     half = placements[5]
     homes = [home is Tier.HOST for home in half.state_home]
+    assert homes == sorted(homes, reverse=True), "what is used first is at home in memory"
+    assert 0 < sum(homes) < len(homes)
+    homes = [home is Tier.HOST for home in placements[1].gradient_home]
     quarters = [sum(homes[q * len(homes) // 4 : (q + 1) * len(homes) // 4]) for q in range(4)]
-    assert max(quarters) - min(quarters) <= 1 + len(homes) // 16, "homes are spread evenly"
+    assert max(quarters) - min(quarters) <= 1 + len(homes) // 16, "gradients are spread evenly"
 
 
 def test_device_budget_bounds_the_arena_on_a_cpu() -> None:
