@@ -156,9 +156,9 @@ def plan(
     ``compute_dtype``, ``optimizer``, ``activations`` and ``max_parameter_bytes`` are as for
     ``offload``; the traffic of activations, which depends on the batch, is not in the
     figures. ``compute_seconds`` is what a step computes, if you know it: without, bytes written per
-    day are those of steps that do nothing but I/O, the most that there can be. ``drive_endurance``: bytes
-    that the drive of each directory is rated for (its TBW). Raises ``ValueError`` for arguments that
-    are out of range.
+    day are those of steps that do nothing but I/O, the most that there can be.
+    ``drive_endurance``: bytes that the drive of each directory is rated for (its TBW). Raises
+    ``ValueError`` for arguments that are out of range.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be 1 or more")
