@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from simulator.nodes import NODES
+from simulator.rates import UNLIMITED
 from simulator.scenario import Outlook, Scenario, look
 from simulator.transformer import Transformer, shape_of
 from simulator.validation import Prediction, predictions
@@ -93,6 +94,8 @@ def _scenario(options: argparse.Namespace) -> Scenario:
         passes=options.passes,
         activations=Tier[options.activations.upper()],
         saves=options.saves,
+        writers=options.writers,
+        writer_limit=options.writer_limit,
         steps=options.steps,
     )
 
@@ -185,6 +188,8 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--activations", choices=["device", "host", "nvme"], default="host")
     parser.add_argument("--keeps-activations", action="store_true", help="no recomputation")
     parser.add_argument("--saves", action="store_true", help="a checkpoint at every step, too")
+    parser.add_argument("--writers", type=int, help="of each node, for a checkpoint alone")
+    parser.add_argument("--writer-limit", type=float, default=UNLIMITED, help="of one writer")
     parser.add_argument("--steps", type=int, default=2, help="steps that are averaged")
     for name, text in {**RATES, **MEMORY}.items():
         kind = str if name in MEMORY else float

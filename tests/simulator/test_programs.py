@@ -99,7 +99,10 @@ def test_a_model_on_nodes_is_printed_and_written(
     assert result["times_with_saves"]["save_seconds"] > 0
 
 
-@pytest.mark.parametrize("options", [["--ranks", "6", "--per-node", "4"], ["--host-memory", "x"]])
+REFUSED = [["--ranks", "6", "--per-node", "4"], ["--host-memory", "x"], ["--writers", "2"]]
+
+
+@pytest.mark.parametrize("options", REFUSED)
 def test_what_cannot_be_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(options)
@@ -134,6 +137,8 @@ def test_more_nodes_save_faster() -> None:
         seconds[0].save_alone_seconds / 2, rel=1e-3
     )
     assert seconds[0].checkpoint_bytes == pytest.approx(12 * model.num_parameters, rel=1e-3)
+    few = replace(seconds[0].scenario, writers=2, writer_limit=NODES["h100"].ssd_write / 8)
+    assert look(few).save_alone_seconds == pytest.approx(4 * seconds[0].save_alone_seconds)
 
 
 def test_made_up_ops_take_as_long_as_recorded_ones() -> None:

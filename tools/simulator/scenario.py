@@ -9,7 +9,7 @@ from typing import Any
 
 from simulator.analytic import efficiency, intensity, save_seconds
 from simulator.homes import Homes, homes_of
-from simulator.rates import Node, Rates
+from simulator.rates import UNLIMITED, Node, Rates
 from simulator.replay import Pattern, StepTimes, simulate
 from simulator.transformer import Transformer
 from swap.layout import Plane
@@ -20,8 +20,9 @@ from swap.tiers import Budget, Tier
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """``world_size`` ranks, ``per_node`` on each node, each with ``host_memory`` and
-    ``device_memory`` bytes. ``passes`` micro-batches go before a step. ``checkpoint_every`` steps
-    (0: never) a checkpoint is written behind training.
+    ``device_memory`` bytes. ``passes`` micro-batches go before a step. With ``saves`` a checkpoint
+    is written behind training at every step, by all ranks; one written alone may have fewer
+    ``writers`` on each node, each of which writes ``writer_limit`` bytes a second at most.
     """
 
     model: Transformer
@@ -31,12 +32,18 @@ class Scenario:
     passes: int = 1
     activations: Tier = Tier.HOST
     saves: bool = False
+    writers: int | None = None
+    writer_limit: float = UNLIMITED
     steps: int = 2
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_node <= self.world_size or self.world_size % self.per_node:
             raise ValueError(
                 f"world_size={self.world_size} ranks are not whole nodes of {self.per_node}"
+            )
+        if self.writers is not None and not 1 <= self.writers <= self.per_node:
+            raise ValueError(
+                f"writers={self.writers} must be 1 to {self.per_node}, the ranks of a node"
             )
 
 
@@ -112,8 +119,9 @@ def look(scenario: Scenario) -> Outlook:
         checkpoint_bytes=saved * scenario.world_size,
         save_alone_seconds=save_seconds(
             saved * scenario.world_size,
-            writers=[scenario.per_node] * nodes,
+            writers=[scenario.writers or scenario.per_node] * nodes,
             ssd_write=node.ssd_write,
+            writer_limit=scenario.writer_limit,
         ),
         least_compute_seconds=model.flops * scenario.passes / node.flops,
         times=simulate(trace, homes, rates, pattern),
