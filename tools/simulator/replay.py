@@ -107,6 +107,7 @@ class _Replay:
         self._arrivals = Arrivals(self._layout)
         self._on_way: deque[tuple[int, Signal]] = deque()
         self._storing: deque[Signal] = deque()
+        self._fed: list[Subgroup] = []
         self._waiting: list[Subgroup] = []
         self._is_early = False
         self._activations_back: list[Signal] = []
@@ -252,6 +253,7 @@ class _Replay:
             self._is_early = True
             self._update.begin_early()
         self._update.feed(self._waiting)
+        self._fed += self._waiting
         self._waiting = []
 
     def _can_be_early(self, group: Subgroup) -> bool:
@@ -276,17 +278,15 @@ class _Replay:
             self._gathering.end_step()
         trained = [group for group in self._layout.subgroups if group.trainable]
         yield from self._update.update_now([group for group in trained if group.resident])
-        moving = sorted((group for group in trained if not group.resident), key=self._first_use)
+        moving = [group for group in trained if not group.resident]
         if self._is_early:
-            self._update.confirm(moving)
+            done = {group.index for group in self._fed}
+            rest = [group for group in moving if group.index not in done]
+            self._update.confirm(self._fed, rest)
         elif moving:
             self._update.submit(moving)
-        self._is_early, self._waiting = False, []
+        self._is_early, self._fed, self._waiting = False, [], []
         self._activations_back = []
-
-    def _first_use(self, group: Subgroup) -> tuple[int, int]:
-        uses = (self._weights.schedule.first_use(part.parameter) for part in group.segments)
-        return min(uses), group.index
 
     def _save(self) -> Process:
         """The last save must be durable; the update is brought home, then it goes on behind."""

@@ -35,8 +35,6 @@ class _Job:
 class _Pass:
     ahead: deque[Subgroup]
     is_confirmed: bool
-    fed: set[int] = field(default_factory=set)
-    wanted: list[Subgroup] = field(default_factory=list)
     reading: deque[_Job] = field(default_factory=deque)
     writing: deque[_Job] = field(default_factory=deque)
     held: deque[_Job] = field(default_factory=deque)
@@ -72,23 +70,23 @@ class Update:
     def submit(self, subgroups: Sequence[Subgroup]) -> None:
         """Start a step; the one before must have been waited for."""
         self._weights.begin_update(parts_of(subgroups))
-        self._begin(_Pass(deque(subgroups), is_confirmed=True))
+        work = _Pass(deque(), is_confirmed=True)
+        self._add(work, subgroups)
+        self._begin(work)
 
     def begin_early(self) -> None:
         self._begin(_Pass(deque(), is_confirmed=False))
 
     def feed(self, subgroups: Iterable[Subgroup]) -> None:
         assert self._current is not None
-        groups = list(subgroups)
-        self._current.ahead.extend(groups)
-        self._current.fed.update(group.index for group in groups)
+        self._add(self._current, subgroups)
         self._notify()
 
-    def confirm(self, subgroups: Sequence[Subgroup]) -> None:
-        """The step is taken as proposed: publish what is held, then do the rest in this order."""
+    def confirm(self, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> None:
+        """The step is taken as proposed for ``fed``: publish that, then do ``rest``."""
         assert self._current is not None
-        self._weights.begin_update(parts_of(subgroups))
-        self._current.wanted = list(subgroups)
+        self._weights.begin_update(parts_of([*fed, *rest]))
+        self._add(self._current, rest)
         self._current.is_confirmed = True
         self._notify()
 
@@ -110,8 +108,6 @@ class Update:
 
     def _run(self, work: _Pass) -> Process:
         while (yield from self._has_work(work)):
-            if work.wanted:
-                self._sort_in(work)
             while work.is_confirmed and work.held:
                 yield from self._publish(work.held.popleft())
             yield from self._start_reads(work)
@@ -122,24 +118,26 @@ class Update:
         self._notify()
 
     def _has_work(self, work: _Pass) -> Generator[Signal, None, bool]:
-        while not (work.wanted or work.ahead or work.reading or work.writing):
+        while not (work.ahead or work.reading or work.writing):
             if work.is_confirmed:
                 return bool(work.held)
             yield self._changed
         return True
 
-    def _sort_in(self, work: _Pass) -> None:
-        """What was not started goes on in the order that is wanted."""
-        started = work.fed.difference(group.index for group in work.ahead)
-        work.ahead = deque(group for group in work.wanted if group.index not in started)
-        work.wanted = []
+    def _add(self, work: _Pass, subgroups: Iterable[Subgroup]) -> None:
+        """What the next forward pass wants first is updated first."""
+        work.ahead = deque(sorted([*work.ahead, *subgroups], key=self._first_use))
+
+    def _first_use(self, group: Subgroup) -> tuple[int, int]:
+        uses = (self._weights.schedule.first_use(part.parameter) for part in group.segments)
+        return min(uses), group.index
 
     def _start_reads(self, work: _Pass) -> Process:
         while work.ahead and self._has_slot(work):
-            job = _Job(work.ahead[0], has_slot=self._needs_slot(work.ahead[0]))
+            group = work.ahead.popleft()
+            job = _Job(group, has_slot=self._needs_slot(group))
             self._free_slots -= job.has_slot
             yield from self._start_read(job)
-            work.ahead.popleft()
             work.reading.append(job)
 
     def _has_slot(self, work: _Pass) -> bool:
@@ -182,7 +180,8 @@ class Update:
         return self._machine.read(nbytes, urgent=False, purpose=purpose, label=label)
 
     def _advance(self, work: _Pass) -> Process:
-        job = work.reading[0]
+        arrived = (job for job in work.reading if all(read.is_set for read in job.reads))
+        job = next(arrived, work.reading[0])
         group = job.subgroup
         yield from job.reads
         yield from self._machine.kernel(_elements(group), f"subgroup {group.index}")
@@ -196,17 +195,20 @@ class Update:
             ]:
                 label = f"subgroup {group.index}"
                 job.writes.append(self._machine.write(nbytes, purpose=purpose, label=label))
-        work.writing.append(work.reading.popleft())
+        work.reading.remove(job)
+        work.writing.append(job)
 
     def _finish_written(self, work: _Pass, *, wait: bool) -> Process:
-        while work.writing and (wait or all(w.is_set for w in work.writing[0].writes)):
-            job = work.writing.popleft()
+        finished = [job for job in work.writing if all(write.is_set for write in job.writes)]
+        if wait and not finished:
+            finished = list(work.writing)[:1]
+        for job in finished:
             if work.is_confirmed:
                 yield from self._publish(job)
             else:
                 yield from job.writes
                 work.held.append(job)
-            wait = False
+            work.writing.remove(job)
 
     def _publish(self, job: _Job) -> Process:
         yield from job.writes
