@@ -1,0 +1,152 @@
+"""In which order an update is done, and what it does not wait for: the pipeline over stages that do
+nothing but note what they were told.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from swap.layout import PIECE, Subgroup, pack
+from swap.schedule import Schedule
+from swap.stages import Job, Step
+from swap.update import UpdatePipeline
+from tests.support.tiers import specs_of
+
+STEP = Step(updates={}, gradient_scale=1.0)
+TIMEOUT = 10.0
+
+
+def groups(count: int) -> list[Subgroup]:
+    """One parameter each."""
+    return list(pack(specs_of([PIECE] * count), PIECE).subgroups)
+
+
+class Weights:
+    """What the pipeline asks of the weights; ``order`` is that of the forward pass."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.schedule = Schedule()
+        for parameter in order:
+            self.schedule.record(parameter)
+        self.schedule.end_cycle()
+
+    def begin_update(self, *_: object) -> None: ...
+
+    def fail(self, failure: BaseException) -> None:
+        raise AssertionError("nothing fails here") from failure
+
+
+class Stages:
+    """Notes what begins and what is published. ``slow`` subgroups are not written before
+    ``release`` is set; nothing is read before ``opened`` is.
+    """
+
+    def __init__(self, slots: int, slow: set[int] | None = None) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.changed = threading.Condition()
+        self.release = threading.Event()
+        self.opened = threading.Event()
+        self._slow = slow or set()
+        self._free = slots
+
+    def note(self, what: str, group: Subgroup) -> None:
+        with self.changed:
+            self.log.append((what, group.index))
+            self.changed.notify_all()
+
+    def wait_for(self, is_enough: Callable[[list[tuple[str, int]]], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: is_enough(self.log), TIMEOUT), self.log
+
+    def of(self, what: str) -> list[int]:
+        return [index for kind, index in self.log if kind == what]
+
+    def can_start(self, group: Subgroup) -> bool:
+        return self._free > 0
+
+    def start_read(self, step: Step, group: Subgroup) -> Job:
+        assert self.opened.wait(TIMEOUT)
+        self._free -= 1
+        self.note("read", group)
+        return Job(step, group)
+
+    def is_read(self, job: Job) -> bool:
+        return True
+
+    def run_kernel(self, job: Job) -> None: ...
+
+    def offer(self, job: Job) -> None: ...
+
+    def start_write(self, job: Job) -> None: ...
+
+    def is_written(self, job: Job) -> bool:
+        return job.subgroup.index not in self._slow or self.release.is_set()
+
+    def settle(self, job: Job) -> None:
+        if job.subgroup.index in self._slow:
+            assert self.release.wait(TIMEOUT)
+        self._free += 1
+
+    def strip(self, job: Job) -> None: ...
+
+    def publish(self, job: Job) -> None:
+        self.settle(job)
+        self.note("published", job.subgroup)
+
+    def abandon(self, job: Job) -> None: ...
+
+
+@pytest.fixture
+def run() -> Any:
+    """Makes pipelines, and closes them."""
+    made: list[UpdatePipeline] = []
+
+    def make(stages: Stages, order: list[int]) -> UpdatePipeline:
+        made.append(UpdatePipeline(stages, Weights(order)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for pipeline in made:
+        pipeline.close()
+
+
+def test_a_step_goes_in_the_order_of_the_next_forward_pass(run: Any) -> None:
+    stages, all_groups = Stages(slots=1), groups(4)
+    stages.opened.set()
+    run(stages, [2, 0, 3, 1]).submit(STEP, all_groups)
+    stages.wait_for(lambda log: len(log) == 8)
+    assert stages.of("read") == [2, 0, 3, 1]
+
+
+def test_of_what_the_backward_pass_has_completed_the_first_layer_comes_next(run: Any) -> None:
+    stages, all_groups = Stages(slots=1), groups(6)
+    pipeline = run(stages, list(range(6)))
+    pipeline.begin_early(STEP)
+    for group in reversed(all_groups[1:]):
+        pipeline.feed([group])
+        if group.index == 5:  # this one is being read while the others come
+            stages.opened.set()
+            stages.wait_for(lambda log: ("read", 5) in log)
+            stages.opened.clear()
+    assert pipeline.confirm(STEP, all_groups[1:], all_groups[:1])
+    stages.opened.set()
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 6)
+    begun = stages.of("read")
+    assert begun[0] == 5
+    # One more may have been chosen before the others came.
+    assert begun[2:] == sorted(begun[2:])
+    assert sorted(begun) == list(range(6))
+
+
+def test_what_is_at_home_in_memory_is_not_kept_waiting_by_a_slow_ssd(run: Any) -> None:
+    stages, all_groups = Stages(slots=8, slow={0, 2}), groups(5)
+    stages.opened.set()
+    run(stages, list(range(5))).submit(STEP, all_groups)
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) >= 3)
+    assert sorted(stages.of("published")) == [1, 3, 4]
+    stages.release.set()
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 5)
