@@ -78,6 +78,23 @@ def test_killed_ranks_leave_a_checkpoint_that_goes_on_with_the_same_bits(tmp_pat
         assert all(torch.equal(value, values[name]) for name, value in expected.items())
 
 
+def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    ranks = start_ranks(
+        rank_jobs.train_and_save, tmp_path / "a", 3, root=str(root), steps=10**6, timeout_seconds=3
+    )
+    while newest(root) < 1 and all(rank.poll() is None for rank in ranks):
+        time.sleep(0.01)
+    ranks[1].send_signal(signal.SIGSTOP)
+    outcomes = end_ranks([ranks[0], ranks[2]])
+    ranks[1].send_signal(signal.SIGKILL)
+    end_ranks([ranks[1]])
+    for code, told in outcomes:
+        assert code == 1, told
+        assert "RankFailedError: " in told, told
+        assert "(ranks wait 3 s for others)" in told, told
+
+
 def newest(root: Path) -> int:
     """The newest step that can be loaded; 0 for none."""
     return checkpoint.Manager(root).latest() or 0
