@@ -43,7 +43,7 @@ import checkpoint
 import infinity
 
 VOCABULARY, TOKENS, BATCH = 256, 32, 2
-WIDTH, DEPTH = 256, 2
+WIDTH, DEPTH = 256, 8
 ENDLESS = 10**6
 START_SECONDS = 4.0
 """Within which ranks are killed that are to be killed while they start."""
@@ -80,7 +80,7 @@ def train(job: Job) -> int:
     with infinity.offload(
         model,
         given["nvme"],
-        host_memory=given["host_memory"],
+        host_memory=least_host_memory(given["nvme"], group),
         compute_dtype=torch.bfloat16,
         optimizer=infinity.AdamW(lr=1e-3),
         max_grad_norm=1.0,
@@ -88,6 +88,7 @@ def train(job: Job) -> int:
     ) as offloaded:
         if first:
             assert offloaded.load(manager.path(first)) == {"step": first}
+        assert offloaded.report().planned_bytes["state on nvme"]
         (Path(job.folder) / f"ready-{job.rank}").touch()
         for step in range(first, given["steps"]):
             generator = torch.Generator().manual_seed(step * job.world_size + job.rank)
@@ -104,16 +105,15 @@ def train(job: Job) -> int:
     return first
 
 
-def least_host_memory(nvme: Path) -> int:
-    """The least budget that works, so that as much as possible is on NVMe; with some air for what
-    ranks take beyond one process.
-    """
+def least_host_memory(nvme: str, group: Any) -> int:
+    """The least budget that works for a rank, so that as much as possible is on NVMe."""
     model = GPT(width=WIDTH, depth=DEPTH, vocabulary=VOCABULARY, tokens=TOKENS)
+    options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "process_group": group}
     try:
-        with infinity.offload(model, nvme, host_memory=1, compute_dtype=torch.bfloat16):
+        with infinity.offload(model, nvme, host_memory=1, **options):
             raise AssertionError("one byte of host memory was taken for enough")
     except infinity.BudgetError as error:
-        return error.least_host_bytes + (16 << 20)
+        return error.least_host_bytes
 
 
 class Killer:
@@ -129,7 +129,6 @@ class Killer:
         self._arguments: dict[str, Any] = {
             "timeout_seconds": options.timeout,
             "nvme": str(self.nvme),
-            "host_memory": least_host_memory(self.nvme),
         }
 
     def newest(self) -> int:
