@@ -28,7 +28,7 @@ from checkpoint.planning import FilePlan, StatePlan, plan_files, plan_state
 from checkpoint.rank_planning import check_same_place, check_whole, plan_rank
 from checkpoint.records import Manifest, SaveInfo
 from checkpoint.sources import Source
-from checkpoint.staging import plan_slots
+from checkpoint.staging import LARGE_SLOT_BYTES, LARGE_SLOTS, plan_slots
 
 STAGING_BYTES = 256 << 20
 """Host memory that a save or a load may take beyond the tensors themselves."""
@@ -138,6 +138,8 @@ def start_save(
         _settle(plan.path, ranks)
         if guard is None:
             early = EarlyStage(plan.fillers, _budget(plan, staging_bytes), memory)
+        else:
+            plan = _with_large_slots(plan, staging_bytes or STAGING_BYTES)
     except BaseException:
         ranks.end()
         raise
@@ -280,6 +282,15 @@ def _save_plan(
         fillers=tuple(Filler(file, own) for file, own in zip(files, sources, strict=True)),
         slots=tuple(plan_slots(file.layout.nbytes, share) for file in files),
     )
+
+
+def _with_large_slots(plan: SavePlan, staging_bytes: int) -> SavePlan:
+    share = staging_bytes // len(plan.fillers)
+    slots = [
+        plan_slots(filler.plan.layout.nbytes, share, LARGE_SLOTS, LARGE_SLOT_BYTES)
+        for filler in plan.fillers
+    ]
+    return replace(plan, slots=tuple(slots))
 
 
 def stripe_paths(stripe_dirs: Sequence[PathLike] | None) -> tuple[Path, ...]:

@@ -98,6 +98,9 @@ class Slots:
 
 MAX_SLOT_BYTES = 2 << 20
 MAX_SLOTS = 16
+LARGE_SLOT_BYTES = 8 << 20
+LARGE_SLOTS = 4
+"""Beside training: every buffer that is handed on takes the interpreter and a core from it."""
 
 
 def plan_slots(

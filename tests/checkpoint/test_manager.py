@@ -13,6 +13,8 @@ import torch
 
 import checkpoint
 from checkpoint import known
+from checkpoint.locate import read_manifest
+from checkpoint.records import Manifest
 
 
 def state(step: int) -> dict[str, Any]:
@@ -96,8 +98,12 @@ def test_saves_in_a_series_do_not_read_the_manifests_before_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    original = known.read_manifest
-    monkeypatch.setattr(known, "read_manifest", lambda path: (read.append(path), original(path))[1])
+
+    def noted(path: Path) -> Manifest:
+        read.append(path)
+        return read_manifest(path)
+
+    monkeypatch.setattr(known, "read_manifest", noted)
     checkpoint.Manager(tmp_path, keep=2).save_async(1, state(1)).result()
     manager = checkpoint.Manager(tmp_path, keep=2)
     for step in (2, 3, 4, 5):
