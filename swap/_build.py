@@ -75,10 +75,11 @@ ffibuilder.cdef(
     int swap_adam_step(const struct swap_adam *job, int threads);
     int swap_split(const float *master, uint16_t *hi, int16_t *lo, int64_t n, int threads);
     int swap_merge(const uint16_t *hi, const int16_t *lo, float *master, int64_t n, int threads);
-    int swap_block_squares(const void *values, int value_float, int64_t n, double *sums,
-                           int threads);
-    int swap_sum_of_squares(const void *values, int value_float, int64_t n, double *sum,
-                            int threads);
+    int swap_copy(const void *from, void *to, int64_t nbytes, int threads);
+    int swap_block_squares(const void *values, int value_float, int64_t n, void *copy,
+                           double *sums, int threads);
+    int swap_sum_of_squares(const void *values, int value_float, int64_t n, void *copy,
+                            double *sum, int threads);
     const char *swap_isa_name(int index);
     int swap_isa(void);
     int swap_set_isa(int index);

@@ -25,11 +25,28 @@ class _Lib:
     def swap_merge(
         self, hi: FFI.CData, lo: FFI.CData, master: FFI.CData, n: int, threads: int, /
     ) -> int: ...
+    def swap_copy(
+        self, source: FFI.CData, target: FFI.CData, nbytes: int, threads: int, /
+    ) -> int: ...
     def swap_block_squares(
-        self, values: FFI.CData, value_float: int, n: int, sums: FFI.CData, threads: int, /
+        self,
+        values: FFI.CData,
+        value_float: int,
+        n: int,
+        copy: FFI.CData,
+        sums: FFI.CData,
+        threads: int,
+        /,
     ) -> int: ...
     def swap_sum_of_squares(
-        self, values: FFI.CData, value_float: int, n: int, total: FFI.CData, threads: int, /
+        self,
+        values: FFI.CData,
+        value_float: int,
+        n: int,
+        copy: FFI.CData,
+        total: FFI.CData,
+        threads: int,
+        /,
     ) -> int: ...
     def swap_isa_name(self, index: int, /) -> FFI.CData: ...
     def swap_isa(self) -> int: ...

@@ -210,21 +210,28 @@ class _Squares:
         self.total = 0.0
         self.blocks = blocks
 
-    def add(self, values: torch.Tensor) -> None:
-        """Count the next elements, whole pieces unless they are the last of a segment."""
+    def add(self, values: torch.Tensor, *, copy: torch.Tensor | None = None) -> None:
+        """Count the next elements, whole pieces unless they are the last of a segment; with
+        ``copy``, copy them there in the same pass over memory.
+        """
         if values.dtype == torch.float64:
-            # ``sum_of_squares`` has no kernel for float64: block sums added one by one.
-            sums = [float(block.square().sum()) for block in values.split(PIECE)]
-            for block_sum in sums:
-                self.total += block_sum
-            if self.blocks is not None:
-                self.blocks.append(torch.tensor(sums, dtype=torch.float64))
+            self._add_doubles(values, copy)
         elif self.blocks is None:
-            self.total = sum_of_squares(values, self.total)
+            self.total = sum_of_squares(values, self.total, copy=copy)
         else:
-            self.blocks.append(block_squares(values))
+            self.blocks.append(block_squares(values, copy=copy))
             for block_sum in self.blocks[-1].tolist():
                 self.total += block_sum
+
+    def _add_doubles(self, values: torch.Tensor, copy: torch.Tensor | None) -> None:
+        """There are no kernels for float64: block sums added one by one."""
+        sums = [float(block.square().sum()) for block in values.split(PIECE)]
+        for block_sum in sums:
+            self.total += block_sum
+        if self.blocks is not None:
+            self.blocks.append(torch.tensor(sums, dtype=torch.float64))
+        if copy is not None:
+            copy.copy_(values)
 
 
 def _accumulate(
@@ -232,6 +239,9 @@ def _accumulate(
 ) -> None:
     if accumulate:
         target.add_(values.to(target.device))
+        squares.add(target)
+    elif values.dtype == target.dtype and values.is_contiguous():
+        squares.add(values, copy=target)
     else:
         target.copy_(values)
-    squares.add(target)
+        squares.add(target)

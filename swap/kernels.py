@@ -260,8 +260,28 @@ def merge_master(
     _raise_on_error(status, "merge", n)
 
 
-def sum_of_squares(grad: torch.Tensor, carry: float = 0.0, *, threads: int | None = None) -> float:
+def copy_bytes(source: torch.Tensor, target: torch.Tensor, *, threads: int | None = None) -> None:
+    """Copy uint8 ``source`` to ``target``, past the caches: for memory that is not read soon.
+
+    Raises TypeError for a dtype and ValueError for a shape, a layout or a device that cannot be.
+    """
+    n = source.numel()
+    _check("source", source, n, torch.uint8)
+    _check("target", target, n, torch.uint8)
+    status = lib.swap_copy(_address(source), _address(target), n, _num_threads(threads))
+    _raise_on_error(status, "copy", n)
+
+
+def sum_of_squares(
+    grad: torch.Tensor,
+    carry: float = 0.0,
+    *,
+    copy: torch.Tensor | None = None,
+    threads: int | None = None,
+) -> float:
     """Return ``carry`` plus the squares of ``grad`` (float32, bfloat16 or float16), in double.
+
+    With ``copy``, an array of the same kind, ``grad`` is copied there in the same pass over memory.
 
     Blocks of BLOCK elements are summed by themselves and added to ``carry`` one after the other:
     folding over consecutive pieces, each but the last a multiple of BLOCK elements long, gives the
@@ -274,17 +294,19 @@ def sum_of_squares(grad: torch.Tensor, carry: float = 0.0, *, threads: int | Non
     _check("grad", grad, n, *_FLOATS)
     total = ffi.new("double *", carry)
     status = lib.swap_sum_of_squares(
-        _address(grad), _FLOATS[grad.dtype], n, total, _num_threads(threads)
+        _address(grad), _FLOATS[grad.dtype], n, _copy(grad, copy), total, _num_threads(threads)
     )
     _raise_on_error(status, "sum", n)
     return float(total[0])
 
 
-def block_squares(grad: torch.Tensor, *, threads: int | None = None) -> torch.Tensor:
+def block_squares(
+    grad: torch.Tensor, *, copy: torch.Tensor | None = None, threads: int | None = None
+) -> torch.Tensor:
     """Return the sum of squares of every block of BLOCK elements of ``grad``, in float64.
 
-    Added up one after the other they are what ``sum_of_squares`` returns, bit for bit. Raises as
-    that.
+    Added up one after the other they are what ``sum_of_squares`` returns, bit for bit. Copies and
+    raises as that.
     """
     n = grad.numel()
     _check("grad", grad, n, *_FLOATS)
@@ -293,11 +315,19 @@ def block_squares(grad: torch.Tensor, *, threads: int | None = None) -> torch.Te
         _address(grad),
         _FLOATS[grad.dtype],
         n,
+        _copy(grad, copy),
         ffi.cast("double *", sums.data_ptr()),
         _num_threads(threads),
     )
     _raise_on_error(status, "sum", n)
     return sums
+
+
+def _copy(values: torch.Tensor, copy: torch.Tensor | None) -> FFI.CData:
+    if copy is None:
+        return ffi.NULL
+    _check("copy", copy, values.numel(), values.dtype)
+    return _address(copy)
 
 
 def available_isas() -> tuple[str, ...]:

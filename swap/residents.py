@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from aio import AioError, SlabFullError
+from aio import AioError, Operation, SlabFullError
 from swap.arena import Arena, Entry
 from swap.layout import ParameterSpec
 from swap.schedule import Schedule
@@ -79,14 +79,18 @@ class Residents:
 
 
 def wait_for(entry: Entry) -> bool:
-    """Wait for the reads of an entry that nobody will compute with; False if one failed.
+    """Wait for all reads of an entry that nobody will compute with; False if one failed.
 
     Such a failure is not raised here: whoever needs these weights reads them again, and is told
     then.
     """
+    ended_well = [_ended_well(operation) for operation in entry.operations]
+    return all(ended_well)
+
+
+def _ended_well(operation: Operation) -> bool:
     try:
-        for operation in entry.operations:
-            operation.result()
+        operation.result()
     except AioError:
         return False
     return True

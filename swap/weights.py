@@ -271,6 +271,7 @@ class WeightCache:
             for operation in entry.operations:
                 operation.result()
         except BaseException:
+            wait_for(entry)  # or the rest would keep its memory
             with self._changed:
                 if self._entries.get(entry.spec.index) is entry:
                     del self._entries[entry.spec.index]

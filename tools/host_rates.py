@@ -92,8 +92,7 @@ class _State:
         )
 
     def store(self) -> None:
-        self._home.copy_(self._gradient)
-        sum_of_squares(self._home)
+        sum_of_squares(self._gradient, copy=self._home)
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -72,10 +72,30 @@ int swap_merge(const uint16_t *hi, const int16_t *lo, float *master, int64_t n, 
     return 0;
 }
 
+struct copy_context {
+    const struct swap_kernels *kernels;
+    const char *from;
+    char *to;
+};
+
+static void copy_body(void *opaque, int64_t begin, int64_t end) {
+    const struct copy_context *context = opaque;
+    context->kernels->copy(context->to + begin, context->from + begin, (size_t)(end - begin));
+}
+
+int swap_copy(const void *from, void *to, int64_t nbytes, int threads) {
+    if (nbytes < 0 || threads < 1)
+        return -EINVAL;
+    struct copy_context context = {swap_kernels(), from, to};
+    swap_parallel(copy_body, &context, nbytes, threads);
+    return 0;
+}
+
 struct sum_context {
     const struct swap_kernels *kernels;
     const void *values;
     enum swap_float kind;
+    char *copy;   /* or NULL */
     double *sums; /* one for each block */
 };
 
@@ -85,27 +105,34 @@ static void sum_body(void *opaque, int64_t begin, int64_t end) {
         int64_t stop = end - at < SWAP_BLOCK ? end : at + SWAP_BLOCK;
         context->sums[at / SWAP_BLOCK] =
             context->kernels->sum_of_squares(context->values, context->kind, at, stop);
+        if (context->copy) { /* the block is in the cache */
+            const size_t size = context->kind == SWAP_F32 ? 4 : 2, first = (size_t)at * size;
+            context->kernels->copy(context->copy + first, (const char *)context->values + first,
+                                   (size_t)(stop - at) * size);
+        }
     }
 }
 
-int swap_block_squares(const void *values, int value_float, int64_t n, double *sums, int threads) {
+int swap_block_squares(const void *values, int value_float, int64_t n, void *copy, double *sums,
+                       int threads) {
     if (!below(value_float, SWAP_NUM_FLOATS) || n < 0 || threads < 1)
         return -EINVAL;
     if (n == 0)
         return 0;
-    struct sum_context context = {swap_kernels(), values, (enum swap_float)value_float, sums};
+    struct sum_context context = {swap_kernels(), values, (enum swap_float)value_float, copy, sums};
     swap_parallel(sum_body, &context, n, threads);
     return 0;
 }
 
-int swap_sum_of_squares(const void *values, int value_float, int64_t n, double *sum, int threads) {
+int swap_sum_of_squares(const void *values, int value_float, int64_t n, void *copy, double *sum,
+                        int threads) {
     int64_t blocks = n / SWAP_BLOCK + (n % SWAP_BLOCK > 0);
     if (blocks <= 0)
-        return swap_block_squares(values, value_float, n, NULL, threads);
+        return swap_block_squares(values, value_float, n, copy, NULL, threads);
     double *sums = calloc((size_t)blocks, sizeof *sums);
     if (!sums)
         return -ENOMEM;
-    int status = swap_block_squares(values, value_float, n, sums, threads);
+    int status = swap_block_squares(values, value_float, n, copy, sums, threads);
     for (int64_t block = 0; status == 0 && block < blocks; block++)
         *sum += sums[block];
     free(sums);

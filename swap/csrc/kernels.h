@@ -65,13 +65,18 @@ int swap_adam_step(const struct swap_adam *job, int threads);
 int swap_split(const float *master, uint16_t *hi, int16_t *lo, int64_t n, int threads);
 int swap_merge(const uint16_t *hi, const int16_t *lo, float *master, int64_t n, int threads);
 
+/* Copies `nbytes` to memory that is not read soon. */
+int swap_copy(const void *from, void *to, int64_t nbytes, int threads);
+
 /* Sets sums[i] to the sum of squares, in double, of the i-th block of SWAP_BLOCK elements; the last
- * block may be shorter. */
-int swap_block_squares(const void *values, int value_float, int64_t n, double *sums, int threads);
+ * block may be shorter. With `copy`, copies the values there in the same pass over memory. */
+int swap_block_squares(const void *values, int value_float, int64_t n, void *copy, double *sums,
+                       int threads);
 
 /* Adds to *sum, one after the other, the sums of squares of consecutive blocks of
- * SWAP_BLOCK elements; each block is summed in double. */
-int swap_sum_of_squares(const void *values, int value_float, int64_t n, double *sum, int threads);
+ * SWAP_BLOCK elements; each block is summed in double. `copy` as above. */
+int swap_sum_of_squares(const void *values, int value_float, int64_t n, void *copy, double *sum,
+                        int threads);
 
 /* Names of the instruction sets that this machine can run, fastest first; NULL past the last. */
 const char *swap_isa_name(int index);

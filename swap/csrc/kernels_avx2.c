@@ -49,6 +49,15 @@ INLINE void narrow_f16(floats x, uint16_t *to) {
     _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+INLINE void stream_64(void *to, const void *from) {
+    const __m256i *source = (const __m256i *)from;
+    __m256i *target = (__m256i *)to;
+    _mm256_stream_si256(target, _mm256_loadu_si256(source));
+    _mm256_stream_si256(target + 1, _mm256_loadu_si256(source + 1));
+}
+
+INLINE void end_stream(void) { _mm_sfence(); }
+
 #define KERNEL_TABLE swap_kernels_avx2
 #define KERNEL_NAME "avx2"
 #include "kernels_impl.h"

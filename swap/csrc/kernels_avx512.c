@@ -46,6 +46,12 @@ INLINE void narrow_f16(floats x, uint16_t *to) {
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+INLINE void stream_64(void *to, const void *from) {
+    _mm512_stream_si512((__m512i *)to, _mm512_loadu_si512(from));
+}
+
+INLINE void end_stream(void) { _mm_sfence(); }
+
 #define KERNEL_TABLE swap_kernels_avx512
 #define KERNEL_NAME "avx512"
 #include "kernels_impl.h"

@@ -240,6 +240,19 @@ static void adam_floats(const struct swap_adam *job, int64_t begin, int64_t end)
 
 #include "moments_impl.h"
 
+static void copy(void *to, const void *from, size_t nbytes) {
+    char *target = to;
+    const char *source = from;
+    size_t head = (size_t)(-(uintptr_t)target % 64);
+    head = head < nbytes ? head : nbytes;
+    memcpy(target, source, head);
+    size_t at = head;
+    for (; at + 64 <= nbytes; at += 64)
+        stream_64(target + at, source + at);
+    memcpy(target + at, source + at, nbytes - at);
+    end_stream();
+}
+
 static void split(const float *master, uint16_t *hi, int16_t *lo, int64_t n) {
     int64_t i = 0;
     for (; i + WIDTH <= n; i += WIDTH)
@@ -310,6 +323,7 @@ const struct swap_kernels KERNEL_TABLE = {
     .name = KERNEL_NAME,
     .adam = adam_range,
     .sum_of_squares = sum_of_squares,
+    .copy = copy,
     .split = split,
     .merge = merge,
 };

@@ -32,6 +32,10 @@ INLINE void narrow_f16(floats x, uint16_t *to) {
     vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(x)));
 }
 
+INLINE void stream_64(void *to, const void *from) { memcpy(to, from, 64); }
+
+INLINE void end_stream(void) {}
+
 #define KERNEL_TABLE swap_kernels_neon
 #define KERNEL_NAME "neon"
 #include "kernels_impl.h"

@@ -124,6 +124,10 @@ INLINE void narrow_f16(floats x, uint16_t *to) {
     memcpy(to, halves, sizeof halves);
 }
 
+INLINE void stream_64(void *to, const void *from) { memcpy(to, from, 64); }
+
+INLINE void end_stream(void) {}
+
 #define KERNEL_TABLE swap_kernels_scalar
 #define KERNEL_NAME "scalar"
 #include "kernels_impl.h"

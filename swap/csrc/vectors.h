@@ -13,6 +13,9 @@
  *     void narrow(words bits, void *to)                   the low halves
  *     floats widen_f16(const uint16_t *from)
  *     void narrow_f16(floats x, uint16_t *to)             to nearest even; NaNs from one_nan only
+ *     void stream_64(void *to, const void *from)          copies 64 bytes to a multiple of 64, past
+ *                                                         the caches where that can be
+ *     void end_stream(void)                               what was streamed is seen by others
  */
 #ifndef SWAP_VECTORS_H
 #define SWAP_VECTORS_H

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aio import AioError
@@ -162,6 +162,17 @@ class Training:
         assert extents.used_bytes == sum(extent.nbytes for extent in published | spilled)
 
 
+@example(  # the first read of several for one parameter fails while the others are in flight
+    seed=0,
+    kind="read",
+    after=0,
+    times=1,
+    dtype=torch.float32,
+    state_on_host={3},
+    gradient_on_host=set(),
+    early=False,
+    overlap=False,
+)
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1 << 16),
