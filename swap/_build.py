@@ -80,6 +80,7 @@ ffibuilder.cdef(
                            double *sums, int threads);
     int swap_sum_of_squares(const void *values, int value_float, int64_t n, void *copy,
                             double *sum, int threads);
+    void swap_use_pool(void);
     const char *swap_isa_name(int index);
     int swap_isa(void);
     int swap_set_isa(int index);
@@ -104,7 +105,7 @@ ffibuilder.set_source(
     ],
     extra_compile_args=COMPILE_ARGS,
     extra_link_args=["-pthread"],
-    libraries=["m"],
+    libraries=["m", "dl"],
     py_limited_api=True,
 )
 

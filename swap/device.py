@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import Slab, SlabFullError
 from swap.arena import Entry
+from swap.kernels import stay_in_background
 from swap.layout import ParameterSpec
 from swap.planes import as_tensor
 
@@ -282,6 +283,7 @@ class GradientInbox:
                 self._slab.wait_for_release(1.0)
 
     def _run(self) -> None:
+        stay_in_background()
         while (item := self._work.get()) is not None:
             parameter, buffer, event = item
             try:

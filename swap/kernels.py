@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,13 @@ _LAYOUTS = {
     (torch.float16, torch.float32): lib.SWAP_COPY_F16,
     (torch.float32, None): lib.SWAP_MASTER_ONLY,
 }
+
+
+class _Thread(threading.local):
+    is_background = False
+
+
+_thread = _Thread()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +135,8 @@ def adam_step(
       tensor begins at a whole block, and one value that is not finite spoils its block.
 
     The last two take an ``origin``. ``grad`` is float32, bfloat16 or float16 and does not change.
-    ``threads`` counts the calling one; None takes every CPU that the process may use.
+    ``threads`` counts the calling one; None takes as many as torch computes with, or in a thread
+    that stays in the background every CPU that the process may use.
 
     Raises TypeError for a dtype and ValueError for a shape, a layout or a device that cannot be.
     """
@@ -357,6 +366,16 @@ def set_isa(name: str | None) -> None:
     lib.swap_set_isa(0 if name is None else names.index(name))
 
 
+def stay_in_background() -> None:
+    """The calling thread works beside those that compute: from now on it shares kernels with a pool
+    of threads that sleep when there is nothing to do.
+
+    Any other thread shares them with the OpenMP threads that torch keeps awake for it.
+    """
+    _thread.is_background = True
+    lib.swap_use_pool()
+
+
 def _text(name: FFI.CData) -> str:
     text = ffi.string(name)
     assert isinstance(text, bytes)
@@ -387,7 +406,7 @@ def _check(name: str, tensor: torch.Tensor, n: int, *dtypes: torch.dtype) -> Non
 
 def _num_threads(threads: int | None) -> int:
     if threads is None:
-        return len(os.sched_getaffinity(0))
+        return len(os.sched_getaffinity(0)) if _thread.is_background else torch.get_num_threads()
     if threads < 1:
         raise ValueError(f"threads={threads} must be 1 or more; the calling thread counts")
     return threads

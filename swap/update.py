@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from swap.kernels import stay_in_background
 from swap.layout import Subgroup
 from swap.stages import Job, Stages, Step
 from swap.weights import WeightCache
@@ -175,6 +176,7 @@ class UpdatePipeline:
         self._work.put(work)
 
     def _run(self) -> None:
+        stay_in_background()
         while (work := self._work.get()) is not None:
             with torch.no_grad():
                 try:

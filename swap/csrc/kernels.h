@@ -78,6 +78,10 @@ int swap_block_squares(const void *values, int value_float, int64_t n, void *cop
 int swap_sum_of_squares(const void *values, int value_float, int64_t n, void *copy, double *sum,
                         int threads);
 
+/* From now on the calling thread shares its work with a pool of threads, not with a team of OpenMP
+ * threads of its own. For threads that do not compute with torch. */
+void swap_use_pool(void);
+
 /* Names of the instruction sets that this machine can run, fastest first; NULL past the last. */
 const char *swap_isa_name(int index);
 /* The one in use, as an index into those names. swap_set_isa returns 0, or -EINVAL if out of range.

@@ -1,21 +1,29 @@
-/* A pool of worker threads that lives as long as the process.
+/* Runs a job in threads: those of the caller's OpenMP team, or a pool's that lives as long as the
+ * process.
  *
- * Invariants:
+ * A thread that computes with torch has a team, whose threads spin for a while after every
+ * operation: there they are at hand, and would keep others from their processors. A thread that
+ * asked for the pool has none, and should not get one, which would spin beside the first.
+ *
+ * Invariants of the pool:
  * - a job lives on its caller's stack and is on the list only while it wants helpers; workers touch
  *   it from attaching to detaching, both under `lock`, and its caller waits until none is attached;
  * - workers hold no lock while they run a body, and start only when a job could use them;
  * - a forked child starts with no workers and an empty list, whatever the parent's threads did.
  */
+#define _GNU_SOURCE /* for RTLD_DEFAULT */
 #include "pool.h"
 
 #include "kernels.h"
 
+#include <dlfcn.h>
 #include <fenv.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <string.h>
 
 /* Pieces are long, because prefetchers take about a microsecond to follow all arrays again, and get
  * shorter towards the end, so that the threads finish together though one was held up. */
@@ -40,6 +48,12 @@ static pthread_cond_t detached = PTHREAD_COND_INITIALIZER;
 static struct job *jobs;
 static int workers;
 static int idle;
+
+/* What compilers call for `#pragma omp parallel`, of the OpenMP runtime that the process has loaded
+ * (torch brings one); NULL if there is none. */
+typedef void parallel_region(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+static parallel_region *team;
+static _Thread_local bool is_pool_wanted;
 
 static int64_t next_piece(int64_t left, int threads) {
     int64_t piece = left / threads / PIECES_LEFT_PER_THREAD / SWAP_BLOCK * SWAP_BLOCK;
@@ -112,6 +126,7 @@ static bool start_worker(void) {
 
 /* The parent's threads do not exist here and may have held the lock. */
 static void forget_parent(void) {
+    team = NULL; /* so it is with the threads of a team */
     lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     work = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     detached = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
@@ -120,11 +135,13 @@ static void forget_parent(void) {
     idle = 0;
 }
 
-static void watch_forks(void) { (void)pthread_atfork(NULL, NULL, forget_parent); }
+static void prepare(void) {
+    void *symbol = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+    memcpy(&team, &symbol, sizeof team);
+    (void)pthread_atfork(NULL, NULL, forget_parent);
+}
 
 static void publish(struct job *job) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, watch_forks);
     pthread_mutex_lock(&lock);
     while (workers < job->wanted && start_worker())
         continue;
@@ -149,20 +166,32 @@ static void withdraw(struct job *job) {
     pthread_mutex_unlock(&lock);
 }
 
+/* A thread that flushes subnormals or rounds otherwise must compute the same bits. */
+static void run_pieces_in_default_environment(void *job) {
+    fenv_t own;
+    (void)fegetenv(&own);
+    (void)fesetenv(FE_DFL_ENV);
+    run_pieces(job);
+    (void)fesetenv(&own);
+}
+
+void swap_use_pool(void) { is_pool_wanted = true; }
+
 void swap_parallel(swap_range_body *body, void *context, int64_t n, int threads) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, prepare);
     struct job job = {.body = body, .context = context, .n = n, .threads = threads};
     int64_t most_pieces = (n + MIN_PIECE - 1) / MIN_PIECE;
-    job.wanted = (int)(most_pieces < threads ? most_pieces : threads) - 1;
-    /* A caller that flushes subnormals or rounds otherwise must get the same bits. */
-    fenv_t callers;
-    (void)fegetenv(&callers);
-    (void)fesetenv(FE_DFL_ENV);
-    if (job.wanted > 0) {
-        publish(&job);
-        run_pieces(&job);
-        withdraw(&job);
-    } else {
-        run_pieces(&job);
+    int most = (int)(most_pieces < threads ? most_pieces : threads);
+    if (most > 1 && team && !is_pool_wanted) {
+        team(run_pieces_in_default_environment, &job, (unsigned)threads, 0);
+        return;
     }
-    (void)fesetenv(&callers);
+    if (most > 1) {
+        job.wanted = most - 1;
+        publish(&job);
+    }
+    run_pieces_in_default_environment(&job);
+    if (most > 1)
+        withdraw(&job);
 }

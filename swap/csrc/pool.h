@@ -1,4 +1,4 @@
-/* Runs loops over elements on a pool of threads that this module owns. */
+/* Runs loops over elements in several threads. */
 #ifndef SWAP_POOL_H
 #define SWAP_POOL_H
 
