@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+import psutil
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from swap.kernels import (
     merge_master,
     set_isa,
     split_master,
+    stay_in_background,
     sum_of_squares,
 )
 
@@ -346,12 +348,15 @@ def test_training_gives_the_bits_of_torch_fused(decoupled: bool) -> None:
 # threads and processes
 
 
-def test_steps_from_several_threads_at_once_equal_steps_in_turn() -> None:
+@pytest.mark.parametrize("background", [False, True], ids=["team", "pool"])
+def test_steps_from_several_threads_at_once_equal_steps_in_turn(background: bool) -> None:
     states = [_state("halves", torch.bfloat16, 150_000 + i) for i in range(4)]
     expected = [_stepped(state) for state in states]
     found: list[list[Tensors]] = [[] for _ in states]
 
     def work(index: int) -> None:
+        if background:
+            stay_in_background()
         for _ in range(10):
             found[index].append(_stepped(states[index], threads=3))
 
@@ -364,6 +369,31 @@ def test_steps_from_several_threads_at_once_equal_steps_in_turn() -> None:
         assert len(results) == 10
         for result in results:
             _assert_same_bits(result, expected[index])
+
+
+def _num_threads() -> int:
+    return psutil.Process().num_threads()
+
+
+def test_thread_in_the_background_gets_no_team_and_the_same_sums() -> None:
+    grad = torch.randn(300_000)
+    expected = sum_of_squares(grad)
+    found: list[float] = []
+    started: list[int] = []
+
+    def work() -> None:
+        stay_in_background()
+        before = _num_threads()
+        found.extend(sum_of_squares(grad, threads=threads) for threads in (2, 3, 7))
+        started.append(_num_threads() - before)
+
+    for _ in range(2):
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+    assert found == [expected] * 6
+    # The threads of the pool are there since the first one; a team would be the caller's own.
+    assert started[1] == 0
 
 
 def _exit_status_of_child_that_sums(grad: torch.Tensor, expected: float) -> int:
