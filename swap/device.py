@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import Slab, SlabFullError
 from swap.arena import Entry
-from swap.kernels import stay_in_background
 from swap.layout import ParameterSpec
 from swap.planes import as_tensor
+from swap.processors import stay_in_background
 
 _POLL_SECONDS = 0.001
 _NONE = object()

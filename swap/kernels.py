@@ -17,13 +17,13 @@ from __future__ import annotations
 import errno
 import math
 import os
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from swap._native import ffi, lib
+from swap.processors import num_threads
 
 if TYPE_CHECKING:
     from cffi import FFI
@@ -50,13 +50,6 @@ _LAYOUTS = {
     (torch.float16, torch.float32): lib.SWAP_COPY_F16,
     (torch.float32, None): lib.SWAP_MASTER_ONLY,
 }
-
-
-class _Thread(threading.local):
-    is_background = False
-
-
-_thread = _Thread()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +166,7 @@ def adam_step(
             **_counter(exp_avg.dtype, hyper.step, origin),
         },
     )
-    _raise_on_error(lib.swap_adam_step(job, _num_threads(threads)), "update", n)
+    _raise_on_error(lib.swap_adam_step(job, num_threads(threads)), "update", n)
 
 
 def _scales(n: int, dtype: torch.dtype, *scales: torch.Tensor | None) -> list[FFI.CData]:
@@ -243,7 +236,7 @@ def split_master(
         ffi.cast("uint16_t *", hi.data_ptr()),
         ffi.cast("int16_t *", lo.data_ptr()),
         n,
-        _num_threads(threads),
+        num_threads(threads),
     )
     _raise_on_error(status, "split", n)
 
@@ -264,7 +257,7 @@ def merge_master(
         ffi.cast("int16_t *", lo.data_ptr()),
         ffi.cast("float *", out.data_ptr()),
         n,
-        _num_threads(threads),
+        num_threads(threads),
     )
     _raise_on_error(status, "merge", n)
 
@@ -277,7 +270,7 @@ def copy_bytes(source: torch.Tensor, target: torch.Tensor, *, threads: int | Non
     n = source.numel()
     _check("source", source, n, torch.uint8)
     _check("target", target, n, torch.uint8)
-    status = lib.swap_copy(_address(source), _address(target), n, _num_threads(threads))
+    status = lib.swap_copy(_address(source), _address(target), n, num_threads(threads))
     _raise_on_error(status, "copy", n)
 
 
@@ -303,7 +296,7 @@ def sum_of_squares(
     _check("grad", grad, n, *_FLOATS)
     total = ffi.new("double *", carry)
     status = lib.swap_sum_of_squares(
-        _address(grad), _FLOATS[grad.dtype], n, _copy(grad, copy), total, _num_threads(threads)
+        _address(grad), _FLOATS[grad.dtype], n, _copy(grad, copy), total, num_threads(threads)
     )
     _raise_on_error(status, "sum", n)
     return float(total[0])
@@ -326,7 +319,7 @@ def block_squares(
         n,
         _copy(grad, copy),
         ffi.cast("double *", sums.data_ptr()),
-        _num_threads(threads),
+        num_threads(threads),
     )
     _raise_on_error(status, "sum", n)
     return sums
@@ -337,49 +330,6 @@ def _copy(values: torch.Tensor, copy: torch.Tensor | None) -> FFI.CData:
         return ffi.NULL
     _check("copy", copy, values.numel(), values.dtype)
     return _address(copy)
-
-
-def available_isas() -> tuple[str, ...]:
-    """Return the instruction sets that this machine has and kernels exist for, fastest first.
-
-    They are among "avx512", "avx2", "neon" and "scalar", which is always there.
-    """
-    names: list[str] = []
-    while (name := lib.swap_isa_name(len(names))) != ffi.NULL:
-        names.append(_text(name))
-    return tuple(names)
-
-
-def isa() -> str:
-    """Return the instruction set in use: the fastest unless ``set_isa`` chose another."""
-    return _text(lib.swap_isa_name(lib.swap_isa()))
-
-
-def set_isa(name: str | None) -> None:
-    """Use the kernels for ``name``, one of ``available_isas()``, process-wide; None: the fastest.
-
-    No result changes, only speed. Raises ValueError for a name that is not available.
-    """
-    names = available_isas()
-    if name is not None and name not in names:
-        raise ValueError(f"isa {name!r} is not available here; choose from {', '.join(names)}")
-    lib.swap_set_isa(0 if name is None else names.index(name))
-
-
-def stay_in_background() -> None:
-    """The calling thread works beside those that compute: from now on it shares kernels with a pool
-    of threads that sleep when there is nothing to do.
-
-    Any other thread shares them with the OpenMP threads that torch keeps awake for it.
-    """
-    _thread.is_background = True
-    lib.swap_use_pool()
-
-
-def _text(name: FFI.CData) -> str:
-    text = ffi.string(name)
-    assert isinstance(text, bytes)
-    return text.decode()
 
 
 def _address(tensor: torch.Tensor) -> FFI.CData:
@@ -402,14 +352,6 @@ def _check(name: str, tensor: torch.Tensor, n: int, *dtypes: torch.dtype) -> Non
         )
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has stride {tensor.stride(0)}; pass a contiguous tensor")
-
-
-def _num_threads(threads: int | None) -> int:
-    if threads is None:
-        return len(os.sched_getaffinity(0)) if _thread.is_background else torch.get_num_threads()
-    if threads < 1:
-        raise ValueError(f"threads={threads} must be 1 or more; the calling thread counts")
-    return threads
 
 
 def _raise_on_error(status: int, what: str, n: int) -> None:

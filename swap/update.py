@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swap.kernels import stay_in_background
 from swap.layout import Subgroup
+from swap.processors import stay_in_background
 from swap.stages import Job, Stages, Step
 from swap.weights import WeightCache
 

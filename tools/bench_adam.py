@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step, isa, split_master
+from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step, split_master
+from swap.processors import isa
 
 HYPER = AdamHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
 PAUSE_SECONDS = 0.02

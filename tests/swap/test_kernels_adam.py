@@ -12,17 +12,8 @@ import psutil
 import pytest
 import torch
 
-from swap.kernels import (
-    AdamHyper,
-    adam_step,
-    available_isas,
-    isa,
-    merge_master,
-    set_isa,
-    split_master,
-    stay_in_background,
-    sum_of_squares,
-)
+from swap.kernels import AdamHyper, adam_step, merge_master, split_master, sum_of_squares
+from swap.processors import available_isas, isa, set_isa, stay_in_background
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=3)
 LAYOUTS = {

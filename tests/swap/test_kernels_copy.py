@@ -7,14 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap.kernels import (
-    BLOCK,
-    available_isas,
-    block_squares,
-    copy_bytes,
-    set_isa,
-    sum_of_squares,
-)
+from swap.kernels import BLOCK, block_squares, copy_bytes, sum_of_squares
+from swap.processors import available_isas, set_isa
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LARGE = 3 * 64 * BLOCK

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap.kernels import available_isas, merge_master, set_isa, split_master
+from swap.kernels import merge_master, split_master
+from swap.processors import available_isas, set_isa
 
 EVERY_HI = torch.arange(1 << 16, dtype=torch.int64)
 EDGES = (0x0000, 0x0001, 0x3FFF, 0x4000, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xBFFF, 0xFFFE, 0xFFFF)

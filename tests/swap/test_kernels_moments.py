@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from swap.kernels import (
-    MOMENT_BLOCK,
-    AdamHyper,
-    Origin,
-    adam_step,
-    available_isas,
-    set_isa,
-)
+from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step
+from swap.processors import available_isas, set_isa
 from tests.support.moments import (
     decode_blocks,
     encode_blocks,

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap.kernels import BLOCK, available_isas, block_squares, set_isa, sum_of_squares
+from swap.kernels import BLOCK, block_squares, sum_of_squares
+from swap.processors import available_isas, set_isa
 
 LANES = 32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
