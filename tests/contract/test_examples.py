@@ -1,0 +1,260 @@
+"""The examples for Hugging Face models, on tiny ones: under a small budget they do what plain
+PyTorch does in memory.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import infinity
+
+transformers = pytest.importorskip(
+    "transformers", reason="needs transformers: pip install .[examples]"
+)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS, SEQUENCE, BATCH = 3, 16, 2
+TRAINING = ["--steps", str(STEPS), "--sequence", str(SEQUENCE), "--batch", str(BATCH)]
+TEXT = "the quick brown fox jumps over the lazy dog. " * 20
+SMALL, EVERYTHING = "12MiB", "1GiB"
+
+
+def save_model(folder: Path, *, layers: int, tied: bool) -> Path:
+    """A Llama with random weights, 1.5 MiB a layer in bfloat16; the MLPs may live on NVMe."""
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=4096,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def in_memory(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def run_example(program: str, folder: Path, *arguments: str | Path) -> str:
+    """What a program prints; it keeps its state in `folder`/nvme and leaves nothing there."""
+    nvme = folder / "nvme"
+    nvme.mkdir(exist_ok=True)
+    command = [sys.executable, EXAMPLES / program, "--nvme", nvme, *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(nvme.iterdir()) == []
+    return done.stdout
+
+
+def rows_after(prefix: str, text: str) -> list[str]:
+    return [row.removeprefix(prefix).strip() for row in text.splitlines() if row.startswith(prefix)]
+
+
+def losses_of(text: str) -> list[float]:
+    return [float(row.partition("loss ")[2].partition(",")[0]) for row in rows_after("step ", text)]
+
+
+def text_file(folder: Path) -> Path:
+    (folder / "text.txt").write_text(TEXT)
+    return folder / "text.txt"
+
+
+def loss_of_step(model: Any, step: int) -> torch.Tensor:
+    from hf_folder import batch_of_step, encode
+
+    rows = batch_of_step(encode(TEXT, None), step, BATCH, SEQUENCE)
+    loss: torch.Tensor = model(input_ids=rows, labels=rows, use_cache=False).loss
+    return loss
+
+
+@pytest.fixture(autouse=True)
+def _examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+def rounded(master: torch.Tensor) -> torch.Tensor:
+    """The nearest bfloat16, ties away from zero: the half of a master that is kept as the weight.
+
+    `to(torch.bfloat16)` takes ties to even; one element in 100,000 or so is such a tie.
+    """
+    bits = (master.detach().view(torch.int32) + 0x8000) >> 16
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def train_in_memory(folder: Path, learning_rate: float) -> tuple[list[float], Any]:
+    """Mixed precision as usual: gradients of bfloat16 weights, torch's AdamW on float32 masters."""
+    model = in_memory(folder).train()
+    files = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    pairs = list(zip(files.parameters(), model.parameters(), strict=True))
+    masters = [master for master, _ in pairs]
+    optimizer = torch.optim.AdamW(masters, lr=learning_rate, weight_decay=0.01, fused=True)
+    losses = []
+    for step in range(STEPS):
+        for master, weight in pairs:
+            weight.data.copy_(rounded(master))
+        loss = loss_of_step(model, step)
+        loss.backward()
+        losses.append(loss.item())
+        for master, weight in pairs:
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+    for master, weight in pairs:
+        weight.data.copy_(rounded(master))
+    return losses, model
+
+
+def test_finetune_exports_what_training_in_memory_gives(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", layers=2, tied=True)
+    given: list[str | Path] = [
+        "--model",
+        folder,
+        "--text",
+        text_file(tmp_path),
+        *TRAINING,
+        "--learning-rate",
+        "1e-3",
+    ]
+    printed = {
+        budget: run_example(
+            "finetune_hf.py", tmp_path, *given, "--host-memory", budget, "--output", budget
+        )
+        for budget in (SMALL, EVERYTHING)
+    }
+    assert rows_after("home in nvme", printed[SMALL]) != ["0 B"]
+    assert rows_after("home in nvme", printed[EVERYTHING]) == ["0 B"]
+    assert rows_after("step ", printed[SMALL]) == rows_after("step ", printed[EVERYTHING])
+    small, large = in_memory(tmp_path / SMALL), in_memory(tmp_path / EVERYTHING)
+    assert small.lm_head.weight is small.model.embed_tokens.weight
+    for one, other in zip(small.parameters(), large.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+    losses, plain = train_in_memory(folder, 1e-3)
+    assert losses_of(printed[SMALL])[0] == pytest.approx(losses[0], abs=1e-6)
+    assert losses_of(printed[SMALL]) == pytest.approx(losses, abs=1e-3)
+    before = in_memory(folder).state_dict()
+    expected = plain.state_dict()
+    for name, tuned in small.state_dict().items():
+        moved = (expected[name].float() - before[name].float()).abs().mean()
+        missed = (expected[name].float() - tuned.float()).abs().mean()
+        assert moved > 0, name
+        assert missed < 0.005 * moved, name
+
+
+def test_lora_saves_adapters_that_no_budget_changes(tmp_path: Path) -> None:
+    from lora import add_adapters
+
+    folder = save_model(tmp_path / "model", layers=8, tied=False)
+    given: list[str | Path] = [
+        "--model",
+        folder,
+        "--text",
+        text_file(tmp_path),
+        *TRAINING,
+        "--learning-rate",
+        "1e-2",
+    ]
+    printed = {
+        budget: run_example(
+            "lora.py", tmp_path, *given, "--host-memory", budget, "--output", budget
+        )
+        for budget in (SMALL, EVERYTHING)
+    }
+    assert rows_after("home in nvme", printed[SMALL]) != ["0 B"]
+    assert rows_after("written per step  ", printed[SMALL]) == ["0 B"]
+    assert rows_after("step ", printed[SMALL]) == rows_after("step ", printed[EVERYTHING])
+    saved = load_file(tmp_path / SMALL)
+    everything = load_file(tmp_path / EVERYTHING)
+
+    torch.manual_seed(0)
+    plain = in_memory(folder).train()
+    adapters = add_adapters(plain, ["q_proj", "v_proj"], 8, 16.0)
+    optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2)
+    first = {name: p.detach().clone() for name, p in adapters.items()}
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of_step(plain, step)
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(adapters.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses_of(printed[SMALL]) == pytest.approx(losses, abs=1e-3)
+    assert saved.keys() == everything.keys() == adapters.keys()
+    for name, values in saved.items():
+        assert torch.equal(values, everything[name]), name
+        moved = (adapters[name] - first[name]).abs().mean()
+        assert moved > 0, name
+        assert (adapters[name] - values).abs().mean() < 0.02 * moved, name
+
+
+def test_lora_leaves_frozen_weights_as_they_were(tmp_path: Path) -> None:
+    from hf_folder import model_without_weights
+    from lora import add_adapters, first_values
+
+    folder = save_model(tmp_path / "model", layers=8, tied=False)
+    model = model_without_weights(folder, torch.bfloat16)
+    adapters = add_adapters(model, ["q_proj", "v_proj"], 8, 16.0)
+    for name in ("nvme", "together"):
+        (tmp_path / name).mkdir()
+    weights = first_values(folder, adapters, tmp_path / "together")
+    with infinity.offload(
+        model, tmp_path / "nvme", weights=weights, host_memory=SMALL
+    ) as offloaded:
+        for step in range(STEPS):
+            loss_of_step(model, step).backward()
+            offloaded.step()
+        report = offloaded.report()
+        offloaded.export(tmp_path / "after")
+    assert report.read_bytes > 0
+    assert report.formula_written_bytes == 0
+    after: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "after").glob("*.safetensors"):
+        after |= load_file(file)
+    for name, weight in in_memory(folder).state_dict().items():
+        assert torch.equal(after[name], weight), name
+    assert all(after[name].any() for name in adapters if name.endswith("lora_b"))
+
+
+def test_inference_generates_the_tokens_of_the_model_in_memory(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", layers=8, tied=False)
+    given: list[str | Path] = [
+        "--model",
+        folder,
+        "--prompt",
+        "Once",
+        "--tokens",
+        "12",
+        "--host-memory",
+        SMALL,
+    ]
+    printed = run_example("inference.py", tmp_path, *given)
+    assert rows_after("in nvme now", printed) != ["0 B"]
+    prompt = torch.tensor([list(b"Once")])
+    with torch.no_grad():
+        expected = (
+            in_memory(folder)
+            .generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=12,
+                do_sample=False,
+            )[0, 4:]
+            .tolist()
+        )
+    assert len(set(expected)) > 4
+    assert rows_after("tokens", printed) == [" ".join(map(str, expected))]
