@@ -43,6 +43,7 @@ def train(options: argparse.Namespace) -> None:
         offloaded.export(options.output)
         print(offloaded.report())
     copy_description(options.model, options.output)
+    model.config.save_pretrained(options.output)  # with the dtype that the weights have now
 
 
 def copy_description(source: Path, output: Path) -> None:

@@ -139,6 +139,7 @@ def test_finetune_exports_what_training_in_memory_gives(tmp_path: Path) -> None:
     assert rows_after("home in nvme", printed[EVERYTHING]) == ["0 B"]
     assert rows_after("step ", printed[SMALL]) == rows_after("step ", printed[EVERYTHING])
     small, large = in_memory(tmp_path / SMALL), in_memory(tmp_path / EVERYTHING)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / SMALL).dtype == torch.bfloat16
     assert small.lm_head.weight is small.model.embed_tokens.weight
     for one, other in zip(small.parameters(), large.parameters(), strict=True):
         assert torch.equal(one, other)
