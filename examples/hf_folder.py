@@ -19,12 +19,7 @@ def model_without_weights(folder: Path, dtype: torch.dtype) -> Any:
     """
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    # Rotary frequencies are computed from the config and are in no file: those are made for real.
-    for name, module in list(model.named_modules()):
-        if "RotaryEmbedding" in type(module).__name__:
-            model.set_submodule(name, type(module)(module.config))
-    return model
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def tokenizer_of(folder: Path) -> Any:

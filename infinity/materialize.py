@@ -7,11 +7,10 @@ whole.
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -19,6 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from infinity.discovery import Record
+from infinity.initialisers import Initialisers
 from infinity.sharing import Sharing
 from infinity.stored_values import CheckpointValues, StoredValues, is_checkpoint, names_of
 from swap.tiered import TieredState
@@ -82,33 +82,23 @@ class OwnValues:
 
 
 class Initialisation:
-    """A model on meta, initialised as its modules would initialise themselves.
-
-    Each module with parameters of its own is materialised alone, on the CPU; then its
-    ``reset_parameters`` runs, and the model's ``_init_weights(module)`` if it has one (the
-    convention of GPT implementations and Hugging Face).
-    """
+    """A model on meta, initialised as its modules would initialise themselves."""
 
     def __init__(self, model: nn.Module, records: Sequence[Record]) -> None:
-        self._model = model
         # Kept now: layers may leave the model while it is offloaded, see ``tiling``.
         self._modules = list(model.modules())
+        self._initialisers = Initialisers(model)
         self._by_id = {id(record.parameter): record for record in records}
         for name, module in model.named_modules():
             own = list(module.parameters(recurse=False))
-            if any(p.is_meta for p in own) and not self._can_initialise(module):
+            if any(p.is_meta for p in own) and not self._initialisers.can_initialise(module):
                 raise ValueError(
                     f"{name or type(model).__name__} ({type(module).__name__}) is on the meta "
                     "device and has no reset_parameters(); pass weights=, or build the model "
                     "with real tensors"
                 )
         for name, buffer in model.named_buffers():
-            if buffer.is_meta:
-                raise ValueError(
-                    f"buffer {name} is on the meta device and has no values; pass weights= that "
-                    "hold it, or build it with a real device: `with torch.device('cpu')` around "
-                    "its creation"
-                )
+            self.buffer(name, buffer)  # raises now, before anything is begun
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
         done: set[int] = set()
@@ -119,40 +109,13 @@ class Initialisation:
                 if p is not None and id(p) not in done
             }
             done.update(id(p) for p in own.values())
-            values = self._initialised(module) if any(p.is_meta for p in own.values()) else own
+            is_meta = any(p.is_meta for p in own.values())
+            values = self._initialisers.parameters(module) if is_meta else own
             for name, parameter in own.items():
                 yield self._by_id[id(parameter)], values[name]
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer
-
-    def _can_initialise(self, module: nn.Module) -> bool:
-        return (
-            callable(getattr(module, "reset_parameters", None)) or self._initialiser() is not None
-        )
-
-    def _initialiser(self) -> Callable[[nn.Module], Any] | None:
-        found: Any = getattr(self._model, "_init_weights", None)
-        return found if callable(found) else None
-
-    @torch.no_grad()
-    def _initialised(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """The parameters of a lone real copy of ``module``."""
-        alone = copy.copy(module)
-        alone._modules = {}
-        alone._parameters = {
-            name: None
-            if p is None
-            else nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
-            for name, p in module._parameters.items()
-        }
-        reset: Any = getattr(alone, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        initialise = self._initialiser()
-        if initialise is not None:
-            initialise(alone)
-        return {name: p for name, p in alone._parameters.items() if p is not None}
+        return self._initialisers.buffer(name) if buffer.is_meta else buffer
 
 
 class WeightFiles:
@@ -167,6 +130,7 @@ class WeightFiles:
             with safe_open(file, framework="pt") as opened:
                 self._where.update(dict.fromkeys(opened.keys(), file))
         self._path = path
+        self._initialisers = Initialisers(model)
         self._names = {record.index: self._find(names_of(model, record)) for record in records}
         for record in records:
             self._check_shape(record)
@@ -179,7 +143,7 @@ class WeightFiles:
         if name in self._where or f"model.{name}" in self._where:
             return self._read(self._find([name]))
         if buffer.is_meta:
-            raise ValueError(f"buffer {name} is on the meta device and not in {self._path}")
+            return self._initialisers.buffer(name, not_in=self._path)
         return buffer
 
     def _find(self, names: Sequence[str]) -> str:

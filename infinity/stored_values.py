@@ -22,6 +22,7 @@ from checkpoint.opened import OpenCheckpoint
 from checkpoint.sources import ByteSource
 from checkpoint.tree import data_nodes
 from infinity.discovery import Record
+from infinity.initialisers import Initialisers
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class CheckpointValues:
 
     def __init__(self, model: nn.Module, records: Sequence[Record], path: Path) -> None:
         self._path = path
+        self._initialisers = Initialisers(model)
         self._manifest = read_manifest(path.resolve())
         self._nodes = data_nodes(self._manifest.tree)
         self._opened = OpenCheckpoint(self._manifest, path.resolve())
@@ -93,7 +95,7 @@ class CheckpointValues:
         if found is not None:
             return found.whole()
         if buffer.is_meta:
-            raise ValueError(f"buffer {name} is on the meta device and not in {self._path}")
+            return self._initialisers.buffer(name, not_in=self._path)
         return buffer
 
     def _checked(self, record: Record, names: Sequence[str]) -> StoredValues:

@@ -25,7 +25,7 @@ from swap.tiers import Budget, BudgetError, Tier, format_bytes
 from swap.traffic import traffic_of
 
 MIN_SUBGROUP_ELEMENTS = 64 * 1024
-MAX_SUBGROUP_ELEMENTS = 8 * 1024 * 1024
+MAX_SUBGROUP_ELEMENTS = 2 * 1024 * 1024
 MIN_SLOTS = 3
 """One subgroup being read, one in the kernel, one being written."""
 MAX_SLOTS = 4
@@ -136,8 +136,8 @@ def place(
             f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
             f"least {format_bytes(least)} ({least} bytes): {format_bytes(least_arena)} for the "
             "weights of the largest block at work, the rest for staging the optimizer and for "
-            f"small parameters; {format_bytes(_total(everything, rule))} would hold everything in "
-            "memory",
+            f"small parameters; {format_bytes(total + MIN_CHECKPOINT_BYTES)} would hold everything "
+            "in memory",
             least_host_bytes=least,
         )
     aside = _checkpoint_bytes(budget.host_bytes, at_work)

@@ -11,7 +11,8 @@ steps that have one, so that a noisy neighbour hits all alike:
 A step that saves begins with the call and ends when its update is done and its checkpoint durable,
 as it would with one at every step. ``--accumulate`` makes a step of several batches, as large runs
 do; how long the save takes beside forward and backward is printed, because a save that does not
-fit cannot be hidden.
+fit cannot be hidden. Then guarded saves with nothing beside them: how long they keep the cores of
+the whole machine busy, which computing on all of them has to do without.
 
     python tools/bench_overlap.py --dir DIR [--dir DIR2 ...] [--cycles 20] [--json out.json]
 
@@ -31,6 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from gpt import GPT
 
@@ -38,6 +40,9 @@ import checkpoint
 
 CYCLE = ("none", "guard", "none", "copy")
 WARM_UP_CYCLES = 2
+SAVES_ALONE = 12
+SETTLING_SECONDS = 0.3
+"""What a save leaves to the kernel is done by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +106,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             steps = [take_step(training, managers.get(mode), mode, number) for mode in order]
             copies = copy_seconds(training.state())
             cycles.append({"steps": [asdict(step) for step in steps], "memory copy": copies})
+        alone = [
+            core_seconds_of_save(training, managers["guard"], number)
+            for number in range(len(cycles), len(cycles) + SAVES_ALONE)
+        ][WARM_UP_CYCLES:]
     cycles = cycles[WARM_UP_CYCLES:]
     return {
         "options": {key: value for key, value in vars(options).items() if key != "json"},
         "torch": torch.__version__,
         "state bytes": sum(tensor.nbytes for tensor in tensors_of(training.state())),
         "cycles": cycles,
-        "summary": summary(cycles),
+        "alone": alone,
+        "summary": summary(cycles) | {"alone": _columns(alone)},
     }
 
 
@@ -133,6 +143,23 @@ def take_step(
         returned=returned - started,
         durable=durable,
     )
+
+
+def core_seconds_of_save(
+    training: Training, manager: checkpoint.Manager, number: int
+) -> dict[str, float]:
+    """Seconds of all cores while nothing but a guarded save happens, and of this process."""
+    machine, process = _busy_seconds(), time.process_time()
+    manager.save_async(number, training.state(), training.optimizer).result()
+    time.sleep(SETTLING_SECONDS)
+    found = {"cores busy": _busy_seconds() - machine, "process": time.process_time() - process}
+    training.optimizer.step()
+    return found
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return sum(times[:8]) - times.idle - getattr(times, "iowait", 0.0)  # guests count as users
 
 
 def copy_seconds(state: dict[str, Any]) -> dict[str, float]:
@@ -187,6 +214,10 @@ def _row(cycles: Sequence[dict[str, Any]], mode: str) -> dict[str, tuple[float, 
             copies = [cycle["memory copy"][memory] for cycle in cycles]
             row[f"returned over a copy into {memory} memory"] = _ratios(each("returned"), copies)
     return {name: _quartiles(values) for name, values in row.items()}
+
+
+def _columns(rows: Sequence[dict[str, float]]) -> dict[str, tuple[float, ...]]:
+    return {name: _quartiles([row[name] for row in rows]) for name in rows[0]}
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, ...]:
