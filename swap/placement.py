@@ -26,7 +26,7 @@ from swap.traffic import traffic_of
 
 MIN_SUBGROUP_ELEMENTS = 64 * 1024
 MAX_SUBGROUP_ELEMENTS = 2 * 1024 * 1024
-"""Planes of 4 and 8 MiB: long requests already. Larger subgroups take staging memory that would hold
+"""Planes of 4 and 8 MiB: long requests already. Larger ones take staging memory that would hold
 state, and are written later: with four times as many elements a step with half of its state in
 memory took 1.08 times its I/O in place of 1.02, and 440 MiB more for that half.
 """
