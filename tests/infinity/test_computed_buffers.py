@@ -72,8 +72,7 @@ def _output(
     make: Callable[[], nn.Module], nvme: Path, *, weights: Path | None = None
 ) -> list[torch.Tensor]:
     """What a model on meta makes of ones, and the random numbers that come next."""
-    with torch.device("meta"):
-        model = make()
+    model = make().to("meta")
     torch.manual_seed(1)
     with infinity.offload(
         model, nvme, weights=weights, optimizer=None, host_memory="64MiB", device="cpu"
