@@ -1,7 +1,8 @@
 """A disk that is really full: a small ext4 of its own under the swap files."""
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,13 @@ def test_training_fits_into_what_was_planned(small_disk: Path, placement: Placem
         state.close()
 
 
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 30.0
+    while not is_so():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
 def test_early_updates_that_find_the_disk_full_are_done_without(
     small_disk: Path, placement: Placement, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,8 +89,11 @@ def test_early_updates_that_find_the_disk_full_are_done_without(
         fill_both(state, plain)
         with caplog.at_level(logging.WARNING, logger="swap"):
             for step in range(4):
+                state.pipeline.wait()  # or nothing might be early
                 for spec in reversed(SPECS):
                     add_to_both(state, plain, spec.index, seed=100 * step + spec.index)
+                if step == 1:  # the first that has a step to learn from
+                    _wait_until(lambda: state.pipeline.early_failure is not None)
                 step_both(state, plain, everything)
         assert_same(state, plain)
         (record,) = caplog.records

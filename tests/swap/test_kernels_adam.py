@@ -383,8 +383,9 @@ def test_thread_in_the_background_gets_no_team_and_the_same_sums() -> None:
         worker.start()
         worker.join()
     assert found == [expected] * 6
-    # The threads of the pool are there since the first one; a team would be the caller's own.
-    assert started[1] == 0
+    # The threads of the pool are there since the first one; a team would be the caller's own. What
+    # others left may end meanwhile.
+    assert started[1] <= 0
 
 
 def _exit_status_of_child_that_sums(grad: torch.Tensor, expected: float) -> int:
