@@ -135,7 +135,9 @@ static void forget_parent(void) {
     idle = 0;
 }
 
-static void prepare(void) {
+/* As the library is loaded: a process may fork before its first kernel, with a team that its child
+ * does not have. */
+__attribute__((constructor)) static void prepare(void) {
     void *symbol = dlsym(RTLD_DEFAULT, "GOMP_parallel");
     memcpy(&team, &symbol, sizeof team);
     (void)pthread_atfork(NULL, NULL, forget_parent);
@@ -178,8 +180,6 @@ static void run_pieces_in_default_environment(void *job) {
 void swap_use_pool(void) { is_pool_wanted = true; }
 
 void swap_parallel(swap_range_body *body, void *context, int64_t n, int threads) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, prepare);
     struct job job = {.body = body, .context = context, .n = n, .threads = threads};
     int64_t most_pieces = (n + MIN_PIECE - 1) / MIN_PIECE;
     int most = (int)(most_pieces < threads ? most_pieces : threads);

@@ -1,18 +1,14 @@
 """The Adam kernel: the same bits whatever runs it, and the numbers of torch.optim."""
 
-import os
-import signal
 import threading
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-import psutil
 import pytest
 import torch
 
-from swap.kernels import AdamHyper, adam_step, merge_master, split_master, sum_of_squares
+from swap.kernels import AdamHyper, adam_step, merge_master, split_master
 from swap.processors import available_isas, isa, set_isa, stay_in_background
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=3)
@@ -360,72 +356,6 @@ def test_steps_from_several_threads_at_once_equal_steps_in_turn(background: bool
         assert len(results) == 10
         for result in results:
             _assert_same_bits(result, expected[index])
-
-
-def _num_threads() -> int:
-    return psutil.Process().num_threads()
-
-
-def test_thread_in_the_background_gets_no_team_and_the_same_sums() -> None:
-    grad = torch.randn(300_000)
-    expected = sum_of_squares(grad)
-    found: list[float] = []
-    started: list[int] = []
-
-    def work() -> None:
-        stay_in_background()
-        before = _num_threads()
-        found.extend(sum_of_squares(grad, threads=threads) for threads in (2, 3, 7))
-        started.append(_num_threads() - before)
-
-    for _ in range(2):
-        worker = threading.Thread(target=work)
-        worker.start()
-        worker.join()
-    assert found == [expected] * 6
-    # The threads of the pool are there since the first one; a team would be the caller's own. What
-    # others left may end meanwhile.
-    assert started[1] <= 0
-
-
-def _exit_status_of_child_that_sums(grad: torch.Tensor, expected: float) -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads is the point
-        pid = os.fork()
-    if pid == 0:
-        try:
-            signal.alarm(60)  # a child that hangs must not hang the test
-            os._exit(0 if sum_of_squares(grad, threads=3) == expected else 1)
-        finally:
-            os._exit(2)
-    return os.waitpid(pid, 0)[1]
-
-
-def test_kernels_after_fork_start_threads_of_their_own() -> None:
-    grad = torch.randn(500_000)
-    expected = sum_of_squares(grad, threads=3)
-    assert _exit_status_of_child_that_sums(grad, expected) == 0
-
-
-def test_kernels_after_fork_in_the_midst_of_work_still_run() -> None:
-    grad = torch.randn(300_000)
-    expected = sum_of_squares(grad)
-    stop = threading.Event()
-
-    def keep_busy() -> None:
-        while not stop.is_set():
-            sum_of_squares(grad, threads=4)
-
-    busy = [threading.Thread(target=keep_busy) for _ in range(2)]
-    for thread in busy:
-        thread.start()
-    try:
-        statuses = [_exit_status_of_child_that_sums(grad, expected) for _ in range(10)]
-    finally:
-        stop.set()
-        for thread in busy:
-            thread.join()
-    assert statuses == [0] * 10
 
 
 # what can be chosen
