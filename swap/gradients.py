@@ -87,7 +87,8 @@ class GradientStore:
         Raises ``AioError`` when spilling fails, be it of a gradient that was added before; then
         ``parameter`` has no gradient, because it may be half accumulated.
         """
-        flat = gradient.detach().reshape(-1)
+        # Kernels read memory as it is, where a view may stand for its negative.
+        flat = gradient.detach().reshape(-1).resolve_neg()
         accumulate = parameter in self._squares
         squares = _Squares([] if self.keep_blocks else None)
         try:

@@ -132,6 +132,27 @@ def test_store_holds_what_plain_tensors_would(
         rig.check_all()
 
 
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "negated": torch._neg_view,
+    "strided": lambda x: torch.stack([x, -x], dim=1)[:, 0],
+    "expanded": lambda x: x[:1].expand(x.numel()),
+    "misaligned": lambda x: torch.cat([torch.zeros(3), x])[3:],
+    "double": torch.Tensor.double,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("on_nvme", [False, True])
+def test_gradient_of_any_form_is_stored_by_its_values(make: Make, name: str, on_nvme: bool) -> None:
+    rig = make(gradient_on_nvme=lambda group: on_nvme)
+    for parameter, numel in enumerate(SIZES):
+        gradient = VIEWS[name](random_values(parameter, numel))
+        for _ in range(1 + parameter % 2):
+            rig.store.add(parameter, gradient)
+            rig.plain.add_gradient(parameter, torch.empty(numel).copy_(gradient))
+    rig.check_all()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_gradient_added_after_clearing_survives_the_write_of_the_one_before(
     make: Make, seed: int
