@@ -34,7 +34,7 @@ class Initialisers:
     @torch.no_grad()
     def parameters(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """The parameters of ``module`` itself, by name."""
-        alone = _lone_copy(module, fill=0)
+        alone = _lone_copy(module)
         self._run(alone)
         return {name: p for name, p in alone._parameters.items() if p is not None}
 
@@ -62,13 +62,17 @@ class Initialisers:
 
     @torch.no_grad()
     def _computed_buffers(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Those that are the same whatever was there before. Random numbers that this draws are
-        drawn again by others.
+        """Those that are the same whatever was there before. Random states and what is not on meta
+        stay as they are.
         """
         if not self.can_initialise(module):
             return {}
-        copies = [_lone_copy(module, fill=fill) for fill in _FILLS]
-        for alone in copies:
+        copies = [_lone_copy(module) for _ in _FILLS]
+        for alone, fill in zip(copies, _FILLS, strict=True):
+            alone._buffers = {
+                name: None if buffer is None else _scratch(buffer, fill)
+                for name, buffer in module._buffers.items()
+            }
             with torch.random.fork_rng(devices=[]):
                 self._run(alone)
         first, second = (alone._buffers for alone in copies)
@@ -91,10 +95,8 @@ def _resets(module: nn.Module) -> Callable[[], Any] | None:
     return found if callable(found) else None
 
 
-def _lone_copy(module: nn.Module, *, fill: int) -> nn.Module:
-    """``module`` without its children, with real parameters, and bytes of ``fill`` in buffers that
-    were on meta.
-    """
+def _lone_copy(module: nn.Module) -> nn.Module:
+    """``module`` without its children, with real parameters and the same buffers."""
     alone = copy.copy(module)
     alone._modules = {}
     alone._parameters = {
@@ -103,14 +105,13 @@ def _lone_copy(module: nn.Module, *, fill: int) -> nn.Module:
         else nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
         for name, p in module._parameters.items()
     }
-    alone._buffers = {
-        name: _filled(buffer, fill) if buffer is not None and buffer.is_meta else buffer
-        for name, buffer in module._buffers.items()
-    }
     return alone
 
 
-def _filled(buffer: torch.Tensor, fill: int) -> torch.Tensor:
+def _scratch(buffer: torch.Tensor, fill: int) -> torch.Tensor:
+    """To be written to: a copy, or bytes of ``fill`` where there are no values."""
+    if not buffer.is_meta:
+        return buffer.clone()
     real = torch.empty(buffer.shape, dtype=buffer.dtype)
     real.reshape(-1).view(torch.uint8).fill_(fill)
     return real

@@ -129,3 +129,27 @@ def test_buffer_that_is_not_computed_as_a_whole_is_refused(
     with pytest.raises(ValueError, match=rf"rotary\.frequencies .* no values: {kind.__name__} "):
         _output(lambda: Model(kind()), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_computing_one_buffer_leaves_a_real_one_beside_it_alone(tmp_path: Path) -> None:
+    model = Model(nn.BatchNorm1d(WIDTH)).to("meta")
+    trained = torch.arange(1.0, WIDTH + 1)
+    model.rotary._buffers["running_mean"] = trained.clone()
+    save_file(
+        {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+        | {"rotary.running_var": torch.ones(WIDTH)},
+        tmp_path / "weights.safetensors",
+    )
+    model.rotary._non_persistent_buffers_set.add("num_batches_tracked")
+    (tmp_path / "nvme").mkdir()
+    with infinity.offload(
+        model,
+        tmp_path / "nvme",
+        weights=tmp_path / "weights.safetensors",
+        optimizer=None,
+        host_memory="64MiB",
+        device="cpu",
+    ):
+        buffers = dict(model.named_buffers())
+        assert torch.equal(buffers["rotary.running_mean"], trained)
+        assert buffers["rotary.num_batches_tracked"].item() == 0
