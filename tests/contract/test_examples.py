@@ -85,6 +85,17 @@ def _examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
 
 
+def train_under_both(program: str, folder: Path, learning_rate: str) -> dict[str, str]:
+    """What a program prints under each budget; its output has the name of the budget."""
+    parent = folder.parent
+    given: list[str | Path] = ["--model", folder, "--text", text_file(parent), *TRAINING]
+    given += ["--learning-rate", learning_rate]
+    return {
+        budget: run_example(program, parent, *given, "--host-memory", budget, "--output", budget)
+        for budget in (SMALL, EVERYTHING)
+    }
+
+
 def rounded(master: torch.Tensor) -> torch.Tensor:
     """The nearest bfloat16, ties away from zero: the half of a master that is kept as the weight.
 
@@ -120,21 +131,7 @@ def train_in_memory(folder: Path, learning_rate: float) -> tuple[list[float], An
 
 def test_finetune_exports_what_training_in_memory_gives(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", layers=2, tied=True)
-    given: list[str | Path] = [
-        "--model",
-        folder,
-        "--text",
-        text_file(tmp_path),
-        *TRAINING,
-        "--learning-rate",
-        "1e-3",
-    ]
-    printed = {
-        budget: run_example(
-            "finetune_hf.py", tmp_path, *given, "--host-memory", budget, "--output", budget
-        )
-        for budget in (SMALL, EVERYTHING)
-    }
+    printed = train_under_both("finetune_hf.py", folder, "1e-3")
     assert rows_after("home in nvme", printed[SMALL]) != ["0 B"]
     assert rows_after("home in nvme", printed[EVERYTHING]) == ["0 B"]
     assert rows_after("step ", printed[SMALL]) == rows_after("step ", printed[EVERYTHING])
@@ -160,21 +157,7 @@ def test_lora_saves_adapters_that_no_budget_changes(tmp_path: Path) -> None:
     from lora import add_adapters
 
     folder = save_model(tmp_path / "model", layers=8, tied=False)
-    given: list[str | Path] = [
-        "--model",
-        folder,
-        "--text",
-        text_file(tmp_path),
-        *TRAINING,
-        "--learning-rate",
-        "1e-2",
-    ]
-    printed = {
-        budget: run_example(
-            "lora.py", tmp_path, *given, "--host-memory", budget, "--output", budget
-        )
-        for budget in (SMALL, EVERYTHING)
-    }
+    printed = train_under_both("lora.py", folder, "1e-2")
     assert rows_after("home in nvme", printed[SMALL]) != ["0 B"]
     assert rows_after("written per step  ", printed[SMALL]) == ["0 B"]
     assert rows_after("step ", printed[SMALL]) == rows_after("step ", printed[EVERYTHING])
