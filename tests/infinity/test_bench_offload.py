@@ -1,0 +1,32 @@
+"""The benchmark of a step, in small: what it runs, writes down and prints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_offload import main
+
+SIZE = ["--width=64", "--depth=2", "--vocabulary=128", "--batch=1", "--tokens=32"]
+ROUNDS = ["--together", "--rounds=2", "--steps=2", "--device=cpu", "--budgets=32MiB"]
+
+
+def test_systems_train_the_same_in_blocks_that_take_turns(
+    nvme: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "result.json"
+    main([f"--nvme={nvme}", f"--json={result}", *SIZE, *ROUNDS])
+    rounds: list[dict[str, Any]] = json.loads(result.read_text())["rounds"]
+    assert len(rounds) == 2
+    for entry in rounds:
+        assert entry["samples"].keys() == {"plain", "ours:32MiB"}
+        for sample in entry["samples"].values():
+            assert len(sample["step_seconds"]) == len(sample["losses"]) == 2
+            assert sample["peak_bytes"] > 0
+        assert entry["samples"]["plain"]["trace"]
+    losses = [[sample["losses"] for sample in entry["samples"].values()] for entry in rounds]
+    for plain, ours in losses:
+        assert ours == pytest.approx(plain, rel=0.01)
+    assert losses[0] != losses[1]  # the processes go on from where they were
+    assert "ours:32MiB" in capsys.readouterr().out
+    assert not list(nvme.iterdir())
