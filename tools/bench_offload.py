@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     limit = parse_bytes(options.limit, name="--limit") if options.limit else None
     rounds = []
     with limited(options.nvme, limit), ExitStack() as stack:
-        turns = [stack.enter_context(_Turns(_job(options, system))) for system in systems]
+        turns = [stack.enter_context(Turns(_job(options, system))) for system in systems]
         for number in range(options.rounds):
             samples = {}
             for turn in turns if number % 2 == 0 else turns[::-1]:
@@ -88,7 +88,7 @@ def _job(options: argparse.Namespace, system: str) -> Job:
     return Job(system=system, **{name: getattr(options, name) for name in names})
 
 
-class _Turns:
+class Turns:
     """A system whose process is there from its first block until ``end``."""
 
     def __init__(self, job: Job) -> None:
@@ -97,7 +97,7 @@ class _Turns:
         self._process: subprocess.Popen[str] | None = None
         self._peak_bytes = 0
 
-    def __enter__(self) -> _Turns:
+    def __enter__(self) -> Turns:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,18 +108,23 @@ class _Turns:
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        print("a block", file=process.stdin, flush=True)
+        with suppress(BrokenPipeError):  # if it has ended, its output has, too
+            print("a block", file=process.stdin, flush=True)
         for line in process.stdout:
             if line.startswith("{"):  # DeepSpeed writes other things, too
                 sample: dict[str, Any] = json.loads(line)
                 sample["peak_bytes"] = max(self._peak_bytes, sample["peak_bytes"])
                 return sample
-        raise RuntimeError(f"{self.system} ended with status {process.wait()}")
+        self.end()
+        raise RuntimeError(f"{self.system} ended before its block did")
 
     def end(self) -> None:
+        """Let the process end. Raises ``RuntimeError`` if it ends with an error."""
         process, self._process = self._process, None
         if process is not None:
             process.communicate()
+            if process.returncode:
+                raise RuntimeError(f"{self.system} ended with status {process.returncode}")
 
     def _start(self) -> subprocess.Popen[str]:
         here = Path(__file__).parent

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_offload import main
+from bench_offload import Turns, main
+from offload_systems import Job
 
 SIZE = ["--width=64", "--depth=2", "--vocabulary=128", "--batch=1", "--tokens=32"]
 ROUNDS = ["--together", "--rounds=2", "--steps=2", "--device=cpu", "--budgets=32MiB"]
@@ -30,3 +31,25 @@ def test_systems_train_the_same_in_blocks_that_take_turns(
     assert losses[0] != losses[1]  # the processes go on from where they were
     assert "ours:32MiB" in capsys.readouterr().out
     assert not list(nvme.iterdir())
+
+
+def test_a_system_that_fails_is_named(nvme: Path) -> None:
+    job = Job(
+        system="ours:1MiB",
+        nvme=[str(nvme)],
+        width=64,
+        depth=1,
+        vocabulary=128,
+        batch=1,
+        tokens=32,
+        steps=1,
+        dtype="bfloat16",
+        device="cpu",
+        clip=None,
+        init="meta",
+    )
+    with (
+        pytest.raises(RuntimeError, match="ours:1MiB ended with status 1"),
+        Turns(job) as turns,
+    ):
+        turns.block()
