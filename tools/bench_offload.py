@@ -95,6 +95,7 @@ class Turns:
         self.system = job.system
         self._job = job
         self._process: subprocess.Popen[str] | None = None
+        self._watch: threading.Thread | None = None
         self._peak_bytes = 0
 
     def __enter__(self) -> Turns:
@@ -123,6 +124,8 @@ class Turns:
         process, self._process = self._process, None
         if process is not None:
             process.communicate()
+            assert self._watch is not None
+            self._watch.join()
             if process.returncode:
                 raise RuntimeError(f"{self.system} ended with status {process.returncode}")
 
@@ -136,7 +139,8 @@ class Turns:
             env=dict(os.environ, PYTHONPATH=str(here.parent)),
         )
         self._peak_bytes = 0
-        threading.Thread(target=self._watch_peak, args=[process], daemon=True).start()
+        self._watch = threading.Thread(target=self._watch_peak, args=[process], daemon=True)
+        self._watch.start()
         return process
 
     def _watch_peak(self, process: subprocess.Popen[str]) -> None:
