@@ -241,6 +241,7 @@ def _deepspeed(job: Job) -> Generator[Sample]:
     """
     import deepspeed
 
+    # The one place where DeepSpeed looks for its process group.
     os.environ.update(
         RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511"
     )
