@@ -19,7 +19,7 @@ from checkpoint.boxes import Shape, contiguous_strides, span_elements
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.memory import plain_slab
 from checkpoint.names import Path, render
-from checkpoint.records import Manifest, TensorRecord
+from checkpoint.records import MAX_DIMENSIONS, Manifest, TensorRecord
 from checkpoint.scalars import decode_dtype
 from checkpoint.tree import DataNode
 
@@ -121,7 +121,7 @@ def _record(manifest: Manifest, path: Path, index: Any) -> TensorRecord:
 
 
 def _sizes(path: Path, value: Any) -> Shape:
-    if not isinstance(value, list) or len(value) > 64:
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         raise _corrupt(path, "not a list of sizes")
     if not all(type(item) is int and 0 <= item <= _MAX_SIZE for item in value):
         raise _corrupt(path, "not a list of sizes")

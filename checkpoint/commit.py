@@ -32,6 +32,7 @@ from checkpoint.manifest import MANIFEST_NAME, encode_manifest
 from checkpoint.planning import StatePlan
 from checkpoint.rank_files import RankFiles, RankRecords, filling_supplies, merge_records
 from checkpoint.rank_planning import RankPlan
+from checkpoint.readable import check_files
 from checkpoint.records import Manifest
 from checkpoint.staging import Slots
 
@@ -89,6 +90,7 @@ def commit(
         # 6. Their names durable.
         for directory in directories:
             sync_directory(directory)
+        check_files(draft.manifest, path)
         # 7. is for several ranks. 8. to 11. The manifest.
         publish(destination, draft.raw, undo)
     return draft.manifest

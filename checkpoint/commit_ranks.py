@@ -22,6 +22,7 @@ from checkpoint.errors import RankFailedError
 from checkpoint.leftovers import clear_leftovers, create_generation, discard_generation, locked
 from checkpoint.manifest import encode_manifest
 from checkpoint.rank_files import RankFiles, RankRecords, filling_supplies
+from checkpoint.readable import check_files
 from checkpoint.records import ChunkRecord, FileRecord, Manifest
 
 T = TypeVar("T")
@@ -100,6 +101,7 @@ def _create(files: RankFiles, engine: Engine, undo: ExitStack) -> None:
 def _publish(plan: SavePlan, every: Sequence[Any], undo: ExitStack) -> dict[str, int]:
     manifest = manifest_of(plan, [decode_records(records) for records in every])
     raw = encode_manifest(manifest, plan.state.tree_text)
+    check_files(manifest, plan.path)
     publish(plan.destination, raw, undo)
     return numbers_of(manifest)
 

@@ -39,6 +39,7 @@ from checkpoint.manifest import encode_manifest
 from checkpoint.names import unique_names
 from checkpoint.planning import plan_part_files
 from checkpoint.rank_files import RankFiles, RankRecords, filling_supplies
+from checkpoint.readable import check_files, check_tree
 from checkpoint.records import ChunkRecord, FileRecord, Manifest, TensorRecord
 from checkpoint.saving import STAGING_BYTES, PathLike, stripe_paths
 from checkpoint.sources import Source, array_source, tensor_source
@@ -266,6 +267,8 @@ class StorageWriter(TorchStorageWriter):
         try:
             written = [rank[0].storage_data for rank in results if rank]
             manifest = self._save.manifest(metadata, written, world_size=len(results))
+            check_tree(manifest.tree, manifest.tensors, manifest.storages)
+            check_files(manifest, self.path)
             publish(self._save.destination, encode_manifest(manifest), self._undo)
         finally:
             self._abandon()

@@ -17,7 +17,14 @@ from typing import Any, Final, TypeVar
 from checkpoint import elements
 from checkpoint.collector import paused_collector
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.records import ChunkRecord, FileRecord, Manifest, Shape, TensorRecord
+from checkpoint.records import (
+    MAX_DIMENSIONS,
+    ChunkRecord,
+    FileRecord,
+    Manifest,
+    Shape,
+    TensorRecord,
+)
 from checkpoint.validation import validate
 
 MANIFEST_NAME = "manifest.json"
@@ -25,7 +32,6 @@ FORMAT = "infinity-checkpoint"
 VERSION = 1
 MAX_MANIFEST_BYTES: Final = 256 << 20
 MAX_JSON_VALUES: Final = 16_000_000
-MAX_DIMENSIONS = 64
 MAX_SIZE = (1 << 63) - 1
 
 _T = TypeVar("_T")
@@ -38,8 +44,12 @@ _FIRST_LINE_BYTES = len('{"sha256":"') + 64 + len('",\n')
 def encode_manifest(manifest: Manifest, tree_text: str | None = None) -> bytes:
     """The file's bytes. `tree_text` is `encode_node(manifest.tree)`, where it is known already.
 
-    Raises ValueError if the manifest would exceed what readers accept.
+    Raises ValueError if readers would not accept the manifest.
     """
+    try:
+        validate(manifest)
+    except CorruptCheckpointError as error:
+        raise ValueError(f"this checkpoint would not load: {error}") from error
     fields = {
         "format": FORMAT,
         "version": VERSION,

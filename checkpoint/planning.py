@@ -14,6 +14,7 @@ from checkpoint.boxes import is_dense
 from checkpoint.datafile import DataFileLayout, Entry, plan_data_file
 from checkpoint.manifest import encode_node
 from checkpoint.names import render
+from checkpoint.readable import check_tree
 from checkpoint.records import TensorRecord
 from checkpoint.scalars import encode_dtype
 from checkpoint.sharing import Region, Stored, View, plan_sharing
@@ -56,7 +57,7 @@ def plan_state(state: object) -> StatePlan:
     """Takes a state tree apart.
 
     Raises TypeError naming the path of a leaf that cannot be saved, ValueError for a tree that
-    holds itself or is too deep.
+    holds itself, is too deep, or would not load for another reason.
     """
     encoded = encode_tree(state, is_data_leaf)
     leaves = encoded.leaves
@@ -70,6 +71,7 @@ def plan_state(state: object) -> StatePlan:
         tensors.append(TensorPlan(record, sources[index]))
     for index, (leaf, place) in enumerate(zip(leaves, sharing.places, strict=True)):
         _fill_node(leaf, place, number, index)
+    check_tree(encoded.node, [tensor.record for tensor in tensors], sharing.storages)
     return StatePlan(tuple(tensors), sharing.storages, encode_node(encoded.node), encoded.node)
 
 

@@ -16,6 +16,9 @@ from checkpoint.checksum import CRC_BLOCK_BYTES
 
 Shape = tuple[int, ...]
 
+MAX_DIMENSIONS = 64
+"""Of a tensor, for the sake of numpy, which has no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:

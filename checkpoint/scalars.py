@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -57,14 +58,19 @@ def scalar_tags() -> frozenset[str]:
 def encode_dtype(dtype: np.dtype[Any]) -> Node:
     """A numpy dtype as the JSON form of numpy's own description of it.
 
-    Raises TypeError for dtypes that hold Python objects or that a description does not bring back.
+    Raises TypeError for dtypes that hold Python objects or that a reader would not bring back.
     """
     if dtype.kind not in _NUMPY_KINDS or dtype.hasobject:
         raise TypeError(f"numpy dtype {dtype} does not hold plain bytes")
-    descr = np.lib.format.dtype_to_descr(dtype)
-    if np.lib.format.descr_to_dtype(descr) != dtype:
-        raise TypeError(f"numpy dtype {dtype} has no description that brings it back")
-    return descr
+    descr = dtype.str if dtype.fields is None else np.lib.format.dtype_to_descr(dtype)
+    try:
+        node: Node = json.loads(json.dumps(descr))
+        found = decode_dtype(node)
+    except (ValueError, TypeError) as error:
+        raise TypeError(f"numpy dtype {str(dtype)[:200]} cannot be described: {error}") from error
+    if found != dtype:
+        raise TypeError(f"numpy dtype {str(dtype)[:200]} has no description that brings it back")
+    return node
 
 
 def decode_dtype(node: Node) -> np.dtype[Any]:

@@ -19,6 +19,7 @@ import torch
 from checkpoint import elements
 from checkpoint.boxes import Shape, range_boxes
 from checkpoint.elements import ElementType
+from checkpoint.records import MAX_DIMENSIONS
 
 
 @runtime_checkable
@@ -121,10 +122,17 @@ def local_tensor(value: Any) -> Any:
 def source_of(value: Any) -> Source:
     """The source of a data leaf. Raises TypeError, without a path, for what cannot be saved."""
     if isinstance(value, torch.Tensor):
-        return tensor_source(value)
-    if isinstance(value, np.ndarray):
-        return array_source(value)
-    return _reading_source(value)
+        source = tensor_source(value)
+    elif isinstance(value, np.ndarray):
+        source = array_source(value)
+    else:
+        source = _reading_source(value)
+    if len(source.shape) > MAX_DIMENSIONS:
+        raise TypeError(
+            f"{len(source.shape)} dimensions, more than the {MAX_DIMENSIONS} that a checkpoint "
+            "takes (numpy types that torch lacks need one for themselves); reshape it"
+        )
+    return source
 
 
 def tensor_source(tensor: torch.Tensor) -> Source:

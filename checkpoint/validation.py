@@ -19,7 +19,13 @@ from checkpoint.boxes import is_dense, span_elements
 from checkpoint.checksum import CRC_BLOCK_BYTES
 from checkpoint.datafile import ALIGNMENT, MAX_HEADER_BYTES, align_up
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.records import ChunkRecord, FileRecord, Manifest, TensorRecord
+from checkpoint.records import (
+    MAX_DIMENSIONS,
+    ChunkRecord,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+)
 
 _UUID = re.compile("[0-9a-f]{8}")
 _DATA_FILE = re.compile(r"r(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})\.safetensors")
@@ -94,6 +100,10 @@ def _check_file(manifest: Manifest, file: FileRecord) -> None:
 
 
 def _check_tensor(manifest: Manifest, tensor: TensorRecord) -> None:
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise CorruptCheckpointError(
+            f"{len(tensor.shape)} dimensions, more than {MAX_DIMENSIONS}", tensor=tensor.name
+        )
     # Sizes of 0 make any other size harmless to hold and harmful to multiply.
     sizes = [size for size in tensor.shape if size] if 0 in tensor.shape else tensor.shape
     if math.prod(sizes) * tensor.element.itemsize > _MAX_BYTES:

@@ -55,11 +55,11 @@ def test_the_bytes_of_the_document_load(tmp_path: Path) -> None:
 
 
 def test_the_document_names_every_tag_and_limit_of_the_program() -> None:
-    from checkpoint import manifest, tree
+    from checkpoint import manifest, records, tree
     from checkpoint.scalars import scalar_tags
 
     for tag in [*scalar_tags(), *tree.DATA_TAGS, *tree._DECODERS]:
         assert f'"{tag}"' in DOCUMENT, tag
-    for limit in (manifest.MAX_JSON_VALUES, manifest.MAX_DIMENSIONS, tree.MAX_DEPTH):
+    for limit in (manifest.MAX_JSON_VALUES, records.MAX_DIMENSIONS, tree.MAX_DEPTH):
         assert f"{limit:,}" in DOCUMENT, limit
     assert f"{manifest.MAX_MANIFEST_BYTES >> 20} MiB" in DOCUMENT

@@ -1,0 +1,107 @@
+"""What would not load is not published: it is refused before anything is made, or before the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+from checkpoint.manifest import decode_manifest, encode_manifest
+from checkpoint.rank_files import RankFiles
+from checkpoint.records import ChunkRecord, FileRecord, Manifest, TensorRecord
+
+
+def nested_dtype(depth: int) -> np.dtype[Any]:
+    dtype = np.dtype(np.float32)
+    for _ in range(depth):
+        dtype = np.dtype([("inner", dtype)])
+    return dtype
+
+
+class Source:
+    """A byte source of too many dimensions."""
+
+    dtype = torch.float32
+    shape = (1,) * 65
+
+    def read(self, start: int, out: memoryview) -> None:
+        raise AssertionError("nothing is read before everything is checked")
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "65 dimensions": lambda: torch.zeros((1,) * 65),
+    "65 dimensions of a source": Source,
+    "64 dimensions and raw bytes": lambda: np.zeros((1,) * 64, ">f4"),
+    "a nested dtype": lambda: np.zeros(3, nested_dtype(20)),
+    "a scalar of a nested dtype": lambda: np.zeros((), nested_dtype(20))[()],
+    "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "a tensor without data": lambda: torch.empty(3, device="meta"),
+    "a sparse tensor": lambda: torch.eye(3).to_sparse(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_state_that_would_not_load_is_refused_by_path_and_touches_nothing(
+    tmp_path: Path, what: str
+) -> None:
+    value = REFUSED[what]()
+    with pytest.raises((TypeError, ValueError), match=r"state\['a'\]\[1\]"):
+        checkpoint.save({"a": [0, value]}, tmp_path / "step")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_most_that_is_allowed_loads(tmp_path: Path) -> None:
+    state = {
+        "dimensions": torch.ones((1,) * 64),
+        "nested": np.ones(3, nested_dtype(16)),
+        "scalar": np.ones((), nested_dtype(16))[()],
+    }
+    checkpoint.save(state, tmp_path / "step")
+    loaded = checkpoint.load(tmp_path / "step")
+    assert torch.equal(loaded["dimensions"], state["dimensions"])
+    assert loaded["nested"].dtype == nested_dtype(16)
+    assert loaded["nested"].tobytes() == state["nested"].tobytes()
+    assert loaded["scalar"] == state["scalar"]
+
+
+def manifest_of_rows(rows: int) -> Manifest:
+    """A tensor of which every row is a chunk in a file of its own."""
+    files = [
+        FileRecord(None, f"00c0ffee/r{row}-0.safetensors", 8192, 4096, 0) for row in range(rows)
+    ]
+    chunks = [ChunkRecord(row, 4096, 4, (row,), (1,), (0,)) for row in range(rows)]
+    tensor = TensorRecord("w", "float32", (rows,), tuple(chunks))
+    return Manifest("00c0ffee", rows, (), tuple(files), (), (tensor,), {"tensor": 0})
+
+
+def test_a_manifest_is_not_encoded_if_it_would_not_decode() -> None:
+    decode_manifest(encode_manifest(manifest_of_rows(4096)))
+    with pytest.raises(ValueError, match="'w'.*4097 chunks"):
+        encode_manifest(manifest_of_rows(4097))
+
+
+def test_data_files_that_are_gone_when_all_is_written_are_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step"
+    checkpoint.save({"x": torch.ones(3)}, path)
+    sync = RankFiles.sync
+
+    def sync_and_lose(files: RankFiles) -> None:
+        sync(files)
+        published = (path / "manifest.json").read_text()
+        for file in path.glob("*/r0-0.safetensors"):
+            if file.parent.name not in published:
+                file.unlink()
+
+    monkeypatch.setattr(RankFiles, "sync", sync_and_lose)
+    with pytest.raises(FileNotFoundError, match="not published"):
+        checkpoint.save({"x": torch.zeros(3)}, path)
+    assert torch.equal(checkpoint.load(path)["x"], torch.ones(3))
+    assert checkpoint.verify(path).ok
