@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from infinity import offloaded_state
+from infinity.arguments import Directories, directories_of, make_budget
 from infinity.local_tensors import layout_of, local
 from infinity.offloaded_step import Member, MemberUpdate, Step, Updater, take
-from infinity.offloading import Directories, directories_of, make_budget
 from infinity.optimizer import AdamW
 from infinity.state_placement import TRANSFER_BYTES
 from infinity.state_store import StateStore

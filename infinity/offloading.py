@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 
-import psutil
 import torch
 from torch import nn
 
-from infinity.activation_tiers import ActivationShare, activations_for, mode_of
+from infinity.activation_tiers import activations_for
+from infinity.arguments import (
+    Arguments,
+    Directories,
+    Options,
+    check_device_budget,
+    checked,
+    device_of,
+)
 from infinity.bandwidth import shares
+from infinity.block import OffloadBlock
 from infinity.buffers import BufferConversion
 from infinity.chosen_optimizer import optimizer_for, rule_for
 from infinity.collectives import Ranks
-from infinity.discovery import RESIDENT_ELEMENTS, Record, least_arena_bytes, records_of
+from infinity.discovery import Record, least_arena_bytes, records_of
 from infinity.gather_plan import GatherPlan, gather_plans
 from infinity.gathered_weights import GatherMemory
 from infinity.loss_scale import LossScale
@@ -35,20 +42,16 @@ from infinity.rank_agreement import (
     together,
 )
 from infinity.sharing import Sharing, Unshared
-from infinity.tiling import MIN_TILE_BYTES, Tiling
-from swap.directory import check_usable, reclaim
+from infinity.tiling import Tiling
+from swap.directory import reclaim
 from swap.placement import Placement, place
 from swap.rules import UpdateRule
 from swap.tiered import TieredState
-from swap.tiers import Budget, BudgetError, format_bytes, parse_bytes
+from swap.tiers import Budget, BudgetError
 
-Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _DEFAULT_OPTIMIZER = AdamW()
-_DEVICE_SHARE = 0.5
-"""Part of the free device memory that weights take by default; activations have the rest."""
 
 
-@contextmanager
 def offload(
     model: nn.Module,
     nvme: Directories,
@@ -64,7 +67,7 @@ def offload(
     max_parameter_bytes: int | str | None = None,
     overlap: bool = True,
     process_group: torch.distributed.ProcessGroup | None = None,
-) -> Iterator[OffloadedModel]:
+) -> OffloadBlock:
     """Train (or run) ``model`` unchanged with its state on NVMe, within the budget, inside the
     block.
 
@@ -90,67 +93,43 @@ def offload(
       their gradients; ``torch.distributed.group.WORLD`` is all of them. See
       ``docs/ARCHITECTURE.md``.
 
-    On leaving, parameters are real tensors with the trained values again, or on meta if they came
-    so. Raises ``ValueError``, ``TypeError``, ``BudgetError`` (with the least budget that works) or
-    ``OSError``; the model is as it was then.
+    Nothing is done before the block that this returns is entered, by ``with`` or by
+    ``ExitStack.enter_context``. On leaving, parameters are real tensors with the trained values
+    again, or on meta if they came so. Entering raises ``ValueError``, ``TypeError``,
+    ``BudgetError`` (with the least budget that works) or ``OSError``; the model is as it was then.
     """
+
+    arguments = Arguments(
+        nvme=nvme,
+        optimizer=optimizer,
+        device=device,
+        compute_dtype=compute_dtype,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        max_grad_norm=max_grad_norm,
+        activations=activations,
+        weights=weights,
+        max_parameter_bytes=max_parameter_bytes,
+        overlap=overlap,
+        process_group=process_group,
+    )
+    return OffloadBlock(model, partial(_begin, model, arguments))
+
+
+def _begin(model: nn.Module, given: Arguments, stack: ExitStack) -> OffloadedModel:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not an nn.Module")
-    target = _device(device)
-    with ExitStack() as stack:
-        ranks = open_ranks(stack, process_group, target)
-        with together(ranks):
-            directories = directories_of(nvme)
-            mode = mode_of(activations)
-            options = _Options(
-                directories=directories,
-                optimizer=optimizer,
-                device=target,
-                compute_dtype=compute_dtype,
-                budget=make_budget(host_memory, device_memory, target),
-                max_grad_norm=_checked_norm(max_grad_norm),
-                share=ActivationShare(mode=mode, device=target, num_directories=len(directories)),
-                weights=weights,
-                max_parameter_bytes=parameter_bound(max_parameter_bytes),
-                overlap=overlap,
-            )
-        if host_memory is None and ranks is not None:
-            options = options.among(ranks_here(ranks))
-        yield _enter(stack, model, options, ranks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """The arguments of ``offload``, checked one by one."""
-
-    directories: list[str]
-    optimizer: AdamW | OptimizerFactory | None
-    device: torch.device
-    compute_dtype: torch.dtype | None
-    budget: Budget
-    max_grad_norm: float | None
-    share: ActivationShare
-    weights: str | os.PathLike[str] | None
-    max_parameter_bytes: int | None
-    overlap: bool
-
-    def among(self, ranks: int) -> _Options:
-        """With this rank's part of the host memory that so many on one machine share."""
-        host_bytes = self.budget.host_bytes // ranks
-        return replace(self, budget=replace(self.budget, host_bytes=host_bytes))
-
-    def facts(self) -> dict[str, object]:
-        """What has to be the same on every rank."""
-        names = ("compute_dtype", "max_grad_norm", "max_parameter_bytes", "overlap")
-        facts: dict[str, object] = {name: getattr(self, name) for name in names}
-        facts["activations"] = self.share.mode
-        if self.optimizer is None or isinstance(self.optimizer, AdamW):
-            facts["optimizer"] = self.optimizer
-        return facts
+    target = device_of(given.device)
+    ranks = open_ranks(stack, given.process_group, target)
+    with together(ranks):
+        options = checked(given, target)
+    if given.host_memory is None and ranks is not None:
+        options = options.among(ranks_here(ranks))
+    return _enter(stack, model, options, ranks)
 
 
 def _enter(
-    stack: ExitStack, model: nn.Module, options: _Options, ranks: Ranks | None
+    stack: ExitStack, model: nn.Module, options: Options, ranks: Ranks | None
 ) -> OffloadedModel:
     """Offload ``model``; ``stack`` undoes all of it."""
     dtype = options.compute_dtype
@@ -208,14 +187,14 @@ def _enter(
 
 
 def _place(
-    model: nn.Module, records: Sequence[Record], rule: UpdateRule, options: _Options
+    model: nn.Module, records: Sequence[Record], rule: UpdateRule, options: Options
 ) -> Placement:
     """The homes of what this process keeps, all of it if there are no other ranks."""
     return _place_within(model, records, rule, options, options.share.rest_of(options.budget))
 
 
 def _place_beside(
-    model: nn.Module, records: Sequence[Record], rule: UpdateRule, options: _Options
+    model: nn.Module, records: Sequence[Record], rule: UpdateRule, options: Options
 ) -> tuple[Placement, GatherPlan]:
     """The homes of what this rank keeps, beside the memory for what it gathers."""
     rest = options.share.rest_of(options.budget)
@@ -237,7 +216,7 @@ def _place_within(
     model: nn.Module,
     records: Sequence[Record],
     rule: UpdateRule,
-    options: _Options,
+    options: Options,
     budget: Budget,
 ) -> Placement:
     least_bytes = least_arena_bytes(model, records)
@@ -254,92 +233,8 @@ def _place_within(
         raise options.share.error(error, options.budget) from error
 
 
-def parameter_bound(max_parameter_bytes: int | str | None) -> int | None:
-    """The argument of ``offload`` in bytes; tiles that count as small parameters, which always
-    stay in memory, would defeat their purpose.
-    """
-    if max_parameter_bytes is None:
-        return None
-    bound = parse_bytes(max_parameter_bytes, name="max_parameter_bytes")
-    if bound < MIN_TILE_BYTES:
-        raise ValueError(
-            f"max_parameter_bytes={bound} is less than {MIN_TILE_BYTES}: parameters of up to "
-            f"{RESIDENT_ELEMENTS} elements always stay in memory, smaller tiles would as well"
-        )
-    return bound
-
-
-def make_budget(
-    host_memory: int | str | None,
-    device_memory: int | str | None,
-    device: torch.device | None = None,
-) -> Budget:
-    """The budget that the arguments of ``offload`` mean; half of the memory that is free by
-    default.
-    """
-    if host_memory is None:
-        host_memory = psutil.virtual_memory().available // 2
-    device_bytes = None
-    if device_memory is not None:
-        device_bytes = parse_bytes(device_memory, name="device_memory")
-    elif device is not None and device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        device_bytes = int(free * _DEVICE_SHARE)
-    return Budget(
-        host_bytes=parse_bytes(host_memory, name="host_memory"), device_bytes=device_bytes
-    )
-
-
-def check_device_budget(budget: Budget, least_bytes: int) -> None:
-    """Raises ``BudgetError`` if weights that are at work at once do not fit ``device_memory``."""
-    if budget.device_bytes is not None and budget.device_bytes < least_bytes:
-        raise BudgetError(
-            f"device_memory={format_bytes(budget.device_bytes)} is too small: the largest block of "
-            f"this model computes from {format_bytes(least_bytes)} ({least_bytes} bytes) of weights"
-        )
-
-
-def directories_of(nvme: Directories) -> list[str]:
-    """The directories as absolute paths, each one usable.
-
-    Raises ``TypeError``, ``ValueError`` or ``OSError`` (missing, no directory, not writable).
-    """
-    entries = [nvme] if isinstance(nvme, (str, os.PathLike)) else nvme
-    if not isinstance(entries, Sequence):
-        raise TypeError(f"nvme={nvme!r} is neither a path nor a sequence of paths")
-    directories = [str(Path(entry).absolute()) for entry in entries]
-    if not directories:
-        raise ValueError("nvme is empty; give a directory, or one for each SSD")
-    if len({os.path.realpath(entry) for entry in directories}) < len(directories):
-        raise ValueError(f"nvme={directories} names a directory twice; give each SSD once")
-    for directory in directories:
-        check_usable(Path(directory))
-    return directories
-
-
-def _checked_norm(max_grad_norm: float | None) -> float | None:
-    if max_grad_norm is None:
-        return None
-    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)):
-        raise TypeError(f"max_grad_norm={max_grad_norm!r} is neither a number nor None")
-    if not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm={max_grad_norm} must be more than 0")
-    return max_grad_norm
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = torch.device(device)
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r} is not supported; use 'cpu' or 'cuda'")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: this torch sees no CUDA device")
-    return chosen
-
-
 def _open_state(
-    stack: ExitStack, placement: Placement, rule: UpdateRule, options: _Options, ranks: Ranks | None
+    stack: ExitStack, placement: Placement, rule: UpdateRule, options: Options, ranks: Ranks | None
 ) -> TieredState:
     bandwidths = shares(options.directories)
     if ranks is not None:
@@ -363,7 +258,7 @@ def _sharing(
     records: Sequence[Record],
     state: TieredState,
     plan: GatherPlan | None,
-    options: _Options,
+    options: Options,
     ranks: Ranks | None,
 ) -> Sharing:
     if ranks is None or plan is None:

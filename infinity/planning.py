@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from infinity.activation_tiers import ActivationShare, mode_of
+from infinity.arguments import Directories, directories_of, make_budget, parameter_bound
 from infinity.bandwidth import Bandwidth, measure
 from infinity.discovery import least_arena_bytes, least_gathered_bytes, records_of
 from infinity.endurance import DRIVE_ENDURANCE, Wear, endurance_of
 from infinity.gather_plan import plans_for
-from infinity.offloading import Directories, directories_of, make_budget, parameter_bound
 from infinity.optimizer import AdamW
 from infinity.partition import Cut, Share, partition
 from infinity.tiling import Tiling

@@ -1,0 +1,172 @@
+"""The arguments of ``offload``, parsed and checked once, before anything is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from infinity.activation_tiers import ActivationShare, mode_of
+from infinity.discovery import RESIDENT_ELEMENTS
+from infinity.optimizer import AdamW, OptimizerFactory
+from infinity.tiling import MIN_TILE_BYTES
+from swap.directory import check_usable
+from swap.tiers import Budget, BudgetError, format_bytes, parse_bytes
+
+Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_DEVICE_SHARE = 0.5
+"""Part of the free device memory that weights take by default; activations have the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What ``offload`` was given, as it was given."""
+
+    nvme: Directories
+    optimizer: AdamW | OptimizerFactory | None
+    device: torch.device | str | None
+    compute_dtype: torch.dtype | None
+    device_memory: int | str | None
+    host_memory: int | str | None
+    max_grad_norm: float | None
+    activations: str
+    weights: str | os.PathLike[str] | None
+    max_parameter_bytes: int | str | None
+    overlap: bool
+    process_group: torch.distributed.ProcessGroup | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The arguments of ``offload``, checked one by one."""
+
+    directories: list[str]
+    optimizer: AdamW | OptimizerFactory | None
+    device: torch.device
+    compute_dtype: torch.dtype | None
+    budget: Budget
+    max_grad_norm: float | None
+    share: ActivationShare
+    weights: str | os.PathLike[str] | None
+    max_parameter_bytes: int | None
+    overlap: bool
+
+    def among(self, ranks: int) -> Options:
+        """With this rank's part of the host memory that so many on one machine share."""
+        host_bytes = self.budget.host_bytes // ranks
+        return replace(self, budget=replace(self.budget, host_bytes=host_bytes))
+
+    def facts(self) -> dict[str, object]:
+        """What has to be the same on every rank."""
+        names = ("compute_dtype", "max_grad_norm", "max_parameter_bytes", "overlap")
+        facts: dict[str, object] = {name: getattr(self, name) for name in names}
+        facts["activations"] = self.share.mode
+        if self.optimizer is None or isinstance(self.optimizer, AdamW):
+            facts["optimizer"] = self.optimizer
+        return facts
+
+
+def checked(given: Arguments, device: torch.device) -> Options:
+    """Raises ``ValueError``, ``TypeError``, or ``OSError`` for a directory that cannot be used."""
+    directories = directories_of(given.nvme)
+    mode = mode_of(given.activations)
+    return Options(
+        directories=directories,
+        optimizer=given.optimizer,
+        device=device,
+        compute_dtype=given.compute_dtype,
+        budget=make_budget(given.host_memory, given.device_memory, device),
+        max_grad_norm=_checked_norm(given.max_grad_norm),
+        share=ActivationShare(mode=mode, device=device, num_directories=len(directories)),
+        weights=given.weights,
+        max_parameter_bytes=parameter_bound(given.max_parameter_bytes),
+        overlap=given.overlap,
+    )
+
+
+def parameter_bound(max_parameter_bytes: int | str | None) -> int | None:
+    """The argument of ``offload`` in bytes; tiles that count as small parameters, which always
+    stay in memory, would defeat their purpose.
+    """
+    if max_parameter_bytes is None:
+        return None
+    bound = parse_bytes(max_parameter_bytes, name="max_parameter_bytes")
+    if bound < MIN_TILE_BYTES:
+        raise ValueError(
+            f"max_parameter_bytes={bound} is less than {MIN_TILE_BYTES}: parameters of up to "
+            f"{RESIDENT_ELEMENTS} elements always stay in memory, smaller tiles would as well"
+        )
+    return bound
+
+
+def make_budget(
+    host_memory: int | str | None,
+    device_memory: int | str | None,
+    device: torch.device | None = None,
+) -> Budget:
+    """The budget that the arguments of ``offload`` mean; half of the memory that is free by
+    default.
+    """
+    if host_memory is None:
+        host_memory = psutil.virtual_memory().available // 2
+    device_bytes = None
+    if device_memory is not None:
+        device_bytes = parse_bytes(device_memory, name="device_memory")
+    elif device is not None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        device_bytes = int(free * _DEVICE_SHARE)
+    return Budget(
+        host_bytes=parse_bytes(host_memory, name="host_memory"), device_bytes=device_bytes
+    )
+
+
+def check_device_budget(budget: Budget, least_bytes: int) -> None:
+    """Raises ``BudgetError`` if weights that are at work at once do not fit ``device_memory``."""
+    if budget.device_bytes is not None and budget.device_bytes < least_bytes:
+        raise BudgetError(
+            f"device_memory={format_bytes(budget.device_bytes)} is too small: the largest block of "
+            f"this model computes from {format_bytes(least_bytes)} ({least_bytes} bytes) of weights"
+        )
+
+
+def directories_of(nvme: Directories) -> list[str]:
+    """The directories as absolute paths, each one usable.
+
+    Raises ``TypeError``, ``ValueError`` or ``OSError`` (missing, no directory, not writable).
+    """
+    entries = [nvme] if isinstance(nvme, (str, os.PathLike)) else nvme
+    if not isinstance(entries, Sequence):
+        raise TypeError(f"nvme={nvme!r} is neither a path nor a sequence of paths")
+    directories = [str(Path(entry).absolute()) for entry in entries]
+    if not directories:
+        raise ValueError("nvme is empty; give a directory, or one for each SSD")
+    if len({os.path.realpath(entry) for entry in directories}) < len(directories):
+        raise ValueError(f"nvme={directories} names a directory twice; give each SSD once")
+    for directory in directories:
+        check_usable(Path(directory))
+    return directories
+
+
+def _checked_norm(max_grad_norm: float | None) -> float | None:
+    if max_grad_norm is None:
+        return None
+    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)):
+        raise TypeError(f"max_grad_norm={max_grad_norm!r} is neither a number nor None")
+    if not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm} must be more than 0")
+    return max_grad_norm
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} is not supported; use 'cpu' or 'cuda'")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: this torch sees no CUDA device")
+    return chosen

@@ -1,0 +1,93 @@
+"""What ``offload`` returns: a block to be entered once, and left once.
+
+Invariant: a block that was entered stays alive, with the model in it, until it is left or the
+process ends, whoever still refers to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, NoReturn
+
+from infinity.model import OffloadedModel
+
+_log = logging.getLogger(__name__)
+_entered: dict[int, OffloadBlock] = {}
+"""Blocks that were entered and not left, by ``id``."""
+
+
+class OffloadBlock(AbstractContextManager[OffloadedModel]):
+    """A context manager for one use: ``with infinity.offload(...) as offloaded``, or
+    ``offloaded = stack.enter_context(infinity.offload(...))`` with an ``ExitStack`` that is closed
+    where the block ends.
+
+    Entering raises what ``offload`` says, and ``RuntimeError`` for a block that was entered before.
+    """
+
+    def __init__(self, model: Any, begin: Callable[[ExitStack], OffloadedModel]) -> None:
+        self._kind = type(model).__name__
+        self._begin: Callable[[ExitStack], OffloadedModel] | None = begin
+        self._stack = ExitStack()
+        self._process = os.getpid()
+        self._state_of: OffloadedModel | None = None
+
+    def __enter__(self) -> OffloadedModel:
+        if self._begin is None:
+            raise RuntimeError(
+                f"this offload block of a {self._kind} was entered before, and a block is for one "
+                "use; call infinity.offload(...) again"
+            )
+        begin, self._begin = self._begin, None
+        with ExitStack() as undo:
+            offloaded = begin(undo)
+            self._stack = undo.pop_all()
+        self._state_of, self._process = offloaded, os.getpid()
+        _entered[id(self)] = self
+        return offloaded
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        try:
+            return self._stack.__exit__(kind, error, trace)
+        finally:
+            self._state_of = None
+            _entered.pop(id(self), None)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"infinity.offload(...) returns a block that has to be entered, which has no {name!r}: "
+            "write `with infinity.offload(...) as offloaded:`, or `offloaded = "
+            f"stack.enter_context(infinity.offload(...))`, and use `offloaded.{name}`"
+        )
+
+    def __repr__(self) -> str:
+        stage = "entered" if id(self) in _entered else "left" if self._begin is None else "new"
+        return f"<offload block of a {self._kind}, {stage}>"
+
+    def _abandon(self) -> None:
+        """At the end of the process: the files go, the values with them."""
+        _log.warning(
+            "the offload block of a %s was never left: what was trained in it and not saved is "
+            "lost; enter blocks by `with`, or through an ExitStack that is closed",
+            self._kind,
+        )
+        assert self._state_of is not None
+        self._state_of.state.close()
+
+
+@atexit.register
+def _abandon_all() -> None:
+    for block in list(_entered.values()):
+        if block._process == os.getpid():
+            block._abandon()

@@ -1,0 +1,78 @@
+"""What ``offload`` returns is entered once, and stays entered until it is left."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import infinity
+from tests.support.models import Stack, seeded, vector_loss
+from tests.support.training import same_bits, values_of
+
+_FORGETFUL = """
+import gc, sys
+from pathlib import Path
+import infinity
+from tests.support.models import Stack, seeded, vector_loss
+from tests.support.training import least_budget, same_bits, values_of
+
+def train(model, offloaded):
+    for step in range(2):
+        gc.collect()
+        vector_loss(model, step).backward()
+        offloaded.step()
+
+nvme = Path(sys.argv[1])
+least = least_budget(Stack, nvme)
+other = seeded(Stack)
+with infinity.offload(other, nvme, host_memory=least) as offloaded:
+    train(other, offloaded)
+model = seeded(Stack)
+offloaded = infinity.offload(model, nvme, host_memory=least).__enter__()
+train(model, offloaded)
+assert list(nvme.rglob("*.swap"))
+with offloaded.gathered():
+    values = values_of(model)
+assert all(same_bits(value, values[name]) for name, value in values_of(other).items())
+"""
+
+
+def test_a_block_that_nobody_keeps_trains_on_warns_at_the_end_and_leaves_no_file(
+    nvme: Path,
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", _FORGETFUL, str(nvme)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "the offload block of a Stack was never left" in run.stderr
+
+
+def test_using_what_offload_returns_before_it_is_entered_names_the_remedy(nvme: Path) -> None:
+    block = infinity.offload(Stack(), nvme)
+    for use in ("step", "optimizer", "backward"):
+        with pytest.raises(AttributeError, match=r"with infinity\.offload") as error:
+            getattr(block, use)
+        assert f"offloaded.{use}" in str(error.value)
+    assert not hasattr(block, "step")
+
+
+def test_a_block_is_entered_once(nvme: Path) -> None:
+    model = Stack()
+    block = infinity.offload(model, nvme)
+    with block:
+        with pytest.raises(RuntimeError, match="entered before"), block:
+            pass
+        assert "entered" in repr(block)
+        vector_loss(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"call infinity\.offload"), block:
+        pass
+    assert "left" in repr(block)
+
+
+def test_a_block_that_could_not_be_entered_leaves_the_model_alone(nvme: Path) -> None:
+    model = seeded(Stack)
+    before = values_of(model)
+    with pytest.raises(infinity.BudgetError), infinity.offload(model, nvme, host_memory=1):
+        pass
+    assert all(same_bits(value, before[name]) for name, value in values_of(model).items())
