@@ -5,6 +5,7 @@ from types import ModuleType
 
 from checkpoint.coordinator import Coordinator, SingleProcess
 from checkpoint.errors import (
+    ChangedTensorError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     RankFailedError,
@@ -24,6 +25,7 @@ from checkpoint.views import open_zarr, write_references
 __all__ = [
     "ByteSink",
     "ByteSource",
+    "ChangedTensorError",
     "Coordinator",
     "CorruptCheckpointError",
     "GroupCoordinator",

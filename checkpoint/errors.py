@@ -41,6 +41,20 @@ class IncompleteCheckpointError(ValueError):
     """A directory is there and holds no manifest: the save that made it never finished."""
 
 
+class ChangedTensorError(RuntimeError):
+    """A tensor was changed while a save read it. `tensor` is its name.
+
+    Nothing was published: the checkpoint before it is what it was.
+    """
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor = tensor
+        super().__init__(
+            f"tensor {_short(tensor)!r} was changed while it was saved, so nothing was; change it "
+            "when the save has read it, or save a copy (`tensor.clone()`)"
+        )
+
+
 class RankFailedError(RuntimeError):
     """Another rank failed, is gone, or does something else. `rank` is which, where that is known.
 

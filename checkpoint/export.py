@@ -149,7 +149,7 @@ def _write_shard(
         for index, source in enumerate(sources.values())
     ]
     with engine.open(path, "x", size=layout.nbytes) as file:
-        filler = Filler(FilePlan(0, tuple(shards), layout), list(sources.values()))
+        filler = Filler(FilePlan(0, tuple(shards), layout, tuple(sources)), list(sources.values()))
         slots = plan_slots(layout.nbytes, staging_bytes)
         with staging_slab(slots.count * slots.nbytes) as slab:
             supply = FillingSupply(filler, slots, slab)

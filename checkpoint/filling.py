@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from checkpoint._native import ffi
-from checkpoint.checksum import CRC_BLOCK_BYTES, copy_ranges, copy_with_crc
+from checkpoint.checksum import CRC_BLOCK_BYTES, copy_ranges, copy_with_crc, crc32c
 from checkpoint.datafile import ALIGNMENT
+from checkpoint.errors import ChangedTensorError
 from checkpoint.planning import FilePlan
 from checkpoint.sources import Source
 from checkpoint.staging import ZEROS, Extent, Run, plan_runs
@@ -62,11 +63,23 @@ class Filler:
         assert origin is not None
         return ffi.buffer(ffi.cast("char *", origin + first), nbytes)
 
-    def sum_direct(self, run: Run) -> None:
+    def sum_direct(self, run: Run) -> int:
+        """Sums a direct run, before it is written; gives the sum of the run alone."""
         number, first, _, nbytes = run.pieces[0]
         origin = self._origins[number]
         assert origin is not None
+        assert first % CRC_BLOCK_BYTES == 0, "a direct run begins with its checksum block"
         self._sum(run, [origin + first], [0], [nbytes])
+        return self.sums[number - 1][-1]
+
+    def check_direct(self, run: Run, before: int) -> None:
+        """Sums a direct run again when it has been written.
+
+        Whoever changes memory while the device reads it changes it between the two sums. Raises
+        ChangedTensorError if that happened.
+        """
+        if crc32c(self.direct_memory(run)) != before:
+            raise ChangedTensorError(self.plan.names[run.pieces[0][0] - 1])
 
     def fill(self, run: Run, buffer: Buffer) -> None:
         """Copies a run into a buffer and sums it on the way."""

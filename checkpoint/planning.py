@@ -46,11 +46,15 @@ class StatePlan:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One data file, of this number among its rank's: the shards in it, where each begins."""
+    """One data file, of this number among its rank's: the shards in it, where each begins.
+
+    `names` are those of the shards' tensors.
+    """
 
     number: int
     shards: tuple[Shard, ...]
     layout: DataFileLayout
+    names: tuple[str, ...]
 
 
 def plan_state(state: object) -> StatePlan:
@@ -215,7 +219,7 @@ def _plan_file(
 ) -> FilePlan:
     entries = [_entry(records[shard.tensor], shard) for shard in shards]
     layout = plan_data_file(entries, label=label, metadata={"checkpoint": uuid, "file": label})
-    return FilePlan(number, tuple(shards), layout)
+    return FilePlan(number, tuple(shards), layout, tuple(entry.name for entry in entries))
 
 
 def whole_part(record: TensorRecord) -> Part:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from aio import Engine, File, Operation, Slab
+from checkpoint.errors import ChangedTensorError
 from checkpoint.filling import Buffer, Filler
 from checkpoint.staging import Run, Slots
 from checkpoint.threads import StoppedError, run_all
@@ -85,7 +86,8 @@ class FileJob:
 class Writer:
     """Writes a set of data files; one use. Their fillers then hold the checksums.
 
-    `on_staged` is called once, from any thread, when no source will be read again.
+    `on_staged` is called once, from any thread, when no source will be read again: not before the
+    writes have ended that take their bytes from where a source lies.
     """
 
     def __init__(
@@ -121,6 +123,8 @@ class Writer:
                 if self._stopped.is_set():
                     raise StoppedError
                 stream.submit(run, buffer)
+            # A source that is written from where it lies is read until its writes have ended.
+            stream.reap_direct()
             self._staged()
             while stream.reap():
                 continue
@@ -139,8 +143,12 @@ class Writer:
 
 @dataclass(slots=True)
 class _InFlight:
+    """A write, with the buffer that it takes its bytes from or, if that is direct, their sum."""
+
     operation: Operation
+    run: Run
     buffer: Buffer | None
+    crc: int = 0
 
 
 @dataclass(slots=True)
@@ -156,25 +164,29 @@ class _Stream:
         while self._in_flight and self._in_flight[0].operation.done():
             self.reap()
         if buffer is not None:
-            self._write(run, buffer[: run.nbytes], buffer)
+            operation = self._write(run, buffer[: run.nbytes])
+            self._in_flight.append(_InFlight(operation, run, buffer))
             return
         while self._num_direct >= _MAX_DIRECT_IN_FLIGHT:
             self.reap()
+        filler = self.job.supply.filler
+        crc = filler.sum_direct(run)
+        operation = self._write(run, filler.direct_memory(run))
+        self._in_flight.append(_InFlight(operation, run, None, crc))
         self._num_direct += 1
-        self._write(run, self.job.supply.filler.direct_memory(run), None)
-        self.job.supply.filler.sum_direct(run)
 
-    def _write(self, run: Run, data: object, buffer: Buffer | None) -> None:
-        operation = self.engine.write(self.job.file, run.offset, data, lane=self.job.lane)  # type: ignore[arg-type]
-        self._in_flight.append(_InFlight(operation, buffer))
+    def _write(self, run: Run, data: object) -> Operation:
+        return self.engine.write(self.job.file, run.offset, data, lane=self.job.lane)  # type: ignore[arg-type]
 
     def reap(self) -> bool:
-        """Waits for the oldest write; raises its error."""
+        """Waits for the oldest write; raises its error, and ChangedTensorError."""
         if not self._in_flight:
             return False
         flying = self._in_flight.popleft()
         try:
             flying.operation.result()
+            if flying.buffer is None:
+                self.job.supply.filler.check_direct(flying.run, flying.crc)
         finally:
             if flying.buffer is None:
                 self._num_direct -= 1
@@ -182,11 +194,16 @@ class _Stream:
                 self.job.supply.take_back(flying.buffer)
         return True
 
+    def reap_direct(self) -> None:
+        """Waits until nothing is written from where it lies any more."""
+        while self._num_direct:
+            self.reap()
+
     def abandon(self) -> None:
         """Waits for everything in flight and forgets how it ended: an error is on its way."""
         while True:
             try:
                 if not self.reap():
                     return
-            except OSError:
+            except (OSError, ChangedTensorError):
                 continue
