@@ -254,13 +254,14 @@ class OffloadedModel:
         scale = self._clip_factor / self.loss_scale
         if self._max_grad_norm is not None:
             scale *= clip_coefficient(norm, self._max_grad_norm)
-        self._clip_factor = 1.0
         self._unclipped_steps = self._unclipped_steps + 1 if scale == 1.0 else 0
         if self.loss_scale_state is not None and self.loss_scale_state.overflowed(norm):
             self._consumed.update(self.state.gradients.capture())
+            self._clip_factor = 1.0
             return
         updates = self._updates(present)
         self.state.step(updates, scale)
+        self._clip_factor = 1.0  # not before: a step that raised is taken again
         self._consumed.update(present)
         for index in present:
             self.steps[index] += 1
@@ -288,8 +289,7 @@ class OffloadedModel:
     def has_gradient(self, index: int) -> bool:
         if index in self._consumed or self.sharing.has_gradient(index):
             return True
-        self.state.collect_gradients()
-        return index in self.state.gradients.present
+        return self.state.has_gradient(index)
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         self.sharing.drop_gradients(index)

@@ -8,7 +8,6 @@ copies within host memory and makes everything here testable.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import Slab, SlabFullError
+from aio.threads import join_thread, start_thread
 from swap.arena import Entry
 from swap.layout import ParameterSpec
 from swap.planes import as_tensor
@@ -236,62 +236,98 @@ class DeviceArena:
 class GradientInbox:
     """Gradients from a device: copied to host buffers behind the backward pass, stored by a thread.
 
-    ``slab`` bounds the copies in flight; ``add`` waits for room in it. What went wrong is raised by
-    ``collect``.
+    ``slab`` bounds the copies in flight; ``add`` waits for room in it. ``store`` takes a gradient
+    that has arrived; ``lose`` is told of one that could not be copied or stored, and why.
+
+    ``_pending`` is the only record of what is under way, its head being what the thread works on:
+    an interrupt has no moment in which a gradient is counted and not there.
     """
 
-    def __init__(self, link: Link, slab: Slab, store: Callable[[int, torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        link: Link,
+        slab: Slab,
+        store: Callable[[int, torch.Tensor], None],
+        lose: Callable[[int, BaseException], None],
+    ) -> None:
         self._link = link
         self._slab = slab
         self._store = store
-        self._work: queue.SimpleQueue[tuple[int, torch.Tensor, Any] | None] = queue.SimpleQueue()
-        self._unfinished = 0
-        self._changed = threading.Condition()
-        self._failure: BaseException | None = None
+        self._lose = lose
+        self._pending: deque[tuple[int, torch.Tensor, Any]] = deque()
+        self._closing = False
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="infinity-gradients", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            self._closing = True
+            raise
 
     def add(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Start moving ``gradient`` to the store; it may be freed on return."""
-        flat = gradient.detach().reshape(-1)
-        buffer = as_tensor(self._allocate(flat.numel() * flat.dtype.itemsize), flat.dtype)
-        event = self._link.download(buffer, flat)
-        with self._changed:
-            self._unfinished += 1
-        self._work.put((parameter, buffer, event))
+        """Start moving ``gradient`` to the store; it may be freed on return.
 
-    def collect(self) -> None:
-        """Wait until all gradients are stored; raises what stopped one."""
-        with self._changed:
-            while self._unfinished:
+        Raises ``SlabFullError`` for one that is larger than the inbox, and what the link raises;
+        then it is lost.
+        """
+        try:
+            flat = gradient.detach().reshape(-1)
+            buffer = as_tensor(self._allocate(flat.numel() * flat.dtype.itemsize), flat.dtype)
+            self._pending.append((parameter, buffer, self._link.download(buffer, flat)))
+        except BaseException as failure:
+            self._lose(parameter, failure)
+            raise
+        with self._lock:
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until every gradient is stored or lost."""
+        with self._lock:
+            self._changed.notify_all()  # an interrupted ``add`` may not have
+            while self._pending:
                 self._changed.wait()
-            failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     def close(self) -> None:
-        self._work.put(None)
-        self._thread.join()
+        """Finish what is under way, then end the thread. Idempotent."""
+        self._closing = True
+        with self._lock:
+            self._changed.notify_all()
+        join_thread(self._thread)
 
     def _allocate(self, nbytes: int) -> Any:
         while True:
+            with self._lock:
+                self._changed.notify_all()  # as in ``wait``
+                may_come_back = bool(self._pending)
             try:
                 return self._slab.allocate(nbytes)
             except SlabFullError:
-                if nbytes > self._slab.nbytes:
+                if nbytes > self._slab.nbytes or not may_come_back:
                     raise
                 self._slab.wait_for_release(1.0)
 
     def _run(self) -> None:
         stay_in_background()
-        while (item := self._work.get()) is not None:
-            parameter, buffer, event = item
-            try:
-                self._link.wait(event)
-                self._store(parameter, buffer)
-            except BaseException as failure:  # kept for collect
-                self._failure = self._failure or failure
-            del item, buffer
-            with self._changed:
-                self._unfinished -= 1
+        while self._wait_for_one():
+            self._finish_one()
+            with self._lock:
+                self._pending.popleft()
                 self._changed.notify_all()
+
+    def _wait_for_one(self) -> bool:
+        """False when there is nothing left to do, and never will be."""
+        with self._lock:
+            while not (self._pending or self._closing):
+                self._changed.wait()
+            return bool(self._pending)
+
+    def _finish_one(self) -> None:
+        parameter, buffer, event = self._pending[0]
+        try:
+            self._link.wait(event)
+            self._store(parameter, buffer)
+        except BaseException as failure:
+            # Tracebacks would keep the buffer, and ``add`` would wait for that for ever.
+            failure.__context__ = failure.__cause__ = None
+            self._lose(parameter, failure.with_traceback(None))

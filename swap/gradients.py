@@ -9,11 +9,14 @@ and is the same under every budget.
 
 from __future__ import annotations
 
+import errno
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from aio import Operation, Slab
+from aio import AioError, Operation, Slab
 from swap.extents import Extent, ExtentStore
 from swap.kernels import block_squares, sum_of_squares
 from swap.layout import PIECE, Layout, Segment
@@ -52,6 +55,7 @@ class GradientStore:
         self._on_nvme: dict[int, Extent] = {}
         self._spilled: set[int] = set()
         self._squares: dict[int, float] = {}
+        self._lost: dict[int, Callable[[], Exception]] = {}
         self.keep_blocks = False
         """Whether ``block_squares`` can be asked for; to be set before the first gradient."""
         self._blocks: dict[int, list[torch.Tensor]] = {}
@@ -70,6 +74,28 @@ class GradientStore:
         """Parameters that have a gradient."""
         return frozenset(self._squares)
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """Parameters whose gradient did not arrive whole, and was not cleared since."""
+        return frozenset(self._lost)
+
+    def lose(self, parameter: int, failure: BaseException) -> None:
+        """The gradient of ``parameter`` did not arrive whole: it has none, and ``check`` raises
+        until it is cleared.
+
+        What is kept is no exception but its text: with a traceback it would keep buffers.
+        """
+        self._squares.pop(parameter, None)
+        name = self._layout.specs[parameter].name
+        self._lost.setdefault(parameter, _loss_of(name, failure))
+
+    def check(self) -> None:
+        """Raise for a gradient that was lost: ``AioError`` after an I/O error, else
+        ``RuntimeError``.
+        """
+        for error in list(self._lost.values()):
+            raise error()
+
     def norm(self) -> float:
         """The 2-norm over all present gradients, in parameter order."""
         return math.sqrt(sum(self._squares[parameter] for parameter in sorted(self._squares)))
@@ -85,27 +111,32 @@ class GradientStore:
         may reuse ``gradient`` on return.
 
         Raises ``AioError`` when spilling fails, be it of a gradient that was added before; then
-        ``parameter`` has no gradient, because it may be half accumulated.
+        the gradient of ``parameter`` is lost, because it may be half accumulated: see ``lose``.
         """
-        # Kernels read memory as it is, where a view may stand for its negative.
-        flat = gradient.detach().reshape(-1).resolve_neg()
         accumulate = parameter in self._squares
         squares = _Squares([] if self.keep_blocks else None)
         try:
-            for segment in self._layout.segments_of[parameter]:
-                part = flat[segment.start : segment.start + segment.length]
-                if segment.subgroup in self._host:
-                    home = self._host[segment.subgroup]
-                    target = home[segment.offset : segment.offset + segment.length]
-                    _accumulate(target, part, accumulate, squares)
-                else:
-                    self._spill_segment(segment, part, accumulate, squares)
-        except BaseException:
-            self._squares.pop(parameter, None)
+            self._store(parameter, gradient, accumulate, squares)
+        except BaseException as failure:
+            self.lose(parameter, failure)
             raise
         self._squares[parameter] = squares.total
         if squares.blocks is not None:
             self._blocks[parameter] = squares.blocks
+
+    def _store(
+        self, parameter: int, gradient: torch.Tensor, accumulate: bool, squares: _Squares
+    ) -> None:
+        # Kernels read memory as it is, where a view may stand for its negative.
+        flat = gradient.detach().reshape(-1).resolve_neg()
+        for segment in self._layout.segments_of[parameter]:
+            part = flat[segment.start : segment.start + segment.length]
+            if segment.subgroup in self._host:
+                home = self._host[segment.subgroup]
+                target = home[segment.offset : segment.offset + segment.length]
+                _accumulate(target, part, accumulate, squares)
+            else:
+                self._spill_segment(segment, part, accumulate, squares)
 
     def read(self, parameter: int) -> torch.Tensor:
         """A copy of the gradient of ``parameter``, flat."""
@@ -128,8 +159,10 @@ class GradientStore:
         """
         if parameter is None:
             self._squares.clear()
+            self._lost.clear()
         else:
             self._squares.pop(parameter, None)
+            self._lost.pop(parameter, None)
 
     def capture(self) -> frozenset[int]:
         """Hand what is present to a step: it is no longer present, and stays readable until
@@ -202,6 +235,24 @@ class GradientStore:
         operation = self._extents.read(self._on_nvme[subgroup], start, as_bytes(out), urgent=False)
         label = f"gradients of subgroup {subgroup}"
         return self._timeline.watch(operation, label, purpose="gradients")
+
+
+def _loss_of(name: str, failure: BaseException) -> Callable[[], Exception]:
+    """Makes the error that says so, a new one each time."""
+    message = (
+        f"the gradient of {name} was lost on its way to host memory ({failure or type(failure)}); "
+        "call optimizer.zero_grad() and run the backward passes of this step again"
+    )
+    if not isinstance(failure, OSError):
+        return partial(RuntimeError, message)
+    return partial(
+        AioError,
+        message,
+        errno=failure.errno or errno.EIO,
+        filename=failure.filename,
+        offset=getattr(failure, "offset", None),
+        nbytes=getattr(failure, "nbytes", None),
+    )
 
 
 class _Squares:

@@ -96,7 +96,9 @@ class TieredState:
         self.inbox: GradientInbox | None = None
         self.arena = self._make_arena(device_bytes)
         if self.link is not None:
-            self.inbox = GradientInbox(self.link, self.slabs["inbox"], self._store_gradient)
+            self.inbox = GradientInbox(
+                self.link, self.slabs["inbox"], self._store_gradient, self.gradients.lose
+            )
             undo.callback(self.inbox.close)
         specs = self.layout.specs
         self.weights = WeightCache(
@@ -231,22 +233,26 @@ class TieredState:
     def add_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
         """Set or accumulate a gradient; waits for an update of ``parameter`` that is still under
         way.
+
+        Raises what stopped that update, and ``AioError`` if the gradient cannot be kept. It is
+        lost then, and so is one that fails on its way behind this call: until it is cleared, no
+        step is taken.
         """
         for other in self._neighbours[parameter]:
             self.weights.wait_until_updated(other)
         if self._arrivals.is_surplus(parameter):
-            self.collect_gradients()
+            self._await_gradients()
             self.drop_early()
         self._arrivals.sent(parameter)
         if self.inbox is not None and gradient.device == self.device:
             self.inbox.add(parameter, gradient)
         else:
-            self.collect_gradients()
+            self._await_gradients()
             self._store_gradient(parameter, gradient.cpu())
 
     def clear_gradients(self, parameter: int | None = None) -> None:
-        """Forget the gradient of ``parameter``, or of all."""
-        self.collect_gradients()
+        """Forget the gradient of ``parameter``, or of all; also one that was lost."""
+        self._await_gradients()
         self.drop_early()
         self._arrivals.forget()
         self.gradients.clear(parameter)
@@ -256,9 +262,20 @@ class TieredState:
         self._arrived(parameter)
 
     def collect_gradients(self) -> None:
-        """Wait until every gradient that was added is stored; raises what stopped one."""
+        """Wait until every gradient that was added is stored; raises if one was lost, until that
+        is cleared.
+        """
+        self._await_gradients()
+        self.gradients.check()
+
+    def has_gradient(self, parameter: int) -> bool:
+        """Whether ``parameter`` has a gradient, or had one that was lost."""
+        self._await_gradients()
+        return parameter in self.gradients.present or parameter in self.gradients.lost
+
+    def _await_gradients(self) -> None:
         if self.inbox is not None:
-            self.inbox.collect()
+            self.inbox.wait()
 
     def step(self, updates: Mapping[int, ParameterUpdate], gradient_scale: float) -> None:
         """Take a step for ``updates``, consuming their gradients; returns before it is finished.
@@ -355,7 +372,7 @@ class TieredState:
         it again.
         """
         # Gradients that are still to arrive could begin an early pass, which nobody would end.
-        self.collect_gradients()
+        self._await_gradients()
         self.drop_early()
         if self.pipeline.failure is not None:
             self.pipeline.retry()

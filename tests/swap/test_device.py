@@ -1,9 +1,10 @@
 """The device path over links within host memory: budgets, arrivals, and gradients on their way."""
 
 import errno
+import gc
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from aio import AioError, Slab, SlabFullError
-from swap.device import DeviceArena, GradientInbox, HostLink
+from swap.device import DeviceArena, GradientInbox, HostLink, Link
+from swap.gradients import GradientStore
 from swap.layout import PIECE, pack
 from swap.stages import Step
 from swap.tiered import TieredState
@@ -34,6 +36,17 @@ from tests.support.tiers import (
 
 SPECS = specs_of([PIECE, 100, 2 * PIECE, 0])
 MIB = 1 << 20
+
+
+def inbox_of(
+    link: Link,
+    slab: Slab,
+    store: Callable[[int, torch.Tensor], None] = lambda parameter, values: None,
+    lost: list[int] | None = None,
+) -> GradientInbox:
+    """An inbox that notes which parameters it told of a lost gradient."""
+    noted = [] if lost is None else lost
+    return GradientInbox(link, slab, store, lambda parameter, failure: noted.append(parameter))
 
 
 class StuckLink(LateLink):
@@ -111,13 +124,13 @@ def stuck() -> Iterator[StuckLink]:
     link.may_end.set()
 
 
-def test_inbox_stores_in_order_and_collect_waits_for_all() -> None:
+def test_inbox_stores_in_order_and_wait_waits_for_all() -> None:
     stored: list[tuple[int, torch.Tensor]] = []
-    inbox = GradientInbox(LateLink(), Slab(MIB), lambda p, values: stored.append((p, values)))
+    inbox = inbox_of(LateLink(), Slab(MIB), lambda p, values: stored.append((p, values)))
     gradients = [random_values(number, 50 * number) for number in range(8)]
     for number, gradient in enumerate(gradients):
         inbox.add(number, gradient)
-    inbox.collect()
+    inbox.wait()
     inbox.close()
     assert [parameter for parameter, _ in stored] == list(range(8))
     for (_, values), gradient in zip(stored, gradients, strict=True):
@@ -126,48 +139,62 @@ def test_inbox_stores_in_order_and_collect_waits_for_all() -> None:
 
 def test_inbox_copies_what_was_computed_so_far() -> None:
     stored: list[torch.Tensor] = []
-    inbox = GradientInbox(LateLink(), Slab(MIB), lambda _, values: stored.append(values))
+    inbox = inbox_of(LateLink(), Slab(MIB), lambda _, values: stored.append(values))
     gradient = random_values(1, 100)
     inbox.add(0, gradient)
     gradient.zero_()
-    inbox.collect()
+    inbox.wait()
     inbox.close()
     assert same_bits(stored[0], random_values(1, 100))
 
 
 def test_inbox_is_bounded_by_its_slab_and_waits_for_room() -> None:
     slab = Slab(2 * PIECE * 4)
-    inbox = GradientInbox(LateLink(), slab, lambda _, values: None)
+    inbox = inbox_of(LateLink(), slab)
     for number in range(20):
         inbox.add(0, random_values(number, PIECE))
-    inbox.collect()
+    inbox.wait()
     inbox.close()
     assert slab.peak_bytes <= 2 * PIECE * 4
     assert slab.used_bytes == 0
 
 
-def test_failure_to_store_is_raised_once_by_collect() -> None:
-    failure = AioError("full", errno=errno.ENOSPC)
+def test_failure_to_store_loses_that_gradient_and_no_memory() -> None:
+    """What failed is a traceback deep enough to hold the buffer, in a slab that has no other."""
 
     def store(parameter: int, values: torch.Tensor) -> None:
         if parameter == 1:
+            failure = AioError("full", errno=errno.ENOSPC)
             raise failure
 
-    inbox = GradientInbox(HostLink(), Slab(MIB), store)
-    for parameter in range(3):
-        inbox.add(parameter, random_values(parameter, 10))
-    with pytest.raises(AioError) as caught:
-        inbox.collect()
-    assert caught.value is failure
-    inbox.collect()
+    lost: list[int] = []
+    inbox = inbox_of(HostLink(), Slab(PIECE * 4), store, lost)
+    with without_collections():
+        for parameter in range(3):
+            inbox.add(parameter, random_values(parameter, PIECE))
+        inbox.wait()
+    assert lost == [1]
+    inbox.close()
     inbox.close()
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """No cycle is found by chance."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def test_gradient_larger_than_the_inbox_is_refused_at_once() -> None:
-    inbox = GradientInbox(HostLink(), Slab(PIECE * 4), lambda _, values: None)
+    lost: list[int] = []
+    inbox = inbox_of(HostLink(), Slab(PIECE * 4), lost=lost)
     with pytest.raises(SlabFullError):
         inbox.add(0, random_values(1, 2 * PIECE))
-    inbox.collect()
+    inbox.wait()
+    assert lost == [0]
     inbox.close()
 
 
@@ -192,10 +219,13 @@ class Rig:
 
     def learn(self) -> None:
         """A first step, so that the next ones are predictable."""
+        self.learn_without_waiting()
+        self.state.flush()
+
+    def learn_without_waiting(self) -> None:
         for parameter in range(2):
             add_to_both(self.state, self.plain, parameter, seed=parameter)
         step_both(self.state, self.plain, [0, 1])
-        self.state.flush()
 
 
 @pytest.mark.timeout(60)
@@ -210,18 +240,18 @@ def test_flush_waits_for_gradients_that_would_begin_an_early_update(
         stuck.is_waited_for.clear()
         add_to_both(rig.state, rig.plain, 0, seed=5)
         stuck.is_waited_for.wait()
-        collect, drop = rig.state.collect_gradients, rig.state.drop_early
+        wait, drop = rig.state._await_gradients, rig.state.drop_early
 
-        def collect_when_free() -> None:
+        def wait_when_free() -> None:
             stuck.may_end.set()
-            collect()
+            wait()
 
         def drop_and_let_one_arrive() -> None:
             drop()
-            collect_when_free()
+            wait_when_free()
 
         with (
-            patch.object(rig.state, "collect_gradients", collect_when_free),
+            patch.object(rig.state, "_await_gradients", wait_when_free),
             patch.object(rig.state, "drop_early", drop_and_let_one_arrive),
         ):
             rig.state.flush()
@@ -247,14 +277,37 @@ def test_second_gradient_on_its_way_undoes_the_early_update_of_the_first(
         assert_same(rig.state, rig.plain)
 
 
-def test_gradient_that_could_not_be_stored_is_missing_and_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("link", [HostLink(), None], ids=["device", "host"])
+def test_lost_gradient_stops_every_step_until_it_is_cleared(
+    tmp_path: Path, link: HostLink | None
+) -> None:
+    with ExitStack() as stack:
+        rig = Rig(stack, tmp_path, link)
+        failure = AioError("broken", errno=errno.EIO, filename="a", offset=4096, nbytes=8192)
+        with patch.object(GradientStore, "_store", side_effect=failure):
+            with suppress(AioError):
+                rig.state.add_gradient(0, random_values(1, PIECE))
+            assert rig.state.has_gradient(0)  # or clearing it would be left out
+        rig.state.add_gradient(1, random_values(2, PIECE))
+        for _ in range(2):
+            with pytest.raises(AioError, match=r"gradient of p0 was lost .*broken.*zero_grad") as e:
+                rig.state.step(rig.plain.updates([1]), 1.0)
+            assert (e.value.errno, e.value.filename) == (errno.EIO, "a")
+            assert (e.value.offset, e.value.nbytes) == (4096, 8192)
+        rig.state.flush()
+        assert_same(rig.state, rig.plain)
+        rig.state.clear_gradients()
+        rig.learn()
+        assert_same(rig.state, rig.plain)
+
+
+def test_flush_finishes_a_step_that_stopped_also_when_a_gradient_was_lost(tmp_path: Path) -> None:
     with ExitStack() as stack:
         rig = Rig(stack, tmp_path, HostLink())
+        rig.faults.arm("write", errno.EIO)
+        rig.learn_without_waiting()
+        rig.state.pipeline.join()
         failure = AioError("broken", errno=errno.EIO)
-        with patch.object(rig.state.gradients, "add", side_effect=failure):
-            rig.state.add_gradient(0, random_values(1, PIECE))
-            with pytest.raises(AioError):
-                rig.state.step({}, 1.0)
-        assert rig.state.gradients.present == frozenset()
-        rig.learn()
+        rig.state.gradients.lose(0, failure)
+        rig.state.flush()
         assert_same(rig.state, rig.plain)

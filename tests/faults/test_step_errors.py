@@ -1,0 +1,31 @@
+"""A step that an error kept from being taken is taken by the next call as it would have been."""
+
+import errno
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+import infinity
+from aio import AioError
+from tests.support.models import Stack, seeded, vector_loss
+from tests.support.training import WHOLE, same_bits, values_of
+
+
+def test_clipping_asked_for_a_step_that_raised_is_done_by_the_next(tmp_path: Path) -> None:
+    results = []
+    for fails in (False, True):
+        model = seeded(Stack)
+        with infinity.offload(model, tmp_path, host_memory=WHOLE) as offloaded:
+            vector_loss(model, 0).backward()
+            offloaded.clip_grad_norm_(1e-9)
+            failure = AioError("the step before failed", errno=errno.EIO)
+            if fails:
+                with (
+                    patch.object(offloaded.state, "step", side_effect=failure),
+                    pytest.raises(AioError),
+                ):
+                    offloaded.step()
+            offloaded.step()
+        results.append(values_of(model))
+    assert all(same_bits(value, results[1][name]) for name, value in results[0].items())
