@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
-import numpy as np
 import torch
 
 from aio import Engine, Slab
@@ -23,10 +22,11 @@ from swap.early import Arrivals
 from swap.extents import ExtentStore
 from swap.gradients import GradientStore
 from swap.kernels import merge_master, split_master
-from swap.layout import PIECE, Layout, Subgroup, neighbours
+from swap.layout import Layout, Subgroup, neighbours
 from swap.placement import Placement
 from swap.planes import PlaneStore
 from swap.rules import ParameterUpdate, UpdateRule
+from swap.slabs import slab_sizes, slots_of
 from swap.stages import Stages, Step
 from swap.timeline import Timeline
 from swap.update import UpdatePipeline, parts_of
@@ -84,7 +84,7 @@ class TieredState:
         if placement.nvme_bytes:
             self._open_files(undo, directories, shares)
         self.slabs: dict[str, Slab] = {}
-        for name, nbytes in _slab_sizes(placement).items():
+        for name, nbytes in slab_sizes(placement).items():
             self.slabs[name] = slab = Slab(nbytes)
             undo.callback(slab.close)
         home = self.slabs.get("home")
@@ -105,7 +105,7 @@ class TieredState:
             specs, self.planes, self.extents, self.arena, self.timeline, prefetch=overlap
         )
         staging = self.slabs.get("staging")
-        slots = [] if staging is None else _slots(staging, placement)
+        slots = [] if staging is None else slots_of(staging, placement)
         self.stages = Stages(
             self.planes, self.gradients, self.weights, self.extents, rule, slots, self.timeline
         )
@@ -389,19 +389,3 @@ class TieredState:
         for group in self.layout.subgroups:
             if any(segment.parameter in step.updates for segment in group.segments):
                 yield group
-
-
-def _slab_sizes(placement: Placement) -> dict[str, int]:
-    """A slab for each purpose that takes bytes, so that none can starve another."""
-    sizes = {
-        "home": placement.state_host_bytes + placement.gradient_host_bytes,
-        "arena": placement.arena_bytes,
-        "staging": placement.num_slots * placement.slot_bytes,
-        "spill": placement.spill_bytes,
-        "inbox": placement.inbox_bytes,
-    }
-    return {name: -(-nbytes // PIECE) * PIECE for name, nbytes in sizes.items() if nbytes}
-
-
-def _slots(slab: Slab, placement: Placement) -> list[np.ndarray]:
-    return [slab.allocate(placement.slot_bytes) for _ in range(placement.num_slots)]
