@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from checkpoint.boxes import is_dense
+from checkpoint.boxes import contiguous_strides, is_dense
 from checkpoint.datafile import DataFileLayout, Entry, plan_data_file
 from checkpoint.manifest import encode_node
 from checkpoint.names import render
@@ -69,12 +69,15 @@ def plan_state(state: object) -> StatePlan:
     sharing = plan_sharing(_regions(leaves))
     stored = [index for index, place in enumerate(sharing.places) if isinstance(place, Stored)]
     number = {index: position for position, index in enumerate(stored)}
-    tensors = []
+    tensors: list[TensorPlan] = []
     for index in stored:
         record = _record(leaves[index], sources[index], sharing.places[index])
         tensors.append(TensorPlan(record, sources[index]))
     for index, (leaf, place) in enumerate(zip(leaves, sharing.places, strict=True)):
-        _fill_node(leaf, place, number, index)
+        if isinstance(place, View):
+            _fill_view(leaf, place, number[place.base], tensors[number[place.base]].record)
+        else:
+            _fill_node(leaf, number[index])
     check_tree(encoded.node, [tensor.record for tensor in tensors], sharing.storages)
     return StatePlan(tuple(tensors), sharing.storages, encode_node(encoded.node), encoded.node)
 
@@ -98,17 +101,24 @@ def _regions(leaves: Sequence[Leaf]) -> list[Region | None]:
 
 
 def _storage_key(value: Any) -> object:
-    """Tells storages apart; None for what is not a torch tensor and shares nothing."""
+    """Tells storages apart; None for what is not a torch tensor and shares nothing.
+
+    What is saved of conjugated and negated tensors are their values, which are not the bytes in
+    memory. They share with their like alone, of one dtype.
+    """
     if not isinstance(value, torch.Tensor):
         return None
     address = value.untyped_storage().data_ptr()
-    return address if value.is_cpu else (str(value.device), address)
+    key: object = address if value.is_cpu else (str(value.device), address)
+    if value.is_conj() or value.is_neg():
+        return key, value.is_conj(), value.is_neg(), value.dtype
+    return key
 
 
 def _region(value: torch.Tensor, key: object) -> Region:
     itemsize = value.element_size()
     offset = int(value.storage_offset()) * itemsize
-    return Region(key, offset, itemsize, tuple(value.shape), value.stride())
+    return Region(key, offset, itemsize, tuple(value.shape), value.stride(), value.dtype)
 
 
 def _record(leaf: Leaf, source: Source, place: Stored | View) -> TensorRecord:
@@ -129,20 +139,27 @@ def _strides_to_keep(value: Any, place: Stored) -> tuple[int, ...] | None:
     return strides
 
 
-def _fill_node(leaf: Leaf, place: Stored | View, number: dict[int, int], index: int) -> None:
-    """Says in the tree what a leaf is; `number` turns a stored leaf's index into its tensor's."""
+def _fill_view(leaf: Leaf, place: View, number: int, base: TensorRecord) -> None:
+    """Says in the tree that a leaf is a view of tensor `number`."""
     value, node = leaf.value, leaf.node
-    if isinstance(place, View):
-        node["view"] = [number[place.base], place.offset]
-        node["dtype"] = str(value.dtype).removeprefix("torch.")
-        node["shape"] = list(value.shape)
-        node["strides"] = list(value.stride())
-    elif type(value) is np.ndarray:
-        node["array"] = number[index]
+    strides = value.stride()
+    if place.is_twin:
+        strides = base.strides or contiguous_strides(base.shape)
+    node["view"] = [number, place.offset]
+    node["dtype"] = str(value.dtype).removeprefix("torch.")
+    node["shape"] = list(value.shape)
+    node["strides"] = list(strides)
+    _add_flags(node, value)
+
+
+def _fill_node(leaf: Leaf, number: int) -> None:
+    """Says in the tree that a leaf is tensor `number`."""
+    value, node = leaf.value, leaf.node
+    if type(value) is np.ndarray:
+        node["array"] = number
         node["dtype"] = _array_dtype(leaf)
         return
-    else:
-        node["tensor"] = number[index]
+    node["tensor"] = number
     if isinstance(value, torch.Tensor):
         _add_flags(node, value)
 

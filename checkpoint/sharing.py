@@ -4,8 +4,9 @@ Tensors over one storage come back over one storage, and no byte that one row-ma
 written twice. Three outcomes: a leaf is stored; it is a view of a stored leaf that covers it; or
 several stored leaves are placed in one storage record, gaps between them closed.
 
-Invariants: what a view refers to is stored; a view lies inside a row-major leaf, or has the exact
-geometry of a leaf of other strides; placements keep each byte's distance from a 64-byte boundary.
+Invariants: what a view refers to is stored; a view lies inside a row-major leaf, or is the twin of
+a leaf of other strides, with its dtype and geometry; placements keep each byte's distance from a
+64-byte boundary, so that what was aligned to its item size in memory is aligned in the record.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ _MAX_SPREAD = 4096
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One leaf's place in memory: `key` tells storages apart, `offset` counts bytes in it."""
+    """One leaf's place in memory: `key` tells storages apart, `offset` counts bytes in it.
+
+    Leaves that read the same bytes as other values (conjugated, negated) have different keys.
+    """
 
     key: object
     offset: int
     itemsize: int
     shape: Shape
     strides: Shape
+    dtype: object = None
 
     @property
     def end(self) -> int:
@@ -51,10 +56,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The leaf begins `offset` bytes after the first byte of stored leaf `base`."""
+    """The leaf begins `offset` bytes after the first byte of stored leaf `base`.
+
+    A twin is all of its base, and is laid out as that is.
+    """
 
     base: int
     offset: int
+    is_twin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +80,10 @@ def plan_sharing(regions: Sequence[Region | None]) -> Sharing:
     storages: list[int] = []
     for members in _groups(regions):
         stored = _choose_views(members, places)
-        if len(stored) > 1:
-            _place_together(stored, places, storages)
+        if len(stored) > 1 and _place_together(stored, places, storages):
+            continue
+        for base in _bases_to_place(members, places):
+            _place_together([base], places, storages)
     return Sharing(tuple(places), tuple(storages))
 
 
@@ -93,9 +104,12 @@ def _choose_views(members: list[_Member], places: list[Stored | View]) -> list[_
     bases: list[_Member] = []
     twins: dict[Region, _Member] = {}
     for index, region in sorted(members, key=_row_major_first):
-        base = _covering(region, bases) or twins.get(region)
+        base = _covering(region, bases)
+        twin = twins.get(region)
         if base is not None:
             places[index] = View(base[0], region.offset - base[1].offset)
+        elif twin is not None:
+            places[index] = View(twin[0], 0, is_twin=True)
         elif region.is_contiguous:
             bases.append((index, region))
         else:
@@ -117,9 +131,20 @@ def _covering(region: Region, bases: list[_Member]) -> _Member | None:
     return None
 
 
+def _bases_to_place(members: list[_Member], places: list[Stored | View]) -> list[_Member]:
+    """Leaves with a view that would be misaligned if they began at the beginning of memory."""
+    uneven = set()
+    for index, region in members:
+        place = places[index]
+        if isinstance(place, View) and place.offset % region.itemsize:
+            uneven.add(place.base)
+    return [member for member in members if member[0] in uneven]
+
+
 def _place_together(
     stored: list[_Member], places: list[Stored | View], storages: list[int]
-) -> None:
+) -> bool:
+    """Places leaves in a storage of their own; False, and nothing, if it were mostly gaps."""
     by_offset = sorted(stored, key=lambda member: member[1].offset)
     cursor, reached, shift = 0, -1, 0
     offsets: dict[int, int] = {}
@@ -132,10 +157,11 @@ def _place_together(
         cursor = reached + shift
     held = sum(region.itemsize * _count(region.shape) for _, region in stored)
     if cursor > _MAX_SPREAD * held:
-        return
+        return False
     for index, offset in offsets.items():
         places[index] = Stored(len(storages), offset)
     storages.append(cursor)
+    return True
 
 
 def _count(shape: Shape) -> int:

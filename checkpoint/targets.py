@@ -70,8 +70,16 @@ class _BoxWriter:
         with torch.no_grad():
             for slices, shape in range_boxes(self.shape, first, first + flat.numel()):
                 count = math.prod(shape)
-                part[slices].copy_(flat[done : done + count].view(shape))
+                _write(part[slices], flat[done : done + count].view(shape))
                 done += count
+
+
+def _write(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies. What lies at one place, by strides of 0, had one value, and is written once."""
+    for axis, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, values = target.narrow(axis, 0, 1), values.narrow(axis, 0, 1)
+    target.copy_(values)
 
 
 @dataclass(frozen=True, slots=True)

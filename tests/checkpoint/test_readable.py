@@ -1,4 +1,4 @@
-"""What would not load is not published: it is refused before anything is made, or before the end."""
+"""What would not load is not published: refused before anything is made, or before the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkpoint.records import ChunkRecord, FileRecord, Manifest, TensorRecord
 
 
 def nested_dtype(depth: int) -> np.dtype[Any]:
-    dtype = np.dtype(np.float32)
+    dtype: np.dtype[Any] = np.dtype(np.float32)
     for _ in range(depth):
         dtype = np.dtype([("inner", dtype)])
     return dtype
@@ -57,7 +57,7 @@ def test_a_state_that_would_not_load_is_refused_by_path_and_touches_nothing(
 
 
 def test_the_most_that_is_allowed_loads(tmp_path: Path) -> None:
-    state = {
+    state: dict[str, Any] = {
         "dimensions": torch.ones((1,) * 64),
         "nested": np.ones(3, nested_dtype(16)),
         "scalar": np.ones((), nested_dtype(16))[()],
@@ -82,7 +82,7 @@ def manifest_of_rows(rows: int) -> Manifest:
 
 def test_a_manifest_is_not_encoded_if_it_would_not_decode() -> None:
     decode_manifest(encode_manifest(manifest_of_rows(4096)))
-    with pytest.raises(ValueError, match="'w'.*4097 chunks"):
+    with pytest.raises(ValueError, match=r"'w'.*4097 chunks"):
         encode_manifest(manifest_of_rows(4097))
 
 
