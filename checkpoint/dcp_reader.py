@@ -1,7 +1,9 @@
 """The storage reader of DCP: gives its planner the boxes it asks for, verified.
 
-A box that is a gapless range of a chunk is read straight to where it goes; of any other box the
-bytes from its first to its last element are read, and the box is picked out of them.
+A box that is a gapless range of a chunk is read straight to where it goes, if dtype and memory are
+those of the target. Of any other box the bytes from its first to its last element are read, and the
+box is picked out of them as they come, and converted. Nothing is staged but what
+`staging_bytes` allows.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from checkpoint.boxes import contiguous_strides, flat_first, span_elements
+from checkpoint.boxes import Shape, contiguous_strides, span_elements
+from checkpoint.checksum import CRC_BLOCK_BYTES
+from checkpoint.dcp_boxes import BoxPicker, check_target, place_of_box
 from checkpoint.dcp_contents import Contents, StoredChunk
 from checkpoint.locate import read_manifest
 from checkpoint.opened import OpenCheckpoint
@@ -27,7 +32,7 @@ from checkpoint.reader import ChunkRead, ReadOptions
 from checkpoint.reading import PlacedRead, read_files
 from checkpoint.records import Manifest
 from checkpoint.saving import STAGING_BYTES, PathLike
-from checkpoint.targets import Place, TensorTarget
+from checkpoint.sources import ByteSource
 
 Finish = Callable[[], None]
 
@@ -83,9 +88,8 @@ class StorageReader(TorchStorageReader):
             stored = self._storage.get(item.storage_index)
             if item.type != LoadItemType.BYTE_IO and isinstance(stored, StoredChunk):
                 target = planner.resolve_tensor(item).detach()
-                read, last_step = _plan_read(stored, item, target)
-                by_file[stored.chunk.file].append(read)
-                finish += [*last_step, _committed(planner, item, target)]
+                by_file[stored.chunk.file].append(_plan_read(stored, item, target))
+                finish.append(_committed(planner, item, target))
             else:
                 others.append(item)
         read_files(manifest, self.path, by_file, self._options)
@@ -106,12 +110,8 @@ class StorageReader(TorchStorageReader):
                     planner.load_bytes(item, contents.serialised(item.storage_index.fqn, opened))
                     continue
                 view = self._storage[item.storage_index]
-                whole = torch.empty(view.shape, dtype=view.dtype)
-                if whole.numel():
-                    raw = whole.reshape(-1).view(torch.uint8).numpy()
-                    opened.source(view).read(0, raw.data)
                 target = planner.resolve_tensor(item).detach()
-                target.copy_(_narrowed(whole, item))
+                _copy_part(opened.source(view), item, target)
                 planner.commit_tensor(item, target)
 
     def _read_manifest(self) -> Manifest:
@@ -124,45 +124,41 @@ class StorageReader(TorchStorageReader):
         return "://" not in os.fspath(checkpoint_id)
 
 
-def _plan_read(
-    stored: StoredChunk, item: ReadItem, target: torch.Tensor
-) -> tuple[PlacedRead, list[Finish]]:
-    """What to read for an item, and what is left to do then."""
-    chunk, itemsize = stored.chunk, stored.record.element.itemsize
-    start, shape = tuple(item.storage_offsets), tuple(item.lengths)
-    if tuple(target.shape) != shape:
+def _box(item: ReadItem, whole: Shape, dtype: torch.dtype, target: torch.Tensor) -> BoxPicker:
+    name = item.storage_index.fqn
+    if tuple(target.shape) != tuple(item.lengths):
         raise ValueError(
-            f"{item.storage_index.fqn}: the planner gives a tensor of shape {tuple(target.shape)} "
-            f"for a box of shape {shape}"
+            f"{name}: the planner gives a tensor of shape {tuple(target.shape)} for a box of "
+            f"shape {tuple(item.lengths)}"
         )
-    strides = contiguous_strides(chunk.shape)
-    first = sum(low * step for low, step in zip(start, strides, strict=True)) * itemsize
-    last = first + span_elements(shape, strides) * itemsize
-    if flat_first(chunk.shape, start, shape) is not None:
-        place = _shifted(TensorTarget(target).place((0,) * len(shape), shape), first)
-        return (ChunkRead(stored.record.name, chunk, first, last), place), []
-    span = torch.empty((last - first) // itemsize, dtype=stored.record.element.torch)
-    place = _shifted(TensorTarget(span).place((0,), tuple(span.shape)), first)
-
-    def pick() -> None:
-        target.copy_(span.as_strided(shape, strides))
-
-    return (ChunkRead(stored.record.name, chunk, first, last), place), [pick]
+    check_target(target, dtype, name)
+    return BoxPicker(target, dtype, whole, tuple(item.storage_offsets))
 
 
-def _shifted(place: Place, first: int) -> Place:
-    """The place of a whole chunk, of which byte `first` goes where `place` begins."""
-    if place.address is not None:
-        return Place(place.address - first, None)
-    deliver = place.deliver
-    assert deliver is not None
-    return Place(None, lambda at, data: deliver(at - first, data))
+def _plan_read(stored: StoredChunk, item: ReadItem, target: torch.Tensor) -> PlacedRead:
+    """What to read for an item, and where it goes."""
+    chunk = stored.chunk
+    box = _box(item, chunk.shape, stored.record.element.torch, target)
+    first, last = _bytes_of(box)
+    return ChunkRead(stored.record.name, chunk, first, last), place_of_box(box)
 
 
-def _narrowed(tensor: torch.Tensor, item: ReadItem) -> torch.Tensor:
-    for axis, (low, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        tensor = tensor.narrow(axis, low, size)
-    return tensor
+def _copy_part(source: ByteSource, item: ReadItem, target: torch.Tensor) -> None:
+    """Reads a box of a view of another tensor's bytes, a checksum block's length at a time."""
+    box = _box(item, source.shape, source.dtype, target)
+    first, last = _bytes_of(box)
+    for low in range(first, last, CRC_BLOCK_BYTES):
+        raw = np.empty(min(CRC_BLOCK_BYTES, last - low), np.uint8)
+        source.read(low, raw.data)
+        box(low, raw.data)
+
+
+def _bytes_of(box: BoxPicker) -> tuple[int, int]:
+    """Bytes [first, last) of its chunk from the first to the last element of a box."""
+    strides, shape = contiguous_strides(box.whole), tuple(box.target.shape)
+    first = sum(low * step for low, step in zip(box.start, strides, strict=True))
+    itemsize = box.dtype.itemsize
+    return first * itemsize, (first + span_elements(shape, strides)) * itemsize
 
 
 def _committed(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Finish:
