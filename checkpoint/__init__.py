@@ -13,7 +13,7 @@ from checkpoint.errors import (
 from checkpoint.export import export_safetensors, write_safetensors
 from checkpoint.group import GroupCoordinator
 from checkpoint.loading import list_tensors, load
-from checkpoint.manager import Manager
+from checkpoint.manager import LoadedStep, Manager
 from checkpoint.pending import PendingSave
 from checkpoint.records import SaveInfo
 from checkpoint.saving import save, save_async
@@ -30,6 +30,7 @@ __all__ = [
     "CorruptCheckpointError",
     "GroupCoordinator",
     "IncompleteCheckpointError",
+    "LoadedStep",
     "Manager",
     "PartialSink",
     "PartialSource",

@@ -46,6 +46,8 @@ class SavePlan:
     state: StatePlan
     fillers: tuple[Filler, ...]
     slots: tuple[Slots, ...]
+    saved: int
+    """When, for the manifest: nanoseconds since 1970."""
     ranks: RankPlan | None = None
     """Of a save by several ranks; `state` is that of this one, `fillers` what it writes."""
 
@@ -72,7 +74,7 @@ def commit(
     destination, path = plan.destination, plan.path
     files = RankFiles(destination, 0, plan.fillers)
     draft = _Draft(plan, files, on_staged)
-    with new_directory(path), locked(path), ExitStack() as undo:
+    with new_directory(path), locked(path, make=True), ExitStack() as undo:
         check_replaceable(path)
         # 0. Room, with what killed saves left out of the way.
         clear_leftovers(path)
@@ -154,6 +156,7 @@ def manifest_of(plan: SavePlan, ranks: Sequence[RankRecords]) -> Manifest:
             for index, tensor in enumerate(plan.state.tensors)
         ),
         tree=plan.state.tree,
+        saved=plan.saved,
     )
 
 

@@ -85,7 +85,7 @@ def together(coordinator: Coordinator, step: Callable[[], T]) -> list[T]:
 def _prepare(plan: SavePlan, held: ExitStack, undo: ExitStack) -> None:
     destination, path = plan.destination, plan.path
     held.enter_context(new_directory(path))
-    held.enter_context(locked(path))
+    held.enter_context(locked(path, make=True))
     check_replaceable(path)
     clear_leftovers(path)
     undo.callback(discard_generation, path, destination.uuid)

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -94,6 +95,7 @@ class _Save:
             storages=(),
             tensors=tuple(tensors),
             tree=build_tree(leaves, metadata.planner_data),
+            saved=time.time_ns(),
         )
 
 
@@ -232,7 +234,7 @@ class StorageWriter(TorchStorageWriter):
         if not self.path.exists():
             self._undo.callback(_remove_if_empty, self.path)
         make_directory(self.path)
-        self._lock.enter_context(locked(self.path))
+        self._lock.enter_context(locked(self.path, make=True))
         check_replaceable(self.path)
         clear_leftovers(self.path)
         self._undo.callback(discard_generation, self.path, destination.uuid)

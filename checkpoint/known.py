@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.locate import check_data_file, read_manifest
+from checkpoint.errors import CorruptCheckpointError
+from checkpoint.locate import check_data_file, peek_saved, read_manifest
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.records import Manifest
 
@@ -28,9 +29,20 @@ class KnownManifests:
         if stamp is not None:
             self._known[checkpoint] = stamp, _files_of(manifest)
 
-    def check(self, checkpoint: Path) -> None:
-        """Raises what `read_manifest` and `check_data_file` do if a checkpoint is not whole."""
-        stamp = _stamp(checkpoint)
+    def check(self, checkpoint: Path) -> Manifest:
+        """The manifest of a checkpoint that is whole, without its tensors and its tree.
+
+        Raises what `read_manifest` and `check_data_file` do if it is not whole.
+        """
+        while True:
+            stamp = _stamp(checkpoint)
+            try:
+                return self._checked(checkpoint, stamp)
+            except CorruptCheckpointError:
+                if _stamp(checkpoint) == stamp:
+                    raise  # else it was removed or saved over meanwhile, and is no damage
+
+    def _checked(self, checkpoint: Path, stamp: _Stamp | None) -> Manifest:
         known = self._known.get(checkpoint)
         if stamp is None or known is None or known[0] != stamp:
             manifest = _files_of(read_manifest(checkpoint))
@@ -40,6 +52,16 @@ class KnownManifests:
             manifest = known[1]
         for file in manifest.files:
             check_data_file(manifest, checkpoint, file)
+        return manifest
+
+    def saved(self, checkpoint: Path) -> int | None:
+        """When a checkpoint was saved, as far as its manifest says so without being checked; None
+        where there is none or it does not say.
+        """
+        known = self._known.get(checkpoint)
+        if known is not None and known[0] == _stamp(checkpoint):
+            return known[1].saved
+        return peek_saved(checkpoint)
 
     def forget(self, checkpoint: Path) -> None:
         """The checkpoint is gone."""

@@ -152,31 +152,75 @@ def _remove_data_directory(directory: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keeps a second save to the same place away, of this process or another, until the end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def locked(path: Path, *, make: bool = False) -> Iterator[None]:
+    """Keeps a second save to the same place away, of this process or another, until the end.
+
+    The directory may be removed before the lock on it is had; with `make` it is made again then.
+    Raises BlockingIOError if another save has the lock, FileNotFoundError without `make`.
+    """
+    descriptor = _lock(path, make)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(
-                error.errno, "another save to this checkpoint is still running", str(path)
-            ) from error
         yield
     finally:
         os.close(descriptor)
 
 
-def remove_checkpoint(checkpoint: Path) -> None:
-    """Removes a checkpoint, its data wherever they are, and its directory if nothing else is there.
+def _lock(path: Path, make: bool) -> int:
+    """A descriptor that has the lock on what is at `path` now, and not on what was there before."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if not make:
+                raise
+            path.mkdir(exist_ok=True)
+            sync_directory(path.parent)
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, path):
+                return descriptor
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise BlockingIOError(
+                error.errno, "another save to this checkpoint is still running", str(path)
+            ) from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
-    The manifest goes first, durably: what is left of an interrupted removal is no checkpoint.
-    Raises BlockingIOError if a save to it is running, OSError for what will not go.
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def remove_checkpoint(checkpoint: Path, uuid: str | None) -> bool:
+    """Removes the checkpoint of this id (None: what saves that never finished left), its data
+    wherever they are, and its directory if nothing else is there. Gives whether it did.
+
+    What is there is looked at under the lock: where a save has put something else in the meantime,
+    nothing is removed. The manifest goes first, durably: what is left of an interrupted removal is
+    no checkpoint. Raises BlockingIOError if a save to it is running, FileNotFoundError if it is
+    gone, CorruptCheckpointError if its manifest is damaged by now, OSError for what will not go.
     """
     with locked(checkpoint):
+        if _uuid_of(checkpoint) != uuid:
+            return False
         (checkpoint / MANIFEST_NAME).unlink(missing_ok=True)
         sync_directory(checkpoint)
-        for uuid in generations(checkpoint):
-            remove_generation(checkpoint, uuid)
+        for generation in generations(checkpoint):
+            remove_generation(checkpoint, generation)
         if not any(checkpoint.iterdir()):
             checkpoint.rmdir()
+    return True
+
+
+def _uuid_of(checkpoint: Path) -> str | None:
+    try:
+        return read_manifest(checkpoint).uuid
+    except IncompleteCheckpointError:
+        return None

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.manifest import FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode_manifest
 from checkpoint.records import FileRecord, Manifest
 
 _HEAD_BYTES = 4096
+_SAVED = re.compile(rb'^"saved":([0-9]{1,19}),$', re.MULTILINE)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -35,18 +40,41 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return decode_manifest(raw, path)
 
 
+def peek_saved(checkpoint: Path) -> int | None:
+    """When the checkpoint at a path was saved, from the beginning of its manifest, unchecked.
+
+    None where nothing of the kind can be read.
+    """
+    try:
+        with open_regular_file(checkpoint / MANIFEST_NAME) as (file, _):
+            match = _SAVED.search(file.read(_HEAD_BYTES))
+    except (OSError, CorruptCheckpointError):
+        return None
+    return None if match is None else int(match[1])
+
+
 def _read_regular_file(path: Path, limit: int) -> bytes:
-    """A pipe or a device of this name would block or never end, so the kind is looked at first."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CorruptCheckpointError("not a regular file", path=path)
-        if status.st_size > limit:
+    with open_regular_file(path) as (file, nbytes):
+        if nbytes > limit:
             raise CorruptCheckpointError(
-                f"{status.st_size} bytes, more than the {limit} that a manifest may have", path=path
+                f"{nbytes} bytes, more than the {limit} that a manifest may have", path=path
             )
         return file.read(limit + 1)
+
+
+@contextmanager
+def open_regular_file(path: Path, *, follow: bool = True) -> Iterator[tuple[BinaryIO, int]]:
+    """A file to read, and its size. A pipe or a device of this name would block or never end, so
+    the kind is looked at first; without `follow` a link is not a file.
+
+    Raises CorruptCheckpointError for what is no regular file, OSError.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError("not a regular file", path=path)
+        yield file, status.st_size
 
 
 def is_finished(checkpoint: Path) -> bool:

@@ -1,7 +1,12 @@
 """`Manager`: a series of checkpoints by step, the old ones removed, the damaged ones passed over.
 
-Every checkpoint is `<root>/step-<step>`. Which is the latest is found by reading manifests; there
-is no file that points to it and could point wrong.
+Every checkpoint is `<root>/step-<step>`. Which is the latest is found by reading manifests, which
+say when they were saved; there is no file that points to it and could point wrong.
+
+A run that goes back to an earlier step and saves from there has its newest checkpoint at a lower
+step than others have. The latest is the one that was saved last, and what is kept are those that
+were saved last. So a save is never removed by its own retention, and the steps that were given up
+are removed as they become old.
 
 Invariants over ranks: a step counts where every rank finds it whole, so all load the same one; rank
 0 alone removes, after the commit.
@@ -9,11 +14,13 @@ Invariants over ranks: a step counts where every rank finds it whole, so all loa
 
 from __future__ import annotations
 
+import enum
 import errno
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,25 +33,44 @@ from checkpoint.guard import Guard
 from checkpoint.known import KnownManifests
 from checkpoint.leftovers import remove_checkpoint
 from checkpoint.loading import load
-from checkpoint.locate import is_finished
 from checkpoint.memory import KeptMemory
 from checkpoint.pending import PendingSave
 from checkpoint.records import SaveInfo
-from checkpoint.saving import PathLike, save, start_save
+from checkpoint.saving import PathLike, save_after, start_save
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_MAX_LISTINGS = 100
+"""Of a root in which another process saves and removes while this one looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStep:
+    """What `Manager.load` loaded. `passed_over` are steps that were saved later and are damaged."""
+
+    step: int
+    passed_over: tuple[int, ...]
+
+
+class _Verdict(enum.StrEnum):
+    """What is found of a step: the weakest of what the ranks find counts."""
+
+    WHOLE = "whole"
+    ABSENT = "absent"
+    """Removed since it was listed; or a save that runs or was killed, which is no damage."""
+    DAMAGED = "damaged"
 
 
 class Manager:
     """Checkpoints of one run under `root`, made if missing.
 
-    The newest `keep` are kept (None: all), and besides them every one whose step is a multiple of
-    `keep_every`. Older ones are removed when a new one is durable. `stripe_dirs`, `engine` and
-    `coordinator` are as in `save`. Not for several processes at once on one root, unless they are
-    the ranks of a `coordinator`.
+    The `keep` that were saved last are kept (None: all), and besides them every one whose step is a
+    multiple of `keep_every`. Older ones are removed when a new one is durable. `stripe_dirs`,
+    `engine` and `coordinator` are as in `save`. One process at a time saves to a root, or the ranks
+    of a `coordinator`; others may load from it meanwhile. A step that is a link to a directory is
+    loaded and never removed.
 
     With a `coordinator` every rank makes the same calls in the same order, but for `path`; each of
     them raises RankFailedError where another rank failed. `root` is where all ranks see it.
@@ -73,6 +99,8 @@ class Manager:
         self._pending: PendingSave | None = None
         self._memory = KeptMemory()
         self._known = KnownManifests()
+        self.loaded: LoadedStep | None = None
+        """What the last `load` loaded; None before the first."""
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is or would be."""
@@ -84,8 +112,9 @@ class Manager:
         """Saves the state of a step, then removes what is not to be kept. Raises as `save`."""
         path = self.path(step)
         self._settle()
-        info = save(state, path, self._stripe_dirs, self._engine, coordinator=self._ranks)
-        self.retire()
+        before = self._last_saved()
+        info = save_after(before, state, path, self._stripe_dirs, self._engine, self._ranks)
+        self._retire_after_save()
         return info
 
     def save_async(self, step: int, state: object, guard: Guard | None = None) -> PendingSave:
@@ -103,10 +132,11 @@ class Manager:
             self._stripe_dirs,
             guard,
             self._engine,
-            after=self.retire,
+            after=self._retire_after_save,
             memory=self._memory,
             on_committed=partial(self._known.add, path),
             coordinator=self._ranks,
+            before=self._last_saved(),
         )
         return self._pending
 
@@ -116,42 +146,65 @@ class Manager:
         Others are passed over with a warning that says what is wrong with them.
         """
         with self._turn():
-            return [step for step in self._candidates() if self._is_valid_everywhere(step)]
+            verdicts = dict(self._judged(self._judge))
+            listing = self._candidates()
+            return sorted(step for step in listing if verdicts.get(step) is _Verdict.WHOLE)
 
     def latest(self) -> int | None:
-        """The newest step that can be loaded; None if there is none."""
+        """The step that was saved last, of those that can be loaded; None if there is none."""
         with self._turn():
-            newest_first = reversed(self._candidates())
-            return next((step for step in newest_first if self._is_valid_everywhere(step)), None)
+            judged = self._judged(self._judge)
+            return next((step for step, verdict in judged if verdict is _Verdict.WHOLE), None)
 
     def load(self, step: int | None = None, **options: Any) -> Any:
-        """Loads a step, or the newest one that is whole; `options` are those of `load`.
+        """Loads a step, or of those that are whole the one that was saved last; `options` are those
+        of `load`.
 
         Without a step, one whose data turn out to be damaged is passed over with a warning for the
-        one before, by all ranks if any of them finds it so. Raises FileNotFoundError if there is
-        none to load, and what `load` raises.
+        one before, by all ranks if any of them finds it so. `loaded` says then which step it was
+        and which were passed over, and so does the log. Raises FileNotFoundError if there is none
+        to load, and what `load` raises.
         """
         with self._turn():
             self._check_same(step)
             if step is not None:
                 path = self.path(step)
-                return self._together(lambda: load(path, **options))
-            for candidate in reversed(self._candidates()):
-                found: list[Any] = []
-                if self._everywhere(candidate, partial(self._attempt, candidate, options, found)):
-                    return found[0]
+                state = self._together(lambda: load(path, **options))
+                self._tell(step, [])
+                return state
+            found: list[Any] = []
+            passed_over: list[int] = []
+            for candidate, verdict in self._judged(partial(self._attempt, options, found)):
+                if verdict is _Verdict.WHOLE:
+                    self._tell(candidate, passed_over)
+                    return found[-1]
+                found.clear()
+                if verdict is _Verdict.DAMAGED and candidate not in passed_over:
+                    passed_over.append(candidate)
         raise FileNotFoundError(errno.ENOENT, "there is no checkpoint to load", str(self.root))
 
-    def _attempt(self, step: int, options: dict[str, Any], found: list[Any]) -> bool:
-        """Whether a step could be loaded; what it held is added to `found`."""
+    def _attempt(self, options: dict[str, Any], found: list[Any], step: int) -> _Verdict:
+        """Loads a step and adds what it held to `found`."""
         try:
             found.append(load(self.path(step), **options))
         except (FileNotFoundError, IncompleteCheckpointError):
-            return False
+            return _Verdict.ABSENT
         except CorruptCheckpointError as error:
             _pass_over(self.path(step), error)
-            return False
-        return True
+            return _Verdict.DAMAGED
+        return _Verdict.WHOLE
+
+    def _tell(self, step: int, passed_over: Sequence[int]) -> None:
+        self.loaded = LoadedStep(step, tuple(passed_over))
+        if passed_over:
+            logger.warning(
+                "%s: step %d was loaded; saved later, damaged and passed over: %s",
+                self.root,
+                step,
+                ", ".join(map(str, passed_over)),
+            )
+        else:
+            logger.info("%s: step %d was loaded", self.root, step)
 
     # Agreeing with the other ranks.
 
@@ -174,20 +227,39 @@ class Manager:
             if given != steps[0]:
                 raise ValueError(f"rank 0 loads step {steps[0]}, rank {rank} step {given}")
 
+    def _judged(self, judge: Callable[[int], _Verdict]) -> Iterator[tuple[int, _Verdict]]:
+        """Every step with what the ranks find of it, the one that was saved last first.
+
+        A listing is outdated when another process removes what is in it and saves anew. Where
+        something is absent all is listed and judged again, until nothing changes any more.
+        """
+        before: list[int] | None = None
+        for _ in range(_MAX_LISTINGS):
+            listing = self._candidates()
+            if listing == before:
+                return
+            before = listing
+            absent = not listing
+            for step in listing:
+                verdict = self._everywhere(step, judge)
+                absent = absent or verdict is _Verdict.ABSENT
+                yield step, verdict
+            if not absent:
+                return
+
     def _candidates(self) -> list[int]:
-        """What rank 0 finds, on every rank."""
-        return together(self._ranks, lambda: self._found() if self._ranks.rank == 0 else [])[0]
+        """What rank 0 finds, on every rank; what was saved last comes first."""
+        return together(self._ranks, lambda: self._ordered() if self._ranks.rank == 0 else [])[0]
 
-    def _is_valid_everywhere(self, step: int) -> bool:
-        return self._everywhere(step, lambda: self._is_valid(step))
-
-    def _everywhere(self, step: int, is_good: Callable[[], bool]) -> bool:
-        """Whether a step is good on every rank."""
-        answers = together(self._ranks, is_good)
-        if any(answers) and not all(answers):
-            lacking = [rank for rank, good in enumerate(answers) if not good]
+    def _everywhere(self, step: int, judge: Callable[[int], _Verdict]) -> _Verdict:
+        """What all ranks together find of a step."""
+        answers = [_Verdict(answer) for answer in together(self._ranks, lambda: judge(step))]
+        lacking = [rank for rank, answer in enumerate(answers) if answer is not _Verdict.WHOLE]
+        if lacking and len(lacking) < len(answers):
             logger.warning("%s is passed over: not whole on ranks %s", self.path(step), lacking)
-        return all(answers)
+        return next(
+            (v for v in (_Verdict.DAMAGED, _Verdict.ABSENT) if v in answers), _Verdict.WHOLE
+        )
 
     # What this rank sees.
 
@@ -197,48 +269,92 @@ class Manager:
             self._pending = None
 
     def _found(self) -> list[int]:
-        """Every step there is something of."""
+        """Every step there is something of. What is no directory is no step."""
         if not self.root.is_dir():
             return []
-        matches = (_NAME.fullmatch(entry.name) for entry in self.root.iterdir())
+        entries = [entry for entry in self.root.iterdir() if entry.is_dir()]
+        matches = (_NAME.fullmatch(entry.name) for entry in entries)
         return sorted(int(match[1]) for match in matches if match is not None)
 
-    def _whole(self) -> list[int]:
-        return [step for step in self._found() if self._is_valid(step)]
+    def _ordered(self) -> list[int]:
+        """Every step there is something of, those first that do not say when they were saved: they
+        are damaged or unfinished. What was saved last comes next.
+        """
 
-    def _is_valid(self, step: int) -> bool:
+        def order(step: int) -> tuple[bool, int, int]:
+            saved = self._known.saved(self.path(step))
+            return saved is None, saved or 0, step
+
+        return sorted(self._found(), key=order, reverse=True)
+
+    def _last_saved(self) -> int:
+        """When the newest checkpoint was saved, in nanoseconds since 1970; a clock may be wrong."""
+        if self._ranks.rank:
+            return 0  # the manifest is written by rank 0
+        saved = (self._known.saved(self.path(step)) for step in self._found())
+        return max((when for when in saved if when is not None), default=0)
+
+    def _judge(self, step: int) -> _Verdict:
         path = self.path(step)
         try:
             self._known.check(path)
         except (FileNotFoundError, IncompleteCheckpointError):
-            # Removed since it was listed; or a save that runs or was killed, which is no damage.
-            return False
+            return _Verdict.ABSENT
         except CorruptCheckpointError as error:
             _pass_over(path, error)
-            return False
-        return True
+            return _Verdict.DAMAGED
+        return _Verdict.WHOLE
 
     def retire(self) -> None:
         """Removes what is not to be kept, and what killed saves left.
 
         Saves of this manager do so themselves. It is for checkpoints that something else saves at
         `path(step)`, as `OffloadedModel.save` does; call it when none of these saves is running.
-        Damaged checkpoints stay, for somebody to look at. Of several ranks the first one removes,
-        and nobody waits for it.
+        Damaged checkpoints stay, for somebody to look at; they do not count as kept. What cannot be
+        removed is a warning. Of several ranks the first one removes, and nobody waits for it.
         """
         if self._ranks.rank:
             return
-        unfinished = [step for step in self._found() if not is_finished(self.path(step))]
-        old = [] if self._keep is None else self._whole()[: -self._keep]
-        dispensable = [step for step in old if not self._keep_every or step % self._keep_every]
-        for step in sorted(unfinished + dispensable):
-            try:
-                remove_checkpoint(self.path(step))
-                self._known.forget(self.path(step))
-            except BlockingIOError:  # it is being saved
+        finished: list[tuple[int, int, str]] = []
+        for step in self._found():
+            path = self.path(step)
+            if path.is_symlink():
                 continue
-            except OSError as error:
-                logger.warning("%s: cannot be removed: %s", self.path(step), error)
+            with _warned(path):
+                try:
+                    manifest = self._known.check(path)
+                except IncompleteCheckpointError:
+                    self._remove(step, None)
+                else:
+                    finished.append((manifest.saved, step, manifest.uuid))
+        old = [] if self._keep is None else sorted(finished)[: -self._keep]
+        for _, step, uuid in old:
+            if not self._keep_every or step % self._keep_every:
+                self._remove(step, uuid)
+
+    def _retire_after_save(self) -> None:
+        """The save itself is done, whatever becomes of old ones."""
+        with _warned(self.root):
+            self.retire()
+
+    def _remove(self, step: int, uuid: str | None) -> None:
+        path = self.path(step)
+        with _warned(path):
+            if remove_checkpoint(path, uuid):
+                self._known.forget(path)
+
+
+@contextmanager
+def _warned(path: Path) -> Iterator[None]:
+    """Of what is in the way of removing a checkpoint."""
+    try:
+        yield
+    except (BlockingIOError, FileNotFoundError):  # it is being saved; or somebody removed it
+        pass
+    except CorruptCheckpointError as error:
+        _pass_over(path, error)
+    except OSError as error:
+        logger.warning("%s: cannot be removed: %s", path, error)
 
 
 def _pass_over(path: Path, error: ValueError) -> None:

@@ -55,6 +55,7 @@ def encode_manifest(manifest: Manifest, tree_text: str | None = None) -> bytes:
         "version": VERSION,
         "uuid": manifest.uuid,
         "world_size": manifest.world_size,
+        **({"saved": manifest.saved} if manifest.saved else {}),
         "roots": manifest.roots,
         "files": [_file_node(file) for file in manifest.files],
         "storages": manifest.storages,
@@ -200,7 +201,7 @@ _MANIFEST_KEYS = {"sha256", "format", "version", "uuid", "world_size", "roots"} 
 
 
 def _manifest(node: dict[str, Any]) -> Manifest:
-    _keys(node, _MANIFEST_KEYS, set(), "manifest")
+    _keys(node, _MANIFEST_KEYS, {"saved"}, "manifest")
     return Manifest(
         uuid=_as_text(node["uuid"]),
         world_size=_integer(node, "world_size", low=1),
@@ -209,6 +210,7 @@ def _manifest(node: dict[str, Any]) -> Manifest:
         storages=tuple(_items(node, "storages", _as_size)),
         tensors=tuple(_items(node, "tensors", _tensor)),
         tree=node["tree"],
+        saved=_integer(node, "saved") if "saved" in node else 0,
     )
 
 

@@ -86,6 +86,8 @@ class Manifest:
     storages: tuple[int, ...]
     tensors: tuple[TensorRecord, ...]
     tree: Any
+    saved: int = 0
+    """When, in nanoseconds since 1970; 0 if it does not say."""
 
     @property
     def nbytes(self) -> int:

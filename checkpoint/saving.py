@@ -64,11 +64,27 @@ def save(
     path is running; OSError naming the file if writing fails, after removing all it had written;
     RankFailedError if another rank failed.
     """
-    started = time.perf_counter()
     ranks = coordinator or SingleProcess()
+    return save_after(0, state, path, stripe_dirs, engine, ranks, staging_bytes=staging_bytes)
+
+
+def save_after(
+    before: int,
+    state: object,
+    path: PathLike,
+    stripe_dirs: Sequence[PathLike] | None,
+    engine: Engine | None,
+    ranks: Coordinator,
+    *,
+    staging_bytes: int = STAGING_BYTES,
+) -> SaveInfo:
+    """`save`, of which the manifest says that it was later than `before` (nanoseconds since 1970),
+    whatever the clock says.
+    """
+    started = time.perf_counter()
     ranks.begin()
     try:
-        plan = plan_save(state, path, stripe_dirs, ranks, staging_bytes)
+        plan = plan_save(state, path, stripe_dirs, ranks, staging_bytes, before)
         _settle(plan.path, ranks)
         return _run(plan, engine, started, ranks)
     finally:
@@ -122,10 +138,11 @@ def start_save(
     memory: KeptMemory | None = None,
     on_committed: Callable[[Manifest], None] | None = None,
     coordinator: Coordinator | None = None,
+    before: int = 0,
 ) -> PendingSave:
     """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
     for its copies that is kept for the next one. `on_committed` is given the manifest of a save by
-    one process.
+    one process. `before` is as in `save_after`.
     """
     started = time.perf_counter()
     if guard is not None:
@@ -134,7 +151,7 @@ def start_save(
     ranks.begin()
     early = None
     try:
-        plan = plan_save(state, path, stripe_dirs, ranks, staging_bytes or STAGING_BYTES)
+        plan = plan_save(state, path, stripe_dirs, ranks, staging_bytes or STAGING_BYTES, before)
         _settle(plan.path, ranks)
         if guard is None:
             early = EarlyStage(plan.fillers, _budget(plan, staging_bytes), memory)
@@ -227,8 +244,10 @@ def plan_save(
     stripe_dirs: Sequence[PathLike] | None,
     coordinator: Coordinator,
     staging_bytes: int,
+    before: int = 0,
 ) -> SavePlan:
     """Decides everything about a save and touches nothing; raises what `save` does before that."""
+    saved = max(time.time_ns(), before + 1)
     if coordinator.world_size == 1:
         target, stripes, state_plan = _checked(state, path, stripe_dirs)
         check_whole(state_plan)
@@ -236,7 +255,7 @@ def plan_save(
         files = plan_files(state_plan, uuid=uuid, rank=0, weights=weights)
         sources = [state_plan.sources_of(file) for file in files]
         return _save_plan(
-            Destination(target, uuid, stripes), state_plan, files, sources, staging_bytes
+            Destination(target, uuid, stripes), state_plan, files, sources, staging_bytes, saved
         )
     found: list[tuple[Path, tuple[Path, ...], StatePlan]] = []
 
@@ -250,7 +269,7 @@ def plan_save(
     ranks = plan_rank(state_plan, coordinator, uuid=uuid, stripes=stripes)
     destination = Destination(target, uuid, ranks.stripes, ranks.own)
     sources = [ranks.sources_of(file) for file in ranks.files]
-    plan = _save_plan(destination, state_plan, ranks.files, sources, staging_bytes)
+    plan = _save_plan(destination, state_plan, ranks.files, sources, staging_bytes, saved)
     return replace(plan, ranks=ranks)
 
 
@@ -274,6 +293,7 @@ def _save_plan(
     files: Sequence[FilePlan],
     sources: Sequence[Sequence[Source]],
     staging_bytes: int,
+    saved: int,
 ) -> SavePlan:
     share = staging_bytes // len(files)
     return SavePlan(
@@ -281,6 +301,7 @@ def _save_plan(
         state=state_plan,
         fillers=tuple(Filler(file, own) for file, own in zip(files, sources, strict=True)),
         slots=tuple(plan_slots(file.layout.nbytes, share) for file in files),
+        saved=saved,
     )
 
 

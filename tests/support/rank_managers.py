@@ -15,6 +15,7 @@ import torch.distributed as dist
 import checkpoint
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.known import KnownManifests
+from checkpoint.records import Manifest
 from tests.support.rank_jobs import complaint
 
 NUMEL = 100_000
@@ -125,10 +126,10 @@ def _unreadable(*paths: Path) -> Iterator[None]:
     """These checkpoints are damaged as far as this rank can see."""
     check = KnownManifests.check
 
-    def check_some(self: KnownManifests, path: Path) -> None:
+    def check_some(self: KnownManifests, path: Path) -> Manifest:
         if path in paths:
             raise CorruptCheckpointError("not what this rank sees", path=path)
-        check(self, path)
+        return check(self, path)
 
     logging.getLogger("checkpoint.manager").setLevel(logging.ERROR)
     with mock.patch.object(KnownManifests, "check", check_some):

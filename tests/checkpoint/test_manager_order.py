@@ -1,0 +1,192 @@
+"""A series of checkpoints whose run went back to an earlier step, and one that others write to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpoint
+from checkpoint.leftovers import locked
+from checkpoint.manifest import MANIFEST_NAME
+from tests.checkpoint.test_manager import damage_data, state
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_after_going_back_is_kept_and_is_the_latest(
+    tmp_path: Path, background: bool
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=3)
+    for step in (1000, 2000, 3000, 4000):
+        manager.save(step, state(step))
+    for step in (1100, 1200):
+        if background:
+            manager.save_async(step, state(step)).result()
+        else:
+            manager.save(step, state(step))
+        assert manager.latest() == step
+        assert checkpoint.Manager(tmp_path).load()["step"] == step
+    assert manager.steps() == [1100, 1200, 4000], "the three that were saved last"
+    manager.save(1300, state(1300))
+    assert manager.steps() == [1100, 1200, 1300]
+
+
+def test_a_copied_series_has_the_order_of_the_original(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path / "run")
+    for step in (20, 30, 10):
+        manager.save(step, state(step))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for at, step in enumerate((10, 20, 30)):
+        os.utime(tmp_path / "copy" / f"step-{step}" / MANIFEST_NAME, (at, at))
+    assert checkpoint.Manager(tmp_path / "copy").latest() == 10
+
+
+def test_a_clock_that_is_set_back_does_not_change_the_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.save(1, state(1))
+    monkeypatch.setattr("time.time_ns", lambda: 5)
+    manager.save(2, state(2))
+    assert manager.steps() == [2]
+    manager.save_async(3, state(3)).result()
+    assert checkpoint.Manager(tmp_path).steps() == [3]
+
+
+def test_a_load_says_which_step_it_is_and_which_were_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=None)
+    for step in (1, 2, 3, 4):
+        manager.save(step, state(step))
+    damage_data(manager.path(4))
+    (manager.path(3) / MANIFEST_NAME).write_text("{}")
+    assert checkpoint.Manager(tmp_path).loaded is None
+    caplog.set_level(logging.INFO)
+    assert manager.load()["step"] == 2
+    assert manager.loaded == checkpoint.LoadedStep(2, passed_over=(3, 4))
+    (said,) = [r for r in caplog.records if "step 2 was loaded" in r.getMessage()]
+    assert said.levelno == logging.WARNING
+    assert "3, 4" in said.getMessage()
+    manager.load(1)
+    assert manager.loaded == checkpoint.LoadedStep(1, passed_over=())
+
+
+@pytest.mark.parametrize("plant", ["file", "pipe", "dangling link", "link to a file"])
+def test_what_is_no_directory_is_no_step(tmp_path: Path, plant: str) -> None:
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(7, state(7))
+    path = tmp_path / "step-8"
+    if plant == "file":
+        path.write_text("notes")
+    elif plant == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / ("missing" if plant == "dangling link" else "notes"))
+        (tmp_path / "notes").write_text("notes")
+    assert manager.steps() == [7]
+    assert manager.latest() == 7
+    assert manager.load()["step"] == 7
+    manager.save(9, state(9))
+    assert manager.steps() == [7, 9]
+    assert os.path.lexists(path)
+
+
+def test_a_step_that_is_a_link_is_loaded_and_never_removed(tmp_path: Path) -> None:
+    elsewhere = checkpoint.Manager(tmp_path / "elsewhere")
+    elsewhere.save(1, state(1))
+    manager = checkpoint.Manager(tmp_path / "run", keep=1)
+    manager.root.mkdir()
+    manager.path(1).symlink_to(elsewhere.path(1))
+    assert manager.load()["step"] == 1
+    for step in (2, 3):
+        manager.save(step, state(step))
+    assert manager.steps() == [1, 3]
+    assert elsewhere.load()["step"] == 1
+
+
+def test_an_error_while_old_ones_are_removed_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.save(1, state(1))
+
+    def fails(*_: object) -> bool:
+        raise PermissionError(13, "not allowed", "somewhere")
+
+    monkeypatch.setattr("checkpoint.manager.remove_checkpoint", fails)
+    assert manager.save(2, state(2)).num_tensors == 1
+    assert "cannot be removed" in caplog.text
+    monkeypatch.setattr(manager, "retire", fails)
+    assert manager.save(3, state(3)).num_tensors == 1
+    assert "not allowed" in caplog.text
+
+
+def test_a_step_that_is_finished_before_its_leftovers_are_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process saves between the look at a step and the lock."""
+    manager = checkpoint.Manager(tmp_path)
+    (tmp_path / "step-5" / "0badc0de").mkdir(parents=True)
+    before_the_lock(
+        monkeypatch, manager.path(5), lambda: checkpoint.save(state(5), manager.path(5))
+    )
+    manager.retire()
+    assert manager.load(5)["step"] == 5
+
+
+def test_an_old_step_that_is_saved_again_before_it_is_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    manager.save(1, state(1))
+    manager.save(2, state(2))
+    manager._keep = 1
+    before_the_lock(
+        monkeypatch, manager.path(1), lambda: checkpoint.save(state(8), manager.path(1))
+    )
+    manager.retire()
+    assert manager.load(1)["step"] == 8
+    assert manager.latest() == 1
+
+
+def before_the_lock(monkeypatch: pytest.MonkeyPatch, path: Path, action: Any) -> None:
+    """Does something once when the checkpoint at `path` is about to be locked."""
+    waiting = [action]
+
+    def late(checkpoint: Path, **options: Any) -> Any:
+        if checkpoint == path and waiting:
+            waiting.pop()()
+        return locked(checkpoint, **options)
+
+    monkeypatch.setattr("checkpoint.leftovers.locked", late)
+
+
+def test_a_load_beside_a_writer_that_keeps_one_finds_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each listing is outdated by the time it is used, until the writer stops."""
+    writer = checkpoint.Manager(tmp_path, keep=1)
+    writer.save(1, state(1))
+    reader = checkpoint.Manager(tmp_path)
+    found = reader._found
+    ahead = iter(range(2, 12))
+
+    def outdated() -> list[int]:
+        listing = found()
+        for step in ahead:
+            writer.save(step, state(step))
+            if step % 3 == 0:
+                break
+        return listing
+
+    monkeypatch.setattr(reader, "_found", outdated)
+    assert reader.load()["step"] == 11
+    ahead = iter(range(12, 22))
+    assert reader.latest() == 21
+    ahead = iter(range(22, 32))
+    assert reader.steps() == [31]
