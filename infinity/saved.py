@@ -28,6 +28,7 @@ from infinity.discovery import Record
 from infinity.gathered_weights import Weights
 from infinity.phases import Phases
 from infinity.saved_storage import SavedActivation
+from infinity.views import View, bytes_of
 
 _in_use: list[SavedTensors] = []
 """Those of all models that are offloaded now."""
@@ -35,14 +36,13 @@ _in_use: list[SavedTensors] = []
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedWeight:
-    """Elements of a parameter's weights, as they were at a generation."""
+    """A view of a parameter's weights, as they were at a generation and a version."""
 
     owner: SavedTensors
     index: int
     generation: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    version: int
+    view: View
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,9 +104,10 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         found = self._locate(tensor)
         if found is None:
             return None
-        index, offset = found
-        generation = self.generations[index]
-        return SavedWeight(self, index, generation, tensor.size(), tensor.stride(), offset)
+        index, start_bytes = found
+        version = self._records[index].parameter._version
+        view = View.of(tensor, start_bytes)
+        return SavedWeight(self, index, self.generations[index], version, view)
 
     def fetch(self, packed: SavedWeight) -> torch.Tensor:
         """Fetch what ``find`` found. Raises ``RuntimeError`` if it is not the same any more."""
@@ -121,11 +122,13 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                 f"{name} was updated by an optimizer step after the forward pass that this "
                 "backward pass belongs to; call backward before step"
             )
+        if packed.version != self._records[packed.index].parameter._version:
+            raise RuntimeError(
+                f"{name}, which is needed for the gradient, was changed in place after the forward "
+                "pass that this backward pass belongs to"
+            )
         self._phases.backward_works()
-        weight = self._weights.borrow(packed.index)
-        return weight.as_strided(
-            packed.size, packed.stride, weight.storage_offset() + packed.offset
-        )
+        return packed.view.over(self._weights.borrow(packed.index))
 
     def _check_version(self, saved: _SavedTensor) -> torch.Tensor:
         tensor = saved.tensor
@@ -138,33 +141,32 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
     def _locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(parameter, element offset in it) if ``tensor`` lies in the weights of one."""
-        if tensor.layout != torch.strided or not tensor.numel() or tensor.is_neg():
+        """(parameter, first byte of its weights) if ``tensor`` lies in the weights of one."""
+        if tensor.layout != torch.strided or not tensor.numel():
             return None
         storage = tensor.untyped_storage()
         index = self._weights.owner(storage._cdata)
         if index is not None:
-            plain = tensor.dtype == self._records[index].spec.dtype
-            return (index, int(tensor.storage_offset())) if plain and not tensor.is_conj() else None
+            return index, 0
         homes = self._homes.get(storage._cdata)
         if homes is None:
             return None
-        start = int(tensor.storage_offset())
-        position = bisect_right(homes, (start, len(self._records))) - 1
+        start, stop = bytes_of(tensor)
+        position = bisect_right(homes, start, key=lambda home: home[0]) - 1
         if position < 0:
             return None
-        first, index = homes[position]
-        return index, start - first
+        first, end, index = homes[position]
+        return (index, first) if stop <= end else None
 
 
-def _home_ranges(records: list[Record], weights: Weights) -> dict[int, list[tuple[int, int]]]:
-    """For each storage that weights at home lie in: sorted (first element, parameter)."""
-    ranges: dict[int, list[tuple[int, int]]] = {}
+def _home_ranges(records: list[Record], weights: Weights) -> dict[int, list[tuple[int, int, int]]]:
+    """For each storage that weights at home lie in: sorted (first byte, end, parameter)."""
+    ranges: dict[int, list[tuple[int, int, int]]] = {}
     for record in records:
         weight = weights.at_home(record.index)
-        if weight is not None:
+        if weight is not None and weight.numel():
             storage = weight.untyped_storage()._cdata
-            ranges.setdefault(storage, []).append((int(weight.storage_offset()), record.index))
+            ranges.setdefault(storage, []).append((*bytes_of(weight), record.index))
     for homes in ranges.values():
         homes.sort()
     return ranges
