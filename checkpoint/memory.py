@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
 
 from aio import Slab
+from checkpoint.cgroups import memory_limits
 
-_LIMITS = (
-    # Version 2, then version 1: the limit, and what counts against it.
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
-)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def available_bytes() -> int:
-    """Bytes that can be taken without swapping and without breaking a limit of this container."""
-    available = int(psutil.virtual_memory().available)
-    for limit, usage in _LIMITS:
-        try:
-            left = int(limit.read_text()) - int(usage.read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        available = min(available, max(left, 0))
-    return available
+    """Bytes that can be taken without swapping and without breaking a limit of the control group
+    of this process or of one above it.
+    """
+    left = (limit.left_bytes for limit in memory_limits())
+    return min([int(psutil.virtual_memory().available), *left])
+
+
+def machine_bytes() -> int:
+    """Bytes that this process could take if it had the machine, or what its control groups allow
+    of it, to itself.
+    """
+    limits = (limit.limit_bytes for limit in memory_limits())
+    return min([int(psutil.virtual_memory().total), *limits])
+
+
+def machine() -> str:
+    """Tells machines apart; containers of one machine are on the same."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename
 
 
 def staging_slab(nbytes: int) -> Slab:

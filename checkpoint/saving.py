@@ -22,7 +22,7 @@ from checkpoint.early import COPY_SLOT_BYTES, EarlyStage
 from checkpoint.filling import Filler
 from checkpoint.guard import Guard, check_guard, hold_back
 from checkpoint.manifest import check_limits
-from checkpoint.memory import KeptMemory, available_bytes
+from checkpoint.memory import KeptMemory, available_bytes, machine
 from checkpoint.pending import PendingSave, begin, settle
 from checkpoint.planning import FilePlan, StatePlan, plan_files, plan_state
 from checkpoint.rank_planning import check_same_place, check_whole, plan_rank
@@ -152,9 +152,9 @@ def start_save(
     early = None
     try:
         plan = plan_save(state, path, stripe_dirs, ranks, staging_bytes or STAGING_BYTES, before)
-        _settle(plan.path, ranks)
+        sharing = _settle(plan.path, ranks)
         if guard is None:
-            early = EarlyStage(plan.fillers, _budget(plan, staging_bytes), memory)
+            early = EarlyStage(plan.fillers, _budget(plan, staging_bytes, sharing), memory)
         else:
             plan = _with_large_slots(plan, staging_bytes or STAGING_BYTES)
     except BaseException:
@@ -192,22 +192,26 @@ def start_save(
     return pending
 
 
-def _settle(path: Path, ranks: Coordinator) -> None:
-    """`settle`; an error that one rank has not been told yet ends the save on all of them."""
+def _settle(path: Path, ranks: Coordinator) -> int:
+    """`settle`; an error that one rank has not been told yet ends the save on all of them. Returns
+    how many ranks are on this machine.
+    """
     try:
         settle(path)
     except Exception as error:
         ranks.exchange(error)
         raise
-    ranks.exchange(None)
+    return ranks.exchange(machine()).count(machine())
 
 
-def _budget(plan: SavePlan, staging_bytes: int | None) -> int:
-    """Memory for a copy of the state: what was given, else what it needs if there is that much."""
+def _budget(plan: SavePlan, staging_bytes: int | None, sharing: int) -> int:
+    """Memory for a copy of the state: what was given, else what it needs if this rank's part of
+    the memory that so many share has that much.
+    """
     if staging_bytes is not None:
         return staging_bytes
     needed = sum(filler.plan.layout.nbytes + 2 * COPY_SLOT_BYTES for filler in plan.fillers)
-    return min(needed, max(available_bytes() // 2, STAGING_BYTES))
+    return min(needed, max(available_bytes() // 2 // sharing, STAGING_BYTES))
 
 
 def _run(

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
+import torch.distributed as dist
 
+from checkpoint.memory import available_bytes
 from infinity.activation_tiers import ActivationShare, mode_of
 from infinity.discovery import RESIDENT_ELEMENTS
 from infinity.optimizer import AdamW, OptimizerFactory
@@ -112,7 +113,7 @@ def make_budget(
     default.
     """
     if host_memory is None:
-        host_memory = psutil.virtual_memory().available // 2
+        host_memory = available_bytes() // 2
     device_bytes = None
     if device_memory is not None:
         device_bytes = parse_bytes(device_memory, name="device_memory")
@@ -170,3 +171,12 @@ def device_of(device: torch.device | str | None) -> torch.device:
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: this torch sees no CUDA device")
     return chosen
+
+
+def budget_of_rank(host_memory: int | str | None) -> int:
+    """Bytes of host memory for one rank that knows its group only as that of the whole job: by
+    default its part of half of what is free, as if all ranks were on this machine and looked at
+    the same free memory.
+    """
+    shared = host_memory is None and dist.is_available() and dist.is_initialized()
+    return make_budget(host_memory, None).host_bytes // (dist.get_world_size() if shared else 1)

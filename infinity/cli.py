@@ -99,6 +99,32 @@ def _gc(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+
+
+def _count(text: str) -> int:
+    """A number of parameters: 7e9, 7B, 350M, 7_000_000_000."""
+    digits = text.strip().rstrip("".join(_COUNTS) + "".join(_COUNTS).lower())
+    unit = text.strip()[len(digits) :].upper()
+    try:
+        whole = digits.replace("_", "").isdecimal()
+        count = (int(digits) if whole else float(digits)) * _COUNTS[unit]
+        found = int(count)
+    except (KeyError, ValueError, OverflowError):
+        found = 0
+    if found < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of parameters; write 7e9, 7B or 350M"
+        )
+    return found
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="infinity", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -111,11 +137,11 @@ def _arguments() -> argparse.ArgumentParser:
         return command
 
     command = add("plan", _plan, "where the bytes of a model of that size would live")
-    command.add_argument("parameters", type=lambda text: int(float(text)), help="such as 7e9")
+    command.add_argument("parameters", type=_count, help="such as 7e9 or 7B")
     command.add_argument("--nvme", action="append", help="a directory to measure; repeatable")
     command.add_argument("--host-memory", help="such as 64GiB")
     command.add_argument("--device-memory")
-    command.add_argument("--world-size", type=int, default=1)
+    command.add_argument("--world-size", type=_at_least_one, default=1, help="number of ranks")
     command = add("ls", _ls, "names of the tensors of a checkpoint")
     command.add_argument("path")
     command = add("show", _show, "dtype and shape of the tensors of a checkpoint")

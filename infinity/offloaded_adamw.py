@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from infinity import offloaded_state
-from infinity.arguments import Directories, directories_of, make_budget
+from infinity.arguments import Directories, budget_of_rank, directories_of
 from infinity.local_tensors import layout_of, local
 from infinity.offloaded_step import Member, MemberUpdate, Step, Updater, take
 from infinity.optimizer import AdamW
@@ -60,8 +60,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
       ``infinity.AdamW`` with everything in memory, bit for bit, under every budget.
     - ``nvme``: a directory, or one for each SSD. Swap files live there until ``close``, the end of
       a ``with`` block, or the end of the optimizer; nothing stays.
-    - ``host_memory``: most bytes that the library takes (default: half of what is free). It does
-      not count parameters and gradients, which are the model's.
+    - ``host_memory``: most bytes that the library takes. It does not count parameters and
+      gradients, which are the model's. Default: half of what is free, of which each rank of a
+      ``torch.distributed`` job takes its part as if all of them were on this machine; ranks on
+      several machines may be given more.
 
     ``add_param_group`` works at any time; state that is added late is placed in the memory that is
     left. Parameters that do not require gradients take no room before they get one. ``state``
@@ -90,9 +92,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._unfinished: Step | None = None
         self._num_steps = 0
         self._has_transfer = False
-        self._store = StateStore(
-            rule, directories_of(nvme), make_budget(host_memory, None).host_bytes
-        )
+        self._store = StateStore(rule, directories_of(nvme), budget_of_rank(host_memory))
         self._close = weakref.finalize(self, _close_in, os.getpid(), self._store)
         self._is_built = False
         try:

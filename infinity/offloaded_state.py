@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 import checkpoint
+from checkpoint.memory import available_bytes
 from infinity.local_tensors import flat, like, local, shape_in, unflat
 from infinity.offloaded_step import Member, follow_weight
 from infinity.state_store import StateStore
@@ -49,7 +49,7 @@ def check_memory(members: Sequence[Member]) -> None:
         for member in members
         if member.steps
     )
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     if nbytes > available:
         raise MemoryError(
             f"the optimizer state takes {format_bytes(nbytes)} as tensors, and "

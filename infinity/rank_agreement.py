@@ -5,7 +5,6 @@ Whatever ranks do not agree on is told on every rank, by name, before anything i
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from checkpoint.errors import RankFailedError
+from checkpoint.memory import machine
 from infinity.collectives import Ranks
 from infinity.discovery import Record
 from swap.rules import UpdateRule
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHORT = 200
 
 
@@ -141,11 +140,6 @@ def check_devices(ranks: Ranks, device: torch.device) -> None:
                 f"ranks {other} and {rank} are on the same GPU, cuda:{number}; call "
                 "torch.cuda.set_device(local_rank) before, or pass device="
             )
-
-
-def machine() -> str:
-    """Tells machines apart; containers of one machine are on the same."""
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename
 
 
 def ranks_here(ranks: Ranks | None) -> int:

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from aio import Engine, File
 
-_FOLDER = ".infinity"
+FOLDER = ".infinity"
+"""Where everything of ours is, in each directory."""
 _LOCK = "lock"
 _NAME = re.compile(r"[0-9a-f]{12}")
 _log = logging.getLogger(__name__)
@@ -40,9 +41,9 @@ class SwapDirectory:
         self.root = Path(nvme)
         check_usable(self.root)
         with _locked(self.root):
-            (self.root / _FOLDER).mkdir(exist_ok=True)
+            (self.root / FOLDER).mkdir(exist_ok=True)
             _reclaim(self.root)
-            self.path = self.root / _FOLDER / uuid.uuid4().hex[:12]
+            self.path = self.root / FOLDER / uuid.uuid4().hex[:12]
             self._lock = _create_locked(self.path)
         try:
             self.file: File = engine.open(self.path / "state.swap", "x")
@@ -84,7 +85,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 def _reclaim(root: Path) -> list[Path]:
     removed = []
-    for folder in sorted((root / _FOLDER).glob("*")):
+    for folder in sorted((root / FOLDER).glob("*")):
         if _NAME.fullmatch(folder.name) and _is_abandoned(folder):
             nbytes = sum(entry.stat().st_blocks * 512 for entry in folder.iterdir())
             shutil.rmtree(folder)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import psutil
-
 from aio import AioError, Backend, Engine
 from checkpoint.bench.settings import SWEPT_BLOCK_BYTES, SWEPT_QUEUE_DEPTHS, Grid, Setting
 from checkpoint.bench.units import format_size, parse_size
 from checkpoint.bench.workload import Workload, equal_workload, gpt_workload, model_workload
+from checkpoint.memory import available_bytes
 
 T = TypeVar("T")
 
@@ -301,7 +300,7 @@ def _check_memory(options: Options) -> None:
     sizes = [workload.nbytes for workload in options.workloads]
     staging = max(setting.staging_bytes for setting in options.settings)
     needed = sum(sizes) + max(sizes) + staging
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     if needed > available:
         raise UsageError(
             f"measuring takes {format_size(needed)} of memory (every state and one more to load, "

@@ -2,10 +2,8 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -126,8 +124,7 @@ def test_directories_that_cannot_be_used_are_refused_by_name(directory: Path) ->
 def test_size_beyond_memory_is_refused_with_the_numbers(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = SimpleNamespace(available=1 << 30)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(arguments, "available_bytes", lambda: 1 << 30)
     with pytest.raises(UsageError, match=r"takes 2\.25 GiB of memory .* 1 GiB are available"):
         parse(directory, "--size", "1GiB")
     assert parse(directory, "--size", "256MiB").workloads

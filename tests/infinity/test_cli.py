@@ -85,3 +85,28 @@ def test_unequal_directories_share_the_load_by_their_measurements(tmp_path: Path
 def test_gc_reports_leftovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gc", str(tmp_path)]) == 0
     assert "0 leftovers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["7e9", "7B", "7b", "7000M", "7_000_000_000", "7000000000", "7G"])
+def test_plan_takes_a_number_of_parameters_as_people_write_it(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", text, "--host-memory", "64GiB"]) == 0
+    assert "7,000,000,000 on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["many", "7X", "1e400", "nan", "-3", "0", "0.2", "B", "", "7BB"])
+def test_plan_refuses_what_is_no_number_of_parameters_by_name(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--host-memory", "64GiB", "--", text])
+    assert stopped.value.code == 2
+    assert f"{text!r} is not a number of parameters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
+def test_plan_refuses_a_world_of_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "7B", f"--world-size={text}"])
+    assert f"{text!r} is not a whole number" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import infinity
-from infinity import offloading
+from infinity import arguments
 from swap.device import HostLink
 from swap.placement import Placement, place
 from swap.tiered import TieredState
@@ -30,20 +30,20 @@ _DEVICE_BYTES = 3 << 20
 @pytest.fixture
 def separate_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Offloading computes from an arena of its own, reached by copies alone."""
-    make_budget = offloading.make_budget
+    make_budget = arguments.make_budget
 
-    def place_apart(*arguments: Any, **options: Any) -> Placement:
-        return place(*arguments, **(options | {"separate_device": True}))
+    def place_apart(*given: Any, **options: Any) -> Placement:
+        return place(*given, **(options | {"separate_device": True}))
 
-    def bounded(*arguments: Any) -> Budget:
-        return replace(make_budget(*arguments), device_bytes=_DEVICE_BYTES)
+    def bounded(*given: Any) -> Budget:
+        return replace(make_budget(*given), device_bytes=_DEVICE_BYTES)
 
     def link(self: TieredState, undo: ExitStack) -> HostLink:
         return HostLink()
 
     with monkeypatch.context() as patch:
         patch.setattr("infinity.offloading.place", place_apart)
-        patch.setattr(offloading, "make_budget", bounded)
+        patch.setattr(arguments, "make_budget", bounded)
         patch.setattr(TieredState, "_make_link", link)
         yield
 

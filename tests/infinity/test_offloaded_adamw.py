@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -19,7 +18,8 @@ from torch import nn
 import infinity
 from aio import AioError, Engine
 from aio.backends import MemoryBackend
-from infinity import OffloadedAdamW, state_store
+from infinity import OffloadedAdamW, arguments, offloaded_state, state_store
+from infinity.arguments import budget_of_rank
 
 AMPLE = "1GiB"
 SMALL = 6_600_000
@@ -499,10 +499,18 @@ def test_state_dict_beyond_the_free_memory_names_save(
     model = make_model()
     with OffloadedAdamW(model.parameters(), nvme=tmp_path, host_memory=SMALL) as optimizer:
         train(model, optimizer, range(1))
-        free = psutil.virtual_memory()._replace(available=1000)
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+        monkeypatch.setattr(offloaded_state, "available_bytes", lambda: 1000)
         with pytest.raises(MemoryError, match=r"optimizer\.save\(path\)"):
             optimizer.state_dict()
+
+
+def test_ranks_of_a_job_share_the_free_memory_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "available_bytes", lambda: 64 << 30)
+    assert budget_of_rank(None) == 32 << 30
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    assert budget_of_rank(None) == 4 << 30
+    assert budget_of_rank("1GiB") == 1 << 30
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from infinity.gather_plan import GatherPlan, plans_for
 from infinity.arguments import check_device_budget
+from infinity.gather_plan import GatherPlan, plans_for
 from infinity.partition import Share, partition
 from simulator.trace import Trace
 from swap.layout import PIECE

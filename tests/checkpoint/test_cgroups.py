@@ -1,0 +1,100 @@
+"""How much memory there is to take: the limits of this process's own control group and of those
+above it, in both versions.
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checkpoint import saving
+from checkpoint.cgroups import memory_limits
+from checkpoint.coordinator import SingleProcess
+from tests.support import cgroup
+
+MIB = 1 << 20
+
+
+def _process(folder: Path, groups: str, mounts: str) -> Path:
+    folder.mkdir()
+    (folder / "cgroup").write_text(groups)
+    (folder / "mountinfo").write_text(mounts)
+    return folder
+
+
+def _group(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / name.replace("_", ".", 1)).write_text(f"{value}\n")
+
+
+def test_limits_of_version_2_count_in_every_group_up_to_the_mount(tmp_path: Path) -> None:
+    mount = tmp_path / "unified"
+    _group(mount, memory_current=0)
+    _group(mount / "job", memory_max=8 * MIB, memory_current=3 * MIB)
+    (mount / "job" / "memory.stat").write_text(f"anon 5\ninactive_file {MIB}\nactive_file 0\n")
+    _group(mount / "job" / "rank", memory_max="max", memory_high=4 * MIB, memory_current=MIB)
+    process = _process(
+        tmp_path / "self", "0::/job/rank\n", f"41 31 0:38 / {mount} rw - cgroup2 cgroup2 rw\n"
+    )
+    found = memory_limits(process)
+    assert [(limit.limit_bytes, limit.left_bytes) for limit in found] == [
+        (4 * MIB, 3 * MIB),
+        (8 * MIB, 6 * MIB),
+    ]
+
+
+def test_limits_of_version_1_are_those_of_the_memory_controller(tmp_path: Path) -> None:
+    mount = tmp_path / "with blank"
+    _group(mount, memory_limit_in_bytes=9223372036854771712, memory_usage_in_bytes=99 * MIB)
+    _group(mount / "a", memory_limit_in_bytes=2 * MIB, memory_usage_in_bytes=3 * MIB)
+    text = str(mount).replace(" ", r"\040")
+    process = _process(
+        tmp_path / "self",
+        "4:memory:/a\n1:cpu:/elsewhere\n0::/\n",
+        f"35 31 0:32 / {text} rw shared:1 - cgroup cgroup rw,memory\n"
+        f"32 31 0:29 / {tmp_path} rw - cgroup cgroup rw,cpu\n",
+    )
+    assert [(limit.limit_bytes, limit.left_bytes) for limit in memory_limits(process)] == [
+        (2 * MIB, 0)
+    ]
+
+
+def test_a_group_that_a_container_sees_as_its_root_counts(tmp_path: Path) -> None:
+    mount = tmp_path / "memory"
+    _group(mount, memory_limit_in_bytes=5 * MIB, memory_usage_in_bytes=MIB)
+    for own in ("/docker/abc", "/"):
+        process = _process(
+            tmp_path / f"self{len(own)}",
+            f"4:memory:{own}\n",
+            f"35 31 0:32 /docker/abc {mount} rw - cgroup cgroup rw,memory\n",
+        )
+        assert [limit.left_bytes for limit in memory_limits(process)] == [4 * MIB]
+
+
+def test_a_process_without_groups_has_no_limits(tmp_path: Path) -> None:
+    assert memory_limits(tmp_path / "none") == []
+
+
+@pytest.mark.skipif(cgroup.unavailable_reason() is not None, reason="no memory cgroup can be made")
+def test_memory_to_take_is_less_than_the_limit_of_the_own_group() -> None:
+    program = "from checkpoint.memory import available_bytes, machine_bytes as m; " + (
+        "print(available_bytes(), m())"
+    )
+    run = cgroup.run_limited([sys.executable, "-c", program], 700 * MIB)
+    assert run.returncode == 0, run.stderr
+    available, machine = map(int, run.stdout.split())
+    assert 0 < available < machine == 700 * MIB
+
+
+def test_ranks_of_one_machine_copy_within_their_parts_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "available_bytes", lambda: 64 << 30)
+    layout = SimpleNamespace(nbytes=40 << 30)
+    plan: Any = SimpleNamespace(fillers=[SimpleNamespace(plan=SimpleNamespace(layout=layout))])
+    assert saving._budget(plan, None, 1) == 32 << 30
+    assert saving._budget(plan, None, 8) == 4 << 30
+    assert saving._settle(tmp_path / "saved", SingleProcess()) == 1

@@ -1,0 +1,74 @@
+"""What is read back as a measurement was one; whatever else lies there is refused by name."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import infinity
+from infinity import bandwidth
+from infinity.bandwidth import kept, measure, measure_and_keep
+from tests.support.models import Stack
+
+
+def _text(content: str) -> Callable[[Path], object]:
+    return lambda file: file.write_text(content)
+
+
+PLANTED: dict[str, Callable[[Path], object]] = {
+    "a fifo": os.mkfifo,
+    "a link": lambda file: file.symlink_to("/etc/hostname"),
+    "a dangling link": lambda file: file.symlink_to("nowhere"),
+    "a folder": os.mkdir,
+    "nothing": _text(""),
+    "no object": _text("[1, 2]"),
+    "one rate": _text('{"read": 1e9}'),
+    "zero": _text('{"read": 0, "write": 0}'),
+    "negative": _text('{"read": 1e9, "write": -1e9}'),
+    "NaN": _text('{"read": NaN, "write": 1e9}'),
+    "infinite": _text('{"read": Infinity, "write": 1e9}'),
+    "beyond floats": _text('{"read": 1' + "0" * 400 + ', "write": 1e9}'),
+    "text": _text('{"read": "1e9", "write": "1e9"}'),
+    "true": _text('{"read": true, "write": true}'),
+    "deep": _text("[" * 4000),
+    "long": _text('{"read": 1e9, "write": 1e9}' + " " * 5000),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_is_no_measurement_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    file = tmp_path / ".infinity" / "bandwidth.json"
+    file.parent.mkdir()
+    PLANTED[what](file)
+    with pytest.raises(ValueError, match="is not a measurement") as error:
+        kept(tmp_path)
+    assert str(file) in str(error.value)
+    least = infinity.plan(Stack(), host_memory=1).least_host_bytes
+    with (
+        pytest.raises(ValueError, match="is not a measurement"),
+        infinity.offload(Stack(), tmp_path, host_memory=least),
+    ):
+        pass
+
+
+def test_a_measurement_is_written_over_a_link_and_not_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bandwidth, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(bandwidth, "_REQUEST_BYTES", 1 << 20)
+    mine = tmp_path / "mine"
+    mine.write_text("keep")
+    folder = tmp_path / "nvme" / ".infinity"
+    folder.mkdir(parents=True)
+    (folder / "bandwidth.json").symlink_to(mine)
+    assert measure_and_keep(tmp_path / "nvme") == kept(tmp_path / "nvme")
+    assert mine.read_text() == "keep"
+    assert [entry.name for entry in folder.iterdir()] == ["bandwidth.json"]
+
+
+def test_measuring_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(bandwidth, "_REQUEST_BYTES", 1 << 20)
+    assert measure([tmp_path]).read > 0
+    assert list(tmp_path.iterdir()) == []
