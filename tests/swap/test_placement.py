@@ -12,7 +12,7 @@ from swap import placement as planner
 from swap.layout import PIECE, ParameterSpec
 from swap.placement import MIN_CHECKPOINT_BYTES, MIN_SLOTS, Placement, gradient_bytes, place
 from swap.rules import AdamRule, FrozenRule, UpdateRule
-from swap.tiered import _slab_sizes
+from swap.slabs import slab_sizes
 from swap.tiers import Budget, BudgetError, Tier
 
 
@@ -113,7 +113,7 @@ def test_least_budget_works_and_a_byte_less_does_not(case: Case) -> None:
 def test_budget_is_never_exceeded(placed: tuple[Case, int, Placement]) -> None:
     _, budget, placement = placed
     assert placement.host_bytes <= budget
-    taken = sum(_slab_sizes(placement).values())
+    taken = sum(slab_sizes(placement).values())
     assert taken + placement.scratch_bytes + placement.checkpoint_bytes <= budget
     assert placement.checkpoint_bytes >= MIN_CHECKPOINT_BYTES
 
