@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from checkpoint import elements
+from checkpoint.arenas import Arenas
 from checkpoint.boxes import Shape, contiguous_strides, span_elements
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.memory import plain_slab
 from checkpoint.names import Path, render
 from checkpoint.records import MAX_DIMENSIONS, Manifest, TensorRecord
 from checkpoint.scalars import decode_dtype
@@ -149,6 +149,7 @@ class Assembler:
         self._device = device
         self._leaves: dict[tuple[str, int], Any] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._arenas = Arenas()
 
     def build(self, path: Path, node: DataNode) -> Any:
         """The leaf of a node, its content yet to be read. Raises CorruptCheckpointError."""
@@ -190,28 +191,25 @@ class Assembler:
             nbytes = math.prod(record.shape) * element.itemsize
             if nbytes >= MIN_MAPPED_BYTES and device == _CPU:
                 strides = record.strides or contiguous_strides(record.shape)
-                return _typed(_mapped(nbytes), dtype, 0, record.shape, strides)
+                return _typed(self._mapped(nbytes), dtype, 0, record.shape, strides)
             if record.strides is None:
                 return torch.empty(record.shape, dtype=dtype, device=device)
             return torch.empty_strided(record.shape, record.strides, dtype=dtype, device=device)
         index, offset = record.storage
         if index not in self._storages:
-            self._storages[index] = _storage(self._manifest.storages[index], device)
+            self._storages[index] = self._storage(self._manifest.storages[index], device)
         strides = record.strides or contiguous_strides(record.shape)
         return _typed(self._storages[index], dtype, offset, record.shape, strides)
 
+    def _mapped(self, nbytes: int) -> torch.UntypedStorage:
+        """Zeroed pages, given back when the last tensor over them is gone."""
+        return torch.from_numpy(self._arenas.allocate(nbytes)).untyped_storage()
 
-def _mapped(nbytes: int) -> torch.UntypedStorage:
-    """Zeroed memory of its own mapping, given back when the last tensor over it is gone."""
-    with plain_slab(nbytes) as slab:
-        return torch.from_numpy(slab.allocate(nbytes)).untyped_storage()
-
-
-def _storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Zeroed, for what lies between the tensors of a shared storage."""
-    if device == _CPU and nbytes >= MIN_MAPPED_BYTES:
-        return _mapped(nbytes)
-    return torch.zeros(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+    def _storage(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Zeroed, for what lies between the tensors of a shared storage."""
+        if device == _CPU and nbytes >= MIN_MAPPED_BYTES:
+            return self._mapped(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
 def _typed(

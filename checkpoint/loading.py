@@ -53,8 +53,8 @@ def load(
 
     Raises FileNotFoundError for a missing path, IncompleteCheckpointError for one without manifest,
     CorruptCheckpointError naming file, tensor and extent for damage, ValueError for a pattern that
-    matches nothing and for an `into` that does not fit, OSError for what cannot be read. After an
-    error tensors of `into` may hold old and new values.
+    matches nothing, for no pattern at all and for an `into` that does not fit, OSError for what
+    cannot be read. After an error tensors of `into` may hold old and new values.
     """
     checkpoint = Path(path).resolve()
     options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=verify)

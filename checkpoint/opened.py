@@ -21,11 +21,14 @@ from checkpoint.assembly import TensorView
 from checkpoint.boxes import contiguous_strides, flat_first, span_elements
 from checkpoint.checksum import CRC_BLOCK_BYTES, crc32c
 from checkpoint.errors import CorruptCheckpointError
+from checkpoint.headers import check_header
 from checkpoint.locate import check_data_file
 from checkpoint.records import ChunkRecord, Manifest, TensorRecord
 from checkpoint.sources import ByteSource, tensor_source
 
 _KEPT_BYTES = 64 << 20
+MAX_OPEN_FILES = 64
+"""Each takes two descriptors, of which a process often has no more than 1024."""
 
 Block = npt.NDArray[np.uint8]
 
@@ -33,21 +36,23 @@ Block = npt.NDArray[np.uint8]
 class OpenCheckpoint:
     """Reads ranges of stored tensors. Closed by `close`, at the end of a `with`, or when forgotten.
 
-    The files stay readable when another save takes the checkpoint's place meanwhile.
+    Every data file is there and has the header that the manifest says, or CorruptCheckpointError is
+    raised at once. Up to MAX_OPEN_FILES stay readable when another save takes the checkpoint's
+    place meanwhile; of more, those used last are kept open and the others opened again.
     """
 
     def __init__(self, manifest: Manifest, checkpoint: Path, *, verify: bool = True) -> None:
         self.manifest = manifest
+        self._checkpoint = checkpoint
         self._verify = verify
         self._engine = Engine(lanes=1)
-        self._files: list[File] = []
+        self._files: OrderedDict[int, File] = OrderedDict()
         self._blocks: OrderedDict[tuple[int, int, int], Block] = OrderedDict()
         self._closed = weakref.finalize(self, _close, self._files, self._engine)
         self._lock = threading.Lock()
         try:
-            for record in manifest.files:
-                path = check_data_file(manifest, checkpoint, record)
-                self._files.append(self._engine.open(path))
+            for number in range(len(manifest.files)):
+                self._file(number)
         except BaseException:
             self.close()
             raise
@@ -93,8 +98,10 @@ class OpenCheckpoint:
     def _read_block(self, record: TensorRecord, chunk: ChunkRecord, number: int) -> Block:
         first, nbytes = chunk.block(number)
         block = np.empty(nbytes, np.uint8)
-        file = self._files[chunk.file]
-        self._engine.read(file, chunk.offset + first, block).result()
+        with self._lock:  # until it is in flight the file could be closed for another one
+            file = self._file(chunk.file)
+            operation = self._engine.read(file, chunk.offset + first, block)
+        operation.result()
         found = crc32c(block) if self._verify else chunk.crc32c[number]
         if found != chunk.crc32c[number]:
             raise CorruptCheckpointError(
@@ -106,6 +113,19 @@ class OpenCheckpoint:
                 nbytes=nbytes,
             )
         return block
+
+    def _file(self, number: int) -> File:
+        """An open data file, the one that was saved. The caller holds the lock."""
+        file = self._files.get(number)
+        if file is None:
+            while len(self._files) >= MAX_OPEN_FILES:
+                self._files.popitem(last=False)[1].close()
+            record = self.manifest.files[number]
+            path = check_data_file(self.manifest, self._checkpoint, record)
+            file = self._files[number] = self._engine.open(path)
+            check_header(self._engine, file, record)
+        self._files.move_to_end(number)
+        return file
 
     def source(self, view: TensorView) -> ByteSource:
         """A leaf of the checkpoint as a byte source, verified as it is read."""
@@ -126,8 +146,8 @@ class OpenCheckpoint:
         self.close()
 
 
-def _close(files: list[File], engine: Engine) -> None:
-    for file in files:
+def _close(files: OrderedDict[int, File], engine: Engine) -> None:
+    for file in files.values():
         file.close()
     engine.close()
 

@@ -1,8 +1,8 @@
 """Reads data files: large pieces straight to where they belong, small ones through staging memory,
 every checksum block verified on the way.
 
-One thread per file submits reads ahead and takes their results in order, so that the copy and the
-sum of one buffer run while the next ones are read.
+Up to 32 files are read at a time. A thread for each submits reads ahead and takes their results in
+order, so that the copy and the sum of one buffer run while the next ones are read.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import numpy as np
 
 from aio import Engine, File, Operation
 from checkpoint._native import ffi
-from checkpoint.checksum import CRC_BLOCK_BYTES, copy_with_crc, crc32c
+from checkpoint.checksum import CRC_BLOCK_BYTES, copy_with_crc
 from checkpoint.datafile import ALIGNMENT
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.gathering import ReadPiece, ReadRun, Wanted, plan_reads
+from checkpoint.headers import check_header
 from checkpoint.memory import staging_slab
 from checkpoint.records import ChunkRecord, FileRecord
 from checkpoint.staging import MAX_SLOTS, Slots, plan_slots
@@ -31,6 +32,8 @@ from checkpoint.threads import StoppedError, run_all
 
 MIN_DIRECT_BYTES = 1 << 20
 _MAX_DIRECT_IN_FLIGHT = 4
+MAX_OPEN_FILES = 32
+"""Read at a time: each takes a thread and two descriptors."""
 
 
 class ChunkRead(NamedTuple):
@@ -86,7 +89,8 @@ class Reader:
     ) -> None:
         self._engine = engine
         self._files = files
-        self._share = options.staging_bytes // max(len(files), 1)
+        self._workers = min(len(files), MAX_OPEN_FILES)
+        self._share = options.staging_bytes // max(self._workers, 1)
         self._verify = options.verify
         self._problems = problems
         self._stop = threading.Event()
@@ -97,12 +101,24 @@ class Reader:
         Raises the first error: CorruptCheckpointError naming file, tensor and extent, AioError, or
         what a sink raised; nothing is in flight any more then. Targets may be partly written.
         """
-        tasks = [partial(self._read, file) for file in self._files]
+        left = deque(self._files)
+        tasks = [partial(self._work, left)] * self._workers
         run_all(tasks, self.stop, "checkpoint-read")
 
     def stop(self) -> None:
         """Makes `run` give up soon. From any thread."""
         self._stop.set()
+
+    def _work(self, left: deque[FileReads]) -> None:
+        """Reads one file after the other, until none is left."""
+        while True:
+            try:
+                reads = left.popleft()
+            except IndexError:
+                return
+            if self._stop.is_set():
+                raise StoppedError
+            self._read(reads)
 
     def _read(self, reads: FileReads) -> None:
         try:
@@ -151,21 +167,10 @@ class _ReadStream:
     _crc: dict[int, int] = field(default_factory=dict)
 
     def check_header(self) -> None:
-        """A file that took another's place has another header, whatever its tensors hold."""
-        record = self.wanted.record
-        header = np.empty(record.header_nbytes, np.uint8)
-        self.engine.read(self.file, 0, header, lane=self.wanted.lane).result()
-        found = crc32c(header)
-        if found != record.header_crc32c:
-            self._damaged(
-                CorruptCheckpointError(
-                    f"the header's CRC-32C is {found:08x}, the manifest says "
-                    f"{record.header_crc32c:08x}: not the file that was saved",
-                    path=self.wanted.path,
-                    offset=0,
-                    nbytes=record.header_nbytes,
-                )
-            )
+        try:
+            check_header(self.engine, self.file, self.wanted.record, lane=self.wanted.lane)
+        except CorruptCheckpointError as error:
+            self._damaged(error)
 
     def staged_bytes(self) -> int:
         """Upper bound of what passes through staging memory."""

@@ -10,11 +10,16 @@ from checkpoint.names import closest
 
 
 class Selection:
-    """Patterns as in the shell (`*`, `?`, `[abc]`), each of which must match something."""
+    """Patterns as in the shell (`*`, `?`, `[abc]`), each of which must match something.
+
+    Raises ValueError if there are none.
+    """
 
     def __init__(self, only: str | Sequence[str] | None) -> None:
         patterns = [only] if isinstance(only, str) else only
         self._patterns = None if patterns is None else list(patterns)
+        if self._patterns == []:
+            raise ValueError("only=[] asks for nothing; leave `only` out to have everything")
         self._compiled = [re.compile(fnmatch.translate(text)) for text in self._patterns or ()]
         self._matched = [False] * len(self._compiled)
         self._names: list[str] = []

@@ -6,6 +6,7 @@ and after an error, the file of that name is what it was. What is read is read a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -249,17 +250,25 @@ class _StreamReader(io.RawIOBase):
         goes_on = number in (self._last, self._last + 1)
         self._last = number
         for wanted in range(number, number + (_READ_AHEAD if goes_on else 1)):
-            if wanted not in self._blocks and wanted * _BLOCK_BYTES < self._nbytes:
+            if wanted in self._blocks:
+                # Before others come: what is wanted now must not be the next to go.
+                self._blocks.move_to_end(wanted)
+            elif wanted * _BLOCK_BYTES < self._nbytes:
                 self._fetch(wanted)
-        self._blocks.move_to_end(number)
         operation, block = self._blocks[number]
-        operation.result()
+        try:
+            operation.result()
+        except BaseException:
+            del self._blocks[number]  # the next read of it tries again
+            raise
         return block
 
     def _fetch(self, number: int) -> None:
         while len(self._blocks) >= _NUM_BLOCKS:
             _, (operation, _) = self._blocks.popitem(last=False)
-            operation.result()
+            # Nobody waits for its bytes; if they are asked for, they are read again.
+            with contextlib.suppress(OSError):
+                operation.result()
         offset = number * _BLOCK_BYTES
         with staging_slab(min(_BLOCK_BYTES, self._nbytes - offset)) as slab:
             block = slab.allocate(min(_BLOCK_BYTES, self._nbytes - offset))

@@ -7,6 +7,7 @@ key stands for. Importing this imports zarr.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -184,10 +185,18 @@ class _ChunkBlob:
 class CheckpointBlobs(Mapping[str, Blob]):
     """What a checkpoint is to zarr: groups, arrays, chunks. Chunks are read, and verified, late."""
 
-    def __init__(self, path: Path, *, verify: bool = True) -> None:
+    def __init__(self, path: Path, *, verify: bool = True, uuid: str | None = None) -> None:
+        """With `uuid` of that save alone. Raises FileNotFoundError if another one is there."""
         self._path = path
         self._should_verify = verify
         manifest = read_manifest(path)
+        if uuid not in (None, manifest.uuid):
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"save {uuid}, which was opened, has been replaced by {manifest.uuid}; open the "
+                "checkpoint again",
+                str(path),
+            )
         self._opened = OpenCheckpoint(manifest, path, verify=verify)
         nodes = data_nodes(manifest.tree)
         self._metadata: dict[str, Blob] = {"zarr.json": BytesBlob(GROUP_METADATA.encode())}
@@ -201,7 +210,7 @@ class CheckpointBlobs(Mapping[str, Blob]):
             self._metadata[f"{place}/zarr.json"] = BytesBlob(layout.metadata().encode())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self._path, self._should_verify)
+        return _reopen, (self._path, self._should_verify, self._opened.manifest.uuid)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CheckpointBlobs) and (
@@ -238,8 +247,9 @@ class CheckpointBlobs(Mapping[str, Blob]):
         return sum(1 for _ in self)
 
 
-def _reopen(path: Path, verify: bool) -> CheckpointBlobs:
-    return CheckpointBlobs(path, verify=verify)
+def _reopen(path: Path, verify: bool, uuid: str) -> CheckpointBlobs:
+    """In another process, or later: the same save or none."""
+    return CheckpointBlobs(path, verify=verify, uuid=uuid)
 
 
 def open_group(path: Path, *, verify: bool) -> zarr.Group:

@@ -245,3 +245,11 @@ def test_tensors_of_a_gpu_come_back_where_they_are_wanted(tmp_path: Path) -> Non
     checkpoint.load(tmp_path / "step", into=live)
     assert torch.equal(live["x"], state["x"])
     assert torch.equal(live["y"], state["y"])
+
+
+@pytest.mark.parametrize("state", [{"x": torch.ones(3), "n": 1}, torch.ones(3), 7], ids=str)
+def test_asking_for_nothing_is_an_error(tmp_path: Path, state: Any) -> None:
+    checkpoint.save(state, tmp_path / "step")
+    for options in ({}, {"into": state}):
+        with pytest.raises(ValueError, match=r"only=\[\] asks for nothing"):
+            checkpoint.load(tmp_path / "step", only=[], **options)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import checkpoint
-from aio import Engine
+from aio import Engine, Operation
 from tests.checkpoint.trees import assert_same
 
 SIZES = [0, 1, 4095, 4096, (8 << 20) - 1, 8 << 20, (8 << 20) + 1, (70 << 20) + 5]
@@ -137,3 +137,51 @@ def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
         pytest.raises(io.UnsupportedOperation),
     ):
         stream.read(1)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("checkpoint.streams._BLOCK_BYTES", 4096)
+    monkeypatch.setattr("checkpoint.streams._SMALL_READ_BYTES", 512)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_block_that_was_kept_longest_is_kept_while_those_behind_it_come(tmp_path: Path) -> None:
+    data = content(20 * 4096)
+    (tmp_path / "file").write_bytes(data)
+    with checkpoint.open_stream(tmp_path / "file") as stream:
+        for block in [6, 0, 2, 8, 10, 12, 14, 5, 6]:
+            stream.seek(block * 4096)
+            assert stream.read(10) == data[block * 4096 :][:10]
+
+
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@pytest.mark.usefixtures("small_blocks")
+@given(st.lists(st.tuples(st.integers(0, 90_000), st.integers(0, 20_000)), max_size=20))
+def test_reading_anywhere_is_that_of_a_file(file: Path, moves: list[tuple[int, int]]) -> None:
+    with checkpoint.open_stream(file) as stream, file.open("rb") as reference:
+        for offset, nbytes in moves:
+            stream.seek(offset)
+            reference.seek(offset)
+            assert stream.read(nbytes) == reference.read(nbytes)
+
+
+def test_a_read_that_failed_once_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    results = iter([OSError(5, "a transient error")])
+    result = Operation.result
+
+    def fail_once(operation: Operation, timeout: float | None = None) -> int:
+        for error in results:
+            raise error
+        return result(operation, timeout)
+
+    with checkpoint.open_stream(tmp_path / "file") as stream:
+        monkeypatch.setattr(Operation, "result", fail_once)
+        with pytest.raises(OSError, match="transient"):
+            stream.read()
+        assert stream.read() == b"abc"

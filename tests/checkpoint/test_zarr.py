@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,23 @@ def test_chunks_tile_the_array_without_gaps(shape: tuple[int, ...]) -> None:
             assert 0 < nbytes <= layout.chunk_nbytes <= 4 << 20
             reached += nbytes
         assert reached == torch.Size(shape).numel() * BY_TORCH[dtype].itemsize
+
+
+def test_a_store_that_travels_does_not_become_another_save(path: Path) -> None:
+    store = pickle.dumps(checkpoint.open_zarr(path).store)
+    checkpoint.save({"model": {"base": torch.zeros(3)}}, path)
+    with pytest.raises(FileNotFoundError, match="replaced by"):
+        pickle.loads(store)
+
+
+def test_a_file_that_took_the_place_of_another_is_not_opened(path: Path, tmp_path: Path) -> None:
+    checkpoint.save({"x": torch.ones(3)}, tmp_path / "one")
+    checkpoint.save({"x": torch.ones(3)}, tmp_path / "other")
+    (mine,) = (tmp_path / "one").glob("*/*.safetensors")
+    (theirs,) = (tmp_path / "other").glob("*/*.safetensors")
+    theirs.replace(mine)
+    for verify in (True, False):
+        with pytest.raises(checkpoint.CorruptCheckpointError, match="not the file that was saved"):
+            checkpoint.open_zarr(tmp_path / "one", verify=verify)
+    with pytest.raises(checkpoint.CorruptCheckpointError, match="not the file that was saved"):
+        checkpoint.export_safetensors(tmp_path / "one", tmp_path / "exported")
