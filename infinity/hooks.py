@@ -16,6 +16,7 @@ from infinity.discovery import Record
 from infinity.parameter import cannot_be_copied
 from infinity.phases import Phases
 from infinity.residency import Residency
+from infinity.versions import Versions
 
 
 class ModelHooks:
@@ -27,9 +28,11 @@ class ModelHooks:
         records: list[Record],
         residency: Residency,
         phases: Phases,
+        versions: Versions,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self._model = model
+        self._versions = versions
         self._residency = residency
         self._phases = phases
         self._compute_dtype = compute_dtype
@@ -76,6 +79,7 @@ class ModelHooks:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if module is self._model:
+            self._versions.check_values()
             self._phases.forward_begins()
         self._residency.enter(module, self._own[module])
 

@@ -18,6 +18,7 @@ from infinity.discovery import Record
 from infinity.endurance import DRIVE_ENDURANCE
 from infinity.hooks import ModelHooks
 from infinity.loss_scale import LossScale
+from infinity.modifying import real_tensors
 from infinity.optimizer import OffloadedOptimizer
 from infinity.parameter import become_offloaded, take_grad
 from infinity.phases import Phases
@@ -79,9 +80,11 @@ class OffloadedModel:
         self._phases = Phases(state.timeline)
         self._activations = activations
         self._saved = SavedTensors(records, weights, self._phases, activations)
-        self._versions = Versions(records)
+        self._versions = Versions(records, self._residency.kept_out)
         self._saves: list[checkpoint.PendingSave] = []
-        self._hooks = ModelHooks(model, records, self._residency, self._phases, compute_dtype)
+        self._hooks = ModelHooks(
+            model, records, self._residency, self._phases, self._versions, compute_dtype
+        )
         self._open = True
 
     # Training.
@@ -98,9 +101,7 @@ class OffloadedModel:
         self.optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """``loss.backward()``, scaled for float16 (dynamic loss scaling); the step takes the scale
-        out again.
-        """
+        """``loss.backward()``, scaled for float16; the step takes the scale out again."""
         self._check_open()
         (loss if self.loss_scale_state is None else loss * self.loss_scale_state.value).backward()
 
@@ -161,20 +162,11 @@ class OffloadedModel:
         With ``modify`` changed elements are kept (and become the master exactly); without, changes
         are lost.
         """
-        self._check_open()
+        self._check_unchanged()
         chosen = self._chosen(params)
         self.state.flush()
-        self._residency.keep_out(record.index for record in chosen)
-        try:
-            for record in chosen:
-                self._residency.put(record.index, self.sharing.weight_of(record))
+        with real_tensors(chosen, modify, self._residency, self.sharing, self._versions):
             yield
-            if modify:
-                for record in chosen:
-                    self.sharing.write_back(record)
-        finally:
-            self._residency.let_in(record.index for record in chosen)
-            self._versions.note()
 
     def save(self, path: str | os.PathLike[str], block: bool = True, extra: Any = None) -> Any:
         """Save weights, masters, moments, step counts, buffers, loss scale and random state to a
@@ -185,7 +177,7 @@ class OffloadedModel:
         the next step waits until the state has been read, and the end of the block until it is
         saved. Raises as those.
         """
-        self._check_open()
+        self._check_unchanged()
         self.sharing.meet(SAVE, max(self.steps))
         self.state.flush()
         outcome = persistence.save(self, path, extra, block=block)
@@ -207,11 +199,12 @@ class OffloadedModel:
         extra = persistence.load(self, path)
         self.optimizer.zero_grad()
         self._residency.reset()
+        self._versions.count_updates(range(len(self.records)))
         return extra
 
     def export(self, folder: str | os.PathLike[str]) -> list[str]:
         """Write the weights as Hugging Face safetensors shards with an index; returns the paths."""
-        self._check_open()
+        self._check_unchanged()
         self.sharing.meet(SAVE, max(self.steps))
         self.state.flush()
         return persistence.export(self, folder)
@@ -241,7 +234,7 @@ class OffloadedModel:
                 "the model was offloaded with optimizer=None, which is for inference; pass "
                 "infinity.AdamW(...) or a factory to take steps"
             )
-        self._versions.check()
+        self._check_unchanged()
         self._phases.end_backward()
         present = sorted(self._present)
         self.sharing.begin_step(present, self.steps, self.optimizer.param_groups)
@@ -306,6 +299,9 @@ class OffloadedModel:
     def is_gathered(self, index: int) -> bool:
         return self._residency.is_gathered([index])
 
+    def name_of(self, index: int) -> str:
+        return self.records[index].name
+
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         """Autograd accumulated into ``parameter``: move that to the gradient store."""
         index = self._index_of(parameter)
@@ -342,7 +338,8 @@ class OffloadedModel:
         stack.callback(self._residency.reset)
         stack.push(self.sharing.leaving)
         self._adopt_gradients(gradients)
-        self._versions.note()
+        self._versions.watch(self.model)
+        stack.push(self._versions.check_at_end)
 
     def _adopt_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Gradients that the model came with are accumulated to, as plain PyTorch does."""
@@ -363,6 +360,11 @@ class OffloadedModel:
         finally:
             restore(self.model, self.records, self.sharing, max(self.steps))
 
+    def _check_unchanged(self) -> None:
+        """Raises ``RuntimeError`` naming a parameter that was changed in place, or is new."""
+        self._check_open()
+        self._versions.check()
+
     def _check_open(self) -> None:
         if not self._open:
             raise RuntimeError(
@@ -370,13 +372,11 @@ class OffloadedModel:
             )
 
     def _index_of(self, parameter: torch.Tensor) -> int:
-        try:
-            return self._index[id(parameter)]
-        except KeyError:
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} does not belong to the offloaded "
-                "model"
-            ) from None
+        index = self._index.get(id(parameter))
+        if index is None:
+            shape = tuple(parameter.shape)
+            raise ValueError(f"a parameter of shape {shape} is none of the offloaded model")
+        return index
 
     @property
     def _present(self) -> frozenset[int]:

@@ -38,6 +38,9 @@ class Owner(Protocol):
     def is_gathered(self, index: int) -> bool:
         """Whether the parameter holds a tensor that is the program's to change."""
 
+    def name_of(self, index: int) -> str:
+        """What the model calls the parameter."""
+
 
 class OffloadedParameter(nn.Parameter):
     """Class that a parameter has inside the block. Its gradient is not a tensor of its own: see
@@ -85,10 +88,22 @@ class OffloadedParameter(nn.Parameter):
     def data(self, data: torch.Tensor) -> None:
         if not self.offload_owner.is_gathered(self.offload_index):
             raise RuntimeError(
-                "the data of an offloaded parameter cannot be replaced; change its values inside "
-                "`with offloaded.gathered([parameter], modify=True):`"
+                f"the data of {self._name}, which is offloaded, cannot be replaced; change its "
+                "values inside `with offloaded.gathered([parameter], modify=True):`"
+            )
+        if data.shape != self.shape:
+            raise RuntimeError(
+                f"{self._name} has shape {tuple(self.shape)} while it is offloaded and cannot "
+                f"become {tuple(data.shape)}; resize it (resize_token_embeddings does) before the "
+                "block"
             )
         _DATA.__set__(self, data)
+        # Unlike a change in place, this leaves the version as it is.
+        torch.autograd.graph.increment_version(self)
+
+    @property
+    def _name(self) -> str:
+        return self.offload_owner.name_of(self.offload_index)
 
     @property
     def requires_grad(self) -> bool:
@@ -100,9 +115,9 @@ class OffloadedParameter(nn.Parameter):
     def requires_grad(self, required: bool) -> None:
         if required and not self.offload_trainable:
             raise RuntimeError(
-                f"a parameter of shape {tuple(self.shape)} was frozen when it was offloaded and "
-                "has no optimizer state; call requires_grad_(True) before the block, and "
-                "requires_grad_(False) inside it for as long as it is not to be trained"
+                f"{self._name} was frozen when it was offloaded and has no optimizer state; call "
+                "requires_grad_(True) before the block, and requires_grad_(False) inside it for "
+                "as long as it is not to be trained"
             )
         _REQUIRES_GRAD.__set__(self, required)
 

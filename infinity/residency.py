@@ -14,7 +14,7 @@ in host memory and computed from there are always in place; they are only waited
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,6 +131,11 @@ class Residency:
         """Whether all of these parameters hold real tensors of their own."""
         return self._kept_out.issuperset(indices)
 
+    @property
+    def kept_out(self) -> Set[int]:
+        """Parameters whose data is the program's now."""
+        return self._kept_out
+
     def let_in(self, indices: Iterable[int]) -> None:
         """Undo ``keep_out``: the parameters have their offloaded face again."""
         for index in indices:
@@ -212,13 +217,23 @@ class WatchedParameters(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if value is not dict.get(self, name):
             raise RuntimeError(
-                f"parameter {name!r} cannot be replaced while the model is offloaded; change its "
-                "values inside `with offloaded.gathered([parameter], modify=True)`, or replace "
-                "it before the block"
+                f"{self._full_name(name)} cannot be replaced while the model is offloaded; change "
+                "its values inside `with offloaded.gathered([parameter], modify=True)`, or replace "
+                "it (resize_token_embeddings does) before the block"
             )
 
     def __delitem__(self, name: str) -> None:
-        raise RuntimeError(f"parameter {name!r} cannot be removed while the model is offloaded")
+        raise RuntimeError(
+            f"{self._full_name(name)} cannot be removed while the model is offloaded; change the "
+            "model before the block"
+        )
+
+    def _full_name(self, name: str) -> str:
+        """Of a parameter that is here now; a new one has no other than its own."""
+        parameter = dict.get(self, name)
+        if isinstance(parameter, OffloadedParameter):
+            return parameter.offload_owner.name_of(parameter.offload_index)
+        return f"parameter {name!r}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise cannot_be_copied()
