@@ -89,30 +89,23 @@ class Initialisation:
         self._modules = list(model.modules())
         self._initialisers = Initialisers(model)
         self._by_id = {id(record.parameter): record for record in records}
-        for name, module in model.named_modules():
-            own = list(module.parameters(recurse=False))
-            if any(p.is_meta for p in own) and not self._initialisers.can_initialise(module):
-                raise ValueError(
-                    f"{name or type(model).__name__} ({type(module).__name__}) is on the meta "
-                    "device and has no reset_parameters(); pass weights=, or build the model "
-                    "with real tensors"
-                )
+        self._initialisers.check([r.parameter for r in records if r.parameter.is_meta])
         for name, buffer in model.named_buffers():
             self.buffer(name, buffer)  # raises now, before anything is begun
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
         done: set[int] = set()
         for module in self._modules:
-            own = {
-                name: p
-                for name, p in module._parameters.items()
-                if p is not None and id(p) not in done
-            }
-            done.update(id(p) for p in own.values())
-            is_meta = any(p.is_meta for p in own.values())
-            values = self._initialisers.parameters(module) if is_meta else own
-            for name, parameter in own.items():
-                yield self._by_id[id(parameter)], values[name]
+            own = [p for p in module._parameters.values() if p is not None and id(p) not in done]
+            done.update(id(p) for p in own)
+            missing = [p for p in own if p.is_meta]
+            for parameter in own:
+                if not parameter.is_meta:
+                    yield self._by_id[id(parameter)], parameter
+            for parameter, values in zip(
+                missing, self._initialisers.parameters(missing), strict=True
+            ):
+                yield self._by_id[id(parameter)], values
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         return self._initialisers.buffer(name) if buffer.is_meta else buffer

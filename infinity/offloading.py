@@ -86,6 +86,7 @@ def offload(
       ``"nvme"`` moves it to ``nvme`` but for the latest, within ``host_memory``; ``"host"`` moves
       it from a GPU to pinned memory, within ``host_memory``, and counts it on a CPU.
     - ``weights``: a safetensors file or folder, or a checkpoint of ours, to take the values from.
+      Without, what is on meta is set as in ``infinity/initialisers.py``.
     - ``max_parameter_bytes``: weights of ``nn.Linear`` layers that are larger (in the compute
       dtype) are cut into tiles inside the block, see ``TiledLinear``; the layers come back after.
     - ``overlap=False`` does one transfer after the other, for measuring what overlap is worth.

@@ -1,0 +1,124 @@
+"""What initialises a model, in the order in which that happens when it is built in memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Function:
+    """Initialises tensors of ``module``, of modules in it, or none."""
+
+    run: Callable[[], object]
+    module: nn.Module
+
+
+def functions_of(model: nn.Module) -> list[Function]:
+    """First every module's ``reset_parameters``, children before parents, which constructors call;
+    then each ``_init_weights``, an inner model's before that of what it is in.
+    """
+    functions = [found for module in _inside_out(model) for found in _resetting(module)]
+    for module in _inside_out(model):
+        functions += _initialising(module)
+    return functions
+
+
+def _inside_out(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """As ``module.apply`` goes, each one once."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _inside_out(child, seen)
+    yield module
+
+
+def _resetting(module: nn.Module) -> Iterator[Function]:
+    if parametrize.is_parametrized(module):
+        yield Function(lambda: _reset_parametrized(module), module)
+        return
+    reset = _reset_of(module)
+    if reset is not None:
+        yield Function(reset, module)
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset: Any = getattr(module, name, None)
+        if callable(reset) and _takes(reset, 0):
+            return reset  # type: ignore[no-any-return]
+    return None
+
+
+def _reset_parametrized(module: Any) -> None:
+    """As a constructor and ``register_parametrization`` after it: the plain module resets itself,
+    and each parametrization takes what it keeps from the result.
+    """
+    plain: Any = object.__new__(parametrize.type_before_parametrizations(module))
+    plain.__dict__.update(module.__dict__)
+    plain.__dict__["_parameters"] = dict(module._parameters)
+    children = {k: v for k, v in module._modules.items() if k != "parametrizations"}
+    plain.__dict__["_modules"] = children
+    for name in module.parametrizations:
+        like = getattr(module, name)
+        plain._parameters[name] = nn.Parameter(torch.empty_like(like, device="cpu"))
+    reset = _reset_of(plain)
+    if reset is None:
+        return
+    reset()
+    for name, kept in module.parametrizations.items():
+        value: Any = plain._parameters[name].detach()
+        for parametrization in reversed(kept):
+            value = parametrization.right_inverse(value)
+        if kept.is_tensor:
+            kept.original.data.copy_(value)
+            continue
+        for number, part in enumerate(value):
+            getattr(kept, f"original{number}").data.copy_(part)
+
+
+def _initialising(owner: nn.Module) -> Iterator[Function]:
+    """``owner._init_weights`` on each module in it. A model of Hugging Face inside another one
+    initialises its own modules, and the outer one leaves them alone.
+    """
+    if not _has_init_weights(owner):
+        return
+    is_hugging_face = _dispatches(owner)
+    inner: set[int] = set()
+    for module in owner.modules() if is_hugging_face else ():
+        if module is not owner and _dispatches(module):
+            inner.update(id(m) for m in module.modules())
+    for module in _inside_out(owner):
+        if id(module) not in inner:
+            yield Function(_call(owner, module), module)
+
+
+def _call(owner: Any, module: nn.Module) -> Callable[[], object]:
+    return lambda: owner._init_weights(module)
+
+
+def _has_init_weights(module: Any) -> bool:
+    function = getattr(module, "_init_weights", None)
+    return callable(function) and _takes(function, 1)
+
+
+def _dispatches(module: Any) -> bool:
+    """Whether it initialises as models of Hugging Face do, of which an inner one has precedence."""
+    has_walk = callable(getattr(module, "initialize_weights", None))
+    return has_walk and _has_init_weights(module) and hasattr(module, "_initialize_weights")
+
+
+def _takes(function: Callable[..., object], arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except (TypeError, ValueError):
+        return False
+    return True
