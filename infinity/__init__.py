@@ -10,6 +10,7 @@ from infinity.optimizer import AdamW
 from infinity.planning import Plan, plan
 from infinity.rank_agreement import RankDifferenceError
 from infinity.report import Report
+from infinity.restoring import RestoreError
 from infinity.tiled import TiledLinear
 from swap.tiers import BudgetError
 
@@ -22,6 +23,7 @@ __all__ = [
     "RankDifferenceError",
     "RankFailedError",
     "Report",
+    "RestoreError",
     "StateReport",
     "TiledLinear",
     "offload",

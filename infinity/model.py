@@ -24,7 +24,7 @@ from infinity.parameter import become_offloaded, take_grad
 from infinity.phases import Phases
 from infinity.report import Report, make_report, write_trace
 from infinity.residency import Residency
-from infinity.restoring import restore
+from infinity.restoring import Restoring, twice
 from infinity.saved import SavedTensors
 from infinity.sharing import Sharing
 from infinity.stepping import clip_coefficient, options_of, updates_for
@@ -85,6 +85,7 @@ class OffloadedModel:
         self._hooks = ModelHooks(
             model, records, self._residency, self._phases, self._versions, compute_dtype
         )
+        self._restoring = Restoring(model, state, sharing)
         self._open = True
 
     # Training.
@@ -321,14 +322,15 @@ class OffloadedModel:
     def attach(self, stack: ExitStack) -> None:
         """Give the model its offloaded face; ``stack`` takes it off again, whatever happens."""
         gradients = [take_grad(record.parameter) for record in self.records]
+        twice(stack, self._restore)
         for record in self.records:
+            self._restoring.add(record)
             become_offloaded(
                 record.parameter, record.index, self, record.spec.dtype, self.state.device
             )
-        stack.callback(self._restore)
         self.state.propose = self.propose
+        twice(stack, self._residency.detach)
         self._residency.attach(self.model)
-        stack.callback(self._residency.detach)
         stack.enter_context(self._saved)
         self._hooks.attach(stack)
         for record in self.records:
@@ -352,13 +354,11 @@ class OffloadedModel:
         """Real tensors with the trained values, on the device and in the dtype that the model came
         with.
         """
+        if self._open:
+            self._restoring.before(lambda: max(self.steps), *(p.wait_done for p in self._saves))
         self._open = False
-        for pending in self._saves:
-            pending.wait_done()
-        try:
-            self.state.flush()
-        finally:
-            restore(self.model, self.records, self.sharing, max(self.steps))
+        self.state.propose = None
+        self._restoring.run()
 
     def _check_unchanged(self) -> None:
         """Raises ``RuntimeError`` naming a parameter that was changed in place, or is new."""

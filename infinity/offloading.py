@@ -96,7 +96,8 @@ def offload(
 
     Nothing is done before the block that this returns is entered, by ``with`` or by
     ``ExitStack.enter_context``. On leaving, parameters are real tensors with the trained values
-    again, or on meta if they came so. Entering raises ``ValueError``, ``TypeError``,
+    again, or on meta if they came so; those whose values cannot be read any more are on meta too,
+    and ``RestoreError`` says how to get at them. Entering raises ``ValueError``, ``TypeError``,
     ``BudgetError`` (with the least budget that works) or ``OSError``; the model is as it was then.
     """
 

@@ -224,19 +224,22 @@ def become_offloaded(
 def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -> nn.Parameter:
     """Undo ``become_offloaded``; ``data`` is what the parameter holds from now on.
 
-    Returns the parameter, or a new one in its place where ``data`` is on meta and a graph that is
-    still alive refers to the old one.
+    Returns the parameter, or a new one in its place where one of the two is on meta and a graph
+    that is still alive refers to the old one. After an interrupt it can be called again; the class
+    changes last.
     """
+    if data.is_meta != parameter.is_meta:
+        fresh = nn.Parameter(data, parameter.requires_grad)
+        try:
+            torch.utils.swap_tensors(parameter, fresh)
+        except RuntimeError:
+            return fresh
+    elif not data.is_meta:
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+            _DATA.__set__(parameter, data)
+    for name in ("offload_index", "offload_trainable", "offload_owner"):
+        vars(parameter).pop(name, None)
     parameter.__class__ = kind
-    del parameter.offload_index, parameter.offload_trainable, parameter.offload_owner
-    if not data.is_meta:
-        parameter.data = data
-        return parameter  # type: ignore[no-any-return]
-    fresh = nn.Parameter(data, parameter.requires_grad)
-    try:
-        torch.utils.swap_tensors(parameter, fresh)
-    except RuntimeError:
-        return fresh
     return parameter  # type: ignore[no-any-return]
 
 

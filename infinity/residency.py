@@ -71,12 +71,17 @@ class Residency:
                 module._parameters = WatchedParameters(module._parameters, self)
 
     def detach(self) -> None:
-        """Give every module its own dictionary of parameters back."""
-        for module, parameters in self._watched:
-            parameters.clear()
-            parameters.update(dict.items(module._parameters))
-            module._parameters = parameters
-        self._watched.clear()
+        """Give every module its own dictionary of parameters back. Idempotent; can be called again
+        after an interrupt.
+        """
+        while self._watched:
+            module, parameters = self._watched[-1]
+            if module._parameters is not parameters:
+                parameters.update(dict.items(module._parameters))
+                for name in parameters.keys() - dict.keys(module._parameters):
+                    del parameters[name]
+                module._parameters = parameters
+            self._watched.pop()
 
     # What hooks and access call.
 

@@ -1,59 +1,255 @@
 """What becomes of a model when it leaves the block: real tensors with the trained values, where it
 came from.
+
+Invariant: what is still to be done is a list, the agenda of ``Restoring``, and an entry leaves it
+when it is done. Every entry can be done again. So an interrupt costs a repetition and no parameter,
+and an error of one parameter leaves the others theirs.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from aio import AioError
 from checkpoint.errors import RankFailedError
 from infinity.collectives import LEAVE
 from infinity.discovery import Record
 from infinity.parameter import become_plain, replace_parameter, take_grad
 from infinity.sharing import Sharing
+from swap.tiered import TieredState
 
 _log = logging.getLogger(__name__)
 
+_PAUSES_SECONDS = (0.0, 0.05, 0.25)
+"""Before each try to read; the first failure that outlasts all of them is the last that is waited
+for."""
+_MAX_NAMES = 8
+T = TypeVar("T")
 
-def restore(model: nn.Module, records: Sequence[Record], sharing: Sharing, steps: int) -> None:
-    """Give every parameter its values, on the device and in the dtype that it came with.
+
+class RestoreError(AioError):
+    """Parameters could not be given their trained values as the block ended; all others have them.
+
+    ``parameters`` are their names. They are on the meta device, or, where it was the last step that
+    could not be finished, have their values from before it. What they should have is still in the
+    swap files (``folders``) for as long as this exception is kept: ``retry`` reads it when the disk
+    works again.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        failure: BaseException,
+        parameters: Sequence[str],
+        folders: Sequence[str],
+        again: Callable[[], None],
+    ) -> None:
+        code = failure.errno if isinstance(failure, OSError) else None
+        filename = failure.filename if isinstance(failure, OSError) else None
+        super().__init__(message, errno=code or errno.EIO, filename=filename)
+        self.parameters = list(parameters)
+        self.folders = list(folders)
+        self._again = again
+
+    def retry(self) -> None:
+        """Finish the last step and read what is missing into the model; the swap files go then.
+
+        Raises ``RestoreError`` for what still cannot be read. Does nothing once it has worked.
+        """
+        self._again()
+
+
+class Restoring:
+    """Gives parameters back their values, on the device and in the dtype that they came with.
 
     Values of partitioned parameters are with all ranks. Where some rank has failed they cannot be
     had any more: those parameters are on the meta device then.
     """
-    if sharing.is_whole:
+
+    def __init__(self, model: nn.Module, state: TieredState, sharing: Sharing) -> None:
+        self._model = model
+        self._state = state
+        self._sharing = sharing
+        self._agenda: deque[Callable[[], object]] = deque()
+        self._records: dict[int, Record] = {}
+        self._now: dict[int, nn.Parameter] = {}
+        self._missing: dict[int, Record] = {}
+        self._failures: list[BaseException] = []
+        self._interrupt: BaseException | None = None
+        self._pauses: Sequence[float] = _PAUSES_SECONDS
+        self._is_partitioned = False
+        self._is_concluded = False
+
+    def add(self, record: Record) -> None:
+        """From now on the parameter is not itself, and is to be restored."""
+        self._records[record.index] = record
+        self._now[record.index] = record.parameter
+        self._is_partitioned = self._is_partitioned or record.is_partitioned
+        self._agenda.append(partial(self._restore, record))
+
+    def before(self, steps: Callable[[], int], *waits: Callable[[], object]) -> None:
+        """What is to be done first; ``waits`` can be repeated, and ``steps`` were taken."""
+        meeting = partial(self._meet, steps)
+        self._agenda.extendleft(reversed([*waits, self._finish_step, meeting]))
+
+    def run(self) -> None:
+        """Restore what is left to restore; once it is, raise what went wrong.
+
+        Raises ``RestoreError``, what stopped the last step, what kept other ranks from giving
+        their values, and an interrupt, when everything is done. Called again it does the rest, if
+        an interrupt has left some, or nothing.
+        """
+        while self._agenda:
+            try:
+                self._agenda[0]()
+                self._agenda.popleft()
+            except Exception as failure:
+                self._failures.append(failure)
+                self._agenda.popleft()
+            except BaseException as interrupt:
+                self._interrupt = self._interrupt or interrupt
+                _log.warning(
+                    "interrupted while the model gets its values back; that is finished first, "
+                    "%d of %d parameters are left",
+                    min(len(self._agenda), len(self._now)),
+                    len(self._now),
+                )
+        self._conclude()
+
+    def _conclude(self) -> None:
+        if self._is_concluded:
+            return
+        self._is_concluded = True
+        failures, self._failures = self._failures, []
+        interrupt, self._interrupt = self._interrupt, None
+        if self._missing:
+            self._state.is_kept = True
+            raise self._error(failures[0]) from failures[0]
+        if self._is_partitioned and not self._sharing.is_whole:
+            _log.warning(
+                "parameters that were partitioned over ranks are on the meta device: their values "
+                "went with the rank that failed; load the last checkpoint"
+            )
+        if failures:
+            raise failures[0]
+        if interrupt is not None:
+            raise interrupt
+
+    def _again(self) -> None:
+        """What ``RestoreError.retry`` does."""
+        if self._missing:
+            missing, self._missing = self._missing, {}
+            self._pauses, self._is_concluded = _PAUSES_SECONDS, False
+            self._agenda.append(self._finish_step)
+            self._agenda.extend(partial(self._restore, record) for record in missing.values())
+            self.run()
+        self._state.is_kept = False
+        self._state.close()
+
+    # The entries of the agenda.
+
+    def _finish_step(self) -> None:
+        """Where that fails, parameters have their values from before the step: not what they should
+        have.
+        """
         try:
-            sharing.drop_gradients()
-            sharing.meet(LEAVE, steps)
-        finally:
-            _restore_each(model, records, sharing)
-        return
-    _restore_each(model, records, sharing)
-    if any(record.is_partitioned for record in records):
-        _log.warning(
-            "parameters that were partitioned over ranks are on the meta device: their values went "
-            "with the rank that failed; load the last checkpoint"
+            self._insist(self._state.finish_step)
+        except OSError:
+            if self._sharing.world_size == 1:
+                for index in self._state.unfinished & self._records.keys():
+                    self._missing[index] = self._records[index]
+            raise
+
+    def _meet(self, steps: Callable[[], int]) -> None:
+        if self._sharing.is_whole:
+            self._sharing.drop_gradients()
+            self._sharing.meet(LEAVE, steps())
+
+    def _restore(self, record: Record) -> None:
+        self._give(record, self._values_of(record))
+
+    def _values_of(self, record: Record) -> torch.Tensor:
+        """On the meta device if they cannot be had."""
+        nothing = torch.empty(record.shape, dtype=record.dtype, device="meta")
+        if record.device.type == "meta":
+            return nothing
+        if record.is_partitioned and not self._sharing.is_whole:
+            return nothing
+        try:
+            return self._insist(partial(self._read, record))
+        except RankFailedError as failure:
+            self._failures.append(failure)
+        except Exception as failure:
+            self._failures.append(failure)
+            if record.is_partitioned:  # the others wait for the part that this rank keeps
+                self._sharing.leaving(type(failure), failure, failure.__traceback__)
+            else:
+                self._missing[record.index] = record
+        return nothing
+
+    def _read(self, record: Record) -> torch.Tensor:
+        data = torch.empty(record.shape, dtype=record.dtype, device=record.device)
+        self._sharing.read_values(record, data)
+        return data
+
+    def _give(self, record: Record, data: torch.Tensor) -> None:
+        parameter = self._now[record.index]
+        take_grad(parameter)
+        restored = become_plain(parameter, record.kind, data)
+        if restored is not parameter:
+            replace_parameter(self._model, parameter, restored)
+            self._now[record.index] = restored
+
+    def _insist(self, action: Callable[[], T]) -> T:
+        """What fails for a moment is no failure."""
+        failure: OSError | None = None
+        for pause in self._pauses:
+            time.sleep(pause)
+            try:
+                return action()
+            except OSError as error:
+                failure = error
+        assert failure is not None
+        self._pauses = _PAUSES_SECONDS[:1]
+        raise failure
+
+    def _error(self, failure: BaseException) -> RestoreError:
+        names = [record.name for record in self._missing.values()]
+        absent = [r.name for r in self._missing.values() if self._now[r.index].is_meta]
+        before = [name for name in names if name not in absent]
+        what = [
+            *([f"{_listed(absent)} on the meta device"] if absent else []),
+            *([f"{_listed(before)} with the values from before the last step"] if before else []),
+        ]
+        folders = [str(folder) for folder in self._state.folders]
+        return RestoreError(
+            f"{len(names)} of {len(self._records)} parameters could not be given their trained "
+            f"values ({failure}): the model has {' and '.join(what)}, and all others as they were "
+            f"trained. The swap files in {', '.join(folders)} stay for as long as this error is "
+            "kept: catch it and call its retry() when the disk works again",
+            failure,
+            names,
+            folders,
+            self._again,
         )
 
 
-def _restore_each(model: nn.Module, records: Sequence[Record], sharing: Sharing) -> None:
-    failure = None
-    for record in records:
-        data = torch.empty(record.shape, dtype=record.dtype, device=record.device)
-        try:
-            if record.is_partitioned and not sharing.is_whole:
-                data = data.to("meta")
-            elif not data.is_meta:
-                sharing.read_values(record, data)
-        except RankFailedError as error:
-            failure, data = error, data.to("meta")
-        take_grad(record.parameter)
-        restored = become_plain(record.parameter, record.kind, data)
-        if restored is not record.parameter:
-            replace_parameter(model, record.parameter, restored)
-    if failure is not None:
-        raise failure
+def twice(stack: ExitStack, undo: Callable[[], None]) -> None:
+    """Have ``stack`` call ``undo``, and once more what an interrupt may have left of it."""
+    stack.callback(undo)
+    stack.callback(undo)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

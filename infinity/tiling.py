@@ -40,6 +40,15 @@ class _Tiled:
     tiled: TiledLinear
     places: list[tuple[nn.Module, str]]
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether tiles have no values that the layer should have."""
+        return any(
+            tile.is_meta and not parameter.is_meta
+            for parameter, tiles in self.pairs()
+            for tile, _ in tiles
+        )
+
     def pairs(self) -> Iterator[tuple[Any, list[tuple[Any, RowRange]]]]:
         """Each parameter of the layer with its tiles and their rows."""
         rows = self.tiled.rows()
@@ -82,9 +91,15 @@ class Tiling:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for layer in self._layers:
-            _give_back(layer)
-        self._layers.clear()
+        while self._layers:
+            if self._layers[-1].is_absent:
+                _log.warning(
+                    "%s stays a TiledLinear: some of its values could not be read",
+                    self._layers[-1].name,
+                )
+            else:
+                _give_back(self._layers[-1])
+            self._layers.pop()
 
     def values(self, values: Values, records: Sequence[Record]) -> Values:
         """``values``, of the model as it was, for the ``records`` of the tiled model."""

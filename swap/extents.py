@@ -14,6 +14,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aio import AioError, Engine, Operation, RangeAllocator, Request
@@ -71,6 +72,11 @@ class ExtentStore:
     @property
     def num_directories(self) -> int:
         return len(self._volumes)
+
+    @property
+    def folders(self) -> list[Path]:
+        """Of the swap files."""
+        return [volume.directory.path for volume in self._volumes]
 
     @property
     def used_bytes(self) -> int:

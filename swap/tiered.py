@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -21,8 +22,8 @@ from swap.directory import SwapDirectory
 from swap.early import Arrivals
 from swap.extents import ExtentStore
 from swap.gradients import GradientStore
-from swap.kernels import merge_master, split_master
 from swap.layout import Layout, Subgroup, neighbours
+from swap.masters import planes_from, values_from
 from swap.placement import Placement
 from swap.planes import PlaneStore
 from swap.rules import ParameterUpdate, UpdateRule
@@ -63,6 +64,8 @@ class TieredState:
         self.layout: Layout = placement.layout
         self.timeline = Timeline()
         self.device = device or torch.device("cpu")
+        self.is_kept = False
+        """Whether ``close`` does nothing, because values are still to be read."""
         self._stack = ExitStack()
         with ExitStack() as undo:
             self._build(undo, rule, directories, shares, device_bytes, overlap, link)
@@ -173,40 +176,21 @@ class TieredState:
         keeps.
         """
         self.weights.drop()  # or what is cached would hide these values
-        names = self.plane_names(parameter)
         dtype = self.layout.specs[parameter].dtype
-        values = values.to("cpu")
-        if "lo" in names:
-            high = torch.empty(values.numel(), dtype=torch.bfloat16)
-            low = torch.empty(values.numel(), dtype=torch.int16)
-            split_master(values.to(torch.float32).contiguous(), high, low)
-            self.planes.write(parameter, "weight", start, high)
-            self.planes.write(parameter, "lo", start, low)
-            return
-        self.planes.write(parameter, "weight", start, values.to(dtype).contiguous())
-        if "master" in names:
-            master = values.to(torch.float32).contiguous()
-            self.planes.write(parameter, "master", start, master)
+        planes = planes_from(values.to("cpu"), dtype, self.plane_names(parameter))
+        for name, plane in planes.items():
+            self.planes.write(parameter, name, start, plane)
 
     def read_values(self, parameter: int, start: int, length: int) -> torch.Tensor:
         """Elements ``[start, start + length)`` in the precision of the master (the weights' own if
         there is none).
         """
-        names = self.plane_names(parameter)
+
+        def read(name: str, out: torch.Tensor) -> None:
+            self.planes.read(parameter, name, start, out)
+
         dtype = self.layout.specs[parameter].dtype
-        if "master" in names:
-            master = torch.empty(length, dtype=torch.float32)
-            self.planes.read(parameter, "master", start, master)
-            return master
-        weight = torch.empty(length, dtype=dtype)
-        self.planes.read(parameter, "weight", start, weight)
-        if "lo" not in names:
-            return weight
-        low = torch.empty(length, dtype=torch.int16)
-        self.planes.read(parameter, "lo", start, low)
-        master = torch.empty(length, dtype=torch.float32)
-        merge_master(weight, low, master)
-        return master
+        return values_from(read, length, dtype, self.plane_names(parameter))
 
     def read_all(self, parameter: int, out: torch.Tensor) -> None:
         """Copy the whole parameter into flat ``out`` (any float dtype, any device), in chunks.
@@ -371,19 +355,39 @@ class TieredState:
         """Wait until every value is at home; finishes a step that an I/O error stopped, or raises
         it again.
         """
+        self.finish_step()
+        self.gradients.settle()
+
+    def finish_step(self) -> None:
+        """As ``flush``, of values alone: spilled gradients may still be on their way."""
         # Gradients that are still to arrive could begin an early pass, which nobody would end.
         self._await_gradients()
         self.drop_early()
         if self.pipeline.failure is not None:
             self.pipeline.retry()
         self.pipeline.wait()
-        self.gradients.settle()
+
+    @property
+    def unfinished(self) -> frozenset[int]:
+        """Parameters that a step which an I/O error stopped has left as they were before it."""
+        return self.pipeline.unfinished
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where the swap files are."""
+        return [] if self.extents is None else self.extents.folders
 
     def close(self) -> None:
-        """Stop, and remove the swap files. Idempotent; raises nothing that happened in the
-        background.
+        """Stop, and remove the swap files, unless they are to be kept. Idempotent; raises nothing
+        that happened in the background.
         """
-        self._stack.close()
+        if not self.is_kept:
+            self._stack.close()
+
+    def __del__(self) -> None:
+        # For whoever was interrupted before it had taken note of this object.
+        if hasattr(self, "_stack"):
+            self._stack.close()
 
     def _touched(self, step: Step) -> Iterator[Subgroup]:
         for group in self.layout.subgroups:

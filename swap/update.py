@@ -106,6 +106,11 @@ class UpdatePipeline:
         return self._failure
 
     @property
+    def unfinished(self) -> frozenset[int]:
+        """Parameters that the stopped step left, in whole or in part, as they were before it."""
+        return frozenset(() if self._left is None else parts_of(self._left[1]))
+
+    @property
     def is_idle(self) -> bool:
         return self._current is None and self._failure is None
 

@@ -1,0 +1,50 @@
+"""Between values of a parameter and its planes: weights, and what a master keeps beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+
+from swap.kernels import merge_master, split_master
+
+
+def planes_from(
+    values: torch.Tensor, dtype: torch.dtype, names: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Flat CPU ``values`` as the planes that hold them, of those in ``names``; weights are of
+    ``dtype``.
+    """
+    if "lo" in names:
+        high = torch.empty(values.numel(), dtype=torch.bfloat16)
+        low = torch.empty(values.numel(), dtype=torch.int16)
+        split_master(values.to(torch.float32).contiguous(), high, low)
+        return {"weight": high, "lo": low}
+    planes = {"weight": values.to(dtype).contiguous()}
+    if "master" in names:
+        planes["master"] = values.to(torch.float32).contiguous()
+    return planes
+
+
+def values_from(
+    read: Callable[[str, torch.Tensor], None],
+    numel: int,
+    dtype: torch.dtype,
+    names: Collection[str],
+) -> torch.Tensor:
+    """The values, in the precision of the master (the weights' own if there is none); ``read``
+    fills a tensor from a plane.
+    """
+    if "master" in names:
+        master = torch.empty(numel, dtype=torch.float32)
+        read("master", master)
+        return master
+    weight = torch.empty(numel, dtype=dtype)
+    read("weight", weight)
+    if "lo" not in names:
+        return weight
+    low = torch.empty(numel, dtype=torch.int16)
+    read("lo", low)
+    master = torch.empty(numel, dtype=torch.float32)
+    merge_master(weight, low, master)
+    return master
