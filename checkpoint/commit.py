@@ -77,7 +77,7 @@ def commit(
     with new_directory(path), locked(path, make=True), ExitStack() as undo:
         check_replaceable(path)
         # 0. Room, with what killed saves left out of the way.
-        clear_leftovers(path)
+        clear_leftovers(path, destination.stripes)
         files.check_space()
         # 1. Directories.
         undo.callback(discard_generation, path, destination.uuid)
@@ -110,7 +110,7 @@ def publish(destination: Destination, raw: bytes, undo: ExitStack) -> None:
     # 10. The switch durable.
     sync_directory(path)
     # 11. Only now what it replaced.
-    prune(path, keep=uuid)
+    prune(path, uuid, destination.stripes)
 
 
 class _Draft:

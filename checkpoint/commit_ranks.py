@@ -87,7 +87,7 @@ def _prepare(plan: SavePlan, held: ExitStack, undo: ExitStack) -> None:
     held.enter_context(new_directory(path))
     held.enter_context(locked(path, make=True))
     check_replaceable(path)
-    clear_leftovers(path)
+    clear_leftovers(path, destination.stripes)
     undo.callback(discard_generation, path, destination.uuid)
     for directory in create_generation(path, destination.uuid, destination.stripe_directories):
         sync_directory(directory)

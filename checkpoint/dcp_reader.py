@@ -31,6 +31,7 @@ from checkpoint.opened import OpenCheckpoint
 from checkpoint.reader import ChunkRead, ReadOptions
 from checkpoint.reading import PlacedRead, read_files
 from checkpoint.records import Manifest
+from checkpoint.relocation import StripeDirs, relocation
 from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.sources import ByteSource
 
@@ -42,15 +43,21 @@ class StorageReader(TorchStorageReader):
 
     `path` is a checkpoint of `StorageWriter` or of `checkpoint.save`; of the latter, a part of the
     tree without tensors can be asked for as one value. Every checksum block that is touched is read
-    whole and verified, unless `verify` is false.
+    whole and verified, unless `verify` is false. `stripe_dirs` is as in `checkpoint.load`.
     """
 
     def __init__(
-        self, path: PathLike, *, verify: bool = True, staging_bytes: int = STAGING_BYTES
+        self,
+        path: PathLike,
+        *,
+        verify: bool = True,
+        staging_bytes: int = STAGING_BYTES,
+        stripe_dirs: StripeDirs | None = None,
     ) -> None:
         super().__init__()
         self.path = Path(path).resolve()
         self._options = ReadOptions(engine=None, staging_bytes=staging_bytes, verify=verify)
+        self._moved = relocation(stripe_dirs)
         self._load_id = secrets.token_hex(8)
         self._manifest: Manifest | None = None
         self._storage: dict[Any, Any] = {}
@@ -116,7 +123,7 @@ class StorageReader(TorchStorageReader):
 
     def _read_manifest(self) -> Manifest:
         if self._manifest is None:
-            self._manifest = read_manifest(self.path)
+            self._manifest = read_manifest(self.path, self._moved)
         return self._manifest
 
     @classmethod

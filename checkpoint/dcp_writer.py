@@ -236,7 +236,7 @@ class StorageWriter(TorchStorageWriter):
         make_directory(self.path)
         self._lock.enter_context(locked(self.path, make=True))
         check_replaceable(self.path)
-        clear_leftovers(self.path)
+        clear_leftovers(self.path, self._stripes)
         self._undo.callback(discard_generation, self.path, destination.uuid)
         directories = destination.stripe_directories
         for directory in create_generation(self.path, destination.uuid, directories):

@@ -17,10 +17,10 @@ from checkpoint.assembly import view_of
 from checkpoint.datafile import Entry, plan_packed_file
 from checkpoint.filling import Filler
 from checkpoint.leftovers import write_durably
-from checkpoint.locate import read_manifest
 from checkpoint.memory import staging_slab
-from checkpoint.opened import OpenCheckpoint
+from checkpoint.opened import open_current
 from checkpoint.planning import FilePlan
+from checkpoint.relocation import StripeDirs, relocation
 from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.selection import Selection
 from checkpoint.sources import Source, source_of
@@ -40,19 +40,20 @@ def export_safetensors(
     only: str | Sequence[str] | None = None,
     prefix: str = "",
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    stripe_dirs: StripeDirs | None = None,
 ) -> list[Path]:
     """Writes the tensors of a checkpoint to `folder` as Hugging Face shards; gives the files.
 
-    `only` selects by name as in `load`. `prefix` selects the names that begin with it and is taken
-    off them: `prefix="model."` gives what the model itself calls its weights. Every byte is
+    `only` and `stripe_dirs` are as in `load`. `prefix` selects the names that begin with it and is
+    taken off them: `prefix="model."` gives what the model itself calls its weights. Every byte is
     verified on the way.
 
     Raises what `load` raises, ValueError if nothing is left to write, OSError naming the file.
     """
     checkpoint = Path(path).resolve()
-    manifest = read_manifest(checkpoint)
     selection = Selection(only)
-    with OpenCheckpoint(manifest, checkpoint) as opened:
+    with open_current(checkpoint, relocation(stripe_dirs)) as opened:
+        manifest = opened.manifest
         tensors = {}
         for name, (where, node) in data_nodes(manifest.tree).items():
             if selection.wants(name) and name.startswith(prefix):

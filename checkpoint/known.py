@@ -13,6 +13,7 @@ from checkpoint.errors import CorruptCheckpointError
 from checkpoint.locate import check_data_file, peek_saved, read_manifest
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.records import Manifest
+from checkpoint.relocation import AS_SAVED, Relocation
 
 _Stamp = tuple[int, ...]
 
@@ -20,7 +21,8 @@ _Stamp = tuple[int, ...]
 class KnownManifests:
     """Remembers, of every checkpoint, the manifest it last saw there and which file it was in."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Relocation = AS_SAVED) -> None:
+        self._moved = moved
         self._known: dict[Path, tuple[_Stamp, Manifest]] = {}
 
     def add(self, checkpoint: Path, manifest: Manifest) -> None:
@@ -50,8 +52,9 @@ class KnownManifests:
                 self._known[checkpoint] = stamp, manifest
         else:
             manifest = known[1]
-        for file in manifest.files:
-            check_data_file(manifest, checkpoint, file)
+        placed = self._moved.apply(manifest)
+        for file in placed.files:
+            check_data_file(placed, checkpoint, file)
         return manifest
 
     def saved(self, checkpoint: Path) -> int | None:

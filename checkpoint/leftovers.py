@@ -4,8 +4,9 @@ Every save makes `<checkpoint>/<uuid>/`. It holds the data files, or, where stri
 directories, `stripes.json`, which names the directories made there. It is durable before they are
 made and removed after them, so that nothing a killed save leaves is ever lost from sight.
 
-Invariant: only files with names of data files are deleted, and only in directories that end in the
-id of their generation.
+Invariants: only files with names of data files are deleted, and only in directories that end in the
+id of their generation; elsewhere only in those that say that this generation is their owner. Links
+are not followed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any
 
 from aio import sync_directory
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
-from checkpoint.locate import is_finished, read_manifest
+from checkpoint.locate import is_finished, open_regular_file, read_manifest
 from checkpoint.manifest import MANIFEST_NAME
+from checkpoint.owners import OWNER_NAME, opened_directory, owner_at, read_owner
+from checkpoint.relocation import folders_of
 from checkpoint.validation import is_data_file_name, is_uuid
 
 logger = logging.getLogger(__name__)
@@ -48,8 +51,10 @@ def create_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path]) -> l
     write_durably(home / STRIPES_NAME, json.dumps([str(stripe) for stripe in stripes]).encode())
     sync_directory(home)
     sync_directory(checkpoint)
+    mark = owner_at(home / STRIPES_NAME).encode()
     for stripe in stripes:
         stripe.mkdir()
+        write_durably(stripe / OWNER_NAME, mark)
     return [*stripes, *sorted({stripe.parent for stripe in stripes})]
 
 
@@ -67,13 +72,21 @@ def write_durably(path: Path, data: bytes) -> None:
         raise OSError(error.errno, f"cannot write: {error.strerror}", str(path)) from error
 
 
-def remove_generation(checkpoint: Path, uuid: str) -> None:
-    """Removes the data of one save, whole or in part. Raises OSError for what will not go."""
+def remove_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path] = ()) -> None:
+    """Removes the data of one save, whole or in part. Raises OSError for what will not go.
+
+    `stripes` are searched for its data too: they may be somewhere else than where they were made.
+    What another checkpoint owns stays, with a warning: this one is a copy of that, or was moved to
+    another file system.
+    """
     home = checkpoint / uuid
-    for stripe in _stripes_of(home, f"{checkpoint.name}.{uuid}"):
-        _remove_data_directory(stripe)
-    (home / STRIPES_NAME).unlink(missing_ok=True)
-    _remove_data_directory(home)
+    listed = _stripes_of(home, uuid)
+    moved = [folder for stripe in stripes for folder in folders_of(stripe, uuid)] if listed else []
+    for folder in dict.fromkeys([*listed, *moved]):
+        _remove_stripe(folder, home / STRIPES_NAME)
+    if home.is_dir() and not home.is_symlink():
+        (home / STRIPES_NAME).unlink(missing_ok=True)
+        _remove_data_directory(home)
     temporary_manifest(checkpoint, uuid).unlink(missing_ok=True)
 
 
@@ -85,8 +98,8 @@ def discard_generation(checkpoint: Path, uuid: str) -> None:
         logger.warning("%s: cannot remove what a failed save left: %s", checkpoint, error)
 
 
-def prune(checkpoint: Path, keep: str | None) -> None:
-    """Removes every generation but one, or all of them.
+def prune(checkpoint: Path, keep: str | None, stripes: Sequence[Path] = ()) -> None:
+    """Removes every generation but one, or all of them; see `remove_generation`.
 
     What cannot be removed is a warning: the save itself is done.
     """
@@ -94,20 +107,20 @@ def prune(checkpoint: Path, keep: str | None) -> None:
         if uuid == keep:
             continue
         try:
-            remove_generation(checkpoint, uuid)
+            remove_generation(checkpoint, uuid, stripes)
         except OSError as error:
             logger.warning("%s: cannot remove what save %s left: %s", checkpoint, uuid, error)
 
 
-def clear_leftovers(checkpoint: Path) -> None:
+def clear_leftovers(checkpoint: Path, stripes: Sequence[Path] = ()) -> None:
     """Removes what killed saves left; nothing where a damaged manifest hides what counts."""
     found = generations(checkpoint)
     if not found or (len(found) == 1 and is_finished(checkpoint)):
         return  # the usual case, in which no manifest has to be read
     try:
-        prune(checkpoint, keep=read_manifest(checkpoint).uuid)
+        prune(checkpoint, read_manifest(checkpoint).uuid, stripes)
     except IncompleteCheckpointError:
-        prune(checkpoint, keep=None)
+        prune(checkpoint, None, stripes)
     except CorruptCheckpointError as error:
         logger.warning("%s is damaged and will be replaced: %s", checkpoint, error)
 
@@ -124,30 +137,54 @@ def generations(checkpoint: Path) -> list[str]:
     return sorted(found)
 
 
-def _stripes_of(home: Path, name: str) -> list[Path]:
-    """Directories elsewhere that belong to a generation; damaged lists give what can be trusted."""
+def _stripes_of(home: Path, uuid: str) -> list[Path]:
+    """Directories elsewhere that a generation lists; damaged lists give what can be used."""
     try:
-        with (home / STRIPES_NAME).open("rb") as file:
+        with open_regular_file(home / STRIPES_NAME, follow=False) as (file, _):
             content: Any = json.loads(file.read(_MAX_STRIPES_BYTES))
-    except FileNotFoundError:
-        return []
-    except ValueError:
-        # It was cut off before it was durable, and nothing had been made elsewhere.
+    except (OSError, ValueError, RecursionError):
+        # There are none; or it was cut off before it was durable, and none had been made.
         return []
     if not isinstance(content, list):
         return []
-    paths = [Path(item) for item in content if isinstance(item, str)]
-    return [path for path in paths if path.is_absolute() and path.name == name]
+    paths = [Path(item) for item in content if isinstance(item, str) and "\0" not in item]
+    return [path for path in paths if path.is_absolute() and path.name.endswith(f".{uuid}")]
+
+
+def _remove_stripe(folder: Path, stripes: Path) -> None:
+    """Removes a directory elsewhere if the list at `stripes` is its owner."""
+    with opened_directory(folder) as descriptor:
+        if descriptor is None:
+            if not folder.parent.is_dir() or os.path.lexists(folder):
+                logger.warning("%s: the data in %s are not removed", stripes.parent.parent, folder)
+            return
+        owner = read_owner(descriptor)
+        has_data = any(is_data_file_name(name) for name in _names(descriptor))
+        if has_data and (owner is None or not owner.is_at(stripes)):
+            logger.warning(
+                "%s does not own the data in %s and leaves them: %s",
+                stripes.parent.parent,
+                folder,
+                "nothing says whose they are" if owner is None else f"{owner.checkpoint} made them",
+            )
+            return
+    _remove_data_directory(folder)
+
+
+def _names(directory: int) -> list[str]:
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries]
 
 
 def _remove_data_directory(directory: Path) -> None:
-    try:
-        entries = list(os.scandir(directory))
-    except FileNotFoundError:
-        return
-    for entry in entries:
-        if is_data_file_name(entry.name) and not entry.is_dir(follow_symlinks=False):
-            Path(entry.path).unlink(missing_ok=True)
+    with opened_directory(directory) as descriptor:
+        if descriptor is None:
+            return
+        for name in _names(descriptor):
+            if is_data_file_name(name):
+                os.unlink(name, dir_fd=descriptor)
+        if _names(descriptor) == [OWNER_NAME]:
+            os.unlink(OWNER_NAME, dir_fd=descriptor)
     directory.rmdir()
 
 
@@ -198,9 +235,10 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def remove_checkpoint(checkpoint: Path, uuid: str | None) -> bool:
+def remove_checkpoint(checkpoint: Path, uuid: str | None, stripes: Sequence[Path] = ()) -> bool:
     """Removes the checkpoint of this id (None: what saves that never finished left), its data
-    wherever they are, and its directory if nothing else is there. Gives whether it did.
+    wherever they are, and its directory if nothing else is there. Gives whether it did. `stripes`
+    are searched for data, see `remove_generation`.
 
     What is there is looked at under the lock: where a save has put something else in the meantime,
     nothing is removed. The manifest goes first, durably: what is left of an interrupted removal is
@@ -213,7 +251,7 @@ def remove_checkpoint(checkpoint: Path, uuid: str | None) -> bool:
         (checkpoint / MANIFEST_NAME).unlink(missing_ok=True)
         sync_directory(checkpoint)
         for generation in generations(checkpoint):
-            remove_generation(checkpoint, generation)
+            remove_generation(checkpoint, generation, stripes)
         if not any(checkpoint.iterdir()):
             checkpoint.rmdir()
     return True

@@ -5,29 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from aio import Engine
 from checkpoint.assembly import Assembler
 from checkpoint.collector import paused_collector
-from checkpoint.errors import CorruptCheckpointError
 from checkpoint.into import IntoPlan, count_whole_targets, plan_into
-from checkpoint.locate import read_manifest
-from checkpoint.manifest import MANIFEST_NAME
+from checkpoint.locate import with_current_manifest
 from checkpoint.reader import ReadOptions
 from checkpoint.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.records import Manifest
+from checkpoint.relocation import StripeDirs, relocation
 from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.selection import Selection
 from checkpoint.targets import Target, TensorTarget
 from checkpoint.tree import MISSING, DataNode, data_nodes, decode_tree
-
-_T = TypeVar("_T")
-_MAX_RETRIES = 20
-"""Saves in a row that may each take the place of the checkpoint between a look at its manifest and
-the opening of its files. On a busy machine a few of them did."""
 
 
 def load(
@@ -37,6 +31,7 @@ def load(
     map_location: str | torch.device | None = "cpu",
     verify: bool = True,
     *,
+    stripe_dirs: StripeDirs | None = None,
     engine: Engine | None = None,
     staging_bytes: int = STAGING_BYTES,
 ) -> Any:
@@ -48,6 +43,9 @@ def load(
     the checkpoint holds beyond it is not read. `map_location`: device of new tensors; None for the
     one that each was saved from. `verify=False` skips the checksums of data.
 
+    `stripe_dirs`: where data on stripes are, if not where they were saved: directories that are
+    searched for them first, or a mapping from each that moved to where it is now.
+
     Beyond the tensors themselves it takes `staging_bytes` of memory. `engine` is used and left
     open; without one, an engine with a lane per data file lives for the call.
 
@@ -58,6 +56,7 @@ def load(
     """
     checkpoint = Path(path).resolve()
     options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=verify)
+    moved = relocation(stripe_dirs)
     device = None if map_location is None else torch.device(map_location)
     selection = Selection(only)
 
@@ -66,7 +65,7 @@ def load(
             return _load_into(manifest, checkpoint, into, selection, options)
         return _load_new(manifest, checkpoint, selection, device, options)
 
-    return _with_current_manifest(checkpoint, attempt)
+    return with_current_manifest(checkpoint, attempt, moved)
 
 
 def list_tensors(path: PathLike) -> list[str]:
@@ -75,24 +74,7 @@ def list_tensors(path: PathLike) -> list[str]:
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint.
     """
     checkpoint = Path(path).resolve()
-    return _with_current_manifest(checkpoint, lambda manifest: list(data_nodes(manifest.tree)))
-
-
-def _with_current_manifest(checkpoint: Path, attempt: Callable[[Manifest], _T]) -> _T:
-    """Reads again if a save took the checkpoint's place, and its files, meanwhile."""
-    manifest = read_manifest(checkpoint)
-    for remaining in reversed(range(_MAX_RETRIES)):
-        try:
-            return attempt(manifest)
-        except (CorruptCheckpointError, FileNotFoundError) as error:
-            newer = read_manifest(checkpoint)
-            if newer.uuid != manifest.uuid and remaining:
-                manifest = newer
-            elif isinstance(error, CorruptCheckpointError):
-                raise error.in_file(checkpoint / MANIFEST_NAME) from error
-            else:
-                raise
-    raise AssertionError("the last attempt returns or raises")
+    return with_current_manifest(checkpoint, lambda manifest: list(data_nodes(manifest.tree)))
 
 
 def _load_new(

@@ -6,21 +6,26 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.manifest import FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode_manifest
 from checkpoint.records import FileRecord, Manifest
+from checkpoint.relocation import AS_SAVED, Relocation
 
+T = TypeVar("T")
 _HEAD_BYTES = 4096
+_MAX_RETRIES = 20
+"""Saves in a row that may each take the place of the checkpoint between a look at its manifest and
+the opening of its files. On a busy machine a few of them did."""
 _SAVED = re.compile(rb'^"saved":([0-9]{1,19}),$', re.MULTILINE)
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Reads and checks the manifest of the checkpoint at a path.
+def read_manifest(checkpoint: Path, moved: Relocation = AS_SAVED) -> Manifest:
+    """Reads and checks the manifest of the checkpoint at a path; its files are where `moved` says.
 
     Raises FileNotFoundError if the path is missing, NotADirectoryError if it is a file,
     IncompleteCheckpointError if it holds no manifest, CorruptCheckpointError if the manifest is not
@@ -37,7 +42,31 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise IncompleteCheckpointError(
             f"{checkpoint} holds no {MANIFEST_NAME}: no save to it has finished"
         ) from None
-    return decode_manifest(raw, path)
+    return moved.apply(decode_manifest(raw, path))
+
+
+def with_current_manifest(
+    checkpoint: Path, attempt: Callable[[Manifest], T], moved: Relocation = AS_SAVED
+) -> T:
+    """What `attempt` gives for the manifest; it is read again, and tried again, if a save took the
+    checkpoint's place, and its files, meanwhile. Raises BlockingIOError if that goes on.
+    """
+    manifest = read_manifest(checkpoint, moved)
+    for remaining in reversed(range(_MAX_RETRIES)):
+        try:
+            return attempt(manifest)
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            newer = read_manifest(checkpoint, moved)
+            if newer.uuid != manifest.uuid:
+                if not remaining:
+                    what = f"was saved over {_MAX_RETRIES} times before it could be read"
+                    raise BlockingIOError(errno.EAGAIN, what, str(checkpoint)) from error
+                manifest = newer
+            elif isinstance(error, CorruptCheckpointError):
+                raise error.in_file(checkpoint / MANIFEST_NAME) from error
+            else:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def peek_saved(checkpoint: Path) -> int | None:
@@ -70,11 +99,15 @@ def open_regular_file(path: Path, *, follow: bool = True) -> Iterator[tuple[Bina
     Raises CorruptCheckpointError for what is no regular file, OSError.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    with os.fdopen(os.open(path, flags), "rb") as file:
-        status = os.fstat(file.fileno())
+    descriptor = os.open(path, flags)
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise CorruptCheckpointError("not a regular file", path=path)
-        yield file, status.st_size
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file, status.st_size
+    finally:
+        os.close(descriptor)
 
 
 def is_finished(checkpoint: Path) -> bool:
@@ -84,8 +117,11 @@ def is_finished(checkpoint: Path) -> bool:
 
 def is_own_manifest(path: Path) -> bool:
     """Whether a file that may be damaged began its life as the manifest of a checkpoint."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
+    try:
+        with open_regular_file(path) as (file, _):
+            head = file.read(_HEAD_BYTES)
+    except CorruptCheckpointError:
+        return False
     return head.startswith(b'{"sha256":"') or f'"format":"{FORMAT}"'.encode() in head
 
 
@@ -98,7 +134,10 @@ def check_data_file(manifest: Manifest, checkpoint: Path, file: FileRecord) -> P
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptCheckpointError("the data file is missing", path=path) from error
+        what = "the data file is missing"
+        if file.root is not None:
+            what += "; if its directory was moved, say where to with stripe_dirs="
+        raise CorruptCheckpointError(what, path=path) from error
     if not stat.S_ISREG(status.st_mode):
         raise CorruptCheckpointError("the data file is not a regular file", path=path)
     if status.st_size != file.nbytes:

@@ -36,6 +36,7 @@ from checkpoint.loading import load
 from checkpoint.memory import KeptMemory
 from checkpoint.pending import PendingSave
 from checkpoint.records import SaveInfo
+from checkpoint.relocation import Relocation, searching
 from checkpoint.saving import PathLike, save_after, start_save
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ class Manager:
 
     The `keep` that were saved last are kept (None: all), and besides them every one whose step is a
     multiple of `keep_every`. Older ones are removed when a new one is durable. `stripe_dirs`,
-    `engine` and `coordinator` are as in `save`. One process at a time saves to a root, or the ranks
+    `engine` and `coordinator` are as in `save`; data of earlier saves that are not where they were
+    saved are found in `stripe_dirs` too. One process at a time saves to a root, or the ranks
     of a `coordinator`; others may load from it meanwhile. A step that is a link to a directory is
     loaded and never removed.
 
@@ -98,7 +100,8 @@ class Manager:
         self._ranks: Coordinator = coordinator or SingleProcess()
         self._pending: PendingSave | None = None
         self._memory = KeptMemory()
-        self._known = KnownManifests()
+        self._searched = searching(stripe_dirs).searched
+        self._known = KnownManifests(Relocation(self._searched))
         self.loaded: LoadedStep | None = None
         """What the last `load` loaded; None before the first."""
 
@@ -169,7 +172,7 @@ class Manager:
             self._check_same(step)
             if step is not None:
                 path = self.path(step)
-                state = self._together(lambda: load(path, **options))
+                state = self._together(lambda: self._load(path, options))
                 self._tell(step, [])
                 return state
             found: list[Any] = []
@@ -186,13 +189,17 @@ class Manager:
     def _attempt(self, options: dict[str, Any], found: list[Any], step: int) -> _Verdict:
         """Loads a step and adds what it held to `found`."""
         try:
-            found.append(load(self.path(step), **options))
+            found.append(self._load(self.path(step), options))
         except (FileNotFoundError, IncompleteCheckpointError):
             return _Verdict.ABSENT
         except CorruptCheckpointError as error:
             _pass_over(self.path(step), error)
             return _Verdict.DAMAGED
         return _Verdict.WHOLE
+
+    def _load(self, path: Path, options: dict[str, Any]) -> Any:
+        there = [stripe for stripe in self._searched if stripe.is_dir()]
+        return load(path, **{"stripe_dirs": there, **options})
 
     def _tell(self, step: int, passed_over: Sequence[int]) -> None:
         self.loaded = LoadedStep(step, tuple(passed_over))
@@ -340,7 +347,7 @@ class Manager:
     def _remove(self, step: int, uuid: str | None) -> None:
         path = self.path(step)
         with _warned(path):
-            if remove_checkpoint(path, uuid):
+            if remove_checkpoint(path, uuid, self._searched):
                 self._known.forget(path)
 
 

@@ -22,8 +22,9 @@ from checkpoint.boxes import contiguous_strides, flat_first, span_elements
 from checkpoint.checksum import CRC_BLOCK_BYTES, crc32c
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.headers import check_header
-from checkpoint.locate import check_data_file
+from checkpoint.locate import check_data_file, with_current_manifest
 from checkpoint.records import ChunkRecord, Manifest, TensorRecord
+from checkpoint.relocation import AS_SAVED, Relocation
 from checkpoint.sources import ByteSource, tensor_source
 
 _KEPT_BYTES = 64 << 20
@@ -144,6 +145,20 @@ class OpenCheckpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def open_current(
+    checkpoint: Path, moved: Relocation = AS_SAVED, *, verify: bool = True
+) -> OpenCheckpoint:
+    """Opens what is at a path, also where saves take its place meanwhile.
+
+    Raises what `read_manifest` and `OpenCheckpoint` do.
+    """
+
+    def attempt(manifest: Manifest) -> OpenCheckpoint:
+        return OpenCheckpoint(manifest, checkpoint, verify=verify)
+
+    return with_current_manifest(checkpoint, attempt, moved)
 
 
 def _close(files: OrderedDict[int, File], engine: Engine) -> None:

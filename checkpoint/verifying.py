@@ -10,12 +10,13 @@ from aio import Engine
 from checkpoint.assembly import view_of
 from checkpoint.checksum import crc32c
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.locate import read_manifest
+from checkpoint.locate import with_current_manifest
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.names import PAD_PREFIX
 from checkpoint.reader import ChunkRead, ReadOptions
 from checkpoint.reading import PlacedRead, read_files
 from checkpoint.records import ChunkRecord, Manifest
+from checkpoint.relocation import StripeDirs, relocation
 from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.tree import decode_tree
 
@@ -48,24 +49,43 @@ class VerifyReport:
 
 
 def verify(
-    path: PathLike, *, engine: Engine | None = None, staging_bytes: int = STAGING_BYTES
+    path: PathLike,
+    *,
+    stripe_dirs: StripeDirs | None = None,
+    engine: Engine | None = None,
+    staging_bytes: int = STAGING_BYTES,
 ) -> VerifyReport:
     """Reads the manifest, every header, every tensor and every gap, and reports all damage.
+
+    Where another save takes the checkpoint's place meanwhile, the new one is verified instead.
+    `stripe_dirs` is as in `load`.
 
     Raises FileNotFoundError for a missing path, IncompleteCheckpointError for one without manifest,
     OSError for what cannot be read at all.
     """
     checkpoint = Path(path).resolve()
+    options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=True)
+    moved = relocation(stripe_dirs)
+    reports: list[VerifyReport] = []
+
+    def attempt(manifest: Manifest) -> VerifyReport:
+        reports[:] = [_verified(manifest, checkpoint, options)]
+        for problem in reports[0].problems:
+            raise problem  # only damage if the same manifest is there still
+        return reports[0]
+
     try:
-        manifest = read_manifest(checkpoint)
+        return with_current_manifest(checkpoint, attempt, moved)
     except CorruptCheckpointError as error:
-        return VerifyReport(checkpoint, "", 0, 0, (error,))
+        return reports[0] if reports else VerifyReport(checkpoint, "", 0, 0, (error,))
+
+
+def _verified(manifest: Manifest, checkpoint: Path, options: ReadOptions) -> VerifyReport:
     problems: list[CorruptCheckpointError] = []
     try:
         decode_tree(manifest.tree, lambda where, node: view_of(manifest, where, node))
     except CorruptCheckpointError as error:
         problems.append(error.in_file(checkpoint / MANIFEST_NAME))
-    options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=True)
     read_files(manifest, checkpoint, _everything(manifest), options, problems)
     nbytes = sum(tensor.nbytes for tensor in manifest.tensors)
     return VerifyReport(checkpoint, manifest.uuid, len(manifest.tensors), nbytes, tuple(problems))

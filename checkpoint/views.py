@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint.assembly import TensorView, view_of
 from checkpoint.boxes import contiguous_strides, flat_first
-from checkpoint.locate import check_data_file, read_manifest
-from checkpoint.opened import OpenCheckpoint
+from checkpoint.locate import check_data_file
+from checkpoint.opened import OpenCheckpoint, open_current
 from checkpoint.records import Manifest
+from checkpoint.relocation import StripeDirs, relocation
 from checkpoint.saving import PathLike
 from checkpoint.tree import data_nodes
 from checkpoint.zarr_layout import GROUP_METADATA, ArrayLayout, array_layout, node_paths
@@ -21,35 +22,40 @@ if TYPE_CHECKING:
     import zarr
 
 
-def open_zarr(path: PathLike, *, verify: bool = True) -> zarr.Group:
+def open_zarr(
+    path: PathLike, *, verify: bool = True, stripe_dirs: StripeDirs | None = None
+) -> zarr.Group:
     """A checkpoint as a read-only zarr group; dots in names are levels of groups.
 
     Nothing is read but the manifest until an array is indexed; then whole checksum blocks are read
     and verified, unless `verify` is false. Types that zarr lacks (bfloat16, float8) appear as
-    unsigned integers of their size, with torch's name of the type in the attribute `dtype`. The group
-    stands for the save that it was opened of: another one at the same path does not change it, and a
-    copy that was pickled raises FileNotFoundError if another save has come.
+    unsigned integers of their size, with torch's name of the type in the attribute `dtype`. The
+    group stands for the save that it was opened of: another one at the same path does not change
+    it, and a copy that was pickled raises FileNotFoundError if another save has come. `stripe_dirs`
+    is as in `load`.
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint; indexing raises
     CorruptCheckpointError. Needs zarr 3.
     """
     from checkpoint.zarr_store import open_group
 
-    return open_group(Path(path).resolve(), verify=verify)
+    return open_group(Path(path).resolve(), verify=verify, moved=relocation(stripe_dirs))
 
 
-def write_references(path: PathLike, file: PathLike) -> Path:
+def write_references(
+    path: PathLike, file: PathLike, *, stripe_dirs: StripeDirs | None = None
+) -> Path:
     """Writes a reference file with which fsspec and zarr read a checkpoint without this library.
 
     Open it with `zarr.open_group(fsspec.filesystem("reference", fo=..., asynchronous=True) ...)`;
     paths in it are absolute. Nothing verifies the bytes then. Leaves whose bytes lie apart in
-    another tensor are not in it.
+    another tensor are not in it. `stripe_dirs` is as in `load`.
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint, OSError for `file`.
     """
     checkpoint = Path(path).resolve()
-    manifest = read_manifest(checkpoint)
-    with OpenCheckpoint(manifest, checkpoint) as opened:
+    with open_current(checkpoint, relocation(stripe_dirs)) as opened:
+        manifest = opened.manifest
         references = _references(opened)
     templates = {
         f"f{number}": str(check_data_file(manifest, checkpoint, record))

@@ -25,8 +25,8 @@ from zarr.abc.store import (
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from checkpoint.assembly import view_of
-from checkpoint.locate import read_manifest
-from checkpoint.opened import OpenCheckpoint
+from checkpoint.opened import open_current
+from checkpoint.relocation import AS_SAVED, Relocation
 from checkpoint.sources import ByteSource
 from checkpoint.tree import data_nodes
 from checkpoint.zarr_layout import GROUP_METADATA, ArrayLayout, array_layout, node_paths
@@ -185,19 +185,28 @@ class _ChunkBlob:
 class CheckpointBlobs(Mapping[str, Blob]):
     """What a checkpoint is to zarr: groups, arrays, chunks. Chunks are read, and verified, late."""
 
-    def __init__(self, path: Path, *, verify: bool = True, uuid: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        verify: bool = True,
+        uuid: str | None = None,
+        moved: Relocation = AS_SAVED,
+    ) -> None:
         """With `uuid` of that save alone. Raises FileNotFoundError if another one is there."""
         self._path = path
         self._should_verify = verify
-        manifest = read_manifest(path)
+        self._moved = moved
+        self._opened = open_current(path, moved, verify=verify)
+        manifest = self._opened.manifest
         if uuid not in (None, manifest.uuid):
+            self._opened.close()
             raise FileNotFoundError(
                 errno.ENOENT,
                 f"save {uuid}, which was opened, has been replaced by {manifest.uuid}; open the "
                 "checkpoint again",
                 str(path),
             )
-        self._opened = OpenCheckpoint(manifest, path, verify=verify)
         nodes = data_nodes(manifest.tree)
         self._metadata: dict[str, Blob] = {"zarr.json": BytesBlob(GROUP_METADATA.encode())}
         self._arrays: dict[str, tuple[ByteSource, ArrayLayout]] = {}
@@ -210,7 +219,12 @@ class CheckpointBlobs(Mapping[str, Blob]):
             self._metadata[f"{place}/zarr.json"] = BytesBlob(layout.metadata().encode())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self._path, self._should_verify, self._opened.manifest.uuid)
+        return _reopen, (
+            self._path,
+            self._should_verify,
+            self._opened.manifest.uuid,
+            self._moved,
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CheckpointBlobs) and (
@@ -247,12 +261,12 @@ class CheckpointBlobs(Mapping[str, Blob]):
         return sum(1 for _ in self)
 
 
-def _reopen(path: Path, verify: bool, uuid: str) -> CheckpointBlobs:
+def _reopen(path: Path, verify: bool, uuid: str, moved: Relocation) -> CheckpointBlobs:
     """In another process, or later: the same save or none."""
-    return CheckpointBlobs(path, verify=verify, uuid=uuid)
+    return CheckpointBlobs(path, verify=verify, uuid=uuid, moved=moved)
 
 
-def open_group(path: Path, *, verify: bool) -> zarr.Group:
+def open_group(path: Path, *, verify: bool, moved: Relocation = AS_SAVED) -> zarr.Group:
     """The root group of a checkpoint."""
-    store = ReadOnlyStore(CheckpointBlobs(path, verify=verify))
+    store = ReadOnlyStore(CheckpointBlobs(path, verify=verify, moved=moved))
     return zarr.open_group(store, mode="r", zarr_format=3)

@@ -66,7 +66,7 @@ def _show(options: argparse.Namespace, console: Console) -> int:
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
-    report = checkpoint.verify(options.path)
+    report = checkpoint.verify(options.path, stripe_dirs=options.stripe_dir)
     console.print(str(report), highlight=False)
     return 0 if report.ok else 1
 
@@ -76,7 +76,10 @@ def _export(options: argparse.Namespace, console: Console) -> int:
     if prefix is None:
         names = checkpoint.list_tensors(options.path)
         prefix = MODEL if any(name.startswith(MODEL) for name in names) else ""
-    for file in checkpoint.export_safetensors(options.path, options.folder, prefix=prefix):
+    files = checkpoint.export_safetensors(
+        options.path, options.folder, prefix=prefix, stripe_dirs=options.stripe_dir
+    )
+    for file in files:
         console.print(str(file), highlight=False)
     return 0
 
@@ -146,11 +149,14 @@ def _arguments() -> argparse.ArgumentParser:
     command.add_argument("path")
     command = add("show", _show, "dtype and shape of the tensors of a checkpoint")
     command.add_argument("path")
+    moved = "where its data are, if they were moved; repeatable"
     command = add("verify", _verify, "read everything and compare the checksums")
     command.add_argument("path")
+    command.add_argument("--stripe-dir", action="append", help=moved)
     command = add("export", _export, "write safetensors shards with an index")
     command.add_argument("path")
     command.add_argument("folder")
+    command.add_argument("--stripe-dir", action="append", help=moved)
     command.add_argument(
         "--prefix",
         help=f"of the tensors to write; taken off (default: {MODEL} if there are any, else all)",

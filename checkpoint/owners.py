@@ -1,0 +1,104 @@
+"""Which checkpoint owns a directory of data on a stripe.
+
+The directory of a save on a stripe holds `owner.json`, which names the list of stripes of that save
+by what moves with it and is in no copy of it: its inode number and the time of its last change. So
+a checkpoint that was renamed or mounted elsewhere owns its data, and a copy of it does not; neither
+does a list that somebody made up.
+
+Invariants: what is not owned is never deleted; links are never followed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OWNER_NAME = "owner.json"
+_MAX_BYTES = 1 << 16
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The list of stripes at `path`, as `owner.json` names it."""
+
+    path: str
+    inode: int
+    changed: int
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint that it was made for, where that was then."""
+        return Path(self.path).parent.parent
+
+    def encode(self) -> bytes:
+        """The content of `owner.json`."""
+        node = {"stripes": self.path, "inode": self.inode, "changed": self.changed}
+        return json.dumps(node).encode()
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the list at `path` is this one: moved perhaps, but no copy.
+
+        Of a snapshot of a whole file system, which copies inodes, the original counts if it is
+        still there.
+        """
+        found = _status(path)
+        if found is None or not self._is(found):
+            return False
+        original = _status(Path(self.path))
+        return original is None or not self._is(original) or os.path.samestat(original, found)
+
+    def _is(self, status: os.stat_result) -> bool:
+        return (status.st_ino, status.st_ctime_ns) == (self.inode, self.changed)
+
+
+def owner_at(path: Path) -> Owner:
+    """The owner that the list at `path` makes. Raises OSError."""
+    status = path.lstat()
+    return Owner(str(path), status.st_ino, status.st_ctime_ns)
+
+
+def read_owner(directory: int) -> Owner | None:
+    """What `owner.json` of an open directory says; None if it says nothing that can be trusted."""
+    try:
+        file = os.open(OWNER_NAME, _READ, dir_fd=directory)
+        try:
+            is_file = stat.S_ISREG(os.fstat(file).st_mode)
+            node: Any = json.loads(os.read(file, _MAX_BYTES)) if is_file else None
+        finally:
+            os.close(file)
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(node, dict):
+        return None
+    path, inode, changed = (node.get(key) for key in ("stripes", "inode", "changed"))
+    if not isinstance(path, str) or type(inode) is not int or type(changed) is not int:
+        return None
+    return None if "\0" in path else Owner(path, inode, changed)
+
+
+@contextmanager
+def opened_directory(path: Path) -> Iterator[int | None]:
+    """A descriptor of a directory; None for a link, for anything else, and where nothing is."""
+    try:
+        descriptor = os.open(path, _READ | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except (OSError, ValueError):
+        return None
