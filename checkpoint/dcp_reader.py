@@ -12,6 +12,7 @@ import os
 import secrets
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from checkpoint.boxes import Shape, contiguous_strides, span_elements
 from checkpoint.checksum import CRC_BLOCK_BYTES
 from checkpoint.dcp_boxes import BoxPicker, check_target, place_of_box
 from checkpoint.dcp_contents import Contents, StoredChunk
+from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.locate import read_manifest
 from checkpoint.opened import OpenCheckpoint
 from checkpoint.reader import ChunkRead, ReadOptions
@@ -70,7 +72,8 @@ class StorageReader(TorchStorageReader):
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Raises what `checkpoint.load` raises for a missing, incomplete or corrupt checkpoint."""
-        metadata = Contents(self._read_manifest()).metadata()
+        self._manifest = read_manifest(self.path)
+        metadata = Contents(self._manifest).metadata()
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), load_id=self._load_id)
         return metadata
 
@@ -80,14 +83,30 @@ class StorageReader(TorchStorageReader):
         self._storage = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return replace(plan, storage_data=self._known_manifest().uuid)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raises RuntimeError where ranks are about to load different saves."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise _saved_over(self.path)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises CorruptCheckpointError naming file, tensor and extent, or OSError."""
-        manifest = self._read_manifest()
+        """Raises CorruptCheckpointError naming file, tensor and extent, or OSError; RuntimeError if
+        another save took the place of the checkpoint after `read_metadata`.
+        """
+        manifest = self._known_manifest()
+        try:
+            self._read(manifest, plan, planner)
+        except (CorruptCheckpointError, OSError) as error:
+            if _uuid_at(self.path) in (manifest.uuid, None):
+                raise
+            raise _saved_over(self.path) from error
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, manifest: Manifest, plan: LoadPlan, planner: LoadPlanner) -> None:
         by_file: dict[int, list[PlacedRead]] = defaultdict(list)
         finish: list[Finish] = []
         others: list[ReadItem] = []
@@ -104,9 +123,6 @@ class StorageReader(TorchStorageReader):
             step()
         if others:
             self._read_others(manifest, others, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _read_others(self, manifest: Manifest, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Values, and views of other tensors' bytes."""
@@ -121,7 +137,8 @@ class StorageReader(TorchStorageReader):
                 _copy_part(opened.source(view), item, target)
                 planner.commit_tensor(item, target)
 
-    def _read_manifest(self) -> Manifest:
+    def _known_manifest(self) -> Manifest:
+        """That of the last `read_metadata`: a plan is made for one save."""
         if self._manifest is None:
             self._manifest = read_manifest(self.path, self._moved)
         return self._manifest
@@ -129,6 +146,21 @@ class StorageReader(TorchStorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return "://" not in os.fspath(checkpoint_id)
+
+
+def _uuid_at(path: Path) -> str | None:
+    """The id of the save that is at a path now; None where there is none to be trusted."""
+    try:
+        return read_manifest(path).uuid
+    except (CorruptCheckpointError, IncompleteCheckpointError, OSError):
+        return None
+
+
+def _saved_over(path: Path) -> RuntimeError:
+    return RuntimeError(
+        f"{path} was saved over while it was being loaded, and what was loaded is of no use; load "
+        "again, and save each step to a path of its own"
+    )
 
 
 def _box(item: ReadItem, whole: Shape, dtype: torch.dtype, target: torch.Tensor) -> BoxPicker:

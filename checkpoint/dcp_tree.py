@@ -1,8 +1,8 @@
 """Between DCP's flat names and state trees: pure.
 
 A tree that DCP flattened is put together again by the paths that its planner kept, where they give
-back the same names; without them it stays a flat dict. What DCP serialised itself is an array of
-dtype V1, a kind that no other state holds.
+back the same names; without them it stays a flat dict. A value that no state tree holds is an array
+of dtype V1, a kind that no other state holds: the bytes that DCP made of it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from checkpoint.names import natural_name
+from checkpoint.names import natural_name, unique_names
 from checkpoint.scalars import Node
 
 BLOB_DTYPE = "|V1"
 
 
-def tensor_node(index: int) -> Node:
-    return {"tensor": index}
+def entry_node(index: int, array: Node | None) -> Node:
+    """The node of stored tensor `index`: a tensor, or an array of that dtype."""
+    return {"tensor": index} if array is None else {"array": index, "dtype": array}
 
 
-def blob_node(index: int) -> Node:
-    return {"array": index, "dtype": BLOB_DTYPE}
+def data_name(fqn: str) -> str:
+    """What an entry is called in data files: its name, unless these keep that for themselves.
+
+    No two entries get the same name, and none of them has to be known for that of another.
+    """
+    bare = fqn.lstrip("~")
+    return natural_name((fqn if unique_names([bare]) == [bare] else f"~{fqn}",))
 
 
 def is_blob(node: Node) -> bool:
@@ -66,8 +72,9 @@ def _encode(tree: Any) -> Node:
     """DCP's paths have integers for places in lists, and text for every key of a dict."""
     if isinstance(tree, _Leaf):
         return tree.node
-    if tree and set(tree) == set(range(len(tree))):
-        return [_encode(tree[index]) for index in range(len(tree))]
+    if tree and all(type(key) is int for key in tree):
+        # DCP leaves empty dicts out; a list keeps their places.
+        return [_encode(tree.get(index, {})) for index in range(max(tree) + 1)]
     if all(type(key) is str for key in tree):
         return {"dict": {key: _encode(item) for key, item in tree.items()}}
     return {"items": [[key, _encode(item)] for key, item in tree.items()]}

@@ -7,169 +7,125 @@ and rank 0 publishes the manifest in `finish`. The directory of the checkpoint i
 from __future__ import annotations
 
 import contextlib
-import io
+import errno
 import os
 import secrets
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from aio import Engine, sync_directory
-from checkpoint import elements
+from aio import sync_directory
 from checkpoint.commit import check_replaceable, make_directory, publish
-from checkpoint.dcp_tree import BLOB_DTYPE, blob_node, build_tree, tensor_node
+from checkpoint.dcp_items import Entry, Items, Written
+from checkpoint.dcp_tree import build_tree, data_name, entry_node
 from checkpoint.destination import Destination
-from checkpoint.filling import Filler
-from checkpoint.leftovers import clear_leftovers, create_generation, discard_generation, locked
+from checkpoint.errors import IncompleteCheckpointError
+from checkpoint.leftovers import (
+    clear_leftovers,
+    create_generation,
+    discard_generation,
+    generations,
+    locked,
+)
+from checkpoint.locate import read_manifest
 from checkpoint.manifest import encode_manifest
-from checkpoint.names import unique_names
-from checkpoint.planning import plan_part_files
-from checkpoint.rank_files import RankFiles, RankRecords, filling_supplies
 from checkpoint.readable import check_files, check_tree
 from checkpoint.records import ChunkRecord, FileRecord, Manifest, TensorRecord
 from checkpoint.saving import STAGING_BYTES, PathLike, stripe_paths
-from checkpoint.sources import Source, array_source, tensor_source
-from checkpoint.staging import plan_slots
-from checkpoint.striping import Part
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Order:
-    """What rank 0 tells every rank: the save's id, the rank's number, the names in data files."""
+    """What rank 0 tells every rank: the save's id and the rank's number.
+
+    A planner that keeps plans gives an order of an earlier save back, which `is_used` then.
+    """
 
     uuid: str
     rank: int
-    names: dict[str, str]
+    is_used: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What a rank reports: its records, and the name in the state dict of each part in them."""
+def manifest_of(
+    destination: Destination, metadata: Metadata, written: Sequence[Written], *, world_size: int
+) -> Manifest:
+    """The manifest of what all ranks wrote.
 
-    records: RankRecords
-    fqns: tuple[str, ...]
+    Raises ValueError naming an entry that no rank wrote, or several with other dtypes or shapes.
+    """
+    files, chunks, entries = _by_fqn(written)
+    leaves: dict[str, Any] = {}
+    for rank in written:
+        leaves.update(rank.values)
+    tensors: list[TensorRecord] = []
+    for fqn in metadata.state_dict_metadata:
+        if fqn in leaves:
+            continue
+        entry = _only_entry(fqn, entries.get(fqn, []))
+        leaves[fqn] = entry_node(len(tensors), entry.array)
+        record = TensorRecord(data_name(fqn), entry.dtype, entry.shape, tuple(chunks.get(fqn, ())))
+        tensors.append(record)
+    leaves = {fqn: leaves[fqn] for fqn in metadata.state_dict_metadata}
+    return Manifest(
+        uuid=destination.uuid,
+        world_size=world_size,
+        roots=tuple(str(stripe) for stripe in destination.stripes),
+        files=files,
+        storages=(),
+        tensors=tuple(tensors),
+        tree=build_tree(leaves, metadata.planner_data),
+        saved=time.time_ns(),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Save:
-    """What rank 0 remembers of a save: where it goes, and names in data files by those in DCP."""
-
-    destination: Destination
-    names: dict[str, str]
-
-    def manifest(
-        self, metadata: Metadata, written: Sequence[_Written], *, world_size: int
-    ) -> Manifest:
-        files, chunks = _by_fqn(written)
-        tensors: list[TensorRecord] = []
-        leaves: dict[str, Any] = {}
-        for fqn, kind in metadata.state_dict_metadata.items():
-            own = tuple(chunks.get(fqn, ()))
-            if isinstance(kind, TensorStorageMetadata):
-                leaves[fqn] = tensor_node(len(tensors))
-                dtype, shape = elements.BY_TORCH[kind.properties.dtype].name, tuple(kind.size)
-            else:
-                leaves[fqn] = blob_node(len(tensors))
-                dtype, shape = "uint8", own[0].shape
-            tensors.append(TensorRecord(self.names[fqn], dtype, shape, own))
-        return Manifest(
-            uuid=self.destination.uuid,
-            world_size=world_size,
-            roots=tuple(str(stripe) for stripe in self.destination.stripes),
-            files=files,
-            storages=(),
-            tensors=tuple(tensors),
-            tree=build_tree(leaves, metadata.planner_data),
-            saved=time.time_ns(),
-        )
+def _only_entry(fqn: str, entries: list[Entry]) -> Entry:
+    if not entries:
+        raise ValueError(f"cannot save {fqn}: no rank wrote it")
+    if len(entries) > 1:
+        kinds = ", ".join(sorted(f"{entry.dtype} of shape {entry.shape}" for entry in entries))
+        raise ValueError(f"cannot save {fqn}: it is not the same on all ranks, but {kinds}")
+    return entries[0]
 
 
 def _by_fqn(
-    written: Sequence[_Written],
-) -> tuple[tuple[FileRecord, ...], dict[str, list[ChunkRecord]]]:
-    """All files, and the chunks of every entry of the state dict."""
+    written: Sequence[Written],
+) -> tuple[tuple[FileRecord, ...], dict[str, list[ChunkRecord]], dict[str, list[Entry]]]:
+    """All files, and the chunks and the kinds of every entry of the state dict."""
     files: list[FileRecord] = []
     chunks: dict[str, list[ChunkRecord]] = {}
+    entries: dict[str, list[Entry]] = {}
     for rank in written:
         for part, own in rank.records.chunks.items():
+            entry = rank.entries[part]
             moved = [chunk._replace(file=chunk.file + len(files)) for chunk in own]
-            chunks.setdefault(rank.fqns[part], []).extend(moved)
+            chunks.setdefault(entry.fqn, []).extend(moved)
+        for entry in rank.entries:
+            known = entries.setdefault(entry.fqn, [])
+            if entry not in known:
+                known.append(entry)
         files.extend(rank.records.files)
-    return tuple(files), chunks
+    return tuple(files), chunks, entries
 
 
-class _Items:
-    """What DCP gives one rank to write, as parts of tensors."""
+_holding: WeakValueDictionary[Path, StorageWriter] = WeakValueDictionary()
+"""The writer of this process that has the lock of a checkpoint."""
 
-    def __init__(
-        self, items: Sequence[WriteItem], planner: SavePlanner, names: Mapping[str, str]
-    ) -> None:
-        self.sources: list[Source] = []
-        self._fqns = tuple(item.index.fqn for item in items)
-        self._records: list[TensorRecord] = []
-        self._parts: list[Part] = []
-        for item in items:
-            data = planner.resolve_data(item)
-            if isinstance(data, io.BytesIO):
-                self._add_blob(names[item.index.fqn], data)
-            else:
-                self._add_tensor(names[item.index.fqn], item, data)
 
-    def _add_blob(self, name: str, data: io.BytesIO) -> None:
-        source = array_source(np.frombuffer(data.getbuffer(), BLOB_DTYPE))
-        self._add(TensorRecord(name, "uint8", source.shape, ()), (0, 0), source)
-
-    def _add_tensor(self, name: str, item: WriteItem, tensor: torch.Tensor) -> None:
-        assert item.tensor_data is not None
-        source = tensor_source(tensor.detach().as_subclass(torch.Tensor))
-        size, chunk = tuple(item.tensor_data.size), item.tensor_data.chunk
-        if source.shape != tuple(chunk.sizes):
-            raise ValueError(
-                f"{item.index.fqn} is a tensor of shape {source.shape}, its plan says "
-                f"{tuple(chunk.sizes)}"
-            )
-        self._add(TensorRecord(name, source.element.name, size, ()), tuple(chunk.offsets), source)
-
-    def _add(self, record: TensorRecord, start: tuple[int, ...], source: Source) -> None:
-        self._records.append(record)
-        self._parts.append(Part(source.element.itemsize, start, source.shape))
-        self.sources.append(source)
-
-    def write(self, destination: Destination, rank: int, staging_bytes: int) -> _Written:
-        """Writes them to files of this rank, durably."""
-        weights = [1.0] * destination.num_stripes
-        plans = plan_part_files(
-            self._records, self._parts, uuid=destination.uuid, rank=rank, weights=weights
-        )
-        fillers = [
-            Filler(plan, [self.sources[shard.tensor] for shard in plan.shards]) for plan in plans
-        ]
-        share = staging_bytes // len(plans)
-        slots = [plan_slots(plan.layout.nbytes, share) for plan in plans]
-        files = RankFiles(destination, rank, fillers)
-        files.check_space()
-        with Engine(lanes=destination.num_stripes) as engine, ExitStack() as undo:
-            files.create(engine, undo)
-            files.write(engine, filling_supplies(fillers, slots))
-            files.sync()
-        for directory in destination.data_directories:
-            sync_directory(directory)
-        return _Written(files.records(), self._fqns)
+def _num_ranks() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def _remove_if_empty(directory: Path) -> None:
@@ -199,42 +155,75 @@ class StorageWriter(TorchStorageWriter):
         # Rank 0 holds from its plan to its end: the lock, and what to undo if that is a failure.
         self._lock = ExitStack()
         self._undo = ExitStack()
-        self._save: _Save | None = None
+        self._destination: Destination | None = None
+        self._owner: tuple[int, threading.Thread] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._abandon()
+        if self._is_over():
+            self._abandon()
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id).resolve()
         self._save_id = secrets.token_hex(8)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is made before all plans are known."""
+        """Nothing is made before all plans are known. Raises ValueError for ranks that do not talk
+        to each other: a checkpoint is committed by one of them.
+        """
+        if not kwargs.get("use_collectives", True) and _num_ranks() > 1:
+            raise ValueError(
+                "use_collectives=False of torch.distributed.checkpoint.save makes a checkpoint of "
+                "each rank, which a StorageWriter does not: leave it out, or save to a path for "
+                "each rank with no_dist=True"
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Rank 0 locks the checkpoint and makes the directories. Raises OSError."""
-        self._abandon()
+        """Rank 0 locks the checkpoint and makes the directories.
+
+        Raises OSError; BlockingIOError while another save to this checkpoint is running.
+        """
+        self._free_lock()
         destination = Destination(self.path, secrets.token_hex(4), self._stripes)
+        self._owner = os.getpid(), threading.current_thread()
         try:
             self._begin(destination)
         except BaseException:
             self._abandon()
             raise
-        fqns = list(dict.fromkeys(item.index.fqn for plan in plans for item in plan.items))
-        names = dict(zip(fqns, unique_names(fqns), strict=True))
-        self._save = _Save(destination, names)
+        self._destination = destination
         return [
-            replace(plan, storage_data=_Order(destination.uuid, rank, names))
+            replace(plan, storage_data=_Order(destination.uuid, rank))
             for rank, plan in enumerate(plans)
         ]
+
+    def _free_lock(self) -> None:
+        """Gives up a save that DCP gave up, because another rank failed: it tells no writer."""
+        for writer in (self, _holding.get(self.path)):
+            if writer is None or writer._destination is None:
+                continue
+            if not writer._is_over():
+                raise BlockingIOError(
+                    errno.EAGAIN,
+                    "another save to this checkpoint is still running",
+                    str(writer._destination.path),
+                )
+            writer._abandon()
+
+    def _is_over(self) -> bool:
+        """DCP saves from one thread, which is elsewhere or gone when it has given a save up."""
+        if self._owner is None:
+            return True
+        _, thread = self._owner
+        return thread is threading.current_thread() or not thread.is_alive()
 
     def _begin(self, destination: Destination) -> None:
         if not self.path.exists():
             self._undo.callback(_remove_if_empty, self.path)
         make_directory(self.path)
         self._lock.enter_context(locked(self.path, make=True))
+        _holding[self.path] = self
         check_replaceable(self.path)
         clear_leftovers(self.path, self._stripes)
         self._undo.callback(discard_generation, self.path, destination.uuid)
@@ -245,9 +234,9 @@ class StorageWriter(TorchStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Every rank writes its items and makes them durable. Raises OSError naming the file."""
         order: _Order = plan.storage_data
-        destination = Destination(self.path, order.uuid, self._stripes)
-        items = _Items(plan.items, planner, order.names)
         try:
+            destination = Destination(self.path, self._uuid_of(order), self._stripes)
+            items = Items(plan.items, planner)
             written = items.write(destination, order.rank, self._staging_bytes)
         except BaseException:
             self._abandon()
@@ -256,28 +245,54 @@ class StorageWriter(TorchStorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(
             [
-                WriteResult(item.index, source.nbytes, written if number == 0 else None)
-                for number, (item, source) in enumerate(zip(plan.items, items.sources, strict=True))
+                WriteResult(item.index, nbytes, written if number == 0 else None)
+                for number, (item, nbytes) in enumerate(zip(plan.items, items.sizes, strict=True))
             ]
         )
         return future
 
+    def _uuid_of(self, order: _Order) -> str:
+        """The id of the save that runs, which the order of a kept plan does not have."""
+        if self._destination is not None:
+            return self._destination.uuid
+        if not order.is_used and (self.path / order.uuid).is_dir():
+            order.is_used = True
+            return order.uuid
+        try:
+            published = read_manifest(self.path).uuid
+        except IncompleteCheckpointError:
+            published = None
+        running = [uuid for uuid in generations(self.path) if uuid != published]
+        if len(running) != 1:
+            raise RuntimeError(
+                f"{self.path} has {len(running)} saves that are not finished, and the plan that "
+                "the planner kept does not say which one this is; save without "
+                "enable_plan_caching, and on a file system that all ranks see"
+            )
+        return running[0]
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0 makes the checkpoint exist. Raises OSError naming the file."""
-        if self._save is None:
+        if self._destination is None:
             raise RuntimeError("finish() without prepare_global_plan(): not the coordinator")
         try:
             written = [rank[0].storage_data for rank in results if rank]
-            manifest = self._save.manifest(metadata, written, world_size=len(results))
+            destination = self._destination
+            manifest = manifest_of(destination, metadata, written, world_size=len(results))
             check_tree(manifest.tree, manifest.tensors, manifest.storages)
             check_files(manifest, self.path)
-            publish(self._save.destination, encode_manifest(manifest), self._undo)
+            publish(destination, encode_manifest(manifest), self._undo)
         finally:
             self._abandon()
 
     def _abandon(self) -> None:
         """Removes what was made and not published, and lets go of the lock."""
-        self._save = None
+        owner, self._owner, self._destination = self._owner, None, None
+        if owner is not None and owner[0] != os.getpid():
+            # In a forked child: what is to be undone is the parent's.
+            self._undo.pop_all()
+            self._lock.pop_all()
+            return
         self._undo.close()
         self._lock.close()
 

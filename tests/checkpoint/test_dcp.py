@@ -69,13 +69,11 @@ def test_what_dcp_saves_dcp_loads(tmp_path: Path, stripes: list[Path], striped: 
 
 def test_what_dcp_saves_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
     dcp_save(state(3), storage_writer=checkpoint.dcp.StorageWriter(tmp_path / "step"))
+    assert_same(state(3), checkpoint.load(tmp_path / "step"))
     loaded = checkpoint.load(tmp_path / "step", only=["model.*", "optimizer.state.0.m"])
     assert_same(
         {"model": state(3)["model"], "optimizer": {"state": [{"m": torch.ones(5)}]}}, loaded
     )
-    assert "optimizer.groups" in checkpoint.list_tensors(tmp_path / "step")
-    blob = checkpoint.load(tmp_path / "step", only="step")["step"]
-    assert blob.dtype == np.dtype("V1"), "what DCP serialised is kept as it came"
 
 
 def test_what_save_saves_dcp_loads(tmp_path: Path, stripes: list[Path]) -> None:
