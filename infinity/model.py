@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import checkpoint
 from infinity import persistence
 from infinity.activations import Activations
+from infinity.background import BackgroundSaves
 from infinity.collectives import LOAD, SAVE
 from infinity.discovery import Record
 from infinity.endurance import DRIVE_ENDURANCE
@@ -81,7 +81,7 @@ class OffloadedModel:
         self._activations = activations
         self._saved = SavedTensors(records, weights, self._phases, activations)
         self._versions = Versions(records, self._residency.kept_out)
-        self._saves: list[checkpoint.PendingSave] = []
+        self._saves = BackgroundSaves()
         self._hooks = ModelHooks(
             model, records, self._residency, self._phases, self._versions, compute_dtype
         )
@@ -160,14 +160,15 @@ class OffloadedModel:
         """Real, full tensors in ``params`` (default: all) inside the block; they take memory beyond
         the budget.
 
-        With ``modify`` changed elements are kept (and become the master exactly); without, changes
-        are lost.
+        With ``modify`` changed elements are kept (and become the master exactly), once background
+        saves have read what was there; without, changes are lost.
         """
         self._check_unchanged()
         chosen = self._chosen(params)
         self.state.flush()
         with real_tensors(chosen, modify, self._residency, self.sharing, self._versions):
             yield
+            self._saves.wait_read()
 
     def save(self, path: str | os.PathLike[str], block: bool = True, extra: Any = None) -> Any:
         """Save weights, masters, moments, step counts, buffers, loss scale and random state to a
@@ -183,7 +184,7 @@ class OffloadedModel:
         self.state.flush()
         outcome = persistence.save(self, path, extra, block=block)
         if not block:
-            self._saves = [pending for pending in self._saves if not pending.done()] + [outcome]
+            self._saves.add(outcome)
         return outcome
 
     def load(self, path: str | os.PathLike[str]) -> Any:
@@ -194,8 +195,7 @@ class OffloadedModel:
         """
         self._check_open()
         self.sharing.meet(LOAD, max(self.steps))
-        for pending in self._saves:
-            pending.wait_done()
+        self._saves.wait_done()
         self.state.flush()
         extra = persistence.load(self, path)
         self.optimizer.zero_grad()
@@ -355,7 +355,7 @@ class OffloadedModel:
         with.
         """
         if self._open:
-            self._restoring.before(lambda: max(self.steps), *(p.wait_done for p in self._saves))
+            self._restoring.before(lambda: max(self.steps), *self._saves.waits())
         self._open = False
         self.state.propose = None
         self._restoring.run()

@@ -1,5 +1,6 @@
 """Saves that training does not wait for."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 import checkpoint
 import infinity
+from infinity.plane_bytes import PlaneBytes
 from tests.support.models import Gpt, seeded, token_loss
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
 
@@ -50,6 +52,42 @@ def test_leaving_the_block_waits_for_a_background_save(tmp_path: Path) -> None:
     assert pending.done()
     saved = checkpoint.load(tmp_path / "last")["model"]
     assert all(same_bits(saved[name], value) for name, value in values_of(model).items())
+
+
+@pytest.mark.parametrize("tight", [False, True], ids=["whole", "least"])
+def test_values_modified_behind_a_background_save_are_not_in_it(
+    tmp_path: Path, tight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save reads nothing before somebody waits for it, or all is modified."""
+    host_memory = least_budget(Gpt, tmp_path) if tight else WHOLE
+    waited = threading.Event()
+    read, wait = PlaneBytes.read, checkpoint.PendingSave.wait_staged
+
+    def late(self: PlaneBytes, start: int, out: memoryview) -> None:
+        waited.wait()
+        read(self, start, out)
+
+    def noted(self: checkpoint.PendingSave, timeout: float | None = None) -> bool:
+        waited.set()
+        return wait(self, timeout)
+
+    model = seeded(Gpt)
+    before = {name: value.clone() for name, value in values_of(model).items()}
+    monkeypatch.setattr(checkpoint.PendingSave, "wait_staged", noted)
+    with infinity.offload(model, tmp_path, host_memory=host_memory) as offloaded:
+        monkeypatch.setattr(PlaneBytes, "read", late)
+        pending = offloaded.save(tmp_path / "behind", block=False)
+        with offloaded.gathered(modify=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        waited.set()
+        pending.result()
+    saved = checkpoint.load(tmp_path / "behind", only=["model.*"])["model"]
+    assert all(same_bits(saved[name], value) for name, value in before.items())
+    after = values_of(model)
+    assert all(
+        same_bits(after[name], before[name] + 1.0) for name in dict(model.named_parameters())
+    )
 
 
 def test_background_save_that_fails_is_told_and_training_goes_on(tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""Saves of a model that run in the background, and what has to wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from checkpoint import PendingSave
+
+
+class BackgroundSaves:
+    """They read values where they are kept: whatever changes values there waits until they have
+    been read. Steps do so by themselves, as the guard of the save.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[PendingSave] = []
+
+    def add(self, save: PendingSave) -> None:
+        """A save that has been started."""
+        self._pending = [other for other in self._pending if not other.done()] + [save]
+
+    def wait_read(self) -> None:
+        """Wait until values may change: every save has read them, or has failed."""
+        for save in self._pending:
+            save.wait_staged()
+
+    def wait_done(self) -> None:
+        """Wait until every save has ended."""
+        for wait in self.waits():
+            wait()
+
+    def waits(self) -> list[Callable[[], object]]:
+        """A wait for each save that may not have ended."""
+        return [save.wait_done for save in self._pending]
