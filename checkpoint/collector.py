@@ -16,8 +16,8 @@ from contextlib import contextmanager
 def paused_collector() -> Iterator[None]:
     """No collection begins inside, on any thread, unless somebody else asks for one."""
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:

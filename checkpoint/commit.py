@@ -2,7 +2,10 @@
 
 Invariants: until the rename the old checkpoint is whole and the new one does not exist; after it
 the reverse; nothing is deleted before the directory that holds the rename is durable. A failure
-before the rename removes everything the save made. Follows DESIGN.md, section 6.
+before the rename removes everything the save made; whether the rename happened is asked of the
+directory itself. Follows DESIGN.md, section 6.
+
+A commit runs where no signal handler does, see `checkpoint.sheltered`.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio import Engine, sync_directory
+from checkpoint.changes import Versions
 from checkpoint.collector import paused_collector
 from checkpoint.destination import Destination
+from checkpoint.directory_lock import locked
 from checkpoint.early import EarlyStage
+from checkpoint.errors import CorruptCheckpointError
 from checkpoint.filling import Filler
 from checkpoint.leftovers import (
     clear_leftovers,
     create_generation,
     discard_generation,
-    locked,
     prune,
     temporary_manifest,
     write_durably,
@@ -34,6 +39,7 @@ from checkpoint.rank_files import RankFiles, RankRecords, filling_supplies, merg
 from checkpoint.rank_planning import RankPlan
 from checkpoint.readable import check_files
 from checkpoint.records import Manifest
+from checkpoint.sheltered import Cancellation
 from checkpoint.staging import Slots
 
 
@@ -48,6 +54,9 @@ class SavePlan:
     slots: tuple[Slots, ...]
     saved: int
     """When, for the manifest: nanoseconds since 1970."""
+    versions: Versions
+    """Of the tensors of `state` when the save was called."""
+    cancellation: Cancellation
     ranks: RankPlan | None = None
     """Of a save by several ranks; `state` is that of this one, `fillers` what it writes."""
 
@@ -64,12 +73,13 @@ def commit(
 ) -> Manifest:
     """Writes the plan of one process and returns when it is durable.
 
-    `on_staged` is called when no source will be read again; with `early` the sources are read
-    there.
+    `on_staged` is called when no source will be read again, and fails the save if it raises; with
+    `early` the sources are read there.
 
     Raises OSError (AioError where a transfer failed) naming the file, and leaves nothing behind. If
     the very last sync fails, the new checkpoint is in place and whole, the old one's data are still
-    there, and a power cut may bring either back.
+    there, and a power cut may bring either back. Raises StoppedError if it is to stop before the
+    manifest is written.
     """
     destination, path = plan.destination, plan.path
     files = RankFiles(destination, 0, plan.fillers)
@@ -86,20 +96,25 @@ def commit(
         files.create(engine, undo)
         # 3. and 4. Write; check every completion.
         supplies = filling_supplies(plan.fillers, plan.slots) if early is None else early.supplies
-        files.write(engine, supplies, draft.prepare)
+        files.write(engine, supplies, draft.prepare, plan.cancellation)
         # 5. The data durable.
         files.sync()
         # 6. Their names durable.
         for directory in directories:
             sync_directory(directory)
         check_files(draft.manifest, path)
+        plan.cancellation.check()
         # 7. is for several ranks. 8. to 11. The manifest.
         publish(destination, draft.raw, undo)
     return draft.manifest
 
 
 def publish(destination: Destination, raw: bytes, undo: ExitStack) -> None:
-    """The end of a commit: makes the manifest count. From the rename on nothing is undone."""
+    """The end of a commit: makes the manifest count. From the rename on nothing is undone.
+
+    Raises OSError, and CorruptCheckpointError if the manifest that is read back is another one;
+    what it replaced is there still.
+    """
     path, uuid = destination.path, destination.uuid
     # 8. The manifest, durable, under a name that nobody reads.
     temporary = temporary_manifest(path, uuid)
@@ -109,6 +124,8 @@ def publish(destination: Destination, raw: bytes, undo: ExitStack) -> None:
     undo.pop_all()
     # 10. The switch durable.
     sync_directory(path)
+    if (path / MANIFEST_NAME).read_bytes() != raw:
+        raise CorruptCheckpointError("reads back as other bytes", path=path / MANIFEST_NAME)
     # 11. Only now what it replaced.
     prune(path, uuid, destination.stripes)
 

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 from aio import Engine, sync_directory
 from checkpoint.commit import SavePlan, check_replaceable, manifest_of, new_directory, publish
 from checkpoint.coordinator import Coordinator
+from checkpoint.directory_lock import locked
 from checkpoint.early import EarlyStage
 from checkpoint.errors import RankFailedError
-from checkpoint.leftovers import clear_leftovers, create_generation, discard_generation, locked
+from checkpoint.leftovers import clear_leftovers, create_generation, discard_generation
 from checkpoint.manifest import encode_manifest
 from checkpoint.rank_files import RankFiles, RankRecords, filling_supplies
 from checkpoint.readable import check_files
@@ -54,10 +55,11 @@ def commit_ranks(
         supplies = filling_supplies(plan.fillers, plan.slots) if early is None else early.supplies
 
         def write() -> Any:
-            files.write(engine, supplies, staged)
+            files.write(engine, supplies, staged, plan.cancellation)
             files.sync()
             for directory in destination.data_directories:
                 sync_directory(directory)
+            plan.cancellation.check()
             return encode_records(ranks.by_tensor(files.records()))
 
         # 7. Every rank has got here, or none goes on.
@@ -76,7 +78,7 @@ def together(coordinator: Coordinator, step: Callable[[], T]) -> list[T]:
         value = step()
     except RankFailedError:
         raise
-    except Exception as error:
+    except BaseException as error:
         coordinator.exchange(error)
         raise
     return coordinator.exchange(value)

@@ -31,13 +31,13 @@ from checkpoint.commit import check_replaceable, make_directory, publish
 from checkpoint.dcp_items import Entry, Items, Written
 from checkpoint.dcp_tree import build_tree, data_name, entry_node
 from checkpoint.destination import Destination
+from checkpoint.directory_lock import locked
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.leftovers import (
     clear_leftovers,
     create_generation,
     discard_generation,
     generations,
-    locked,
 )
 from checkpoint.locate import read_manifest
 from checkpoint.manifest import encode_manifest

@@ -8,7 +8,7 @@ in waves.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,9 @@ from queue import Empty, SimpleQueue
 from aio import File, Slab
 from checkpoint.filling import Buffer, Filler
 from checkpoint.memory import KeptMemory
+from checkpoint.sheltered import Cancellation, StoppedError
 from checkpoint.staging import Run, Slots, plan_slots
-from checkpoint.threads import StoppedError, run_all
+from checkpoint.threads import run_all
 from checkpoint.writer import Reap
 
 COPY_SLOT_BYTES = 8 << 20
@@ -39,8 +40,11 @@ class _Copy:
 class EarlySupply:
     """The runs of one file, copied by `copy_all` and taken by the writer."""
 
-    def __init__(self, filler: Filler, slots: Slots, slab: Slab) -> None:
+    def __init__(
+        self, filler: Filler, slots: Slots, slab: Slab, cancellation: Cancellation
+    ) -> None:
         self.filler = filler
+        self._cancellation = cancellation
         self._slots = slots
         self._free: SimpleQueue[Buffer | None] = SimpleQueue()
         self._copies: SimpleQueue[_Copy | StoppedError | None] = SimpleQueue()
@@ -52,6 +56,7 @@ class EarlySupply:
         copies: list[Future[None]] = []
         try:
             for run in self.filler.runs(self._slots.nbytes, memory_alignment=0):
+                self._cancellation.check()
                 buffer = self._free.get()
                 if buffer is None:
                     raise StoppedError
@@ -95,12 +100,20 @@ class EarlySupply:
 class EarlyStage:
     """Staging memory for a state, at most `budget_bytes` of it, with a supply per file.
 
-    `memory` is where it is taken from, if it is to be kept for the next one.
+    `memory` is where it is taken from, if it is to be kept for the next one. `check` is called when
+    everything has been copied; what it raises is the copy's error.
     """
 
     def __init__(
-        self, fillers: Sequence[Filler], budget_bytes: int, memory: KeptMemory | None = None
+        self,
+        fillers: Sequence[Filler],
+        budget_bytes: int,
+        memory: KeptMemory | None,
+        check: Callable[[], None],
+        cancellation: Cancellation,
     ) -> None:
+        self._check = check
+        self._copied: Future[None] = Future()
         total = sum(filler.plan.layout.nbytes for filler in fillers)
         shares = [budget_bytes * filler.plan.layout.nbytes // total for filler in fillers]
         slots = [
@@ -115,21 +128,31 @@ class EarlyStage:
         # Ranges of a slab end on pages, and so do buffers.
         slab = (memory or KeptMemory()).take(sum(each.count * each.nbytes for each in slots))
         self.supplies = [
-            EarlySupply(filler, each, slab) for filler, each in zip(fillers, slots, strict=True)
+            EarlySupply(filler, each, slab, cancellation)
+            for filler, each in zip(fillers, slots, strict=True)
         ]
 
-    def copy(self) -> None:
-        """Copies the state; returns when its tensors may change. Errors are the writer's."""
+    def copy(self) -> bool:
+        """Copies the state; gives whether its tensors may change. Errors are the writer's."""
+        try:
+            self._copy()
+            self._check()
+        except BaseException as error:
+            self._copied.set_exception(error)
+            self.stop()
+            return False
+        self._copied.set_result(None)
+        return True
+
+    def _copy(self) -> None:
         threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-copy") as pool:
             tasks = [partial(supply.copy_all, pool) for supply in self.supplies]
-            try:
-                run_all(tasks, self.stop, "checkpoint-stage")
-            except StoppedError:
-                return
-            except BaseException:
-                self.stop()
-                raise
+            run_all(tasks, self.stop, "checkpoint-stage")
+
+    def check_copied(self) -> None:
+        """Waits until everything has been copied. Raises the copy's error."""
+        self._copied.result()
 
     def stop(self) -> None:
         """Nothing will be taken any more."""

@@ -1,8 +1,12 @@
-"""Optimizers that wait for saves: `step()` begins when those saves have read their bytes."""
+"""Optimizers that wait for saves: `step()` begins when those saves have read their bytes.
+
+There are no locks in here: a step waits on the main thread, where an interrupt may come up at any
+line. A save is on the list before its call returns, and comes off it when its bytes have been read.
+"""
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import weakref
 from typing import Any, Protocol
 
@@ -15,43 +19,46 @@ class Guard(Protocol):
     def register_step_pre_hook(self, hook: Any, /) -> Any: ...
 
 
-class _Gate:
+class Gate:
     """The saves that one optimizer waits for. Its hook stays and costs next to nothing."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._pending: list[PendingSave] = []
 
     def add(self, pending: PendingSave) -> None:
-        with self._lock:
-            self._pending = [other for other in self._pending if not other.staged()]
-            self._pending.append(pending)
+        """The next step waits until this save has read its bytes."""
+        self._pending.append(pending)
+        for other in tuple(self._pending):
+            if other.staged():
+                self._remove(other)
 
     def wait(self, *_: object) -> None:
         """Called before every step; an error of a save is not the step's."""
-        with self._lock:
-            waiting, self._pending = self._pending, []
-        for pending in waiting:
+        for pending in tuple(self._pending):
             pending.wait_staged()
+            self._remove(pending)
+
+    def _remove(self, pending: PendingSave) -> None:
+        with contextlib.suppress(ValueError):  # another thread's step was quicker
+            self._pending.remove(pending)
 
 
-_gates: weakref.WeakKeyDictionary[Any, _Gate] = weakref.WeakKeyDictionary()
-_gates_lock = threading.Lock()
+_gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
 
 
-def check_guard(guard: object) -> None:
-    """Raises TypeError for what cannot be made to wait."""
+def gate_of(guard: Guard) -> Gate:
+    """The gate before `guard.step()`.
+
+    Raises TypeError for what cannot be made to wait, and what its `register_step_pre_hook` does.
+    """
     if not callable(getattr(guard, "register_step_pre_hook", None)):
         raise TypeError(
             f"guard={guard!r} has no register_step_pre_hook; give a torch.optim.Optimizer"
         )
-
-
-def hold_back(guard: Guard, pending: PendingSave) -> None:
-    """Makes the next `guard.step()` wait until the save has read its bytes."""
-    with _gates_lock:
-        gate = _gates.get(guard)
-        if gate is None:
-            gate = _gates[guard] = _Gate()
-            guard.register_step_pre_hook(gate.wait)
-    gate.add(pending)
+    gate = _gates.get(guard)
+    if gate is None:
+        gate = Gate()
+        # A gate that was hooked and not remembered, or hooked twice, lets everything through.
+        guard.register_step_pre_hook(gate.wait)
+        _gates[guard] = gate
+    return gate

@@ -11,18 +11,17 @@ are not followed.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from aio import sync_directory
+from checkpoint.directory_lock import locked
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
-from checkpoint.locate import is_finished, open_regular_file, read_manifest
+from checkpoint.locate import is_finished, open_regular_file, read_head, read_manifest
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.owners import OWNER_NAME, opened_directory, owner_at, read_owner
 from checkpoint.relocation import folders_of
@@ -91,11 +90,29 @@ def remove_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path] = ())
 
 
 def discard_generation(checkpoint: Path, uuid: str) -> None:
-    """Removes what a failed save made; what will not go is a warning, for its error counts more."""
+    """Removes what a failed save made; what will not go is a warning, for its error counts more.
+
+    A save may fail after its manifest took its place, or not know whether it did: what the manifest
+    that is there belongs to, or may belong to, stays.
+    """
     try:
-        remove_generation(checkpoint, uuid)
+        if is_published(checkpoint, uuid):
+            logger.warning("%s: the save failed after it had taken its place", checkpoint)
+        else:
+            remove_generation(checkpoint, uuid)
     except OSError as error:
         logger.warning("%s: cannot remove what a failed save left: %s", checkpoint, error)
+
+
+def is_published(checkpoint: Path, uuid: str) -> bool:
+    """Whether the manifest that is there is that of this save, damaged or not.
+
+    Raises OSError if that cannot be found out.
+    """
+    try:
+        return f'"uuid":"{uuid}"'.encode() in read_head(checkpoint / MANIFEST_NAME)
+    except (FileNotFoundError, CorruptCheckpointError):  # none, or a pipe, or a device
+        return False
 
 
 def prune(checkpoint: Path, keep: str | None, stripes: Sequence[Path] = ()) -> None:
@@ -186,53 +203,6 @@ def _remove_data_directory(directory: Path) -> None:
         if _names(descriptor) == [OWNER_NAME]:
             os.unlink(OWNER_NAME, dir_fd=descriptor)
     directory.rmdir()
-
-
-@contextmanager
-def locked(path: Path, *, make: bool = False) -> Iterator[None]:
-    """Keeps a second save to the same place away, of this process or another, until the end.
-
-    The directory may be removed before the lock on it is had; with `make` it is made again then.
-    Raises BlockingIOError if another save has the lock, FileNotFoundError without `make`.
-    """
-    descriptor = _lock(path, make)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(path: Path, make: bool) -> int:
-    """A descriptor that has the lock on what is at `path` now, and not on what was there before."""
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            if not make:
-                raise
-            path.mkdir(exist_ok=True)
-            sync_directory(path.parent)
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):
-                return descriptor
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise BlockingIOError(
-                error.errno, "another save to this checkpoint is still running", str(path)
-            ) from error
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def remove_checkpoint(checkpoint: Path, uuid: str | None, stripes: Sequence[Path] = ()) -> bool:

@@ -118,11 +118,19 @@ def is_finished(checkpoint: Path) -> bool:
 def is_own_manifest(path: Path) -> bool:
     """Whether a file that may be damaged began its life as the manifest of a checkpoint."""
     try:
-        with open_regular_file(path) as (file, _):
-            head = file.read(_HEAD_BYTES)
+        head = read_head(path)
     except CorruptCheckpointError:
         return False
     return head.startswith(b'{"sha256":"') or f'"format":"{FORMAT}"'.encode() in head
+
+
+def read_head(path: Path) -> bytes:
+    """The first bytes of a manifest: its checksum, format and id.
+
+    Raises CorruptCheckpointError for what is no regular file, and OSError.
+    """
+    with open_regular_file(path) as (file, _):
+        return file.read(_HEAD_BYTES)
 
 
 def check_data_file(manifest: Manifest, checkpoint: Path, file: FileRecord) -> Path:

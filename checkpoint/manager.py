@@ -112,23 +112,36 @@ class Manager:
         return self.root / f"step-{step}"
 
     def save(self, step: int, state: object) -> SaveInfo:
-        """Saves the state of a step, then removes what is not to be kept. Raises as `save`."""
+        """Saves the state of a step, then removes what is not to be kept.
+
+        Raises as `save`, and instead of saving the error of this manager's last `save_async`, if
+        nobody has been told of it.
+        """
         path = self.path(step)
-        self._settle()
+        previous = self._settle()
         before = self._last_saved()
-        info = save_after(before, state, path, self._stripe_dirs, self._engine, self._ranks)
+        info = save_after(
+            before,
+            state,
+            path,
+            self._stripe_dirs,
+            self._engine,
+            self._ranks,
+            previous=previous,
+        )
         self._retire_after_save()
         return info
 
     def save_async(self, step: int, state: object, guard: Guard | None = None) -> PendingSave:
         """Saves in the background; see `checkpoint.save_async`.
 
-        A save of this manager that is still running is waited for. What is not to be kept is
+        A save of this manager that is still running is waited for, and its error raised here if
+        nobody has asked for its result. What is not to be kept is
         removed when the new one is durable. Without a guard, the memory for the copy is kept for
         the next one, which is then made at the speed of memory, until the manager is gone.
         """
         path = self.path(step)
-        self._settle()
+        previous = self._settle()
         self._pending = start_save(
             state,
             path,
@@ -136,6 +149,7 @@ class Manager:
             guard,
             self._engine,
             after=self._retire_after_save,
+            previous=previous,
             memory=self._memory,
             on_committed=partial(self._known.add, path),
             coordinator=self._ranks,
@@ -270,10 +284,11 @@ class Manager:
 
     # What this rank sees.
 
-    def _settle(self) -> None:
+    def _settle(self) -> PendingSave | None:
+        """Waits for the last background save, whose error is the next one's to raise."""
         if self._pending is not None:
             self._pending.wait_done()
-            self._pending = None
+        return self._pending
 
     def _found(self) -> list[int]:
         """Every step there is something of. What is no directory is no step."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from checkpoint.boxes import contiguous_strides, is_dense
+from checkpoint.changes import Versions
 from checkpoint.datafile import DataFileLayout, Entry, plan_data_file
 from checkpoint.manifest import encode_node
 from checkpoint.names import render
@@ -38,6 +39,10 @@ class StatePlan:
     storages: tuple[int, ...]
     tree_text: str
     tree: Any
+
+    def versions(self) -> Versions:
+        """How often each tensor has been changed by now."""
+        return Versions((tensor.record.name, tensor.source) for tensor in self.tensors)
 
     def sources_of(self, file: FilePlan) -> list[Source]:
         """Where the shards of a file come from, one source per shard."""

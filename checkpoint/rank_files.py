@@ -12,6 +12,7 @@ from checkpoint.destination import Destination
 from checkpoint.filling import Filler
 from checkpoint.memory import staging_slab
 from checkpoint.records import ChunkRecord, FileRecord
+from checkpoint.sheltered import Cancellation
 from checkpoint.space import check_space
 from checkpoint.staging import Slots
 from checkpoint.writer import FileJob, FillingSupply, Supply, Writer
@@ -62,13 +63,14 @@ class RankFiles:
         engine: Engine,
         supplies: Sequence[Supply],
         on_staged: Callable[[], None] | None = None,
+        cancellation: Cancellation | None = None,
     ) -> None:
         """Writes every byte and checks every completion. Raises AioError or a source's error."""
         jobs = [
             FileJob(supply, file, filler.plan.number % engine.lanes)
             for supply, file, filler in zip(supplies, self._files, self._fillers, strict=True)
         ]
-        Writer(engine, jobs, on_staged).run()
+        Writer(engine, jobs, on_staged, cancellation).run()
 
     def sync(self) -> None:
         """Makes the data durable and closes the files. Raises AioError."""

@@ -26,9 +26,10 @@ from checkpoint.gathering import ReadPiece, ReadRun, Wanted, plan_reads
 from checkpoint.headers import check_header
 from checkpoint.memory import staging_slab
 from checkpoint.records import ChunkRecord, FileRecord
+from checkpoint.sheltered import StoppedError
 from checkpoint.staging import MAX_SLOTS, Slots, plan_slots
 from checkpoint.targets import Place
-from checkpoint.threads import StoppedError, run_all
+from checkpoint.threads import run_all
 
 MIN_DIRECT_BYTES = 1 << 20
 _MAX_DIRECT_IN_FLIGHT = 4

@@ -17,8 +17,8 @@ from checkpoint.errors import CorruptCheckpointError
 from checkpoint.locate import check_data_file
 from checkpoint.reader import ChunkRead, FileReads, Reader, ReadOptions
 from checkpoint.records import Manifest
+from checkpoint.sheltered import StoppedError
 from checkpoint.targets import Place, Target
-from checkpoint.threads import StoppedError
 
 T = TypeVar("T")
 MAX_LANES = 16

@@ -5,30 +5,33 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from aio import Engine
 from checkpoint.collector import paused_collector
-from checkpoint.commit import SavePlan, commit
-from checkpoint.commit_ranks import commit_ranks, numbers_of, together
+from checkpoint.commit import SavePlan
+from checkpoint.commit_ranks import together
 from checkpoint.coordinator import Coordinator, SingleProcess
 from checkpoint.destination import Destination
 from checkpoint.early import COPY_SLOT_BYTES, EarlyStage
 from checkpoint.filling import Filler
-from checkpoint.guard import Guard, check_guard, hold_back
+from checkpoint.guard import Guard, gate_of
 from checkpoint.manifest import check_limits
-from checkpoint.memory import KeptMemory, available_bytes, machine
-from checkpoint.pending import PendingSave, begin, settle
+from checkpoint.memory import KeptMemory, available_bytes
+from checkpoint.pending import PendingSave
 from checkpoint.planning import FilePlan, StatePlan, plan_files, plan_state
 from checkpoint.rank_planning import check_same_place, check_whole, plan_rank
 from checkpoint.records import Manifest, SaveInfo
+from checkpoint.running import Order, save_behind, save_now
+from checkpoint.sheltered import Cancellation
 from checkpoint.sources import Source
 from checkpoint.staging import LARGE_SLOT_BYTES, LARGE_SLOTS, plan_slots
+from checkpoint.unguarded import copied
 
 STAGING_BYTES = 256 << 20
 """Host memory that a save or a load may take beyond the tensors themselves."""
@@ -77,18 +80,22 @@ def save_after(
     ranks: Coordinator,
     *,
     staging_bytes: int = STAGING_BYTES,
+    previous: PendingSave | None = None,
 ) -> SaveInfo:
     """`save`, of which the manifest says that it was later than `before` (nanoseconds since 1970),
-    whatever the clock says.
+    whatever the clock says. `previous` is a background save whose error this one raises.
     """
-    started = time.perf_counter()
-    ranks.begin()
-    try:
-        plan = plan_save(state, path, stripe_dirs, ranks, staging_bytes, before)
-        _settle(plan.path, ranks)
-        return _run(plan, engine, started, ranks)
-    finally:
-        ranks.end()
+
+    def plan(cancellation: Cancellation) -> SavePlan:
+        return plan_save(
+            state, path, stripe_dirs, ranks, staging_bytes, cancellation, before=before
+        )
+
+    order = Order(
+        path=Path(path).resolve(), ranks=ranks, engine=engine, plan=plan, previous=previous
+    )
+    finish_device_work()
+    return save_now(order)
 
 
 def save_async(
@@ -111,7 +118,9 @@ def save_async(
     writing.
 
     An earlier background save to the same path is waited for. An error is raised by `result()`, or
-    else by the next save, or logged at exit. The interpreter ends after the save does.
+    else by the next save to the same path, or logged, when a save to another one begins or at
+    exit. The interpreter ends after the save does. If an interrupt (Ctrl-C) ends the call the save
+    is stopped, unless it has got so far that it is done.
 
     Raises TypeError and ValueError as `save`, and TypeError for a guard that cannot wait.
     """
@@ -135,6 +144,7 @@ def start_save(
     *,
     staging_bytes: int | None = None,
     after: Callable[[], None] | None = None,
+    previous: PendingSave | None = None,
     memory: KeptMemory | None = None,
     on_committed: Callable[[Manifest], None] | None = None,
     coordinator: Coordinator | None = None,
@@ -142,66 +152,46 @@ def start_save(
 ) -> PendingSave:
     """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
     for its copies that is kept for the next one. `on_committed` is given the manifest of a save by
-    one process. `before` is as in `save_after`.
+    one process. `before` and `previous` are as in `save_after`.
     """
-    started = time.perf_counter()
-    if guard is not None:
-        check_guard(guard)
     ranks = coordinator or SingleProcess()
-    ranks.begin()
-    early = None
-    try:
-        plan = plan_save(state, path, stripe_dirs, ranks, staging_bytes or STAGING_BYTES, before)
-        sharing = _settle(plan.path, ranks)
-        if guard is None:
-            early = EarlyStage(plan.fillers, _budget(plan, staging_bytes, sharing), memory)
-        else:
-            plan = _with_large_slots(plan, staging_bytes or STAGING_BYTES)
-    except BaseException:
-        ranks.end()
-        raise
-    pending = begin(plan.path, after)
-    if guard is not None:
-        hold_back(guard, pending)
 
-    def run() -> None:
-        outcome: SaveInfo | BaseException
-        try:
-            outcome = _run(plan, engine, started, ranks, pending.set_staged, early, on_committed)
-        except BaseException as error:
-            outcome = error
-        ranks.end()
-        if early is not None:
-            early.close()
-        pending.finish(outcome)
+    def plan(cancellation: Cancellation) -> SavePlan:
+        memory_bytes = staging_bytes or STAGING_BYTES
+        planned = plan_save(
+            state, path, stripe_dirs, ranks, memory_bytes, cancellation, guard, before
+        )
+        return planned if guard is None else _with_large_slots(planned, memory_bytes)
 
-    writing = threading.Thread(target=run, name="checkpoint-save")
-    if early is None:
-        writing.start()
-        return pending
-    if early.is_whole:
-        # Nobody waits for the writing yet; it would take cores and bandwidth from the copy.
-        try:
-            early.copy()
-        finally:
-            writing.start()
-    else:
-        writing.start()
-        early.copy()
-    pending.set_staged()
-    return pending
+    def early(plan: SavePlan, sharing: int) -> EarlyStage:
+        return EarlyStage(
+            plan.fillers,
+            _budget(plan, staging_bytes, sharing),
+            memory,
+            plan.versions.check,
+            plan.cancellation,
+        )
+
+    order = Order(
+        path=Path(path).resolve(),
+        ranks=ranks,
+        engine=engine,
+        plan=plan,
+        early=early if guard is None else None,
+        gate=None if guard is None else gate_of(guard),
+        previous=previous,
+        on_committed=on_committed,
+    )
+    finish_device_work()
+    return save_behind(order, after)
 
 
-def _settle(path: Path, ranks: Coordinator) -> int:
-    """`settle`; an error that one rank has not been told yet ends the save on all of them. Returns
-    how many ranks are on this machine.
-    """
-    try:
-        settle(path)
-    except Exception as error:
-        ranks.exchange(error)
-        raise
-    return ranks.exchange(machine()).count(machine())
+def finish_device_work() -> None:
+    """Waits for what this thread has given its streams to do. Another thread is going to read the
+    tensors, on streams of its own."""
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _budget(plan: SavePlan, staging_bytes: int | None, sharing: int) -> int:
@@ -214,33 +204,6 @@ def _budget(plan: SavePlan, staging_bytes: int | None, sharing: int) -> int:
     return min(needed, max(available_bytes() // 2 // sharing, STAGING_BYTES))
 
 
-def _run(
-    plan: SavePlan,
-    engine: Engine | None,
-    started: float,
-    coordinator: Coordinator,
-    on_staged: Callable[[], None] | None = None,
-    early: EarlyStage | None = None,
-    on_committed: Callable[[Manifest], None] | None = None,
-) -> SaveInfo:
-    with ExitStack() as stack:
-        if engine is None:
-            engine = stack.enter_context(Engine(lanes=plan.destination.num_stripes))
-        if plan.ranks is None:
-            manifest = commit(plan, engine, on_staged, early)
-            if on_committed is not None:
-                on_committed(manifest)
-            numbers = numbers_of(manifest)
-        else:
-            numbers = commit_ranks(plan, engine, coordinator, on_staged, early)
-    return SaveInfo(
-        path=plan.path,
-        uuid=plan.destination.uuid,
-        **numbers,
-        seconds=time.perf_counter() - started,
-    )
-
-
 @paused_collector()
 def plan_save(
     state: object,
@@ -248,23 +211,31 @@ def plan_save(
     stripe_dirs: Sequence[PathLike] | None,
     coordinator: Coordinator,
     staging_bytes: int,
+    cancellation: Cancellation,
+    guard: Guard | None = None,
     before: int = 0,
 ) -> SavePlan:
     """Decides everything about a save and touches nothing; raises what `save` does before that."""
     saved = max(time.time_ns(), before + 1)
     if coordinator.world_size == 1:
-        target, stripes, state_plan = _checked(state, path, stripe_dirs)
+        target, stripes, state_plan = _checked(state, path, stripe_dirs, guard)
         check_whole(state_plan)
         uuid, weights = _new_uuid(target), [1.0] * max(len(stripes), 1)
         files = plan_files(state_plan, uuid=uuid, rank=0, weights=weights)
         sources = [state_plan.sources_of(file) for file in files]
         return _save_plan(
-            Destination(target, uuid, stripes), state_plan, files, sources, staging_bytes, saved
+            Destination(target, uuid, stripes),
+            state_plan,
+            files,
+            sources,
+            staging_bytes,
+            saved,
+            cancellation,
         )
     found: list[tuple[Path, tuple[Path, ...], StatePlan]] = []
 
     def check() -> str:
-        found.append(_checked(state, path, stripe_dirs))
+        found.append(_checked(state, path, stripe_dirs, guard))
         return found[0][0].name
 
     check_same_place(together(coordinator, check))
@@ -273,12 +244,17 @@ def plan_save(
     ranks = plan_rank(state_plan, coordinator, uuid=uuid, stripes=stripes)
     destination = Destination(target, uuid, ranks.stripes, ranks.own)
     sources = [ranks.sources_of(file) for file in ranks.files]
-    plan = _save_plan(destination, state_plan, ranks.files, sources, staging_bytes, saved)
+    plan = _save_plan(
+        destination, state_plan, ranks.files, sources, staging_bytes, saved, cancellation
+    )
     return replace(plan, ranks=ranks)
 
 
 def _checked(
-    state: object, path: PathLike, stripe_dirs: Sequence[PathLike] | None
+    state: object,
+    path: PathLike,
+    stripe_dirs: Sequence[PathLike] | None,
+    guard: Guard | None,
 ) -> tuple[Path, tuple[Path, ...], StatePlan]:
     target = Path(path).resolve()
     if target.exists() and not target.is_dir():
@@ -287,6 +263,8 @@ def _checked(
         )
     stripes = stripe_paths(stripe_dirs)
     state_plan = plan_state(state)
+    if guard is not None:
+        state_plan = replace(state_plan, tensors=copied(state_plan.tensors, guard))
     check_limits(state_plan.tree_text.encode("ascii"))
     return target, stripes, state_plan
 
@@ -298,6 +276,7 @@ def _save_plan(
     sources: Sequence[Sequence[Source]],
     staging_bytes: int,
     saved: int,
+    cancellation: Cancellation,
 ) -> SavePlan:
     share = staging_bytes // len(files)
     return SavePlan(
@@ -306,6 +285,8 @@ def _save_plan(
         fillers=tuple(Filler(file, own) for file, own in zip(files, sources, strict=True)),
         slots=tuple(plan_slots(file.layout.nbytes, share) for file in files),
         saved=saved,
+        versions=state_plan.versions(),
+        cancellation=cancellation,
     )
 
 

@@ -10,18 +10,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from checkpoint.sheltered import StoppedError, no_thread
+
 T = TypeVar("T")
-
-
-class StoppedError(Exception):
-    """Work that gave up because other work had failed."""
 
 
 def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: str) -> list[T]:
     """Runs the tasks, the only one on this thread; gives their results in order.
 
-    When one fails `stop` is called, which the others notice by themselves; all are waited for, then
-    the first error that is no StoppedError is raised.
+    When one fails, or has no thread to be had, `stop` is called, which the others notice by
+    themselves; all are waited for, then the first error that is no StoppedError is raised.
     """
     if len(tasks) == 1:
         return [tasks[0]()]
@@ -35,13 +33,10 @@ def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: st
             errors.append(error)
             stop()
 
-    threads = [
-        threading.Thread(target=run, args=(index,), name=f"{name}-{index}")
-        for index in range(len(tasks))
-    ]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
     try:
+        for index in range(len(tasks)):
+            threads.append(_started(run, index, f"{name}-{index}"))
         for thread in threads:
             thread.join()
     except BaseException:
@@ -52,3 +47,12 @@ def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: st
     for error in sorted(errors, key=lambda error: isinstance(error, StoppedError)):
         raise error
     return [results[index] for index in range(len(tasks))]
+
+
+def _started(run: Callable[[int], None], index: int, name: str) -> threading.Thread:
+    thread = threading.Thread(target=run, args=(index,), name=name)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise no_thread(name) from error
+    return thread

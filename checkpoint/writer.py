@@ -17,8 +17,9 @@ from typing import Protocol
 from aio import Engine, File, Operation, Slab
 from checkpoint.errors import ChangedTensorError
 from checkpoint.filling import Buffer, Filler
+from checkpoint.sheltered import Cancellation, StoppedError
 from checkpoint.staging import Run, Slots
-from checkpoint.threads import StoppedError, run_all
+from checkpoint.threads import run_all
 
 _MAX_DIRECT_IN_FLIGHT = 4
 
@@ -95,10 +96,12 @@ class Writer:
         engine: Engine,
         jobs: Sequence[FileJob],
         on_staged: Callable[[], None] | None = None,
+        cancellation: Cancellation | None = None,
     ) -> None:
         self._engine = engine
         self._jobs = jobs
         self._on_staged = on_staged
+        self._cancellation = cancellation or Cancellation()
         self._unstaged = len(jobs)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -106,7 +109,8 @@ class Writer:
     def run(self) -> None:
         """Writes everything and checks every completion.
 
-        Raises the first error of a source or of the engine, when nothing is in flight any more.
+        Raises the first error of a source or of the engine, when nothing is in flight any more, and
+        StoppedError when it is to stop.
         """
         tasks = [partial(self._write, job) for job in self._jobs]
         run_all(tasks, self._stop, "checkpoint-write")
@@ -120,8 +124,7 @@ class Writer:
         stream = _Stream(self._engine, job)
         try:
             for run, buffer in job.supply.runs(job.file, stream.reap):
-                if self._stopped.is_set():
-                    raise StoppedError
+                self._check_stopped()
                 stream.submit(run, buffer)
             # A source that is written from where it lies is read until its writes have ended.
             stream.reap_direct()
@@ -132,6 +135,11 @@ class Writer:
             self._stop()
             stream.abandon()
             raise
+
+    def _check_stopped(self) -> None:
+        self._cancellation.check()
+        if self._stopped.is_set():
+            raise StoppedError
 
     def _staged(self) -> None:
         with self._lock:

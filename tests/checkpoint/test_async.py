@@ -124,7 +124,7 @@ def test_an_error_is_raised_by_result_and_only_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_an_error_nobody_asked_for_is_raised_by_the_next_save(
+def test_an_error_nobody_asked_for_is_raised_by_the_next_save_to_the_path(
     tmp_path: Path, guarded: bool
 ) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
@@ -134,10 +134,25 @@ def test_an_error_nobody_asked_for_is_raised_by_the_next_save(
     checkpoint.save_async({"gate": gate}, tmp_path / "one", guard=guard).wait_done()
     optimizer.step()
     with pytest.raises(RuntimeError, match="the source is gone"):
-        checkpoint.save({"x": 1}, tmp_path / "two")
-    assert not (tmp_path / "two").exists()
+        checkpoint.save({"x": 1}, tmp_path / "one")
     assert not (tmp_path / "one").exists()
+    checkpoint.save({"x": 1}, tmp_path / "one")
+
+
+def test_an_old_error_is_logged_by_a_save_to_another_path_which_is_carried_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(RuntimeError("the source is gone"))
+    gate.opened.set()
+    failed = checkpoint.save_async({"gate": gate}, tmp_path / "one")
+    failed.wait_done()
     checkpoint.save({"x": 1}, tmp_path / "two")
+    assert checkpoint.load(tmp_path / "two") == {"x": 1}
+    assert "nobody asked for its result" in caplog.text
+    assert str(tmp_path / "one") in caplog.text
+    with pytest.raises(RuntimeError, match="the source is gone"):
+        failed.result()
+    checkpoint.save({"x": 1}, tmp_path / "one")
 
 
 def test_a_second_save_to_the_path_waits_for_the_first(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""The lock on a checkpoint's directory, which a save holds from before it makes anything.
+
+`flock` belongs to what was opened, not to who opened it: a process that is forked while it is held
+(a worker of a DataLoader) holds it as well, for its life. So it is given back explicitly, which
+counts for all who hold it, and a forked child closes what it did not open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from aio import sync_directory
+
+
+class _Held:
+    """The descriptors of the locks of this process, known before any child can be forked."""
+
+    def __init__(self) -> None:
+        self.forking = threading.Lock()
+        """Held while descriptors come and go, and while a child is forked."""
+        self._descriptors: set[int] = set()
+
+    def open(self, path: Path) -> int:
+        with self.forking:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._descriptors.add(descriptor)
+            return descriptor
+
+    def close(self, descriptor: int) -> None:
+        """Unlocks and closes, unless this is a child, which has closed it."""
+        with self.forking:
+            if descriptor not in self._descriptors:
+                return
+            self._descriptors.remove(descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            finally:
+                os.close(descriptor)
+
+    def forget(self) -> None:
+        """In a forked child: closes them and leaves the locks alone, which are the parent's."""
+        self.forking.release()
+        for descriptor in self._descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._descriptors = set()
+
+
+_held = _Held()
+os.register_at_fork(
+    before=_held.forking.acquire,
+    after_in_parent=_held.forking.release,
+    after_in_child=_held.forget,
+)
+
+
+@contextmanager
+def locked(path: Path, *, make: bool = False) -> Iterator[None]:
+    """Keeps a second save to the same place away, of this process or another, until the end.
+
+    The directory may be removed before the lock on it is had; with `make` it is made again then.
+    Raises BlockingIOError if another save has the lock, FileNotFoundError without `make`.
+    """
+    with ExitStack() as stack:
+        while True:
+            stack.close()
+            try:
+                descriptor = _held.open(path)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                path.mkdir(exist_ok=True)
+                sync_directory(path.parent)
+                continue
+            stack.callback(_held.close, descriptor)
+            _lock(descriptor, path)
+            if _is_at(descriptor, path):
+                break
+        yield
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(
+            error.errno, "another save to this checkpoint is still running", str(path)
+        ) from error
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether what is locked is what is at `path` now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

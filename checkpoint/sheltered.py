@@ -1,0 +1,178 @@
+"""Work that no signal handler can break into.
+
+Python runs signal handlers between two steps of the main thread, and what they raise (Ctrl-C is a
+KeyboardInterrupt) comes up there: behind a rename and before the line that takes note of it, behind
+the taking of a lock and before the block that lets go of it. So what takes, publishes or undoes
+anything runs on a thread of its own, where handlers never run, and the main thread only waits. An
+interrupt ends the waiting: the work is asked to stop, puts away what it has, and is waited for.
+
+Invariants of the handing over, at whatever step an interrupt comes: the work begins at most once,
+and never after `withdraw` has found it not begun; nothing that the main thread holds, a lock above
+all, is ever waited for by the work.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import errno
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class StoppedError(Exception):
+    """Work that gave up because other work had failed, or because it was interrupted."""
+
+
+class Latch:
+    """Is set once and stays so; any number of threads wait for it.
+
+    What threading.Event does, without its lock: that stays locked if an interrupt meets a waiting
+    main thread in the wrong place, and then nobody can set the event any more.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: list[_thread.LockType] = []  # held; released to wake one thread each
+
+    def set(self) -> None:
+        self._is_set = True
+        with contextlib.suppress(IndexError):  # waiters that time out take themselves off the list
+            while True:
+                self._waiters.pop().release()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is set, after at most `timeout` seconds."""
+        if not self._is_set and (timeout is None or timeout > 0):
+            waiter = _thread.allocate_lock()
+            waiter.acquire()
+            self._waiters.append(waiter)
+            if not self._is_set:  # `set` looks at the list after this is true
+                waiter.acquire(timeout=-1 if timeout is None else min(timeout, _MAX_SECONDS))
+            with contextlib.suppress(ValueError):
+                self._waiters.remove(waiter)  # it is there only after a timeout
+        return self._is_set
+
+
+_MAX_SECONDS = threading.TIMEOUT_MAX
+
+
+class Cancellation:
+    """Asks work to stop. The work looks at it wherever it can leave nothing behind."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+
+    def request(self) -> None:
+        """Idempotent, from any thread."""
+        self.is_requested = True
+
+    def check(self) -> None:
+        """Raises StoppedError if the work is to stop."""
+        if self.is_requested:
+            raise StoppedError("interrupted")
+
+
+class Worker(Generic[T]):
+    """A piece of work and the thread that it runs on, which the interpreter waits for at its end.
+
+    `work` is given the cancellation. Its result or its error is kept for `outcome`.
+    """
+
+    def __init__(self, work: Callable[[Cancellation], T], name: str) -> None:
+        self.cancellation = Cancellation()
+        self.ended = Latch()
+        self._work: Callable[[Cancellation], T] | None = work
+        self._name = name
+        self._claim = _thread.allocate_lock()  # taken once, by who begins the work or withdraws it
+        self._launched = Latch()
+        self._refusal: BaseException | None = None
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Begins. Raises OSError (EAGAIN) if there is no thread to be had.
+
+        After any other exception, an interrupt, it may have begun: see `withdraw`.
+        """
+        # `Thread.start` is many steps, between which an interrupt would leave half a thread. This
+        # is one: either it has been made or it has not. It makes the thread that counts.
+        try:
+            _thread.start_new_thread(self._launch, ())
+        except RuntimeError as error:
+            raise no_thread(self._name) from error
+        self._launched.wait()
+        if self._refusal is not None:
+            raise no_thread(self._name) from self._refusal
+
+    def withdraw(self) -> None:
+        """Asks it to stop; if it has not begun, it never will. Then `ended` will be set."""
+        self.cancellation.request()
+        if self._claim.acquire(blocking=False):
+            self._work = None
+            self.ended.set()
+
+    def outcome(self) -> T:
+        """What the work gave, when it has ended. Raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def _launch(self) -> None:
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=False).start()
+        except BaseException as error:
+            self._refusal = error
+        self._launched.set()
+
+    def _run(self) -> None:
+        work, self._work = self._work, None
+        if work is None or not self._claim.acquire(blocking=False):
+            return
+        try:
+            self._result = work(self.cancellation)
+        except BaseException as error:
+            self._error = error
+        del work
+        self.ended.set()
+
+
+def sheltered(work: Callable[[Cancellation], T], name: str) -> T:
+    """Does the work where no handler runs, and waits for it; gives or raises what it did.
+
+    Another thread than the main one is such a place itself.
+
+    An interrupt of the waiting is raised when the work has ended; a second one at once, and the
+    work then ends by itself.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work(Cancellation())
+    worker = Worker(work, name)
+    wait_for(worker, worker.ended)
+    return worker.outcome()
+
+
+def wait_for(worker: Worker[T], latch: Latch) -> None:
+    """Starts a worker and waits for one of its latches, which is set when it has ended at last."""
+    try:
+        worker.start()
+        latch.wait()
+    except BaseException:
+        worker.withdraw()
+        worker.ended.wait()
+        raise
+
+
+def no_thread(name: str) -> OSError:
+    """The error of a thread that could not be started."""
+    return OSError(
+        errno.EAGAIN,
+        f"cannot start the thread {name}: the process or its user has as many as it may have "
+        "(`ulimit -u`, pids.max of its cgroup)",
+    )
