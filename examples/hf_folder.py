@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ def model_without_weights(folder: Path, dtype: torch.dtype) -> Any:
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that `from_pretrained` reads."""
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return [folder / name for name in sorted(set(index["weight_map"].values()))]
 
 
 def tokenizer_of(folder: Path) -> Any:

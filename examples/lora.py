@@ -11,11 +11,13 @@ back. The adapters are plain PyTorch in float32, and only they are saved.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
 
 import torch
-from hf_folder import batch_of_step, encode, model_without_weights, tokenizer_of
+from hf_folder import batch_of_step, encode, model_without_weights, tokenizer_of, weight_files
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
@@ -56,11 +58,15 @@ def add_adapters(
 
 
 def first_values(folder: Path, adapters: dict[str, nn.Parameter], together: Path) -> Path:
-    """A folder where `offload(weights=)` finds the model's own files and the adapters' values."""
-    for file in folder.glob("*.safetensors"):
+    """An index of the model's own files and one of the adapters' values."""
+    where = dict.fromkeys(adapters, "lora.safetensors")
+    for file in weight_files(folder):
         (together / file.name).symlink_to(file.resolve())
+        with safe_open(file, framework="pt") as opened:
+            where |= dict.fromkeys(opened.keys(), file.name)
     save_file({name: p.detach() for name, p in adapters.items()}, together / "lora.safetensors")
-    return together
+    (together / "weights.index.json").write_text(json.dumps({"weight_map": where}))
+    return together / "weights.index.json"
 
 
 def train(options: argparse.Namespace) -> None:

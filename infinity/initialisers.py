@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.init_functions import Function, functions_of
 from infinity.skeleton import Skeleton, parameter_like
+from infinity.weight_files import listed
 
 _FILLS = (0, 1)
 """What bytes of a buffer are before it is computed: what is the same after both was computed."""
@@ -42,13 +43,23 @@ class Initialisers:
         self._functions: list[Function] = []
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
 
+    @property
+    def skeleton(self) -> nn.Module:
+        """The model without values, also after layers have left it."""
+        return self._skeleton.model
+
+    def is_saved(self, name: str) -> bool:
+        """Whether a state dict of the model has this buffer."""
+        path, _, own_name = name.rpartition(".")
+        return own_name not in self._modules[path]._non_persistent_buffers_set
+
     def check(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise ``ValueError`` naming parameters that no function writes to."""
         writers = self._observed()
         without = [self._names[id(p)] for p in parameters if id(p) not in writers]
         if without:
             raise ValueError(
-                f"{_listed(without)} is on the meta device and has no reset_parameters() or "
+                f"{listed(without)} is on the meta device and has no reset_parameters() or "
                 f"_init_weights() that sets it; {_REMEDY}"
             )
 
@@ -79,7 +90,7 @@ class Initialisers:
         """
         path, _, own_name = name.rpartition(".")
         module = self._modules[path]
-        if not_in is not None and own_name not in module._non_persistent_buffers_set:
+        if not_in is not None and self.is_saved(name):
             raise ValueError(f"buffer {name} is on the meta device and not in {not_in}")
         if path not in self._buffers:
             self._buffers[path] = self._computed_buffers(module)
@@ -131,7 +142,7 @@ class Initialisers:
             except Exception as error:
                 names = [self._names.get(key, "a buffer") for key in real]
                 raise ValueError(
-                    f"{_listed(names)} cannot be initialised without other parts of the model in "
+                    f"{listed(names)} cannot be initialised without other parts of the model in "
                     f"memory ({type(error).__name__}: {error}); {_REMEDY}"
                 ) from error
             finally:
@@ -227,11 +238,6 @@ def _is_set(value: torch.Tensor) -> bool:
 
 def _can_be_nan(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.itemsize > 1
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _filled(buffer: torch.Tensor, fill: int) -> torch.Tensor:

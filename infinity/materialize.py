@@ -13,14 +13,21 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from tqdm import tqdm
 
 from infinity.discovery import Record
 from infinity.initialisers import Initialisers
 from infinity.sharing import Sharing
-from infinity.stored_values import CheckpointValues, StoredValues, is_checkpoint, names_of
+from infinity.stored_values import (
+    CheckpointValues,
+    StoredValues,
+    check_fit,
+    is_checkpoint,
+    names_of,
+)
+from infinity.weight_files import WeightFolder, listed
+from infinity.weight_names import Recipe, ignored_by, recipes_for, remedy_for
 from swap.tiered import TieredState
 
 
@@ -112,59 +119,96 @@ class Initialisation:
 
 
 class WeightFiles:
-    """Values from safetensors: one file, or a folder of them, as Hugging Face shards are.
+    """Values from safetensors, see ``weight_files`` for which and ``weight_names`` for what becomes
+    of them.
 
-    Tensors are found by parameter name, with or without a ``model.`` before it.
+    Raises ``ValueError`` that names everything that is missing or has another shape; what the model
+    has no use for is named in a warning.
     """
 
     def __init__(self, model: nn.Module, records: Sequence[Record], path: Path) -> None:
-        self._where: dict[str, Path] = {}
-        for file in _safetensors_files(path):
-            with safe_open(file, framework="pt") as opened:
-                self._where.update(dict.fromkeys(opened.keys(), file))
-        self._path = path
+        explicit = getattr(getattr(model, "config", None), "transformers_weights", None)
+        self._folder = WeightFolder(path, explicit=explicit)
         self._initialisers = Initialisers(model)
-        self._names = {record.index: self._find(names_of(model, record)) for record in records}
-        for record in records:
-            self._check_shape(record)
+        names = {record.index: names_of(model, record) for record in records}
+        shapes = _shapes(model)
+        recipes = recipes_for(self._initialisers.skeleton, {*shapes}, [*self._folder.names])
+        self._made_by = _targets(recipes, self._folder, model)
+        self._names = {
+            index: [name for name in known if name in self._made_by]
+            for index, known in names.items()
+        }
+        missing = [names[index][0] for index, found in self._names.items() if not found]
+        wrong = [
+            f"{name} ({tuple(shape)}, {tuple(shapes[name])} in the model)"
+            for name, (_, shape) in self._made_by.items()
+            if shape != shapes[name]
+        ]
+        used = {name for recipe, _ in self._made_by.values() for name in recipe.stored}
+        extra = [
+            name for name in self._folder.names if name not in used and not ignored_by(model, name)
+        ]
+        check_fit(model, path, missing, wrong, extra)
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+        by_name = {name: record for record in records for name in self._names[record.index]}
+        done: set[int] = set()
         for record in records:
-            yield record, self._read(self._names[record.index])
+            if record.index in done:
+                continue
+            first, *others = self._names[record.index]
+            made = self._made_by[first][0].make(self._folder.read)
+            self._check_tied(first, made[first], others)
+            for name, values in made.items():
+                other = by_name.get(name)
+                if other is not None and other.index not in done:
+                    done.add(other.index)
+                    yield other, values
+        self._folder.close()
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        if name in self._where or f"model.{name}" in self._where:
-            return self._read(self._find([name]))
-        if buffer.is_meta:
-            return self._initialisers.buffer(name, not_in=self._path)
-        return buffer
+        """From the files if it is saved with the model; computed, or from the files, if not."""
+        stored = self._made_by.get(name)
+        is_saved = self._initialisers.is_saved(name)
+        if stored is not None and is_saved:
+            return stored[0].make(self._folder.read)[name]
+        if not buffer.is_meta:
+            return buffer
+        try:
+            return self._initialisers.buffer(name, not_in=self._folder.path)
+        except ValueError:
+            if stored is None:
+                raise
+        return stored[0].make(self._folder.read)[name]
 
-    def _find(self, names: Sequence[str]) -> str:
-        for name in names:
-            for candidate in (name, f"model.{name}"):
-                if candidate in self._where:
-                    return candidate
-        raise ValueError(f"{names[0]} is not among the {len(self._where)} tensors of {self._path}")
+    def _check_tied(self, first: str, values: torch.Tensor, others: Sequence[str]) -> None:
+        for name in others:
+            if not torch.equal(self._made_by[name][0].make(self._folder.read)[name], values):
+                raise ValueError(
+                    f"{first} and {name} are one tied parameter of the model and have different "
+                    f"values in {self._folder.path}; build the model without tying them "
+                    "(tie_word_embeddings=False)"
+                )
 
-    def _check_shape(self, record: Record) -> None:
-        name = self._names[record.index]
-        with safe_open(self._where[name], framework="pt") as opened:
-            shape = tuple(opened.get_slice(name).get_shape())
-        if shape != tuple(record.shape):
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Of all parameters and buffers, by every name that they have."""
+    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+    return shapes | {name: b.shape for name, b in model.named_buffers(remove_duplicate=False)}
+
+
+def _targets(
+    recipes: Sequence[Recipe], folder: WeightFolder, model: nn.Module
+) -> dict[str, tuple[Recipe, torch.Size]]:
+    """What each recipe makes: tried on the meta device, which costs nothing."""
+    made: dict[str, tuple[Recipe, torch.Size]] = {}
+    for recipe in recipes:
+        try:
+            results = recipe.make(folder.on_meta)
+        except Exception as error:
             raise ValueError(
-                f"{name} of {self._path} has shape {shape}, the model has {tuple(record.shape)}"
-            )
-
-    def _read(self, name: str) -> torch.Tensor:
-        with safe_open(self._where[name], framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-        return tensor
-
-
-def _safetensors_files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise FileNotFoundError(f"weights={path} does not exist")
-    files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
-    if not files:
-        raise ValueError(f"weights={path} holds no .safetensors file")
-    return files
+                f"{listed(recipe.stored)} of {folder.path} cannot be converted for "
+                f"{type(model).__name__} ({type(error).__name__}: {error}); {remedy_for(model)}"
+            ) from error
+        made |= {name: (recipe, tensor.shape) for name, tensor in results.items()}
+    return made

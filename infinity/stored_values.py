@@ -7,6 +7,7 @@ checksum blocks.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,10 @@ from checkpoint.sources import ByteSource
 from checkpoint.tree import data_nodes
 from infinity.discovery import Record
 from infinity.initialisers import Initialisers
+from infinity.weight_files import listed
+from infinity.weight_names import remedy_for
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +77,8 @@ class CheckpointValues:
     """Values from a checkpoint, found by parameter name with or without the ``model.`` that
     ``offloaded.save`` puts before it. See ``materialize.Values``.
 
-    Raises ``ValueError`` naming what is missing or has another shape, and what ``checkpoint.load``
-    raises for a checkpoint that is not whole.
+    Raises ``ValueError`` naming all that is missing or has another shape, and what
+    ``checkpoint.load`` raises for a checkpoint that is not whole.
     """
 
     def __init__(self, model: nn.Module, records: Sequence[Record], path: Path) -> None:
@@ -82,9 +87,16 @@ class CheckpointValues:
         self._manifest = read_manifest(path.resolve())
         self._nodes = data_nodes(self._manifest.tree)
         self._opened = OpenCheckpoint(self._manifest, path.resolve())
-        self._found = {
-            record.index: self._checked(record, names_of(model, record)) for record in records
-        }
+        found = {record.index: self._find(names_of(model, record)) for record in records}
+        self._found = {index: values for index, values in found.items() if values is not None}
+        missing = [record.name for record in records if found[record.index] is None]
+        wrong = [
+            f"{record.name} ({self._found[record.index].shape}, {tuple(record.shape)} in the model)"
+            for record in records
+            if record.index in self._found
+            and self._found[record.index].shape != tuple(record.shape)
+        ]
+        check_fit(model, path, missing, wrong, [])
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, StoredValues]]:
         for record in records:
@@ -98,19 +110,6 @@ class CheckpointValues:
             return self._initialisers.buffer(name, not_in=self._path)
         return buffer
 
-    def _checked(self, record: Record, names: Sequence[str]) -> StoredValues:
-        found = self._find(names)
-        if found is None:
-            raise ValueError(
-                f"{names[0]} is not among the {len(self._nodes)} tensors of {self._path}"
-            )
-        if found.shape != tuple(record.shape):
-            raise ValueError(
-                f"{names[0]} of {self._path} has shape {found.shape}, the model has "
-                f"{tuple(record.shape)}"
-            )
-        return found
-
     def _find(self, names: Sequence[str]) -> StoredValues | None:
         for name in names:
             for candidate in (f"model.{name}", name):
@@ -120,6 +119,30 @@ class CheckpointValues:
                     origin = f"{candidate} of checkpoint {self._manifest.uuid}"
                     return StoredValues(source, tuple(source.shape), origin)
         return None
+
+
+def check_fit(
+    model: nn.Module,
+    path: Path,
+    missing: Sequence[str],
+    wrong: Sequence[str],
+    extra: Sequence[str],
+) -> None:
+    """Raise ``ValueError`` that names all of it unless weights fit the model; what it has no use
+    for is no error, and is logged.
+    """
+    unused = f"not used: {listed(extra)}"
+    if not (missing or wrong):
+        if extra:
+            _log.warning("%s has tensors that %s has not; %s", path, type(model).__name__, unused)
+        return
+    found = [f"missing: {listed(missing)}"] if missing else []
+    found += [f"of another shape: {listed(wrong)}"] if wrong else []
+    found += [unused] if extra else []
+    raise ValueError(
+        f"weights={path} do not fit {type(model).__name__}; {'; '.join(found)}; if these are the "
+        f"weights of this model, {remedy_for(model)}"
+    )
 
 
 def names_of(model: nn.Module, record: Record) -> list[str]:

@@ -1,4 +1,5 @@
-"""Models of Hugging Face on the meta device get the first values that they get in memory."""
+"""Models of Hugging Face on the meta device get the first values that they get in memory,
+and those of a folder as ``from_pretrained`` reads it."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 pytest.importorskip("transformers", reason="needs transformers: pip install .[examples]")
+
+from transformers import PreTrainedModel
 
 import infinity
 from tests.support.architectures import ARCHITECTURES
@@ -18,15 +22,19 @@ ONLY_IN_CONSTRUCTORS = {"clip": "logit_scale"}
 """Parameters to which only the constructor gives a value, lost on meta: refused by name."""
 
 
-def _on_meta(name: str) -> nn.Module:
+def _on_meta(name: str) -> PreTrainedModel:
     with torch.device("meta"):
         return ARCHITECTURES[name]()
 
 
-def _initialised(model: nn.Module, nvme: Path) -> dict[str, torch.Tensor]:
+def _initialised(
+    model: nn.Module, nvme: Path, weights: Path | None = None
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(2)
     with (
-        infinity.offload(model, nvme, optimizer=None, host_memory="64MiB") as offloaded,
+        infinity.offload(
+            model, nvme, weights=weights, optimizer=None, host_memory="64MiB"
+        ) as offloaded,
         offloaded.gathered(),
     ):
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -61,3 +69,48 @@ def test_model_on_meta_is_initialised_as_in_memory(name: str, nvme: Path) -> Non
     assert found.keys() == named.keys()
     for key, expected in named.items():
         _assert_drawn_alike(key, found[key], expected.detach())
+
+
+def _differing(model: PreTrainedModel) -> PreTrainedModel:
+    """Biases and norms as well have a value of their own for each element."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_folder_gives_what_from_pretrained_gives(name: str, nvme: Path, tmp_path: Path) -> None:
+    """Also where it merges, splits and renames what is stored."""
+    plain = _differing(ARCHITECTURES[name]())
+    plain.save_pretrained(tmp_path / "folder", max_shard_size="40KB")
+    loaded = type(plain).from_pretrained(tmp_path / "folder")
+    model = _on_meta(name)
+    with (
+        infinity.offload(
+            model, nvme, weights=tmp_path / "folder", optimizer=None, host_memory="64MiB"
+        ) as offloaded,
+        offloaded.gathered(),
+    ):
+        found = dict([*model.named_parameters(), *model.named_buffers()])
+        expected = dict([*loaded.named_parameters(), *loaded.named_buffers()])
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert same_bits(found[key], value), key
+
+
+def test_what_cannot_be_converted_names_the_way_through_transformers(
+    nvme: Path, tmp_path: Path
+) -> None:
+    plain = ARCHITECTURES["mixtral"]()
+    plain.save_pretrained(tmp_path / "folder")
+    file = tmp_path / "folder" / "model.safetensors"
+    state = load_file(file)
+    name = next(name for name in state if "experts.1.w1" in name)
+    state[name] = torch.zeros(3, 5)
+    save_file(state, file)
+    with pytest.raises(
+        ValueError, match=r"cannot be converted .*MixtralForCausalLM\.from_pretrained"
+    ):
+        _initialised(_on_meta("mixtral"), nvme, weights=tmp_path / "folder")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers as hub
-from torch import nn
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 128,
@@ -101,7 +100,7 @@ def _llava() -> Any:
     return hub.LlavaConfig(vision_config=vision, text_config=text, image_token_index=5)
 
 
-ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
+ARCHITECTURES: dict[str, Callable[[], hub.PreTrainedModel]] = {
     "llama, tied": lambda: hub.LlamaForCausalLM(
         hub.LlamaConfig(**_TEXT, num_key_value_heads=2, tie_word_embeddings=True)
     ),

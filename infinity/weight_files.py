@@ -1,0 +1,133 @@
+"""Safetensors files of a model's weights: which of a folder count, and what is in them.
+
+A folder is read as ``from_pretrained`` of Hugging Face reads it: ``model.safetensors`` alone, or
+else the shards that ``model.safetensors.index.json`` names. Nothing below the folder counts, nor
+any other file beside these; a folder with several files and no index is refused, because any choice
+between them could be the wrong one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class WeightFolder:
+    """The tensors of ``path``, a file or a folder, by the names that they are stored under.
+
+    Raises ``FileNotFoundError`` for a file that is not there, ``ValueError`` for a folder of which
+    it cannot be said what is in it, and for files that are none.
+    """
+
+    def __init__(self, path: Path, *, explicit: str | None = None) -> None:
+        self.path = path
+        self._files: dict[str, Path] = {}
+        self._opened: tuple[Path, Any] | None = None
+        for file in files_of(path, explicit=explicit):
+            for name in self._open(file).keys():  # noqa: SIM118  not a mapping
+                if name in self._files:
+                    raise ValueError(
+                        f"{name} is both in {self._files[name].name} and in {file.name} of {path}; "
+                        "remove it from one of them"
+                    )
+                self._files[name] = file
+        self.close()
+
+    @property
+    def names(self) -> Mapping[str, Path]:
+        """The file of each tensor."""
+        return self._files
+
+    def on_meta(self, name: str) -> torch.Tensor:
+        """Shape and dtype of a tensor."""
+        part = self._open(self._files[name]).get_slice(name)
+        dtype = _DTYPES.get(part.get_dtype(), torch.float32)
+        return torch.empty(part.get_shape(), dtype=dtype, device="meta")
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._open(self._files[name]).get_tensor(name)
+        return tensor
+
+    def close(self) -> None:
+        """No file stays open; the next read opens its own again."""
+        self._opened = None
+
+    def _open(self, file: Path) -> Any:
+        if self._opened is None or self._opened[0] != file:
+            try:
+                self._opened = file, safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file} is no safetensors file: {error}") from error
+        return self._opened[1]
+
+
+def files_of(path: Path, *, explicit: str | None = None) -> list[Path]:
+    """The files that hold the weights at ``path``; ``explicit`` is what its config says of that."""
+    if not path.exists():
+        raise FileNotFoundError(f"weights={path} does not exist")
+    if path.is_file():
+        return _shards(path) if path.name.endswith(".index.json") else [path]
+    for name in [explicit] if explicit else [WHOLE, INDEX]:
+        file = path / name
+        if file.is_file():
+            return _shards(file) if name.endswith(".index.json") else [file]
+    if explicit:
+        raise FileNotFoundError(f"weights={path} has no {explicit}, which its config names")
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) > 1:
+        raise ValueError(
+            f"weights={path} has {listed([file.name for file in files])} and no {INDEX} that says "
+            "which of them belong together; pass one of the files, or write the index"
+        )
+    if not files:
+        raise ValueError(f"weights={path} has no .safetensors file{_elsewhere(path)}")
+    return files
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
+    files = [index.parent / name for name in names]
+    missing = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{index} names {listed(missing)}, which is not there")
+    return files
+
+
+def _elsewhere(path: Path) -> str:
+    """What to do about a folder that has something else."""
+    below = sorted(path.rglob("*.safetensors"))
+    if below:
+        return f"; pass {below[0].parent} if those in it are meant"
+    if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
+        return ", only pickled files; load these with from_pretrained, and save_pretrained them"
+    return ""
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
