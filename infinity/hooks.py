@@ -16,6 +16,7 @@ from infinity.discovery import Record
 from infinity.parameter import cannot_be_copied
 from infinity.phases import Phases
 from infinity.residency import Residency
+from infinity.saved import SavedTensors
 from infinity.versions import Versions
 
 
@@ -29,10 +30,12 @@ class ModelHooks:
         residency: Residency,
         phases: Phases,
         versions: Versions,
+        saved: SavedTensors,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self._model = model
         self._versions = versions
+        self._saved = saved
         self._residency = residency
         self._phases = phases
         self._compute_dtype = compute_dtype
@@ -78,6 +81,8 @@ class ModelHooks:
         raise cannot_be_copied()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self._residency.is_computing:
+            self._saved.join_thread()
         if module is self._model:
             self._versions.check_values()
             self._phases.forward_begins()
@@ -87,6 +92,8 @@ class ModelHooks:
         self._residency.leave(module)
         if module is self._model:
             self._phases.forward_ends()
+        if not self._residency.is_computing:
+            self._saved.leave_thread()
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Floating-point inputs of the model take the dtype of its weights, or no operation would

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from infinity.discovery import Record
 from infinity.endurance import DRIVE_ENDURANCE
 from infinity.hooks import ModelHooks
 from infinity.loss_scale import LossScale
-from infinity.modifying import real_tensors
+from infinity.modifying import real_tensors, records_of
 from infinity.optimizer import OffloadedOptimizer
 from infinity.parameter import become_offloaded, take_grad
 from infinity.phases import Phases
@@ -75,6 +76,7 @@ class OffloadedModel:
         self._norm: torch.Tensor | None = None
         self.steps = [0] * len(records)
         self._consumed: set[int] = set()
+        self._adding = threading.Lock()
         weights = sharing.weights
         self._residency = Residency(records, weights, state.device, sharing.visitor_bytes)
         self._phases = Phases(state.timeline)
@@ -83,7 +85,13 @@ class OffloadedModel:
         self._versions = Versions(records, self._residency.kept_out)
         self._saves = BackgroundSaves()
         self._hooks = ModelHooks(
-            model, records, self._residency, self._phases, self._versions, compute_dtype
+            model,
+            records,
+            self._residency,
+            self._phases,
+            self._versions,
+            self._saved,
+            compute_dtype,
         )
         self._restoring = Restoring(model, state, sharing)
         self._open = True
@@ -164,7 +172,7 @@ class OffloadedModel:
         saves have read what was there; without, changes are lost.
         """
         self._check_unchanged()
-        chosen = self._chosen(params)
+        chosen = records_of(params, self.records, self._index_of)
         self.state.flush()
         with real_tensors(chosen, modify, self._residency, self.sharing, self._versions):
             yield
@@ -262,7 +270,6 @@ class OffloadedModel:
             self._saved.generations[index] += 1
         self.sharing.end_step(present)
         self._versions.count_updates(present)
-        self._residency.expect_update(present)
 
     def propose(self) -> Step | None:
         """The step that is likely to be taken next, for updates before it is; None if unknown.
@@ -297,6 +304,10 @@ class OffloadedModel:
         self._check_open()
         return self._residency.in_place(indices)
 
+    @property
+    def is_computing(self) -> bool:
+        return self._residency.is_computing
+
     def is_gathered(self, index: int) -> bool:
         return self._residency.is_gathered([index])
 
@@ -314,7 +325,9 @@ class OffloadedModel:
                 f"{self.records[index].name} got a gradient on top of one that a step has used; "
                 "call offloaded.step(), or optimizer.zero_grad() after optimizer.step()"
             )
-        self.sharing.add_gradient(index, gradient.to_dense() if gradient.is_sparse else gradient)
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        with self._adding:  # passes may run on several threads
+            self.sharing.add_gradient(index, dense)
         self._phases.backward_works()
 
     # Opening and closing, for ``offload``.
@@ -339,16 +352,12 @@ class OffloadedModel:
                 stack.callback(handle.remove)
         stack.callback(self._residency.reset)
         stack.push(self.sharing.leaving)
-        self._adopt_gradients(gradients)
-        self._versions.watch(self.model)
-        stack.push(self._versions.check_at_end)
-
-    def _adopt_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients that the model came with are accumulated to, as plain PyTorch does."""
         for record, gradient in zip(self.records, gradients, strict=True):
             if gradient is not None and record.spec.trainable:
-                scaled = gradient.to_dense() * self.loss_scale
-                self.sharing.add_gradient(record.index, scaled)
+                # Those that the model came with are accumulated to, as plain PyTorch does.
+                self.sharing.add_gradient(record.index, gradient.to_dense() * self.loss_scale)
+        self._versions.watch(self.model)
+        stack.push(self._versions.check_at_end)
 
     def _restore(self) -> None:
         """Real tensors with the trained values, on the device and in the dtype that the model came
@@ -389,12 +398,3 @@ class OffloadedModel:
         """What the next step means for those parameters, or for all that are in a group."""
         options = options_of(self.optimizer.param_groups, self._index_of)
         return updates_for(present, options, self.records, self.steps)
-
-    def _chosen(self, params: Any) -> list[Record]:
-        if params is None:
-            return self.records
-        if isinstance(params, nn.Module):
-            params = params.parameters()
-        elif isinstance(params, torch.Tensor):
-            params = [params]
-        return [self.records[self._index_of(parameter)] for parameter in params]

@@ -4,8 +4,12 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
 
 from infinity.discovery import Record
 from infinity.residency import Residency
@@ -27,8 +31,9 @@ def real_tensors(
     """
     residency.keep_out(record.index for record in chosen)
     try:
-        for record in chosen:
-            residency.put(record.index, sharing.weight_of(record))
+        with torch.inference_mode(False):  # or changes would not be counted
+            for record in chosen:
+                residency.put(record.index, sharing.weight_of(record))
         yield
         versions.check()
         if modify:
@@ -37,3 +42,16 @@ def real_tensors(
     finally:
         residency.let_in(record.index for record in chosen)
         versions.note(record.index for record in chosen)
+
+
+def records_of(
+    params: Any, records: Sequence[Record], index_of: Callable[[torch.Tensor], int]
+) -> Sequence[Record]:
+    """What ``params`` means: a module, a parameter, several, or None for all."""
+    if params is None:
+        return records
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, torch.Tensor):
+        params = [params]
+    return [records[index_of(parameter)] for parameter in params]

@@ -9,13 +9,13 @@ plausible.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
@@ -34,6 +34,10 @@ class Owner(Protocol):
 
     def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
         """Weights of these parameters are in place inside."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward pass of the model runs on this thread."""
 
     def is_gathered(self, index: int) -> bool:
         """Whether the parameter holds a tensor that is the program's to change."""
@@ -79,8 +83,10 @@ class OffloadedParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The weights. Unlike that of other parameters it shares their version, so that a change
-        made through it is noticed at the next step and does not get lost.
+        """The weights, as ``detach()`` gives them: outside of forward passes a copy.
+
+        Unlike that of other parameters it shares their version, so that a change made through it is
+        noticed and does not get lost.
         """
         return self.detach()
 
@@ -143,14 +149,45 @@ class AbsentParameter(OffloadedParameter):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__self__", None) in _ABOUT_METADATA or func in _ABOUT_METADATA:
                 return func(*args, **kwargs)
-            absent: dict[Owner, set[int]] = {}
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, AbsentParameter):
-                    absent.setdefault(leaf.offload_owner, set()).add(leaf.offload_index)
+            absent = [p for p in tree_leaves((args, kwargs)) if isinstance(p, AbsentParameter)]
+            by_owner: dict[Owner, set[int]] = {}
+            for parameter in absent:
+                by_owner.setdefault(parameter.offload_owner, set()).add(parameter.offload_index)
             with ExitStack() as stack:
-                for owner, indices in absent.items():
+                for owner, indices in by_owner.items():
                     stack.enter_context(owner.in_place(indices))
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if any(owner.is_computing for owner in by_owner):
+                    return result
+                return _with_own_memory(result, absent)
+
+
+def _with_own_memory(result: Any, parameters: Sequence[torch.Tensor]) -> Any:
+    """``result`` with copies for tensors without history that lie in the weights of ``parameters``.
+
+    The weights are updated in place where they are at home, and left behind where they are not: a
+    view that a program keeps would follow the training or not, and hold memory that others need.
+    A copy has the version of the parameter, as the view had: changes in it are noticed.
+    """
+    owners = {parameter.untyped_storage()._cdata: parameter for parameter in parameters}
+
+    def own(leaf: Any) -> Any:
+        if (
+            not isinstance(leaf, torch.Tensor)
+            or isinstance(leaf, OffloadedParameter)
+            or leaf.layout != torch.strided
+            or (leaf.requires_grad and torch.is_grad_enabled())
+        ):
+            return leaf
+        parameter = owners.get(leaf.untyped_storage()._cdata)
+        if parameter is None:
+            return leaf
+        with torch.inference_mode(False):
+            copy = parameter.detach()
+            copy.data = leaf.detach().clone()
+        return copy
+
+    return tree_map(own, result)
 
 
 class OffloadedGradient(torch.Tensor):

@@ -4,6 +4,7 @@ or ends.
 
 from __future__ import annotations
 
+import threading
 import time
 
 from swap.timeline import Timeline
@@ -14,7 +15,7 @@ class Phases:
 
     A backward pass is taken to last from the first saved tensor that it asks for to the last
     gradient or saved tensor before a forward pass or a step. A forward inside it (recomputation)
-    belongs to it.
+    belongs to it. Forward passes that overlap, on several threads, are one. Thread-safe.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -22,30 +23,35 @@ class Phases:
         self._forward_depth = 0
         self._forward_start = 0.0
         self._backward: tuple[float, float] | None = None
+        self._lock = threading.RLock()
 
     def forward_begins(self) -> None:
         """The outermost module begins its forward."""
-        if self._forward_depth == 0:
-            self.end_backward()
-            self._forward_start = time.perf_counter()
-        self._forward_depth += 1
+        with self._lock:
+            if self._forward_depth == 0:
+                self.end_backward()
+                self._forward_start = time.perf_counter()
+            self._forward_depth += 1
 
     def forward_ends(self) -> None:
         """It returned or raised."""
-        if self._forward_depth == 0:
-            return
-        self._forward_depth -= 1
-        if self._forward_depth == 0:
-            self._timeline.add("forward", self._forward_start, time.perf_counter())
+        with self._lock:
+            if self._forward_depth == 0:
+                return
+            self._forward_depth -= 1
+            if self._forward_depth == 0:
+                self._timeline.add("forward", self._forward_start, time.perf_counter())
 
     def backward_works(self) -> None:
         """Autograd asked for a saved tensor or delivered a gradient."""
         now = time.perf_counter()
-        start = now if self._backward is None else self._backward[0]
-        self._backward = (start, now)
+        with self._lock:
+            start = now if self._backward is None else self._backward[0]
+            self._backward = (start, now)
 
     def end_backward(self) -> None:
         """Whatever comes now is not the backward pass any more."""
-        if self._backward is not None:
-            self._timeline.add("backward", *self._backward)
-            self._backward = None
+        with self._lock:
+            if self._backward is not None:
+                self._timeline.add("backward", *self._backward)
+                self._backward = None

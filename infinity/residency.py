@@ -1,19 +1,23 @@
 """Which parameters have their weights in place right now: module hooks around forward, and access
 by attribute.
 
-A *frame* is one running forward of one module. It holds the weights of the module's own parameters
-from before its forward until after it. A parameter that is reached through attribute access instead
-(``self.out_proj.weight`` in the parent's forward, ``model.head.weight`` in a loss function) is a
-*visitor*: it is fetched on access and stays until the frame that reached for it ends, or until
-newer visitors need the room.
+A *frame* is one running forward of one module on one thread. It holds the weights of the module's
+own parameters from before its forward until after it. A parameter that is reached through attribute
+access instead (``self.out_proj.weight`` in the parent's forward) is a *visitor*: it is fetched on
+access and stays until the frame that reached for it ends, or until newer visitors need the room.
 
-Whoever gets hold of a parameter in another way, or keeps it for longer, can use it all the same:
-its weights are fetched for each operation (see ``parameter``). Parameters whose weights are at home
-in host memory and computed from there are always in place; they are only waited for.
+Whoever gets hold of a parameter in another way, or outside of all forward passes
+(``model.head.weight`` in a loss function), can use it all the same: its weights are fetched for
+each operation (see ``parameter``). Parameters whose weights are at home in host memory and computed
+from there are always in place; they are only waited for.
+
+Forward passes may run on several threads at once. A parameter has its weights in place for as long
+as one of them holds it; no lock is held while weights are waited for.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +41,8 @@ from infinity.parameter import (
 class _Frame:
     module: nn.Module
     own: list[int]
-    visitors: list[int] = field(default_factory=list)
+    visitors: dict[int, int] = field(default_factory=dict)
+    """Their bytes, the oldest first."""
 
 
 class Residency:
@@ -49,8 +54,9 @@ class Residency:
         self._records = records
         self._weights = weights
         self._visitor_bytes = visitor_bytes
-        self._frames: list[_Frame] = []
-        self._visitors: dict[int, int] = {}
+        self._frames_of: dict[int, list[_Frame]] = {}
+        """By thread; none is empty."""
+        self._lock = threading.Lock()
         self._held: dict[int, int] = {}
         self._kept_out: set[int] = set()
         self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -63,8 +69,7 @@ class Residency:
 
     def attach(self, model: nn.Module) -> None:
         """Swap every parameter's data for what it is while offloaded, and watch access to it."""
-        for record in self._records:
-            self._take_out(record.index)
+        self._put_out(record.index for record in self._records)
         for module in model.modules():
             if module._parameters:
                 self._watched.append((module, module._parameters))
@@ -85,47 +90,62 @@ class Residency:
 
     # What hooks and access call.
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward runs on this thread."""
+        return threading.get_ident() in self._frames_of
+
     def enter(self, module: nn.Module, own: list[int]) -> None:
         """``module`` begins its forward: its own parameters are fetched and held."""
-        if not self._frames:
-            self.release_visitors()
         self._hold(own)
-        self._frames.append(_Frame(module, own))
+        self._frames_of.setdefault(threading.get_ident(), []).append(_Frame(module, own))
 
     def leave(self, module: nn.Module) -> None:
         """``module`` ended its forward, or failed in it, or ``enter`` failed."""
-        if not any(frame.module is module for frame in self._frames):
-            return
-        while True:
-            frame = self._frames.pop()
-            self._release(frame.own)
-            for index in frame.visitors:
-                self._dismiss(index)
-            if frame.module is module:
-                return
+        thread = threading.get_ident()
+        frames = self._frames_of.get(thread, [])
+        if any(frame.module is module for frame in frames):
+            while self._end_last(thread).module is not module:
+                pass
+
+    def _end_last(self, thread: int) -> _Frame:
+        frames = self._frames_of[thread]
+        frame = frames.pop()
+        if not frames:
+            del self._frames_of[thread]
+        self._release(frame.own)
+        self._release(frame.visitors)
+        return frame
 
     def visit(self, index: int) -> None:
-        """Somebody reached for a parameter that no running forward holds."""
-        if index in self._held or index in self._visitors or index in self._kept_out:
+        """Somebody reached for a parameter that no forward running on this thread may hold."""
+        frames = self._frames_of.get(threading.get_ident())
+        if frames is None or index in self._kept_out:
+            return  # each operation fetches it
+        if any(index in frame.visitors or index in frame.own for frame in frames):
             return
         nbytes = self._records[index].weight_bytes
-        while self._visitors and sum(self._visitors.values()) + nbytes > self._visitor_bytes:
-            self._dismiss(next(iter(self._visitors)))
+        self._make_room(frames, nbytes)
         self._hold([index])
-        self._visitors[index] = nbytes
-        if self._frames:
-            self._frames[-1].visitors.append(index)
+        frames[-1].visitors[index] = nbytes
 
-    def release_visitors(self) -> None:
-        """Dismiss all visitors."""
-        for index in list(self._visitors):
-            self._dismiss(index)
+    def _make_room(self, frames: list[_Frame], nbytes: int) -> None:
+        """Dismiss the oldest visitors of a thread for one of ``nbytes``."""
+        used_bytes = sum(sum(frame.visitors.values()) for frame in frames)
+        for frame in frames:
+            while frame.visitors and used_bytes + nbytes > self._visitor_bytes:
+                oldest = next(iter(frame.visitors))
+                used_bytes -= frame.visitors.pop(oldest)
+                self._release([oldest])
 
     def reset(self) -> None:
-        """Forget all frames, after an exception that went past the hooks."""
-        while self._frames:
-            self.leave(self._frames[-1].module)
-        self.release_visitors()
+        """Forget the frames of this thread and of those that ended, after an exception that went
+        past the hooks.
+        """
+        alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        for thread in [*self._frames_of]:
+            while thread not in alive and thread in self._frames_of:
+                self._end_last(thread)
 
     def keep_out(self, indices: Iterable[int]) -> None:
         """Leave these parameters alone (their data is somebody else's) until ``let_in``."""
@@ -143,9 +163,9 @@ class Residency:
 
     def let_in(self, indices: Iterable[int]) -> None:
         """Undo ``keep_out``: the parameters have their offloaded face again."""
-        for index in indices:
-            self._kept_out.discard(index)
-            self._take_out(index)
+        let_in = list(indices)
+        self._kept_out.difference_update(let_in)
+        self._put_out(let_in)
 
     def put(self, index: int, data: torch.Tensor) -> None:
         """Let a parameter that is kept out hold ``data``, which is the program's to change."""
@@ -161,44 +181,47 @@ class Residency:
         finally:
             self._release(held)
 
-    def expect_update(self, indices: Iterable[int]) -> None:
-        """Weights at home are to be waited for before they are used the next time."""
-        for index in indices:
-            if self.at_home[index] is not None:
-                mark_absent(self._parameter(index))
-
     def _hold(self, indices: list[int]) -> None:
         wanted = [index for index in indices if index not in self._kept_out]
-        weights = self._weights.acquire(wanted)
-        for index, weight in zip(wanted, weights, strict=True):
-            self._held[index] = self._held.get(index, 0) + 1
-            if self._held[index] == 1:
-                home = self.at_home[index]
-                data = weight.view(self._records[index].shape) if home is None else home
-                put_data(self._parameter(index), data, absent=False)
+        # Tensors made in inference mode count no versions, and changes in them would go unseen.
+        with torch.inference_mode(False):
+            weights = self._weights.acquire(wanted)
+        with self._lock, torch.inference_mode(False):
+            for index, weight in zip(wanted, weights, strict=True):
+                self._held[index] = self._held.get(index, 0) + 1
+                if self._held[index] == 1:
+                    home = self.at_home[index]
+                    data = weight.view(self._records[index].shape) if home is None else home
+                    put_data(self._parameter(index), data, absent=False)
 
     def _release(self, indices: Iterable[int]) -> None:
-        released = [index for index in indices if index in self._held]
-        for index in released:
-            self._held[index] -= 1
-            if not self._held[index]:
-                del self._held[index]
-                if self.at_home[index] is None and index not in self._kept_out:
-                    self._take_out(index)
+        with self._lock:
+            released = [index for index in indices if index in self._held]
+            for index in released:
+                self._held[index] -= 1
+                if not self._held[index]:
+                    del self._held[index]
+                    if index not in self._kept_out:
+                        self._take_out(index)
         self._weights.release(released)
-
-    def _dismiss(self, index: int) -> None:
-        if self._visitors.pop(index, None) is not None:
-            self._release([index])
 
     def _home_view(self, record: Record) -> torch.Tensor | None:
         weight = self._weights.at_home(record.index)
         return None if weight is None else weight.view(record.shape)
 
+    def _put_out(self, indices: Iterable[int]) -> None:
+        """Whatever data these parameters have, they have their offloaded face now."""
+        for index in indices:
+            home = self.at_home[index]
+            if home is not None:
+                put_data(self._parameter(index), home, absent=True)
+            self._take_out(index)
+
     def _take_out(self, index: int) -> None:
-        home = self.at_home[index]
-        data = self._placeholders[index] if home is None else home
-        put_data(self._parameter(index), data, absent=True)
+        if self.at_home[index] is None:
+            put_data(self._parameter(index), self._placeholders[index], absent=True)
+        else:
+            mark_absent(self._parameter(index))
 
     def _parameter(self, index: int) -> OffloadedParameter:
         parameter = self._records[index].parameter

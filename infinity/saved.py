@@ -10,6 +10,9 @@ memory and changes nothing else.
 Of nested hooks only the innermost is called, and leaving one takes off whichever is innermost. So
 where several models are offloaded at once, the hooks of each serve all of them.
 
+The hooks are those of one thread. A forward pass on another one has them for as long as it lasts,
+unless others are at work there already.
+
 Plain PyTorch refuses a backward pass through something that was changed in place since it was
 saved. So do we: the generation of a parameter counts its updates, and the version of other tensors
 is compared.
@@ -17,6 +20,7 @@ is compared.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
@@ -68,14 +72,29 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self._phases = phases
         self.generations = [0] * len(records)
         self._homes = _home_ranges(records, weights)
+        self._joined = threading.local()
 
     def __enter__(self) -> None:
         super().__enter__()
+        self._thread = threading.get_ident()
         _in_use.append(self)
 
     def __exit__(self, *error: object) -> None:
         _in_use.remove(self)
-        super().__exit__(*error)
+        if threading.get_ident() == self._thread:  # or they stay, and keep everything as it is
+            super().__exit__(*error)
+
+    def join_thread(self) -> None:
+        """A forward pass begins on this thread."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            self._joined.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._joined.hooks.__enter__()
+
+    def leave_thread(self) -> None:
+        """It ended."""
+        hooks = self._joined.__dict__.pop("hooks", None)
+        if hooks is not None:
+            hooks.__exit__()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         for hooks in _in_use:

@@ -1,0 +1,108 @@
+"""Forward and backward passes on other threads than the one that entered the block."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+import infinity
+from tests.support.models import Gpt, Stack, seeded, token_loss, tokens, vector_loss, vectors
+from tests.support.training import WHOLE, least_budget, same_bits, values_of
+
+T = TypeVar("T")
+
+
+def _elsewhere(work: Callable[[], T]) -> T:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def _train(model: Gpt, offloaded: infinity.OffloadedModel) -> None:
+    for step in range(2):
+        token_loss(model, step).backward()
+        offloaded.step()
+
+
+@pytest.mark.parametrize("recompute", ["no", "reentrant", "non-reentrant"])
+def test_training_on_another_thread_gives_the_same_bits(recompute: str, nvme: Path) -> None:
+    def make() -> Gpt:
+        return Gpt(recompute=recompute)  # type: ignore[arg-type]
+
+    results = []
+    for host_memory, other in ((WHOLE, False), (WHOLE, True), (least_budget(make, nvme), True)):
+        model = seeded(make)
+        with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+
+            def train(model: Gpt = model, offloaded: infinity.OffloadedModel = offloaded) -> None:
+                for step in range(3):
+                    token_loss(model, step).backward()
+                    offloaded.step()
+
+            _elsewhere(train) if other else train()
+        results.append(values_of(model))
+    for other_values in results[1:]:
+        assert all(same_bits(value, other_values[key]) for key, value in results[0].items())
+
+
+def test_backward_on_another_thread_than_forward_gives_the_same_bits(nvme: Path) -> None:
+    results = []
+    for host_memory in (WHOLE, least_budget(Stack, nvme)):
+        model = seeded(Stack)
+        with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+            for step in range(2):
+                loss = _elsewhere(partial(vector_loss, model, step))
+                loss.backward()
+                offloaded.step()
+        results.append(values_of(model))
+    assert all(same_bits(value, results[1][key]) for key, value in results[0].items())
+
+
+@pytest.mark.parametrize("optimizer", [infinity.AdamW(), None])
+def test_concurrent_forward_passes_give_what_each_gives_alone(
+    optimizer: infinity.AdamW | None, nvme: Path
+) -> None:
+    model = seeded(Gpt)
+    batches = [tokens(number)[:, :-1] for number in range(8)]
+    with torch.no_grad():
+        expected = [model(batch) for batch in batches]
+    start = threading.Barrier(len(batches))
+
+    def run(batch: torch.Tensor) -> list[torch.Tensor]:
+        start.wait()
+        with torch.no_grad():
+            return [model(batch) for _ in range(3)]
+
+    for host_memory in (WHOLE, least_budget(Gpt, nvme, optimizer=optimizer)):
+        with (
+            infinity.offload(model, nvme, optimizer=optimizer, host_memory=host_memory),
+            ThreadPoolExecutor(len(batches)) as pool,
+        ):
+            for found, value in zip(pool.map(run, batches), expected, strict=True):
+                assert all(same_bits(one, value) for one in found)
+
+
+def test_a_forward_that_fails_on_a_thread_leaves_the_others_alone(nvme: Path) -> None:
+    model = seeded(Stack)
+    expected = model(vectors(0)).detach()
+    with infinity.offload(model, nvme, host_memory=least_budget(Stack, nvme)) as offloaded:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            _elsewhere(lambda: model(torch.ones(2, 7)))
+        assert same_bits(model(vectors(0)).detach(), expected)
+        vector_loss(model, 0).backward()
+        offloaded.step()
+
+
+def test_a_block_may_end_on_another_thread_than_it_began_on(nvme: Path) -> None:
+    model = seeded(Stack)
+    before = values_of(model)
+    block = infinity.offload(model, nvme, host_memory=least_budget(Stack, nvme))
+    _elsewhere(block.__enter__)
+    vector_loss(model, 0).backward()
+    block.__exit__(None, None, None)
+    assert all(same_bits(value, before[key]) for key, value in values_of(model).items())
+    model(vectors(0)).sum().backward()
