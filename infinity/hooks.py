@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from infinity.discovery import Record
 from infinity.parameter import cannot_be_copied
 from infinity.phases import Phases
+from infinity.refusals import check_call
 from infinity.residency import Residency
 from infinity.saved import SavedTensors
 from infinity.versions import Versions
@@ -81,12 +82,19 @@ class ModelHooks:
         raise cannot_be_copied()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        own = self._own.get(module)
+        if own is None:
+            raise RuntimeError(
+                f"a copy of an offloaded {type(module).__name__} was called (DataParallel makes "
+                "some), which has no weights; call the model itself"
+            )
         if not self._residency.is_computing:
+            check_call()
             self._saved.join_thread()
         if module is self._model:
             self._versions.check_values()
             self._phases.forward_begins()
-        self._residency.enter(module, self._own[module])
+        self._residency.enter(module, own)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._residency.leave(module)

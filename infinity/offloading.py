@@ -41,6 +41,7 @@ from infinity.rank_agreement import (
     shared_shares,
     together,
 )
+from infinity.refusals import check_model
 from infinity.sharing import Sharing, Unshared
 from infinity.tiling import Tiling
 from swap.directory import reclaim
@@ -136,6 +137,7 @@ def _enter(
     """Offload ``model``; ``stack`` undoes all of it."""
     dtype = options.compute_dtype
     with together(ranks):
+        check_model(model)
         for directory in options.directories:
             reclaim(directory)
         records = records_of(model, dtype)

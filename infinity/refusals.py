@@ -1,0 +1,58 @@
+"""Wrappers and hooks of others that an offloaded model cannot have, refused by name."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+_AVERAGING = "offload the plain model and pass process_group=torch.distributed.group.WORLD"
+_WRAPPERS = {
+    "DistributedDataParallel": _AVERAGING,
+    "DataParallel": _AVERAGING,
+    "FullyShardedDataParallel": f"{_AVERAGING}, or keep it and use infinity.OffloadedAdamW",
+    "FSDPModule": f"{_AVERAGING}, or keep it and use infinity.OffloadedAdamW",
+    "OptimizedModule": "offload the model that was compiled (its _orig_mod), uncompiled",
+}
+_COMPILED = (
+    "weights come and go while the model computes, which a compiled graph cannot know; run it "
+    "without torch.compile inside the block"
+)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises ``ValueError`` naming a module that has no place inside the block."""
+    for name, module in model.named_modules():
+        what = f"{name} ({type(module).__name__})" if name else f"a {type(module).__name__}"
+        for kind in type(module).__mro__:
+            if kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS:
+                raise ValueError(f"{what} cannot be offloaded: {_WRAPPERS[kind.__name__]}")
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"{what} was compiled by compile() and cannot be offloaded: {_COMPILED}"
+            )
+        if hasattr(module, "_hf_hook"):
+            raise ValueError(
+                f"{what} has a hook of accelerate that moves its weights (from device_map= or "
+                "cpu_offload); load the model without device_map, or call "
+                "accelerate.hooks.remove_hook_from_submodules(model): offload does the placing"
+            )
+
+
+def check_call() -> None:
+    """Raises ``RuntimeError`` when the model is called by a wrapper that it cannot work in."""
+    # Frames that are compiled now, or run between two that are, have a callback.
+    if "torch._dynamo" in sys.modules and _get_eval_frame_callback() is not None:
+        raise RuntimeError(f"an offloaded model was called under torch.compile: {_COMPILED}")
+    if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        raise RuntimeError(
+            "an offloaded model was called by DistributedDataParallel, which would average "
+            f"nothing: {_AVERAGING}"
+        )
+
+
+def _get_eval_frame_callback() -> Any:
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return get_eval_frame_callback()

@@ -1,0 +1,106 @@
+"""Wrappers of other libraries around or inside an offloaded model are refused by name."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import accelerate  # type: ignore[import-untyped]
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import infinity
+from tests.support.models import seeded
+from tests.support.training import same_bits, values_of
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def _make() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    compiled = torch.compile(model, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
+def _compiled_in_place() -> nn.Module:
+    model = _make()
+    model[1].compile(backend="eager")
+    return model
+
+
+WRAPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "compiled": (lambda: _compiled(_make()), r"OptimizedModule.*_orig_mod"),
+    "a compiled layer": (
+        lambda: nn.Sequential(_compiled(nn.Linear(8, 8))),
+        r"^0 \(OptimizedModule\)",
+    ),
+    "compiled in place": (_compiled_in_place, r"^1 \(Linear\) was compiled by compile\(\)"),
+    "DDP": (lambda: DistributedDataParallel(_make()), r"DistributedDataParallel.*process_group="),
+    "DDP inside": (
+        lambda: nn.Sequential(DistributedDataParallel(_make())),
+        r"^0 \(DistributedDataParallel\).*process_group=",
+    ),
+    "DataParallel": (lambda: nn.DataParallel(_make()), r"DataParallel.*process_group="),
+    "device_map": (
+        lambda: accelerate.dispatch_model(_make(), {"0": "cpu", "1": "cpu"}, force_hooks=True),
+        r"hook of accelerate.*device_map",
+    ),
+    "cpu_offload": (
+        lambda: accelerate.cpu_offload(_make(), torch.device("cpu")),
+        r"hook of accelerate.*remove_hook_from_submodules",
+    ),
+}
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrapped_model_is_refused_by_name(name: str, nvme: Path) -> None:
+    make, match = WRAPPED[name]
+    model = make()
+    with pytest.raises(ValueError, match=match):
+        infinity.offload(model, nvme).__enter__()
+    assert not any(hasattr(parameter, "offload_index") for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("world")
+def test_ddp_around_an_offloaded_model_is_refused_when_called(nvme: Path) -> None:
+    model = seeded(_make)
+    with (
+        pytest.raises(RuntimeError, match="was changed in place"),  # DDP sends weights when made
+        infinity.offload(model, nvme),
+        pytest.raises(RuntimeError, match=r"called by Dist.*process_group="),
+    ):
+        _call_with_ddp(model)
+
+
+def _call_with_ddp(model: nn.Module) -> None:
+    try:
+        DistributedDataParallel(model)(torch.ones(2, 8))
+    finally:
+        DistributedDataParallel._active_ddp_module = None
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_an_offloaded_model_called_compiled_is_refused(nvme: Path) -> None:
+    model = seeded(_make)
+    before = values_of(model)
+    compiled = _compiled(model)
+    twice = torch.compile(lambda x: model(x) * 2, backend="eager")
+    with infinity.offload(model, nvme):
+        for call in (compiled, twice):
+            with pytest.raises(RuntimeError, match=r"called under torch\.compile"):
+                call(torch.ones(2, 8))
+        model(torch.ones(2, 8)).sum().backward()
+    assert all(same_bits(value, before[key]) for key, value in values_of(model).items())
