@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from checkpoint.relocation import StripeDirs
 from infinity import persistence
 from infinity.activations import Activations
 from infinity.background import BackgroundSaves
@@ -182,10 +183,10 @@ class OffloadedModel:
         """Save weights, masters, moments, step counts, buffers, loss scale and random state to a
         checkpoint at ``path``.
 
-        ``extra`` is any state tree; ``load`` returns it. Returns what ``checkpoint.save`` returns,
-        when it is durable; without ``block`` at once what ``checkpoint.save_async`` returns: then
-        the next step waits until the state has been read, and the end of the block until it is
-        saved. Raises as those.
+        ``extra`` is any state tree, each rank's own; ``load`` returns it. Returns what
+        ``checkpoint.save`` returns, when it is durable; without ``block`` at once what
+        ``checkpoint.save_async`` returns: then the next step waits until the state has been read,
+        and the end of the block until it is saved. Raises as those.
         """
         self._check_unchanged()
         self.sharing.meet(SAVE, max(self.steps))
@@ -195,17 +196,16 @@ class OffloadedModel:
             self._saves.add(outcome)
         return outcome
 
-    def load(self, path: str | os.PathLike[str]) -> Any:
-        """Load what ``save`` wrote; returns its ``extra``. Training continues bit-identically.
-
-        Raises as ``checkpoint.load``, and ``ValueError`` naming what does not match this model; in
-        that case nothing was changed.
+    def load(self, path: str | os.PathLike[str], *, stripe_dirs: StripeDirs | None = None) -> Any:
+        """Load what ``save`` wrote; returns its ``extra``. Training continues bit-identically, on
+        as many ranks; see ``persistence.load``. Raises as ``checkpoint.load``, and ``ValueError``
+        naming what does not match this model; in that case nothing was changed.
         """
         self._check_open()
         self.sharing.meet(LOAD, max(self.steps))
         self._saves.wait_done()
         self.state.flush()
-        extra = persistence.load(self, path)
+        extra = persistence.load(self, path, stripe_dirs)
         self.optimizer.zero_grad()
         self._residency.reset()
         self._versions.count_updates(range(len(self.records)))

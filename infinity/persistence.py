@@ -4,10 +4,12 @@ sinks.
 Nothing is gathered: a save streams every plane from its home tier, a load streams into it. The tree
 is
 
-model.<name>                weights in the compute dtype, and the model's persistent buffers
-optimizer.<plane>.<name>    lo, master, exp_avg, ... (see ``swap.planes``), in the shape of the
-parameter infinity                    step counts, groups, loss scale, random state, small optimizer
-state extra.value                 whatever the caller gave
+- ``model.<name>``: weights in the compute dtype, and the model's persistent buffers;
+- ``optimizer.<plane>.<name>``: lo, master, exp_avg, ... (see ``swap.planes``), in the shape of the
+  parameter;
+- ``infinity``: step counts, groups, loss scale, random state, small optimizer state;
+- ``extra.value``: whatever the caller gave;
+- ``ranks.<r>``: buffers and extra of rank r that are not those of rank 0, see ``rank_state``;
 
 so ``model.*`` alone is an ordinary set of weights. A parameter that is tiled is one leaf, see
 ``leaves``.
@@ -16,9 +18,12 @@ so ``model.*`` alone is an ordinary set of weights. A parameter that is tiled is
 from __future__ import annotations
 
 import copy
+import errno
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -27,19 +32,33 @@ from torch import nn
 
 import checkpoint
 from checkpoint import commit_ranks as steps
+from checkpoint.locate import peek_saved
+from checkpoint.relocation import StripeDirs
 from infinity.discovery import Record
 from infinity.leaves import leaves_of
 from infinity.loss_scale import LossScale
 from infinity.optimizer import OffloadedOptimizer, TorchRule
-from infinity.plane_bytes import BytesOfRank, Saving, planes_of_leaf
+from infinity.plane_bytes import Saving, planes_of_leaf
+from infinity.rank_state import (
+    own_states,
+    random_of_ranks,
+    random_state,
+    restore_own,
+    restore_random,
+)
 from infinity.sharing import Sharing
 from swap.kernels import merge_master
 from swap.layout import Plane
 from swap.rules import AdamRule, UpdateRule
 from swap.tiered import TieredState
 
+logger = logging.getLogger(__name__)
 FORMAT = 1
 T = TypeVar("T")
+Read = Callable[..., Any]
+"""``checkpoint.load`` of one path."""
+_MAX_LOADS = 20
+"""Saves in a row that may each take the place of what is being loaded."""
 
 
 class Trainee(Protocol):
@@ -63,16 +82,18 @@ def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any, *, block: b
     next step, which waits until they have been read. Buffers may change in a forward pass, so they
     are copied first, as is the extra state.
 
-    Several ranks save one checkpoint, each what it keeps; buffers, ``extra`` and whatever is the
-    same on all are those of rank 0.
+    Several ranks save one checkpoint, each what it keeps, see ``rank_state``.
     """
     state = _sources(trainee)
-    state["infinity"] = {"random_of_ranks": _random_of_ranks(trainee)}
+    state["infinity"] = {"random_of_ranks": random_of_ranks(trainee.sharing, trainee.state.device)}
+    coordinator = trainee.sharing.coordinator
+    if coordinator is not None:
+        state["ranks"] = own_states(coordinator, persistent_buffers(trainee.model), extra)
     if trainee.sharing.rank == 0:
         state["model"] |= persistent_buffers(trainee.model)
         state["infinity"] |= _scalars(trainee)
+        state["infinity"]["own_states"] = [int(rank) for rank in state.get("ranks", {})]
         state["extra"] = {"given": extra is not None, "value": extra}
-    coordinator = trainee.sharing.coordinator
     if block:
         return checkpoint.save(
             state, path, staging_bytes=trainee.checkpoint_bytes, coordinator=coordinator
@@ -91,20 +112,48 @@ def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any, *, block: b
     )
 
 
-def load(trainee: Trainee, path: str | os.PathLike[str]) -> Any:
+def load(
+    trainee: Trainee, path: str | os.PathLike[str], stripe_dirs: StripeDirs | None = None
+) -> Any:
     """Undo ``save``, also that of another number of ranks; returns ``extra``.
+
+    What is a rank's own comes back on the rank of that number; a rank beyond those that saved gets
+    what rank 0 saved, and a warning says whose state nobody took. Every rank loads the same save,
+    however often it is saved over meanwhile. ``stripe_dirs`` is as in ``checkpoint.load``.
 
     Raises ``ValueError`` naming what does not match before anything is changed. A failure later (a
     corrupt file, an I/O error) leaves values mixed: load again before training on.
     """
-    saved = together(trainee.sharing, lambda: _read_scalars(trainee, path))
+    read = partial(checkpoint.load, path, stripe_dirs=stripe_dirs)
+    for _ in range(_MAX_LOADS):
+        before = _seen(trainee.sharing, path)
+        if len(set(before)) > 1:
+            continue
+        extra = _load(trainee, path, read)
+        if _seen(trainee.sharing, path) == before:
+            return extra
+    raise BlockingIOError(
+        errno.EAGAIN, f"was saved over {_MAX_LOADS} times before it could be loaded", str(path)
+    )
+
+
+def _seen(sharing: Sharing, path: str | os.PathLike[str]) -> list[int | None]:
+    """When what is at ``path`` was saved, as every rank sees it: tells saves apart."""
+    saved = peek_saved(Path(path))
+    if sharing.coordinator is None:
+        return [saved]
+    return steps.together(sharing.coordinator, lambda: saved)
+
+
+def _load(trainee: Trainee, path: str | os.PathLike[str], read: Read) -> Any:
+    saved = together(trainee.sharing, lambda: _read_scalars(trainee, path, read))
     trainee.sharing.weights.drop()
-    together(trainee.sharing, lambda: _load_values(trainee, saved, path))
+    extra = together(trainee.sharing, lambda: _load_values(trainee, saved, read))
     for plane in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
         if not any(plane in planes for planes in saved["planes"].values()):
             trainee.state.planes.zero(plane)
     _restore_scalars(trainee, saved)
-    return checkpoint.load(path, only=["extra.*"])["extra"].get("value")
+    return extra
 
 
 def together(sharing: Sharing, step: Callable[[], T]) -> T:
@@ -116,8 +165,8 @@ def together(sharing: Sharing, step: Callable[[], T]) -> T:
     return found[0]
 
 
-def _read_scalars(trainee: Trainee, path: str | os.PathLike[str]) -> dict[str, Any]:
-    saved: dict[str, Any] = checkpoint.load(path, only=["infinity.*"])["infinity"]
+def _read_scalars(trainee: Trainee, path: str | os.PathLike[str], read: Read) -> dict[str, Any]:
+    saved: dict[str, Any] = read(only=["infinity.*"])["infinity"]
     _check(trainee, saved, path)
     return saved
 
@@ -163,27 +212,9 @@ def _scalars(trainee: Trainee) -> dict[str, Any]:
         "parts": {leaf.name: [part.numel for part in leaf.parts] for leaf in leaves},
         "loss_scale": None if scale is None else [scale.value, scale.good_steps],
         "small_state": {trainee.records[index].name: dict(s) for index, s in small.items()},
-        "random": _random_state(),
+        "random": random_state(),
+        "world_size": trainee.sharing.world_size,
     }
-
-
-def _random_of_ranks(trainee: Trainee) -> dict[str, dict[str, BytesOfRank]]:
-    """The states of random generators of ranks other than the first; each has its own."""
-    found: dict[str, dict[str, BytesOfRank]] = {}
-    for rank in range(1, trainee.sharing.world_size):
-        own = {"cpu": torch.get_rng_state()}
-        if trainee.state.device.type == "cuda":
-            own["device"] = torch.cuda.get_rng_state(trainee.state.device)
-        found[str(rank)] = {
-            name: BytesOfRank(state.numel(), state if rank == trainee.sharing.rank else None)
-            for name, state in own.items()
-        }
-    return found
-
-
-def _random_state() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
 def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -239,7 +270,8 @@ def _check_moments(
             )
 
 
-def _load_values(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def _load_values(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
+    """Fill what holds values, buffers too; returns ``extra``."""
     same: dict[str, Any] = {"model": dict(persistent_buffers(trainee.model)), "optimizer": {}}
     converted = []
     for leaf in leaves_of(trainee.model, trainee.records):
@@ -256,12 +288,31 @@ def _load_values(trainee: Trainee, saved: Mapping[str, Any], path: str | os.Path
                 same["optimizer"].setdefault(name, {})[leaf.name] = plane
         if is_converted:
             converted.append(leaf)
-    checkpoint.load(path, only=_names_of(same), into=same, staging_bytes=trainee.checkpoint_bytes)
+    read(only=_names_of(same), into=same, staging_bytes=trainee.checkpoint_bytes)
     for leaf in converted:
-        values = _master(path, leaf.name, saved["planes"][leaf.name]).reshape(-1)
+        values = _master(read, leaf.name, saved["planes"][leaf.name]).reshape(-1)
         for part, _, at, _ in leaf.split(0, values.numel(), _WEIGHT):
             kept = at + part.first
             trainee.state.fill(part.index, values[kept : kept + part.spec.numel])
+    return _load_own(trainee, saved, read)
+
+
+def _load_own(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
+    """Buffers that are this rank's own, and the ``extra`` that it returns."""
+    rank, world_size = trainee.sharing.rank, trainee.sharing.world_size
+    own, saved_by = saved.get("own_states", []), saved.get("world_size", world_size)
+    lost = [other for other in own if other >= world_size]
+    if rank == 0 and own and (lost or saved_by < world_size):
+        logger.warning(
+            "saved by %d ranks, loaded on %d: buffers and extra of ranks %s are not used, ranks "
+            "from %d on begin with those of rank 0",
+            *(saved_by, world_size, lost, saved_by),
+        )
+    if rank in own:
+        has_extra, extra = restore_own(read, rank, persistent_buffers(trainee.model))
+        if has_extra:
+            return extra
+    return read(only=["extra.*"])["extra"].get("value")
 
 
 _MASTER = ("weight", "lo", "master")
@@ -283,11 +334,11 @@ def _literal(name: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
-def _master(path: str | os.PathLike[str], name: str, planes: Sequence[str]) -> torch.Tensor:
+def _master(read: Read, name: str, planes: Sequence[str]) -> torch.Tensor:
     """The values of one parameter in the precision of its saved master, read whole."""
     rest = [f"optimizer.{plane}.{name}" for plane in planes if plane in ("lo", "master")]
     wanted = [f"model.{name}", *rest]
-    tree = checkpoint.load(path, only=[_literal(entry) for entry in wanted])
+    tree = read(only=[_literal(entry) for entry in wanted])
     weight: torch.Tensor = tree["model"][name]
     others = tree.get("optimizer", {})
     if "master" in planes:
@@ -313,33 +364,17 @@ def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
         trainee.rule.small_state.clear()
         for name, small in saved["small_state"].items():
             trainee.rule.small_state[by_name[name].index] = dict(small)
-    _restore_random(trainee, saved)
-
-
-def _restore_random(trainee: Trainee, saved: Mapping[str, Any]) -> None:
-    """Every rank takes its own; one that did not take part in the save keeps what it has."""
-    rank = trainee.sharing.rank
-    if rank:
-        own = saved.get("random_of_ranks", {}).get(str(rank), {})
-        if "cpu" in own:
-            torch.set_rng_state(own["cpu"])
-        if "device" in own and trainee.state.device.type == "cuda":
-            torch.cuda.set_rng_state(own["device"], trainee.state.device)
-        return
-    random = saved["random"]
-    torch.set_rng_state(random["cpu"])
-    if torch.cuda.is_available() and len(random["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(random["cuda"])
+    restore_random(trainee.sharing.rank, trainee.state.device, saved)
 
 
 def export(trainee: Trainee, folder: str | os.PathLike[str]) -> list[str]:
     """Weights and persistent buffers as Hugging Face shards with an index; returns the paths.
 
     Several ranks first save the weights together, in a folder beside, from which rank 0 makes the
-    shards: no rank ever has the model.
+    shards: no rank ever has the model. Buffers are those of rank 0.
     """
-    weights: dict[str, Any] = dict(persistent_buffers(trainee.model))
     rank, world_size = trainee.sharing.rank, trainee.sharing.world_size
+    weights: dict[str, Any] = dict(persistent_buffers(trainee.model)) if rank == 0 else {}
     for leaf in leaves_of(trainee.model, trainee.records):
         planes = planes_of_leaf(trainee.state, leaf, Saving(rank, world_size))
         weights[leaf.name] = planes[0]

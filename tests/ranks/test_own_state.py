@@ -1,0 +1,55 @@
+"""What each rank has for itself comes back on that rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+from checkpoint.packing import pack, unpack
+from infinity.rank_state import restore_own
+from tests.support import rank_states
+from tests.support.ranks import run_ranks
+
+
+def test_buffers_extra_and_random_state_of_every_rank_come_back(tmp_path: Path) -> None:
+    every = run_ranks(rank_states.resume, tmp_path, 2)
+    for rank, told in enumerate(every):
+        assert told["rank"] == rank
+        assert told["view"] == list(range(rank, 6))
+        assert told["statistics"]
+        assert told["again"] == told["losses"]
+        assert told["same"] == {"step": 2}
+    assert every[0]["mean"] != every[1]["mean"]
+    path = tmp_path / "checkpoint"
+    assert checkpoint.verify(path).ok
+    saved = checkpoint.load(path, only=["model.*"])["model"]
+    assert saved["1.running_mean"].tolist() == every[0]["mean"]
+    (shard,) = (tmp_path / "exported").glob("*.safetensors")
+    assert load_file(shard)["1.running_mean"].tolist() == every[0]["mean"]
+
+    # What is the same on every rank is stored once.
+    names = checkpoint.list_tensors(path)
+    assert [name for name in names if name.startswith("ranks.")] == ["ranks.1"]
+    own = unpack(checkpoint.load(tmp_path / "same", only=["ranks.1"])["ranks"]["1"])
+    assert "buffer.1.running_mean" in own
+    assert "buffer.same" not in own
+    assert "extra" not in own
+
+    # On fewer ranks and on more.
+    assert every[0]["alone"] == 0
+    assert every[0]["alone mean"] == every[0]["mean"]
+    three = run_ranks(rank_states.more, tmp_path / "three", 3, path=str(path))
+    assert [told["rank"] for told in three] == [0, 1, 0]
+    assert [told["mean"] for told in three] == [every[k]["mean"] for k in (0, 1, 0)]
+
+
+def test_a_buffer_that_one_rank_alone_has_is_restored_there() -> None:
+    """Names of buffers may differ between ranks; what this one lacks is left out."""
+    mine = {"here": torch.zeros(3)}
+    parts = {"buffer.here": torch.ones(3), "buffer.gone": torch.ones(2)}
+    found = restore_own(lambda only: {"ranks": {"1": pack(parts)}}, 1, mine)
+    assert found == (False, None)
+    assert torch.equal(mine["here"], torch.ones(3))

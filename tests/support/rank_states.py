@@ -1,0 +1,90 @@
+"""Ranks that have something for themselves: running statistics, and what their caller gave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import infinity
+from tests.support.models import seeded
+
+WIDTH = 16
+
+
+def model_with_statistics() -> nn.Module:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+    model.register_buffer("same", torch.arange(5.0))
+    return model
+
+
+def train(offloaded: Any, model: nn.Module, batches: torch.Generator) -> list[float]:
+    """Two steps on batches of this rank's own; their losses."""
+    losses = []
+    for _ in range(2):
+        loss = model(torch.randn(8, WIDTH, generator=batches) + torch.rand(1)).square().mean()
+        loss.backward()
+        offloaded.step()
+        losses.append(loss.item())
+    return losses
+
+
+def resume(rank: int, folder: Path) -> dict[str, Any]:
+    """Train, save, train on; then load in a new block and train on: the same, with the statistics,
+    the place of the data loader and the random state of each rank. One rank loads it, too.
+    """
+    torch.manual_seed(100 + rank)
+    batches = torch.Generator().manual_seed(rank)
+    path = folder / "checkpoint"
+    told: dict[str, Any] = {}
+    model = seeded(model_with_statistics)
+    torch.manual_seed(100 + rank)
+    with offload(model, folder, dist.group.WORLD) as offloaded:
+        train(offloaded, model, batches)
+        extra: dict[str, Any] = {
+            "rank": rank,
+            "loader": batches.get_state(),
+            "view": torch.arange(6.0)[rank:],
+        }
+        offloaded.save(folder / "same", extra={"step": 2})
+        offloaded.export(folder / "exported")
+        statistics = model.get_buffer("1.running_mean").clone()
+        pending = offloaded.save(path, block=False, extra=extra)
+        extra["view"].zero_()
+        told["losses"] = train(offloaded, model, batches)
+        pending.result()
+    model = seeded(model_with_statistics)
+    with offload(model, folder, dist.group.WORLD) as offloaded:
+        extra = offloaded.load(path)
+        told["rank"] = extra["rank"]
+        told["view"] = extra["view"].tolist()
+        told["statistics"] = torch.equal(model.get_buffer("1.running_mean"), statistics)
+        told["mean"] = statistics.tolist()
+        batches.set_state(extra["loader"])
+        told["again"] = train(offloaded, model, batches)
+        told["same"] = offloaded.load(folder / "same")
+    dist.barrier()
+    alone = dist.new_group([0])
+    if rank == 0:
+        model = seeded(model_with_statistics)
+        with offload(model, folder, alone) as offloaded:
+            told["alone"] = offloaded.load(path)["rank"]
+            told["alone mean"] = model.get_buffer("1.running_mean").tolist()
+    return told
+
+
+def more(rank: int, folder: Path, *, path: str) -> dict[str, Any]:
+    """Load what fewer ranks saved."""
+    model = seeded(model_with_statistics)
+    with offload(model, folder, dist.group.WORLD) as offloaded:
+        extra = offloaded.load(path)
+        return {"rank": extra["rank"], "mean": model.get_buffer("1.running_mean").tolist()}
+
+
+def offload(model: nn.Module, folder: Path, group: Any) -> Any:
+    return infinity.offload(
+        model, folder, host_memory="256MiB", optimizer=infinity.AdamW(lr=1e-2), process_group=group
+    )
