@@ -16,7 +16,7 @@ import checkpoint
 from checkpoint import assembly
 from tests.checkpoint.trees import assert_same
 
-NUM_FILES = 150
+NUM_FILES = 110
 
 READ_WITH_FEW_DESCRIPTORS = """
 import resource, sys, torch, checkpoint
