@@ -2,7 +2,8 @@
 
 An `Assembler` allocates what nodes describe and notes which stored tensors have to be read into
 what; it reads nothing itself. Leaves that shared memory when they were saved share it again, and a
-leaf that was one object at several places is one object again.
+leaf that was one object at several places is one object again, or, if it was a view of another
+leaf, several over the same memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from checkpoint import elements
 from checkpoint.arenas import Arenas
-from checkpoint.boxes import Shape, contiguous_strides, span_elements
+from checkpoint.boxes import Shape, contiguous_strides, is_contiguous, span_elements
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.names import Path, render
 from checkpoint.records import MAX_DIMENSIONS, Manifest, TensorRecord
@@ -46,6 +47,12 @@ class TensorView:
     shape: Shape
     strides: Shape | None
     is_whole: bool
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its bytes lie in a row, from `offset` of the stored tensor on."""
+        whole = self.is_whole or self.strides is None
+        return whole or is_contiguous(self.shape, self.strides or ())
 
 
 def view_of(manifest: Manifest, path: Path, node: DataNode) -> TensorView:

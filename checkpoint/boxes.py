@@ -44,6 +44,21 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def may_overlap_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may lie at one place: surely not if each stride, from the smallest on,
+    leads beyond all that the smaller ones reach.
+    """
+    if 0 in shape:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
 def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last one touched, both included; 0 if there is none."""
     if 0 in shape:

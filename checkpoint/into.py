@@ -16,11 +16,12 @@ import torch
 
 from checkpoint import elements
 from checkpoint.assembly import Assembler, TensorView, view_of
+from checkpoint.boxes import may_overlap_itself
 from checkpoint.names import Path, closest, natural_name, render
 from checkpoint.reading import TensorRead
 from checkpoint.records import Manifest
 from checkpoint.selection import Selection
-from checkpoint.sources import ByteSink, PartialSink, carrier_view, local_tensor
+from checkpoint.sources import ByteSink, PartialSink, carrier_view, local_tensor, memory_fault
 from checkpoint.targets import SinkTarget, Target, TensorTarget
 from checkpoint.tree import DataNode, decode_tree, encode_tree
 
@@ -199,11 +200,13 @@ def _target(path: Path, value: Any, view: TensorView) -> Target:
         return SinkTarget(value, shape, dtype.itemsize)
     if value.is_meta or value.layout != torch.strided or value.is_quantized:
         raise ValueError(f"{where} has no plain memory to load into; give a strided tensor")
-    strides = value.stride()
-    if 0 in strides and any(
-        stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True)
-    ):
-        raise ValueError(f"{where} is an expanded tensor, whose elements share memory")
+    fault = memory_fault(value)
+    if fault is not None:
+        raise ValueError(f"{where} is a tensor {fault}")
+    if may_overlap_itself(shape, value.stride()):
+        raise ValueError(
+            f"{where} is a tensor whose elements share memory with each other, as expanded ones do"
+        )
     return TensorTarget(value)
 
 
@@ -220,7 +223,10 @@ def _copy(loaded: torch.Tensor, target: Target) -> Finish:
             with torch.no_grad():
                 carrier_view(target.tensor).copy_(carrier_view(loaded))
             return
-        flat = loaded.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        values = carrier_view(loaded.detach())
+        # A row of one element may have any stride, and is no row of bytes then.
+        flat = torch.empty(values.numel(), dtype=values.dtype).copy_(values.reshape(-1))
+        flat = flat.view(torch.uint8).numpy()
         shape = tuple(loaded.shape)
         place = target.place((0,) * len(shape), shape)
         if flat.size and place.deliver is not None:

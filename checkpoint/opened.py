@@ -18,7 +18,7 @@ import torch
 
 from aio import Engine, File
 from checkpoint.assembly import TensorView
-from checkpoint.boxes import contiguous_strides, flat_first, span_elements
+from checkpoint.boxes import flat_first, span_elements
 from checkpoint.checksum import CRC_BLOCK_BYTES, crc32c
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.headers import check_header
@@ -131,7 +131,7 @@ class OpenCheckpoint:
     def source(self, view: TensorView) -> ByteSource:
         """A leaf of the checkpoint as a byte source, verified as it is read."""
         record = self.manifest.tensors[view.index]
-        if view.is_whole or view.strides in (None, contiguous_strides(view.shape)):
+        if view.is_row_major:
             return _StoredRange(self, record, view.offset, view.dtype, view.shape)
         return _PickedView(self, record, view, view.dtype, view.shape)
 

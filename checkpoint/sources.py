@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from checkpoint import elements
-from checkpoint.boxes import Shape, range_boxes
+from checkpoint.boxes import Shape, range_boxes, span_elements
 from checkpoint.elements import ElementType
 from checkpoint.records import MAX_DIMENSIONS
 
@@ -155,6 +155,37 @@ def _check_tensor(tensor: torch.Tensor) -> None:
         raise TypeError("a quantized tensor; save its .int_repr() and its scale instead")
     if tensor.is_meta:
         raise TypeError("a tensor on the meta device has no data to save")
+    fault = memory_fault(tensor)
+    if fault is not None:
+        raise TypeError(f"a tensor {fault}")
+    if (tensor.is_neg() or tensor.is_conj()) and not _can_resolve(tensor):
+        raise TypeError(
+            f"a negated or conjugated tensor of {tensor.dtype}, whose values torch cannot compute"
+        )
+
+
+def memory_fault(tensor: torch.Tensor) -> str | None:
+    """What is wrong with the memory of a strided tensor: none is there, or less than it needs."""
+    if tensor.is_contiguous():  # as most are
+        span = tensor.numel()
+    else:
+        span = span_elements(tensor.shape, tensor.stride())
+    needed = (int(tensor.storage_offset()) + span) * tensor.element_size()
+    there = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
+    if needed <= there or not span:
+        return None
+    return f"that reaches to byte {needed} of a storage of {there}; its memory has been freed"
+
+
+def _can_resolve(tensor: torch.Tensor) -> bool:
+    values = torch.zeros(1, dtype=tensor.dtype)
+    probe = values.conj() if tensor.is_conj() else values
+    probe = torch._neg_view(probe) if tensor.is_neg() else probe
+    try:
+        values.clone().copy_(probe)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 class _TensorReader:
@@ -195,6 +226,9 @@ def array_source(array: np.ndarray[Any, Any]) -> Source:
     shape = tuple(array.shape) + extra
     if array.flags.c_contiguous:
         return Source(element, shape, array.ctypes.data, None, array)
+    if array.dtype.fields is not None:
+        # numpy copies the fields of a record and leaves what lies between them as it was.
+        array = array.view(np.dtype((np.void, array.dtype.itemsize)))
     return Source(element, shape, None, _ArrayReader(array), array)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoint.assembly import TensorView, view_of
-from checkpoint.boxes import contiguous_strides, flat_first
+from checkpoint.boxes import flat_first
 from checkpoint.locate import check_data_file
 from checkpoint.opened import OpenCheckpoint, open_current
 from checkpoint.records import Manifest
@@ -73,7 +73,7 @@ def _references(opened: OpenCheckpoint) -> dict[str, Any]:
     references: dict[str, Any] = {"zarr.json": GROUP_METADATA}
     for name, place in node_paths(nodes).items():
         view = view_of(manifest, *nodes[name])
-        if not view.is_whole and view.strides not in (None, contiguous_strides(view.shape)):
+        if not view.is_row_major:
             continue
         layout = array_layout(view.dtype, view.shape)
         for end in [index for index, char in enumerate(place) if char == "/"]:

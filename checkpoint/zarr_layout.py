@@ -135,7 +135,8 @@ def _levels(name: str, arrays: set[str]) -> list[str]:
 
 
 def _encode(level: str) -> str:
-    encoded = level.replace("%", "%25").replace("/", "%2F")
+    # zarr takes a backslash for a slash.
+    encoded = level.replace("%", "%25").replace("/", "%2F").replace("\\", "%5C")
     if not encoded:
         return "%"
     if encoded.startswith("__") or encoded == "zarr.json" or set(encoded) == {"."}:

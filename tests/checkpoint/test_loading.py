@@ -253,3 +253,24 @@ def test_asking_for_nothing_is_an_error(tmp_path: Path, state: Any) -> None:
     for options in ({}, {"into": state}):
         with pytest.raises(ValueError, match=r"only=\[\] asks for nothing"):
             checkpoint.load(tmp_path / "step", only=[], **options)
+
+
+def test_a_live_tensor_without_its_memory_is_refused(tmp_path: Path) -> None:
+    checkpoint.save({"x": torch.ones(1000)}, tmp_path / "step")
+    live = torch.zeros(1000)
+    live.untyped_storage().resize_(100)
+    with pytest.raises(ValueError, match=r"into\['x'\].*its memory has been freed"):
+        checkpoint.load(tmp_path / "step", into={"x": live})
+
+
+def test_live_tensors_that_overlap_themselves_are_refused_and_empty_ones_are_not(
+    tmp_path: Path,
+) -> None:
+    state = {"x": torch.ones(3, 2), "empty": np.zeros((0, 2), ">f4"), "none": torch.zeros(0, 3)}
+    checkpoint.save(state, tmp_path / "step")
+    fine = {"empty": np.ones((0, 2), ">f4"), "none": torch.zeros(3).expand(0, 3)}
+    assert checkpoint.load(tmp_path / "step", into=dict(fine)).keys() == fine.keys()
+    for strides in [(0, 1), (1, 1)]:
+        live = torch.zeros(6).as_strided((3, 2), strides)
+        with pytest.raises(ValueError, match=r"into\['x'\].*share memory with each other"):
+            checkpoint.load(tmp_path / "step", into={"x": live})

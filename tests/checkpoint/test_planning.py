@@ -19,6 +19,7 @@ from checkpoint.boxes import (
     flat_first,
     is_contiguous,
     is_dense,
+    may_overlap_itself,
     range_boxes,
     span_elements,
 )
@@ -44,6 +45,18 @@ def test_range_boxes_give_the_range_in_order(shape: tuple[int, ...], data: st.Da
     found = [int(item) for slices, _ in boxes for item in whole[slices].reshape(-1)]
     assert found == list(range(first, last))
     assert len(boxes) <= 2 * len(shape) + 1
+
+
+@given(shapes, st.data())
+def test_what_may_not_overlap_itself_does_not(shape: tuple[int, ...], data: st.DataObject) -> None:
+    strides = tuple(data.draw(st.integers(0, 12)) for _ in shape)
+    places = np.lib.stride_tricks.as_strided(
+        np.arange(1000), shape, [8 * stride for stride in strides]
+    )
+    assert may_overlap_itself(shape, strides) or len(set(places.flat)) == math.prod(shape)
+    dense = contiguous_strides(shape)
+    assert not may_overlap_itself(shape, dense)
+    assert not may_overlap_itself(shape[::-1], dense[::-1])
 
 
 @given(shapes, st.data())

@@ -33,6 +33,12 @@ class Source:
         raise AssertionError("nothing is read before everything is checked")
 
 
+def freed(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """A tensor of whose storage this much is left, as FSDP leaves parameters it has gathered."""
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "65 dimensions": lambda: torch.zeros((1,) * 65),
     "65 dimensions of a source": Source,
@@ -42,6 +48,12 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
     "a tensor without data": lambda: torch.empty(3, device="meta"),
     "a sparse tensor": lambda: torch.eye(3).to_sparse(),
+    "zeros without memory": lambda: torch._efficientzerotensor((3,)),
+    "a freed storage": lambda: freed(torch.ones(100), 0),
+    "part of a storage": lambda: freed(torch.ones(100)[::2], 392),
+    "a negative that torch cannot compute": lambda: torch._neg_view(
+        torch.ones(3).to(torch.float8_e5m2)
+    ),
 }
 
 

@@ -221,12 +221,13 @@ def test_zarr_reads_through_a_reference_file_without_this_library(
 
 
 def test_names_become_paths_that_zarr_accepts() -> None:
-    names = ["a", "a.b", "a.b.c", "x.y", "x/y", "", "..", "__z.q", "zarr.json", "50%"]
+    names = ["a", "a.b", "a.b.c", "x.y", "x/y", "", "..", "__z.q", "zarr.json", "50%", "x\\y"]
     paths = node_paths(names)
     assert len(set(paths.values())) == len(names)
     assert paths["a.b"] == "a.b"
     assert paths["x.y"] == "x/y"
     assert paths["x/y"] == "x%2Fy"
+    assert paths["x\\y"] == "x%5Cy"
     arrays = set(paths.values())
     for place in arrays:
         levels = place.split("/")
