@@ -21,7 +21,14 @@ from checkpoint.names import Path, closest, natural_name, render
 from checkpoint.reading import TensorRead
 from checkpoint.records import Manifest
 from checkpoint.selection import Selection
-from checkpoint.sources import ByteSink, PartialSink, carrier_view, local_tensor, memory_fault
+from checkpoint.sources import (
+    ByteSink,
+    PartialSink,
+    can_resolve,
+    carrier_view,
+    local_tensor,
+    memory_fault,
+)
 from checkpoint.targets import SinkTarget, Target, TensorTarget
 from checkpoint.tree import DataNode, decode_tree, encode_tree
 
@@ -203,6 +210,8 @@ def _target(path: Path, value: Any, view: TensorView) -> Target:
     fault = memory_fault(value)
     if fault is not None:
         raise ValueError(f"{where} is a tensor {fault}")
+    if not can_resolve(value):
+        raise ValueError(f"{where} is a negated tensor of {dtype}, which torch cannot write to")
     if may_overlap_itself(shape, value.stride()):
         raise ValueError(
             f"{where} is a tensor whose elements share memory with each other, as expanded ones do"
@@ -220,13 +229,16 @@ def _array_as_tensor(where: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
 def _copy(loaded: torch.Tensor, target: Target) -> Finish:
     def copy() -> None:
         if isinstance(target, TensorTarget):
+            live = target.tensor
             with torch.no_grad():
-                carrier_view(target.tensor).copy_(carrier_view(loaded))
+                # A negated tensor has no carrier; what is copied to it must be of its own dtype.
+                values = loaded if live.is_neg() else carrier_view(loaded)
+                carrier_view(live).copy_(values)
             return
         values = carrier_view(loaded.detach())
         # A row of one element may have any stride, and is no row of bytes then.
-        flat = torch.empty(values.numel(), dtype=values.dtype).copy_(values.reshape(-1))
-        flat = flat.view(torch.uint8).numpy()
+        row = torch.empty(values.numel(), dtype=values.dtype).copy_(values.reshape(-1))
+        flat = row.view(torch.uint8).numpy()
         shape = tuple(loaded.shape)
         place = target.place((0,) * len(shape), shape)
         if flat.size and place.deliver is not None:

@@ -158,7 +158,7 @@ def _check_tensor(tensor: torch.Tensor) -> None:
     fault = memory_fault(tensor)
     if fault is not None:
         raise TypeError(f"a tensor {fault}")
-    if (tensor.is_neg() or tensor.is_conj()) and not _can_resolve(tensor):
+    if not can_resolve(tensor):
         raise TypeError(
             f"a negated or conjugated tensor of {tensor.dtype}, whose values torch cannot compute"
         )
@@ -177,7 +177,10 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
     return f"that reaches to byte {needed} of a storage of {there}; its memory has been freed"
 
 
-def _can_resolve(tensor: torch.Tensor) -> bool:
+def can_resolve(tensor: torch.Tensor) -> bool:
+    """Whether torch can compute the values of a tensor, if it is conjugated or negated."""
+    if not tensor.is_neg() and not tensor.is_conj():
+        return True
     values = torch.zeros(1, dtype=tensor.dtype)
     probe = values.conj() if tensor.is_conj() else values
     probe = torch._neg_view(probe) if tensor.is_neg() else probe

@@ -274,3 +274,42 @@ def test_live_tensors_that_overlap_themselves_are_refused_and_empty_ones_are_not
         live = torch.zeros(6).as_strided((3, 2), strides)
         with pytest.raises(ValueError, match=r"into\['x'\].*share memory with each other"):
             checkpoint.load(tmp_path / "step", into={"x": live})
+
+
+def test_negated_and_conjugated_live_tensors_take_the_saved_values(tmp_path: Path) -> None:
+    x, z = torch.randn(6), torch.randn(6, dtype=torch.complex64)
+    state = {"x": x, "part": x[1:4], "one": x[:1].as_strided((1,), (5,)), "z": z, "y": z[2:4]}
+    checkpoint.save(state, tmp_path / "step")
+    into = {
+        **{name: torch._neg_view(torch.zeros(state[name].shape)) for name in ("x", "part", "one")},
+        **{name: torch.zeros_like(state[name]).conj() for name in ("z", "y")},
+    }
+    checkpoint.load(tmp_path / "step", into=into)
+    for name, value in state.items():
+        assert torch.equal(into[name].resolve_neg().resolve_conj(), value), name
+    impossible = {"x": torch._neg_view(torch.zeros(6, dtype=torch.float8_e5m2))}
+    checkpoint.save({"x": torch.zeros(6, dtype=torch.float8_e5m2)}, tmp_path / "step")
+    with pytest.raises(ValueError, match=r"into\['x'\].*cannot write"):
+        checkpoint.load(tmp_path / "step", into=impossible)
+
+
+class Bytes:
+    """A sink of one float."""
+
+    dtype = torch.float32
+    shape = (1,)
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, start: int, data: memoryview) -> None:
+        self.data += bytes(data)
+
+
+def test_a_sink_takes_a_view_of_one_element(tmp_path: Path) -> None:
+    x = torch.randn(6)
+    state = {"x": x, "one": x.as_strided((1,), (2,), 3)}
+    checkpoint.save(state, tmp_path / "step")
+    sink = Bytes()
+    checkpoint.load(tmp_path / "step", into={"one": sink})
+    assert sink.data == x[3].numpy().tobytes()
