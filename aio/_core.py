@@ -8,10 +8,10 @@ freed when it has drained and no thread is inside one of its calls.
 
 import atexit
 import errno
+import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import count
 from operator import index
 from typing import Any
@@ -19,6 +19,9 @@ from typing import Any
 from aio._native import ffi, lib
 from aio.files import MAX_OFFSET
 from aio.operation import Operation, Outcome, Request, Ticket
+from aio.threads import join_thread, start_thread
+
+logger = logging.getLogger(__name__)
 
 _REAP_MAX = 256
 _KINDS = {"read": lib.AIO_READ, "write": lib.AIO_WRITE}
@@ -29,19 +32,27 @@ _live: "set[Core]" = set()
 class Core:
     """Owns a C engine. The reaper thread keeps it alive until it is stopped and drained."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, slot: Any) -> None:
+        """`slot` is what `aio.backends.start` returns: a C engine and what frees it.
+
+        Raises AioError when there is no thread to be had.
+        """
         self.pid = os.getpid()
         # Guards the counts of the files and closing. A finalizer may close a file inside any
         # allocation, also one made with the lock held: hence an RLock.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # a closed file has no operation left
-        self._handle: Any = ffi.gc(handle, partial(_free, os.getpid()))
+        self._slot: Any = slot
         self._closing = False
         self._tokens = count()
         self._in_flight: dict[int, tuple[Ticket, Any]] = {}
         self._thread = threading.Thread(target=_reap, args=(self,), name="aio-reaper", daemon=True)
-        self._thread.start()
-        _live.add(self)
+        try:
+            start_thread(self._thread)
+            _live.add(self)
+        except BaseException:
+            self.stop()
+            raise
 
     def on_reaper(self) -> bool:
         return threading.current_thread() is self._thread
@@ -81,39 +92,54 @@ class Core:
 
     def _hand_over(self, batch: Any, entries: dict[int, tuple[Ticket, Any]], lane: int) -> None:
         """Queues the batch in C; blocks without the GIL while the lane is full."""
+        slot = self._slot  # keeps the C engine until this call is over
+        try:
+            self._count(entries)
+            lib.aio_engine_submit(slot[0], batch, len(batch), lane)
+        except BaseException:
+            # An interrupt may have kept the call from being made. C says what it will report;
+            # of the rest nobody has an operation.
+            for native in batch:
+                if not native.accepted:
+                    self._release(native.token, *entries[native.token])
+            raise
+        for native in batch:
+            if not native.accepted:  # the engine is being closed meanwhile
+                self._settle(native.token, Outcome(0, errno.ECANCELED, 0.0, 0.0))
+
+    def _count(self, entries: dict[int, tuple[Ticket, Any]]) -> None:
         with self.lock:
-            handle = self._handle  # keeps the C engine until this call is over
-            if self._closing:
+            if self._closing or self._slot is None:
                 raise ValueError("the engine is closed")
             for ticket, _ in entries.values():
                 ticket.file.check_open()
-            for ticket, _ in entries.values():
-                ticket.file.in_flight += 1
+            for token, (ticket, _) in entries.items():
+                ticket.file.in_flight.add(token)
             self._in_flight.update(entries)
-        try:
-            lib.aio_engine_submit(handle, batch, len(batch), lane)
-        finally:
-            # Not all when the engine is being closed meanwhile, or when an interrupt kept the
-            # call from being made: C says which ones it will report.
-            for native in batch:
-                if not native.accepted:
-                    self._settle(native.token, Outcome(0, errno.ECANCELED, 0.0, 0.0))
 
     def _settle(self, token: int, outcome: Outcome) -> None:
-        ticket, view = self._in_flight.pop(token)
+        ticket, view = self._in_flight[token]
+        self._release(token, ticket, view)
+        ticket.settle(outcome)
+
+    def _release(self, token: int, ticket: Ticket, view: Any) -> None:
+        """Nothing is in flight any more, whether or not anything ever was."""
+        self._in_flight.pop(token, None)
         ffi.release(view)  # first: whoever sees the outcome may expect the buffer to be free
         with self.lock:
             file = ticket.file
-            file.in_flight -= 1
+            file.in_flight.discard(token)
             if file.is_closed and not file.in_flight:
-                file.close_descriptors()
+                try:
+                    file.close_descriptors()
+                except OSError as error:  # this may be the thread that reaps for everybody
+                    logger.error("cannot close %s: %s", file.path, error)
                 self.changed.notify_all()
-        ticket.settle(outcome)
 
     def reap(self) -> None:
         """The reaper thread: returns when the engine is stopped and has drained."""
         completions = ffi.new("aio_completion[]", _REAP_MAX)
-        while num_reaped := lib.aio_engine_reap(self._handle, completions, _REAP_MAX):
+        while num_reaped := lib.aio_engine_reap(self._slot[0], completions, _REAP_MAX):
             for native in completions[0:num_reaped]:
                 outcome = Outcome(native.transferred, native.error, native.started, native.finished)
                 if native.direct_refused:
@@ -121,7 +147,7 @@ class Core:
                 self._settle(native.token, outcome)
         with self.lock:
             self._closing = True
-            self._handle = None
+            self._slot = None
         _live.discard(self)
 
     def stop(self) -> None:
@@ -129,9 +155,9 @@ class Core:
         if self.is_forked():
             return
         self._closing = True
-        handle = self._handle
-        if handle is not None:
-            lib.aio_engine_stop(handle)
+        slot = self._slot
+        if slot is not None:
+            lib.aio_engine_stop(slot[0])
 
     def close(self) -> None:
         """Stops, and waits until everything has been reaped and freed.
@@ -140,16 +166,11 @@ class Core:
         """
         self.stop()
         if not self.is_forked() and not self.on_reaper():
-            self._thread.join()
+            join_thread(self._thread)
 
 
 def _reap(core: Core) -> None:
     core.reap()
-
-
-def _free(pid: int, handle: Any, getpid: Callable[[], int] = os.getpid) -> None:
-    if pid == getpid():  # the threads that it waits for are not in a forked child
-        lib.aio_engine_free(handle)
 
 
 def _export(request: Request) -> Any:

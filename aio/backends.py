@@ -2,7 +2,9 @@
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -84,9 +86,12 @@ class Limits:
 
 
 class Started(NamedTuple):
-    """A C engine that runs. `rejected` are (backend, reason), best first."""
+    """A C engine that runs. `rejected` are (backend, reason), best first.
 
-    handle: Any
+    `slot` points to the engine, and frees it with its last reference.
+    """
+
+    slot: Any
     backend: str
     detail: str
     rejected: tuple[tuple[str, str], ...]
@@ -104,10 +109,10 @@ def start(backend: Backend | MemoryBackend, limits: Limits) -> Started:
         raise ValueError(f"backend={name!r} is not one of {known}")
     rejected: list[tuple[str, str]] = []
     for candidate in _PREFERENCE if name == "auto" else (name,):
-        handle, code = _create(candidate, limits, faults)
+        slot, code = _create(candidate, limits, faults)
         if not code:
             detail = ffi.string(lib.aio_backend_detail(_CODES[candidate])).decode()
-            return Started(handle, candidate, detail, tuple(rejected))
+            return Started(slot, candidate, detail, tuple(rejected))
         rejected.append((candidate, _explain(candidate, code, limits)))
     raise AioError(
         f"cannot start an engine with backend {candidate}: {rejected[-1][1]}", errno=code
@@ -130,9 +135,15 @@ def _create(name: str, limits: Limits, faults: MemoryBackend) -> tuple[Any, int]
     config.faults.error = faults.error
     config.faults.error_number = faults.errno
     config.faults.gate_fd = faults.gate
-    result = ffi.new("aio_engine **")
-    code = -lib.aio_engine_create(config, result)
-    return result[0], code
+    # Freed with the slot, so that there is no moment in which an engine belongs to nobody.
+    slot = ffi.gc(ffi.new("aio_engine **"), partial(_free, os.getpid()))
+    code = -lib.aio_engine_create(config, slot)
+    return slot, code
+
+
+def _free(pid: int, slot: Any, getpid: Callable[[], int] = os.getpid) -> None:
+    if slot[0] != ffi.NULL and pid == getpid():  # a forked child has no threads to wait for
+        lib.aio_engine_free(slot[0])
 
 
 def _explain(name: str, code: int, limits: Limits) -> str:

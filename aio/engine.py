@@ -2,7 +2,6 @@
 
 import logging
 import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +90,15 @@ class Engine:
                 reason,
             )
         self._limits = limits
-        self._started = started._replace(handle=None)
-        self._core = Core(started.handle)
+        self._started = started._replace(slot=None)
         self._buffered_devices: set[int] = set()
-        # Not at exit: aio._core then closes every engine, and waits.
-        weakref.finalize(self, self._core.stop).atexit = False
+        self._core = Core(started.slot)
+
+    def __del__(self) -> None:
+        # An engine that was let go of finishes in the background; at exit aio._core waits for it.
+        core: Core | None = vars(self).get("_core")
+        if core is not None:
+            core.stop()
 
     @property
     def lanes(self) -> int:
@@ -131,16 +134,18 @@ class Engine:
             raise ValueError(f'size={size} cannot be reserved in {path} with mode "{mode}"')
         path = Path(path)
         existed = mode != "x" and path.exists()
-        file = File(self._core, path, mode, self._limits.block_bytes)
-        self._warn_if_buffered(file)
-        if size:
-            try:
+        file: File | None = None
+        try:
+            file = File(self._core, path, mode, self._limits.block_bytes)
+            self._warn_if_buffered(file)
+            if size:
                 file.allocate(0, size)
-            except BaseException:
+        except BaseException:
+            if file is not None:
                 file.close()
                 if not existed:
                     path.unlink(missing_ok=True)
-                raise
+            raise
         return file
 
     def _warn_if_buffered(self, file: File) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from aio._native import ffi, lib
+from aio.descriptors import Descriptor
 from aio.errors import AioError
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ _ASSUMED_ALIGNMENT = 4096
 
 
 class _Direct(NamedTuple):
-    """A descriptor for direct I/O (-1: none), its alignments in bytes, and why there is none."""
+    """A descriptor for direct I/O, its alignments in bytes, or why there is none."""
 
-    fd: int
+    descriptor: Descriptor | None
     memory: int
     offset: int
     reason: str
@@ -57,32 +58,48 @@ class File:
     def __init__(self, core: "Core", path: Path, mode: Mode, block_bytes: int) -> None:
         self.path = path
         self.mode = mode
-        self.in_flight = 0  # operations; guarded by the core's lock, as is_closed is
+        # Tokens of operations; guarded by the core's lock, as is_closed is.
+        self.in_flight: set[int] = set()
         self.is_closed = True  # until everything below has worked
         self._core = core
         self._sync_errno = 0  # of the first sync that failed
         self.error_seen = False  # an operation's error has been raised or logged
         self._may_allocate = True
-        self._fd = os.open(path, FLAGS[mode] | os.O_CLOEXEC, 0o666)
-        self._direct = _Direct(-1, 1, 1, "")
+        self._direct = _Direct(None, 1, 1, "")
         self._native: Any = None
+        # From here on each descriptor has an owner, which closes it whatever happens.
+        self._buffered = Descriptor(path, FLAGS[mode])
         try:
-            _check_kind(self._fd, path)
-            self._direct = _open_direct(self._fd, path, mode)
-            if block_bytes % max(self._direct.offset, 1):
-                raise ValueError(
-                    f"block_bytes={block_bytes} is not a multiple of {self._direct.offset}, the"
-                    f" alignment of {path}"
-                )
-            self._native = lib.aio_file_new(
-                self._direct.fd, self._fd, self._direct.memory, self._direct.offset, self._size()
-            )
-            if self._native == ffi.NULL:
-                raise MemoryError(f"cannot open {path}")
+            self._look_at(block_bytes)
         except BaseException:
             self.close_descriptors()
             raise
         self.is_closed = False
+
+    def _look_at(self, block_bytes: int) -> None:
+        """Finds out what the file can do. Raises as Engine.open."""
+        _check_kind(self._fd, self.path)
+        self._direct = _open_direct(self._fd, self.path, self.mode)
+        direct = self._direct.descriptor
+        if block_bytes % max(self._direct.offset, 1):
+            raise ValueError(
+                f"block_bytes={block_bytes} is not a multiple of {self._direct.offset}, the"
+                f" alignment of {self.path}"
+            )
+        native = lib.aio_file_new(
+            -1 if direct is None else direct.number,
+            self._fd,
+            self._direct.memory,
+            self._direct.offset,
+            self._size(),
+        )
+        if native == ffi.NULL:
+            raise MemoryError(f"cannot open {self.path}")
+        self._native = ffi.gc(native, lib.aio_file_free)
+
+    @property
+    def _fd(self) -> int:
+        return self._buffered.number
 
     @property
     def direct(self) -> bool:
@@ -195,18 +212,16 @@ class File:
             if not self.in_flight:
                 self.close_descriptors()
             elif not core.on_reaper():
-                core.changed.wait_for(lambda: self.in_flight == 0)
+                core.changed.wait_for(lambda: not self.in_flight)
 
     def close_descriptors(self) -> None:
-        """For the engine, with its lock held and nothing in flight."""
-        for fd in (self._fd, self._direct.fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = -1
-        self._direct = self._direct._replace(fd=-1)
-        if self._native is not None:
-            lib.aio_file_free(self._native)
-            self._native = None
+        """For the engine, with its lock held and nothing in flight. Can be called again after an
+        interrupt.
+        """
+        self._native = None
+        if self._direct.descriptor is not None:
+            self._direct.descriptor.close()
+        self._buffered.close()
 
     def direct_was_refused(self) -> None:
         """For the engine: the kernel would not transfer directly what kept the alignments."""
@@ -255,8 +270,10 @@ class File:
     def __del__(self) -> None:
         if not getattr(self, "is_closed", True):
             message = f"{self!r} was never closed"
-            warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
-            self.close()
+            try:
+                warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+            finally:  # such warnings may be errors
+                self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f'mode "{self.mode}"'
@@ -268,15 +285,13 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
     Raises what os.open raises for the directory, and AioError when the sync fails.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        name = os.fspath(path)
-        message = f"cannot sync directory {name}: {error.strerror}"
-        raise AioError(message, errno=error.errno or errno.EIO, filename=name) from error
-    finally:
-        os.close(fd)
+    with Descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as directory:
+        try:
+            os.fsync(directory.number)
+        except OSError as error:
+            name = os.fspath(path)
+            message = f"cannot sync directory {name}: {error.strerror}"
+            raise AioError(message, errno=error.errno or errno.EIO, filename=name) from error
 
 
 def warn_buffered(path: Path, reason: str) -> None:
@@ -297,13 +312,12 @@ def _check_kind(fd: int, path: Path) -> None:
         raise ValueError(f"{path} is neither a regular file nor a block device")
 
 
-def _reopen(fd: int, path: Path, flags: int) -> int:
+def _reopen(fd: int, path: Path, flags: int) -> Descriptor:
     """A second descriptor on the inode of `fd`."""
     with contextlib.suppress(FileNotFoundError):  # where /proc is not mounted
-        return os.open(_DESCRIPTORS / str(fd), flags)
-    again = os.open(path, flags)
-    if not os.path.samestat(os.fstat(fd), os.fstat(again)):
-        os.close(again)
+        return Descriptor(_DESCRIPTORS / str(fd), flags)
+    again = Descriptor(path, flags)
+    if not os.path.samestat(os.fstat(fd), os.fstat(again.number)):
         raise OSError(errno.ESTALE, "the name now means another file")
     return again
 
@@ -313,13 +327,13 @@ def _open_direct(fd: int, path: Path, mode: Mode) -> _Direct:
     alignment = ffi.new("aio_alignment *")
     error = -lib.aio_file_alignment(fd, alignment)
     if error:
-        return _Direct(-1, 1, 1, f"statx failed: {os.strerror(error)}")
+        return _Direct(None, 1, 1, f"statx failed: {os.strerror(error)}")
     if alignment.known and not alignment.offset:
-        return _Direct(-1, 1, 1, "the file system has none")
+        return _Direct(None, 1, 1, "the file system has none")
     try:
-        direct = _reopen(fd, path, (FLAGS[mode] & os.O_ACCMODE) | os.O_DIRECT | os.O_CLOEXEC)
+        direct = _reopen(fd, path, (FLAGS[mode] & os.O_ACCMODE) | os.O_DIRECT)
     except OSError as refused:
-        return _Direct(-1, 1, 1, f"open with O_DIRECT failed: {refused.strerror}")
+        return _Direct(None, 1, 1, f"open with O_DIRECT failed: {refused.strerror}")
     # Small files and mixed edges go through this descriptor a page at a time. Read-ahead would
     # only bring in pages that direct writes then have to throw out again.
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

@@ -145,6 +145,8 @@ class Ticket:
         )
 
     def __del__(self) -> None:
+        if getattr(self, "outcome", None) is None:
+            return  # made and never handed over
         # One message a file: when a disk is full, a whole batch fails for the same reason.
         if not self.file.error_seen and (error := self.error()):
             self.file.error_seen = True
