@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from aio import Engine, sync_directory
+from checkpoint.changes import Versions
 from checkpoint.dcp_tree import BLOB_DTYPE, data_name
 from checkpoint.destination import Destination
 from checkpoint.filling import Filler
@@ -25,6 +26,7 @@ from checkpoint.planning import plan_part_files
 from checkpoint.rank_files import RankFiles, RankRecords, filling_supplies
 from checkpoint.records import TensorRecord
 from checkpoint.scalars import Node, encode_dtype
+from checkpoint.sheltered import Cancellation
 from checkpoint.sources import Source, array_source, tensor_source
 from checkpoint.staging import plan_slots
 from checkpoint.striping import Part
@@ -107,8 +109,15 @@ class Items:
         self._parts.append(Part(source.element.itemsize, start, source.shape))
         self._sources.append(source)
 
-    def write(self, destination: Destination, rank: int, staging_bytes: int) -> Written:
-        """Writes them to files of this rank, durably."""
+    def write(
+        self, destination: Destination, rank: int, staging_bytes: int, cancellation: Cancellation
+    ) -> Written:
+        """Writes them to files of this rank, durably.
+
+        Raises OSError naming the file, ChangedTensorError, and StoppedError when it is to stop.
+        """
+        records = zip(self._records, self._sources, strict=True)
+        versions = Versions((record.name, source) for record, source in records)
         weights = [1.0] * destination.num_stripes
         plans = plan_part_files(
             self._records, self._parts, uuid=destination.uuid, rank=rank, weights=weights
@@ -122,7 +131,7 @@ class Items:
         files.check_space()
         with Engine(lanes=destination.num_stripes) as engine, ExitStack() as undo:
             files.create(engine, undo)
-            files.write(engine, filling_supplies(fillers, slots))
+            files.write(engine, filling_supplies(fillers, slots), versions.check, cancellation)
             files.sync()
         for directory in destination.data_directories:
             sync_directory(directory)

@@ -43,7 +43,8 @@ from checkpoint.locate import read_manifest
 from checkpoint.manifest import encode_manifest
 from checkpoint.readable import check_files, check_tree
 from checkpoint.records import ChunkRecord, FileRecord, Manifest, TensorRecord
-from checkpoint.saving import STAGING_BYTES, PathLike, stripe_paths
+from checkpoint.saving import STAGING_BYTES, PathLike, finish_device_work, stripe_paths
+from checkpoint.sheltered import sheltered
 
 
 @dataclass(slots=True)
@@ -119,6 +120,8 @@ def _by_fqn(
     return tuple(files), chunks, entries
 
 
+_THREAD = "checkpoint-dcp"
+
 _holding: WeakValueDictionary[Path, StorageWriter] = WeakValueDictionary()
 """The writer of this process that has the lock of a checkpoint."""
 
@@ -188,9 +191,9 @@ class StorageWriter(TorchStorageWriter):
         destination = Destination(self.path, secrets.token_hex(4), self._stripes)
         self._owner = os.getpid(), threading.current_thread()
         try:
-            self._begin(destination)
+            sheltered(lambda _: self._begin(destination), _THREAD)
         except BaseException:
-            self._abandon()
+            self._give_up()
             raise
         self._destination = destination
         return [
@@ -237,9 +240,13 @@ class StorageWriter(TorchStorageWriter):
         try:
             destination = Destination(self.path, self._uuid_of(order), self._stripes)
             items = Items(plan.items, planner)
-            written = items.write(destination, order.rank, self._staging_bytes)
+            finish_device_work()
+            written = sheltered(
+                lambda asked: items.write(destination, order.rank, self._staging_bytes, asked),
+                _THREAD,
+            )
         except BaseException:
-            self._abandon()
+            self._give_up()
             raise
         # One result of a rank carries what all of them would say.
         future: Future[list[WriteResult]] = Future()
@@ -281,9 +288,13 @@ class StorageWriter(TorchStorageWriter):
             manifest = manifest_of(destination, metadata, written, world_size=len(results))
             check_tree(manifest.tree, manifest.tensors, manifest.storages)
             check_files(manifest, self.path)
-            publish(destination, encode_manifest(manifest), self._undo)
+            raw = encode_manifest(manifest)
+            sheltered(lambda _: publish(destination, raw, self._undo), _THREAD)
         finally:
-            self._abandon()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        sheltered(lambda _: self._abandon(), _THREAD)
 
     def _abandon(self) -> None:
         """Removes what was made and not published, and lets go of the lock."""

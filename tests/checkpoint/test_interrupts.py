@@ -1,0 +1,261 @@
+"""Saves that are interrupted, at any line: the old checkpoint or the new one is there, the next
+save works, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from sweep_saves import KINDS, Case, Place, interrupt_points
+
+import checkpoint
+from checkpoint.sheltered import Latch, StoppedError, Worker, sheltered
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Handlers of signals are those of before again."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("on_main", "every", "first"), [(True, 97, 40), (False, 2003, 600)])
+def test_an_interrupt_at_any_line_leaves_the_old_state_or_the_new_one_and_nothing_else(
+    tmp_path: Path, kind: str, on_main: bool, every: int, first: int
+) -> None:
+    case = Case(kind, Place.make(tmp_path, 2 if kind == "copy" else 0))
+    points = list(interrupt_points(case, on_main=on_main, every=every, first=first))
+    assert len(points) > 2
+    assert [point for point in points if point[1]] == []
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.parametrize("call", ["rename", "unlink"])
+def test_a_kill_at_a_system_call_leaves_the_old_state_or_the_new_one(
+    tmp_path: Path, call: str
+) -> None:
+    code = (
+        "import sys; from pathlib import Path; from sweep_saves import *\n"
+        "torch.set_num_threads(1)\n"
+        "case = Case('save', Place.make(Path(sys.argv[1]), 0))\n"
+        "for point, faults in kill_points(case, sys.argv[2], 1): print(point, faults)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path, call],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "strace cannot attach" in done.stderr:
+        pytest.skip("strace cannot attach to a process here")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) > 1
+    assert [line for line in lines if not line.endswith("[]")] == []
+
+
+def _interrupting(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """SIGINT comes when `Path.<name>` has been carried out, and before it returns."""
+    carried_out: Callable[..., Any] = getattr(Path, name)
+    handled = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> NoReturn:
+        handled.set()
+        raise KeyboardInterrupt
+
+    def call(self: Path, *arguments: Any) -> Any:
+        result = carried_out(self, *arguments)
+        if not handled.is_set():
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGINT)
+            assert handled.wait(60)
+        return result
+
+    signal.signal(signal.SIGINT, handle)
+    monkeypatch.setattr(Path, name, call)
+
+
+def _save(path: Path, value: int) -> None:
+    checkpoint.save({"x": torch.full((1000,), value)}, path)
+
+
+def _save_dcp(path: Path, value: int) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = checkpoint.dcp.StorageWriter(path)
+    save({"x": torch.full((1000,), value)}, storage_writer=writer, no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("save", [_save, _save_dcp])
+def test_an_interrupt_behind_the_rename_of_the_manifest_leaves_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path, int], None]
+) -> None:
+    save(tmp_path / "step", 1)
+    with monkeypatch.context() as patched:
+        _interrupting(patched, "replace")
+        with pytest.raises((KeyboardInterrupt, checkpoint_exception())):
+            save(tmp_path / "step", 2)
+    assert bool((checkpoint.load(tmp_path / "step")["x"] == 2).all())
+    save(tmp_path / "step", 3)
+    assert bool((checkpoint.load(tmp_path / "step")["x"] == 3).all())
+    assert len(list((tmp_path / "step").iterdir())) == 2
+
+
+def checkpoint_exception() -> type[BaseException]:
+    """What DCP makes of an exception of a rank."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    return CheckpointException
+
+
+class _FailingHook:
+    def register_step_pre_hook(self, hook: Any, /) -> NoReturn:
+        raise RuntimeError("no hooks today")
+
+
+def test_a_guard_that_cannot_be_hooked_leaves_the_path_free(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no hooks today"):
+        checkpoint.save_async({"x": 1}, tmp_path / "step", guard=_FailingHook())
+    checkpoint.save_async({"x": 2}, tmp_path / "step").result(60)
+    assert checkpoint.load(tmp_path / "step") == {"x": 2}
+
+
+@pytest.mark.parametrize("where", ["_thread.start_new_thread", "threading.Thread.start"])
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_that_finds_no_thread_says_so_and_leaves_the_path_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, background: bool
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    save = checkpoint.save_async if background else checkpoint.save
+    with monkeypatch.context() as patched:
+        patched.setattr(where, refuse)
+        with pytest.raises(OSError, match="cannot start the thread checkpoint-save"):
+            save({"x": 1}, tmp_path / "step")
+    assert not (tmp_path / "step").exists()
+    checkpoint.save({"x": 2}, tmp_path / "step")
+
+
+def test_an_interrupted_step_waits_for_its_save_again(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones(4)
+    source = _Held()
+    pending = checkpoint.save_async({"s": source, "w": weight}, tmp_path / "step", guard=optimizer)
+    assert source.reached.wait(60)
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def step() -> None:
+        threading.Thread(target=signal.pthread_kill, args=(main, signal.SIGINT)).start()
+        optimizer.step()
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    stepping = threading.Thread(target=optimizer.step)
+    stepping.start()
+    assert not weight.any()
+    source.opened.set()
+    stepping.join()
+    pending.result()
+    assert not checkpoint.load(tmp_path / "step")["w"].any()
+
+
+class _Held:
+    """A source that is read when the test lets it."""
+
+    dtype = torch.uint8
+    shape = (4,)
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+
+    def read(self, start: int, out: memoryview) -> None:
+        self.reached.set()
+        assert self.opened.wait(60)
+
+
+def test_work_that_is_withdrawn_before_it_begins_never_does() -> None:
+    done: list[int] = []
+    worker = Worker(lambda _: done.append(1), "never")
+    worker.withdraw()
+    assert worker.ended.is_set()
+    worker.start()
+    worker.ended.wait()
+    assert done == []
+
+
+def test_a_latch_that_is_waited_for_in_vain_can_be_set_later() -> None:
+    latch = Latch()
+    assert not latch.wait(0.001)
+    latch.set()
+    assert latch.wait()
+
+
+def test_sheltered_work_raises_here_what_it_raised_there() -> None:
+    def fail(_: object) -> NoReturn:
+        raise StoppedError("there")
+
+    with pytest.raises(StoppedError, match="there"):
+        sheltered(fail, "test")
+    assert sheltered(lambda _: threading.current_thread().name, "test") == "test"
+
+
+FORKING = """
+import os, sys, threading, torch, checkpoint
+path = sys.argv[1]
+release, hold = os.pipe()
+class Forks:
+    dtype, shape = torch.uint8, (4,)
+    def read(self, start, out):
+        reached.set()
+        assert forked.wait(60)
+reached, forked = threading.Event(), threading.Event()
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+pending = checkpoint.save_async({"x": 1, "s": Forks()}, path, guard=optimizer)
+assert reached.wait(60)
+child = os.fork()
+if child == 0:
+    os.close(hold)
+    optimizer.step()  # waits for no save of another process
+    try:
+        pending.result()
+    except RuntimeError as error:
+        print("child:", "forked" in str(error), flush=True)
+    os.read(release, 1)  # lives on until the parent is done
+    os._exit(0)
+forked.set()
+pending.result()
+checkpoint.save({"x": 2}, path)
+print("parent:", checkpoint.load(path)["x"], flush=True)
+os.close(hold)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_child_forked_during_a_save_holds_no_lock_and_waits_for_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKING, str(tmp_path / "step")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")[:2]) == ["child: True", "parent: 2"]
