@@ -7,26 +7,38 @@ yet, is therefore a leftover, and the next process that opens the same SSD remov
 Processes that come and go at once (the ranks of one job) take turns: folders are made, reclaimed
 and removed with ``<nvme>`` itself locked. So nobody takes a folder that is still being made for a
 leftover, and nobody removes what another is removing.
+
+Folders are for their user alone (0700, files 0600, whatever the umask), for they hold weights.
+Nothing is followed that is a symbolic link: whoever may write to ``<nvme>`` could have it lead to
+folders elsewhere.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import re
 import shutil
+import stat
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aio import Engine, File
+from aio.descriptors import Descriptor
 
-FOLDER = ".infinity"
-"""Where everything of ours is, in each directory."""
+_FOLDER = ".infinity"
 _LOCK = "lock"
 _NAME = re.compile(r"[0-9a-f]{12}")
+_TURN_SECONDS = 120.0
+"""How long others may take with ``<nvme>`` locked; it takes milliseconds, and longer with leftovers
+of many terabytes."""
+_POLL_SECONDS = 0.01
+_SAY_AFTER_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -34,36 +46,78 @@ class SwapDirectory:
     """One process's folder on one SSD; ``close`` removes it.
 
     Raises ``FileNotFoundError``, ``NotADirectoryError`` or ``PermissionError`` naming ``nvme`` when
-    it cannot be used, before anything is changed.
+    it cannot be used, before anything is changed, and ``TimeoutError`` when another process keeps
+    it locked.
     """
 
     def __init__(self, nvme: str | os.PathLike[str], engine: Engine) -> None:
         self.root = Path(nvme)
-        check_usable(self.root)
-        with _locked(self.root):
-            (self.root / FOLDER).mkdir(exist_ok=True)
-            _reclaim(self.root)
-            self.path = self.root / FOLDER / uuid.uuid4().hex[:12]
-            self._lock = _create_locked(self.path)
+        self.path = self.root / _FOLDER / uuid.uuid4().hex[:12]
+        self._lock: Descriptor | None = None
+        self._is_open = True
         try:
-            self.file: File = engine.open(self.path / "state.swap", "x")
+            self._make(engine)
         except BaseException:
             self._remove()
             raise
 
+    def _make(self, engine: Engine) -> None:
+        check_usable(self.root)
+        with _locked(self.root):
+            folder = self.root / _FOLDER
+            with suppress(FileExistsError):
+                folder.mkdir()  # several users may share it
+            _check_folder(folder)
+            _reclaim(self.root)
+            self.path.mkdir(mode=0o700)
+            self._lock = Descriptor(
+                self.path / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600, exact=True
+            )
+            fcntl.flock(self._lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.file: File = engine.open(self.path / "state.swap", "x")
+        self.file.path.chmod(0o600)
+
     def close(self) -> None:
-        """Close the swap file and remove the folder. Idempotent."""
-        if self._lock < 0:
+        """Close the swap file and remove the folder. Idempotent.
+
+        Where ``nvme`` is gone, unmounted or removed, there is nothing to remove, and one warning.
+        """
+        if not self._is_open:
             return
-        self.file.close()
-        self._remove()
+        try:
+            file = vars(self).get("file")
+            if file is not None:
+                file.close()
+        finally:
+            self._remove()
 
     def _remove(self) -> None:
-        with _locked(self.root):
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
-            _remove_if_empty(self.path.parent)
+        """Of a folder that is not there, or whose turn does not come, the lock alone."""
+        try:
+            if self._lock is not None or self.path.exists():
+                with _locked(self.root):
+                    _remove_tree(self.path)
+                    self._unlock()
+                    _remove_if_empty(self.path.parent)
+        except OSError as error:
+            _log.warning(
+                "cannot remove the swap files in %s: %s; if they are still there, the next process "
+                "that offloads to it removes them",
+                self.path,
+                error,
+            )
+        finally:
+            self._unlock()
+            self._is_open = False
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def __del__(self) -> None:
+        # For whoever was interrupted before it had taken note of this object.
+        if vars(self).get("_is_open", False):
+            self.close()
 
 
 def reclaim(nvme: str | os.PathLike[str]) -> list[Path]:
@@ -74,20 +128,64 @@ def reclaim(nvme: str | os.PathLike[str]) -> list[Path]:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Only one process at a time is inside, for each ``root``."""
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    """Only one process at a time is inside, for each ``root``.
+
+    Raises ``TimeoutError`` when another one does not leave: ``flock DIR python train.py`` holds it
+    for as long as the training that waits for it.
+    """
+    with Descriptor(root, os.O_RDONLY | os.O_DIRECTORY) as directory:
+        started = time.monotonic()
+        is_said = False
+        while not _try_to_lock(directory.number):
+            waited = time.monotonic() - started
+            if waited > _SAY_AFTER_SECONDS and not is_said:
+                is_said = True
+                _log.warning(
+                    "waiting for another process that has the directory %s locked (flock), for at "
+                    "most %.0f s",
+                    root,
+                    _TURN_SECONDS,
+                )
+            if waited > _TURN_SECONDS:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"another process has held a lock (flock) on the directory itself for more "
+                    f"than {_TURN_SECONDS:.0f} s; end it, or if this was started by `flock "
+                    f"{root} ...`, lock a file beside the directory instead",
+                    os.fspath(root),
+                )
+            time.sleep(_POLL_SECONDS)
         yield
-    finally:
-        os.close(descriptor)
+
+
+def _try_to_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises ``NotADirectoryError`` for what only leads to a folder, or is another thing."""
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        raise NotADirectoryError(
+            errno.ENOTDIR,
+            "not a folder itself, and swap files are not put where a link leads; remove it",
+            os.fspath(folder),
+        )
 
 
 def _reclaim(root: Path) -> list[Path]:
-    removed = []
-    for folder in sorted((root / FOLDER).glob("*")):
+    removed: list[Path] = []
+    parent = root / _FOLDER
+    try:
+        _check_folder(parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return removed  # who wants to use it is told
+    for folder in sorted(parent.glob("*")):
         if _NAME.fullmatch(folder.name) and _is_abandoned(folder):
-            nbytes = sum(entry.stat().st_blocks * 512 for entry in folder.iterdir())
+            nbytes = sum(entry.lstat().st_blocks * 512 for entry in folder.iterdir())
             shutil.rmtree(folder)
             _log.info("reclaimed %d bytes that a dead process left in %s", nbytes, folder)
             removed.append(folder)
@@ -107,28 +205,24 @@ def check_usable(root: Path) -> None:
         raise PermissionError(f"nvme directory {root} is not writable for this process")
 
 
-def _create_locked(path: Path) -> int:
-    """Make the folder of this process; returns the descriptor that holds its lock."""
-    path.mkdir()
-    lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return lock
-
-
 def _is_abandoned(folder: Path) -> bool:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or os.geteuid() not in (0, status.st_uid):
+        return False  # none of ours
     try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        # Without waiting for whoever would write to a pipe of that name.
+        lock = Descriptor(folder / _LOCK, os.O_RDWR | os.O_NONBLOCK, exact=True)
     except FileNotFoundError:
         return True  # its process died before it had made the lock
-    except PermissionError:
-        return False  # another user's
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
-    return True
+    except OSError:
+        return False  # another user's, or none of ours
+    with lock:
+        return stat.S_ISREG(os.fstat(lock.number).st_mode) and _try_to_lock(lock.number)
+
+
+def _remove_tree(folder: Path) -> None:
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -1,12 +1,16 @@
 """A process's place on an SSD: locked while it lives, reclaimed when it is dead."""
 
 import errno
+import fcntl
+import gc
 import multiprocessing
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -14,6 +18,7 @@ from unittest.mock import patch
 import pytest
 
 from aio import AioError, Engine
+from aio.descriptors import Descriptor
 from swap.directory import SwapDirectory, reclaim
 from tests.support.tiers import Leftovers
 
@@ -208,4 +213,105 @@ def test_swap_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, engine: En
     failure = AioError("no", errno=errno.EIO)
     with patch.object(engine, "open", side_effect=failure), pytest.raises(AioError):
         SwapDirectory(tmp_path, engine)
+    assert Leftovers.of(tmp_path) == before
+
+
+def test_folders_and_files_are_for_their_user_alone(tmp_path: Path, engine: Engine) -> None:
+    before = os.umask(0)
+    try:
+        directory = SwapDirectory(tmp_path, engine)
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob(".infinity/**/*")}
+    assert modes == {
+        directory.path: 0o700,
+        directory.path / "lock": 0o600,
+        directory.path / "state.swap": 0o600,
+    }
+    directory.close()
+
+
+def test_folder_that_is_a_link_is_refused_and_nothing_behind_it_is_removed(
+    tmp_path: Path, engine: Engine
+) -> None:
+    root, elsewhere = tmp_path / "nvme", tmp_path / "elsewhere"
+    (elsewhere / "0123456789ab").mkdir(parents=True)
+    root.mkdir()
+    (root / ".infinity").symlink_to(elsewhere)
+    assert reclaim(root) == []
+    with pytest.raises(NotADirectoryError, match=r"\.infinity"):
+        SwapDirectory(root, engine)
+    assert (elsewhere / "0123456789ab").is_dir()
+
+
+@pytest.mark.parametrize("planted", ["link to nothing", "link to a folder", "file"])
+def test_what_is_planted_beside_the_folders_stops_nobody(
+    tmp_path: Path, engine: Engine, planted: str
+) -> None:
+    stranger = tmp_path / ".infinity" / "0123456789ab"
+    stranger.parent.mkdir()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    if planted == "file":
+        stranger.touch()
+    else:
+        stranger.symlink_to("/nowhere" if planted == "link to nothing" else outside)
+    SwapDirectory(tmp_path, engine).close()
+    assert os.path.lexists(stranger)
+    assert outside.is_dir()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_lock_that_is_none_is_neither_waited_for_nor_followed(
+    tmp_path: Path, engine: Engine, kind: str
+) -> None:
+    folder = tmp_path / ".infinity" / "0123456789ab"
+    folder.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(folder / "lock")
+    else:
+        (folder / "lock").symlink_to(tmp_path / "made")
+    SwapDirectory(tmp_path, engine).close()
+    assert not (tmp_path / "made").exists()
+    assert folder.is_dir()
+
+
+def test_directory_that_stays_locked_is_named_after_a_while(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swap.directory._TURN_SECONDS", 0.0)
+    before = Leftovers.of(tmp_path)
+    with Descriptor(tmp_path, os.O_RDONLY) as held:
+        fcntl.flock(held.number, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=f"flock .*{tmp_path}"):
+            SwapDirectory(tmp_path, engine)
+    assert Leftovers.of(tmp_path) == before
+    SwapDirectory(tmp_path, engine).close()
+
+
+def test_directory_that_was_removed_is_closed_with_a_warning(
+    tmp_path: Path, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "nvme"
+    root.mkdir()
+    before = Leftovers.of(tmp_path)
+    directory = SwapDirectory(root, engine)
+    root.rename(tmp_path / "away")
+    directory.close()
+    directory.close()
+    (record,) = caplog.records
+    assert str(directory.path) in record.getMessage()
+    (tmp_path / "away").rename(root)
+    assert Leftovers.of(tmp_path).descriptors == before.descriptors
+    assert reclaim(root) == [directory.path]
+
+
+def test_directory_that_is_let_go_of_closes_itself(tmp_path: Path, engine: Engine) -> None:
+    before = Leftovers.of(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        SwapDirectory(tmp_path, engine)
+        gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == []
     assert Leftovers.of(tmp_path) == before
