@@ -20,8 +20,9 @@ import torch
 from aio import AioError
 from infinity.activations import Activations
 from infinity.malloc import give_back_freed_memory
-from infinity.saved_storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of, page_aligned
-from swap.tiers import Budget, BudgetError, format_bytes
+from infinity.saved_storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of
+from swap.planes import page_aligned
+from swap.tiers import Budget
 from swap.timeline import Timeline
 
 Mode = Literal["keep", "host", "nvme"]
@@ -265,19 +266,6 @@ class ActivationShare:
         while least - self.bytes_of(least) < rest_bytes:
             least = rest_bytes + self.bytes_of(least)
         return least
-
-    def error(self, of_rest: BudgetError, budget: Budget) -> BudgetError:
-        """What an error of the rest means for the whole ``budget``."""
-        if not self.bytes_of(budget.host_bytes) or not of_rest.least_host_bytes:
-            return of_rest
-        least = self.least_for(of_rest.least_host_bytes)
-        return BudgetError(
-            f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
-            f"least {format_bytes(least)} ({least} bytes) with activations={self.mode!r}: "
-            f"{format_bytes(self.bytes_of(least))} for saved tensors on their way, "
-            f"{format_bytes(of_rest.least_host_bytes)} for everything else",
-            least_host_bytes=least,
-        )
 
 
 def activations_for(

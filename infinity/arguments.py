@@ -16,7 +16,7 @@ from infinity.discovery import RESIDENT_ELEMENTS
 from infinity.optimizer import AdamW, OptimizerFactory
 from infinity.tiling import MIN_TILE_BYTES
 from swap.directory import check_usable
-from swap.tiers import Budget, BudgetError, format_bytes, parse_bytes
+from swap.tiers import Budget, parse_bytes
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _DEVICE_SHARE = 0.5
@@ -117,21 +117,12 @@ def make_budget(
     device_bytes = None
     if device_memory is not None:
         device_bytes = parse_bytes(device_memory, name="device_memory")
-    elif device is not None and device.type == "cuda":
+    elif device is not None and device.type == "cuda" and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(device)
         device_bytes = int(free * _DEVICE_SHARE)
     return Budget(
         host_bytes=parse_bytes(host_memory, name="host_memory"), device_bytes=device_bytes
     )
-
-
-def check_device_budget(budget: Budget, least_bytes: int) -> None:
-    """Raises ``BudgetError`` if weights that are at work at once do not fit ``device_memory``."""
-    if budget.device_bytes is not None and budget.device_bytes < least_bytes:
-        raise BudgetError(
-            f"device_memory={format_bytes(budget.device_bytes)} is too small: the largest block of "
-            f"this model computes from {format_bytes(least_bytes)} ({least_bytes} bytes) of weights"
-        )
 
 
 def directories_of(nvme: Directories) -> list[str]:

@@ -5,8 +5,9 @@ model, changes nothing.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -58,6 +59,13 @@ class Record:
     @property
     def is_partitioned(self) -> bool:
         return not self.cut.is_replicated
+
+    @property
+    def longest_spec(self) -> ParameterSpec:
+        """The spec of a rank that keeps as much of it as any."""
+        if not self.is_partitioned:
+            return self.spec
+        return replace(self.spec, numel=max(self.cut.lengths))
 
     @property
     def kept_shape(self) -> torch.Size:
@@ -179,10 +187,10 @@ def _check_sharing(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 def least_arena_bytes(model: nn.Module, records: Sequence[Record]) -> int:
     """Bytes of weights that must fit at once: two largest modules, or a whole block (an element of
     a ModuleList) and one module more, since a checkpointed block keeps its weights until its
-    backward is over. Of partitioned parameters it is the slices of this rank that count.
+    backward is over. Of partitioned parameters it is the longest slices that count.
     """
     sizes = {
-        id(record.parameter): record.spec.padded_numel * record.spec.dtype.itemsize
+        id(record.parameter): record.longest_spec.padded_numel * record.spec.dtype.itemsize
         for record in records
         if not record.spec.resident
     }
@@ -211,12 +219,20 @@ def _weight_bytes(module: nn.Module, sizes: dict[int, int], *, recurse: bool) ->
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Elements of the innermost module containers."""
+    """Elements of module containers, but for those that are stacks of such elements themselves."""
     for module in model.modules():
         if isinstance(module, _CONTAINERS):
             for child in module.children():
-                if not any(isinstance(inner, _CONTAINERS) for inner in child.modules()):
+                if not any(_is_stack(inner) for inner in child.modules()):
                     yield child
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether it is a container of several modules of one kind that have parts: layers, experts."""
+    if not isinstance(module, _CONTAINERS):
+        return False
+    kinds = Counter(type(child) for child in module.children() if any(child.children()))
+    return any(count > 1 for count in kinds.values())
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -15,7 +15,6 @@ from infinity.arguments import (
     Arguments,
     Directories,
     Options,
-    check_device_budget,
     checked,
     device_of,
 )
@@ -24,14 +23,15 @@ from infinity.block import OffloadBlock
 from infinity.buffers import BufferConversion
 from infinity.chosen_optimizer import optimizer_for, rule_for
 from infinity.collectives import Ranks
-from infinity.discovery import Record, least_arena_bytes, records_of
-from infinity.gather_plan import GatherPlan, gather_plans
+from infinity.discovery import Record, records_of
+from infinity.gather_plan import GatherPlan
 from infinity.gathered_weights import GatherMemory
 from infinity.loss_scale import LossScale
 from infinity.materialize import fill_all, values_for
 from infinity.model import OffloadedModel
 from infinity.optimizer import AdamW, OptimizerFactory, TorchRule
 from infinity.over_ranks import OverRanks
+from infinity.placing import demand_of, place_within
 from infinity.rank_agreement import (
     check_devices,
     check_same,
@@ -45,10 +45,9 @@ from infinity.refusals import check_model
 from infinity.sharing import Sharing, Unshared
 from infinity.tiling import Tiling
 from swap.directory import reclaim
-from swap.placement import Placement, place
+from swap.placement import Placement
 from swap.rules import UpdateRule
 from swap.tiered import TieredState
-from swap.tiers import Budget, BudgetError
 
 _DEFAULT_OPTIMIZER = AdamW()
 
@@ -154,19 +153,16 @@ def _enter(
         check_same(ranks, facts_of(model, records, rule, options.facts()))
         check_devices(ranks, options.device)
         records = records_of(model, dtype, rank=ranks.rank, world_size=ranks.world_size)
-    plan = None
     with together(ranks):
-        if ranks is None:
-            placement = _place(model, records, rule, options)
-        else:
-            placement, plan = _place_beside(model, records, rule, options)
-    state = _open_state(stack, placement, rule, options, ranks)
+        demand = demand_of(model, records, rule, options.share, is_partitioned=ranks is not None)
+        placed = place_within(demand, options.budget)
+    state = _open_state(stack, placed.placement, rule, options, ranks)
     with together(ranks):
         activations = activations_for(
             options.share, options.budget.host_bytes, options.directories, state.timeline
         )
         stack.callback(activations.close)
-    sharing = _sharing(stack, records, state, plan, options, ranks)
+    sharing = _sharing(stack, records, state, placed.gathering, options, ranks)
     offloaded = OffloadedModel(
         model,
         records,
@@ -177,7 +173,7 @@ def _enter(
         max_grad_norm=options.max_grad_norm,
         loss_scale=LossScale() if dtype == torch.float16 else None,
         compute_dtype=dtype,
-        checkpoint_bytes=placement.checkpoint_bytes,
+        checkpoint_bytes=placed.placement.checkpoint_bytes,
         sharing=sharing,
     )
     with together(ranks):
@@ -188,53 +184,6 @@ def _enter(
     offloaded.optimizer = optimizer_for(options.optimizer, inner, records, offloaded)
     offloaded.attach(stack)
     return offloaded
-
-
-def _place(
-    model: nn.Module, records: Sequence[Record], rule: UpdateRule, options: Options
-) -> Placement:
-    """The homes of what this process keeps, all of it if there are no other ranks."""
-    return _place_within(model, records, rule, options, options.share.rest_of(options.budget))
-
-
-def _place_beside(
-    model: nn.Module, records: Sequence[Record], rule: UpdateRule, options: Options
-) -> tuple[Placement, GatherPlan]:
-    """The homes of what this rank keeps, beside the memory for what it gathers."""
-    rest = options.share.rest_of(options.budget)
-    plans = gather_plans(model, records, options.budget, options.device)
-    for plan in plans[:-1]:
-        try:
-            placed = _place_within(model, records, rule, options, plan.rest_of(rest))
-        except BudgetError:
-            continue
-        return placed, plan
-    plan = plans[-1]
-    try:
-        return _place_within(model, records, rule, options, plan.rest_of(rest)), plan
-    except BudgetError as error:
-        raise plan.error(error) from error
-
-
-def _place_within(
-    model: nn.Module,
-    records: Sequence[Record],
-    rule: UpdateRule,
-    options: Options,
-    budget: Budget,
-) -> Placement:
-    least_bytes = least_arena_bytes(model, records)
-    check_device_budget(budget, least_bytes)
-    try:
-        return place(
-            [record.spec for record in records],
-            rule,
-            budget,
-            least_arena_bytes=least_bytes,
-            separate_device=options.device.type != "cpu",
-        )
-    except BudgetError as error:
-        raise options.share.error(error, options.budget) from error
 
 
 def _open_state(

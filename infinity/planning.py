@@ -4,30 +4,39 @@ starts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from infinity.activation_tiers import ActivationShare, mode_of
-from infinity.arguments import Directories, directories_of, make_budget, parameter_bound
-from infinity.bandwidth import Bandwidth, measure
-from infinity.discovery import least_arena_bytes, least_gathered_bytes, records_of
+from infinity.arguments import (
+    Directories,
+    device_of,
+    directories_of,
+    make_budget,
+    parameter_bound,
+)
+from infinity.bandwidth import measure
+from infinity.chosen_optimizer import rule_for
+from infinity.discovery import records_of
 from infinity.endurance import DRIVE_ENDURANCE, Wear, endurance_of
-from infinity.gather_plan import plans_for
-from infinity.optimizer import AdamW
-from infinity.partition import Cut, Share, partition
+from infinity.optimizer import AdamW, OptimizerFactory
+from infinity.placing import (
+    Demand,
+    Placed,
+    demand_of,
+    least_device_bytes,
+    least_host_bytes,
+    place_within,
+)
 from infinity.tiling import Tiling
-from swap.layout import ParameterSpec, pad
-from swap.placement import Placement, place
-from swap.rules import AdamRule
+from infinity.typical import typical_model
 from swap.tiers import Budget, BudgetError, format_bytes
 
-_TYPICAL_MATRIX = 4096 * 4096
-_BLOCK = 13
-"""Matrices of a block, and one that comes next."""
+_DEFAULT_OPTIMIZER = AdamW()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +44,13 @@ class Plan:
     """What ``offload`` would do with these budgets; for one rank. Bytes, seconds and steps in the
     names.
 
-    ``fits`` is False when the budget is below ``least_host_bytes``; the other figures are then
-    those of that least budget. ``io_seconds_per_step`` takes the measured bandwidth of the
-    directories and is None without any. ``bytes_by_tier`` counts homes: state and gradients.
-    ``endurance_bytes`` is what all drives together are rated for.
+    ``fits`` is False when the budget is below ``least_host_bytes``, or ``device_memory`` below
+    ``least_device_bytes``; the other figures are then those of the least budgets.
+    ``io_seconds_per_step`` takes the measured bandwidth of the directories and is None without any.
+    ``bytes_by_tier`` counts homes: state and gradients. Swap files take ``nvme_bytes`` from the
+    beginning, and up to ``nvme_wanted_bytes`` where the disks have that much: with less, what the
+    backward pass updates early waits for the step. ``endurance_bytes`` is what all drives together
+    are rated for.
     """
 
     num_parameters: int
@@ -47,7 +59,10 @@ class Plan:
     least_host_bytes: int
     fits: bool
     host_bytes: int
+    least_device_bytes: int
     nvme_bytes: int
+    nvme_wanted_bytes: int
+    passes: int
     bytes_by_tier: Mapping[str, int]
     read_bytes_per_step: int
     written_bytes_per_step: int
@@ -94,10 +109,13 @@ class Plan:
             ("parameters", f"{self.num_parameters:,} on {self.world_size} rank(s)"),
             ("host_memory", format_bytes(self.budget_host_bytes)),
             ("least host_memory that works", format_bytes(self.least_host_bytes)),
+            ("least device_memory that works", format_bytes(self.least_device_bytes)),
             ("fits", "yes" if self.fits else "no; figures below are for the least budget"),
             ("host memory taken", format_bytes(self.host_bytes)),
-            ("space taken on NVMe", format_bytes(self.nvme_bytes)),
+            ("space on NVMe, at least", format_bytes(self.nvme_bytes)),
+            ("space on NVMe, wanted", format_bytes(self.nvme_wanted_bytes)),
             *((f"home in {name}", format_bytes(n)) for name, n in self.bytes_by_tier.items()),
+            ("backward passes per step", f"{self.passes}"),
             ("read per step", format_bytes(self.read_bytes_per_step)),
             ("written per step", format_bytes(self.written_bytes_per_step)),
             ("I/O per step", "not measured" if seconds is None else f"{seconds:.2f} s"),
@@ -107,32 +125,6 @@ class Plan:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """What a rank keeps: its slices, those of the block at work, and that block whole."""
-
-    specs: tuple[ParameterSpec, ...]
-    cuts: tuple[Cut, ...]
-    block_bytes: int
-    gathered_bytes: int
-    world_size: int
-
-    @property
-    def gathered_sizes(self) -> list[int]:
-        return [
-            pad(cut.numel) * spec.dtype.itemsize
-            for spec, cut in zip(self.specs, self.cuts, strict=True)
-            if not cut.is_replicated
-        ]
-
-    def least_gathering_bytes(self, device: torch.device) -> int:
-        """Host memory that gathering takes at the least."""
-        if self.world_size == 1 or device.type != "cpu":
-            return 0
-        none = Budget(host_bytes=0, device_bytes=None)
-        return plans_for(self.gathered_sizes, self.gathered_bytes, none, on_host=True)[-1].nbytes
-
-
 def plan(
     model_or_num_parameters: nn.Module | int,
     nvme: Directories | None = None,
@@ -140,157 +132,116 @@ def plan(
     device_memory: int | str | None = None,
     world_size: int = 1,
     *,
+    device: torch.device | str | None = None,
     compute_dtype: torch.dtype | None = None,
-    optimizer: AdamW | None = None,
+    optimizer: AdamW | OptimizerFactory | None = _DEFAULT_OPTIMIZER,
     activations: str = "keep",
     max_parameter_bytes: int | str | None = None,
+    passes: int = 1,
     compute_seconds: float | None = None,
     drive_endurance: int | str = DRIVE_ENDURANCE,
 ) -> Plan:
     """Where every byte would live, the least budget that works, and the traffic of a step. Changes
     nothing.
 
-    A number of parameters stands for a transformer in bfloat16 made of 4096 x 4096 matrices. With a
-    ``world_size`` everything but ``num_parameters`` is of the rank that keeps the most, as is
-    ``host_memory``. ``nvme`` are its directories, measured with a short read and write.
-    ``compute_dtype``, ``optimizer``, ``activations`` and ``max_parameter_bytes`` are as for
-    ``offload``; the traffic of activations, which depends on the batch, is not in the
-    figures. ``compute_seconds`` is what a step computes, if you know it: without, bytes written per
-    day are those of steps that do nothing but I/O, the most that there can be.
-    ``drive_endurance``: bytes that the drive of each directory is rated for (its TBW). Raises
-    ``ValueError`` for arguments that are out of range.
+    A number of parameters stands for a transformer of that size, see ``infinity.typical``; models
+    with larger vocabularies or wider layers need more, so pass the model itself where there is one
+    (it may be on the meta device). With a ``world_size`` everything but ``num_parameters`` is of
+    the rank that keeps the most, as is ``host_memory``. ``nvme`` are its directories, measured with
+    a short read and write. ``device``, ``compute_dtype``, ``optimizer``, ``activations`` and
+    ``max_parameter_bytes`` are as for ``offload``, but that a GPU need not be in this machine; the
+    traffic of activations, which depends on the batch, is not in the figures. ``passes``: backward
+    passes that are accumulated before a step. ``compute_seconds`` is what a step computes, if you
+    know it: without, bytes written per day are those of steps that do nothing but I/O, the most
+    that there can be. ``drive_endurance``: bytes that the drive of each directory is rated for (its
+    TBW). Raises ``ValueError`` or ``TypeError`` for arguments that are out of range, and what
+    ``offload`` raises for a model that cannot be offloaded.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size} must be 1 or more")
-    bound = parameter_bound(max_parameter_bytes)
-    parts = _parts(model_or_num_parameters, compute_dtype, bound, world_size)
-    rule = AdamRule(state_dtype=(optimizer or AdamW()).state_dtype)
-    budget = make_budget(host_memory, device_memory)
-    num_directories = 1 if nvme is None else len(directories_of(nvme))
+    for name, value in (("world_size", world_size), ("passes", passes)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be 1 or more")
+    directories = None if nvme is None else directories_of(nvme)
     share = ActivationShare(
         mode=mode_of(activations),
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        num_directories=num_directories,
+        device=_planned_device(device),
+        num_directories=1 if directories is None else len(directories),
     )
-    fits, rest = True, share.rest_of(budget)
-    try:
-        placement, gathering = _place(parts, rule, rest, share.device)
-    except BudgetError as error:
-        fits = False
-        least = Budget(host_bytes=error.least_host_bytes, device_bytes=budget.device_bytes)
-        placement, gathering = _place(parts, rule, least, share.device)
-    bandwidth = None if nvme is None else measure(directories_of(nvme))
-    found = _summary(parts, placement, gathering, budget, share, fits, bandwidth)
-    return replace(
-        found,
-        compute_seconds=compute_seconds,
-        endurance_bytes=endurance_of(drive_endurance, num_directories),
+    demand, num_parameters = _demand(
+        model_or_num_parameters,
+        compute_dtype,
+        optimizer,
+        parameter_bound(max_parameter_bytes),
+        world_size,
+        share,
     )
-
-
-def _parts(
-    model: nn.Module | int, compute_dtype: torch.dtype | None, bound: int | None, world_size: int
-) -> _Parts:
-    if isinstance(model, nn.Module):
-        if bound is not None:
-            with Tiling(model, records_of(model, compute_dtype), bound, compute_dtype):
-                return _parts(model, compute_dtype, None, world_size)
-        records = records_of(model, compute_dtype, world_size=world_size)
-        return _Parts(
-            specs=tuple(_longest(record.spec, record.cut) for record in records),
-            cuts=tuple(record.cut for record in records),
-            block_bytes=least_arena_bytes(model, records),
-            gathered_bytes=least_gathered_bytes(model, records),
-            world_size=world_size,
-        )
-    if model < 1:
-        raise ValueError(f"number of parameters {model} must be 1 or more")
-    return _typical(model, compute_dtype or torch.bfloat16, bound, world_size)
-
-
-def _typical(num_parameters: int, dtype: torch.dtype, bound: int | None, world_size: int) -> _Parts:
-    """Square matrices; a block of a transformer has twelve of them."""
-    matrix = min(_TYPICAL_MATRIX, (bound or _TYPICAL_MATRIX * dtype.itemsize) // dtype.itemsize)
-    sizes = [matrix] * (num_parameters // matrix)
-    sizes += [num_parameters % matrix] if num_parameters % matrix else []
-    row = math.isqrt(matrix)
-    shares = [
-        Share(numel=numel, bytes_per_element=dtype.itemsize + 12, row=row, resident=False)
-        for numel in sizes
-    ]
-    cuts = partition(shares, world_size)
-    specs = [
-        _longest(
-            ParameterSpec(
-                index=i, name=f"matrix {i}", numel=cut.numel, dtype=dtype, trainable=True
-            ),
-            cut,
-        )
-        for i, cut in enumerate(cuts)
-    ]
-    return _Parts(
-        specs=tuple(specs),
-        cuts=tuple(cuts),
-        block_bytes=_BLOCK * max(spec.padded_numel for spec in specs) * dtype.itemsize,
-        gathered_bytes=_BLOCK * max(sizes) * dtype.itemsize,
-        world_size=world_size,
-    )
-
-
-def _longest(spec: ParameterSpec, cut: Cut) -> ParameterSpec:
-    """What the rank keeps that has the longest slice."""
-    return spec if cut.is_replicated else replace(spec, numel=max(cut.lengths))
-
-
-def _place(
-    parts: _Parts, rule: AdamRule, budget: Budget, device: torch.device
-) -> tuple[Placement, int]:
-    """The homes of what a rank keeps, and the host memory that it gathers with beside them."""
-    if parts.world_size == 1:
-        return place(parts.specs, rule, budget, least_arena_bytes=parts.block_bytes), 0
-    on_host = device.type == "cpu"
-    plans = plans_for(parts.gathered_sizes, parts.gathered_bytes, budget, on_host=on_host)
-    for plan in plans:
-        try:
-            placement = place(
-                parts.specs, rule, plan.rest_of(budget), least_arena_bytes=parts.block_bytes
-            )
-        except BudgetError as error:
-            failure = plan.error(error)
-        else:
-            return placement, plan.nbytes if on_host else 0
-    raise failure
-
-
-def _summary(
-    parts: _Parts,
-    placement: Placement,
-    gathering: int,
-    budget: Budget,
-    share: ActivationShare,
-    fits: bool,
-    bandwidth: Bandwidth | None,
-) -> Plan:
-    read, written = placement.traffic_per_step()
-    least = share.least_for(placement.least_host_bytes + parts.least_gathering_bytes(share.device))
+    budget = make_budget(host_memory, device_memory, share.device)
+    placed, fits = _placed(demand, budget)
+    read, written = placed.placement.traffic_per_step(backward_passes=passes)
+    bandwidth = None if directories is None else measure(directories)
     return Plan(
-        num_parameters=sum(cut.numel for cut in parts.cuts),
-        world_size=parts.world_size,
+        num_parameters=num_parameters,
+        world_size=world_size,
         budget_host_bytes=budget.host_bytes,
-        least_host_bytes=least,
+        least_host_bytes=placed.least_host_bytes,
+        least_device_bytes=placed.least_device_bytes,
         fits=fits,
-        host_bytes=placement.host_bytes
-        + gathering
-        + share.bytes_of(budget.host_bytes if fits else least),
-        nvme_bytes=placement.nvme_bytes,
+        host_bytes=placed.host_bytes,
+        nvme_bytes=placed.placement.nvme_bytes,
+        nvme_wanted_bytes=placed.placement.nvme_wanted_bytes,
+        passes=passes,
         bytes_by_tier={
-            "host": placement.state_host_bytes + placement.gradient_host_bytes,
-            "nvme": placement.state_nvme_bytes + placement.gradient_nvme_bytes,
+            "host": placed.placement.state_host_bytes + placed.placement.gradient_host_bytes,
+            "nvme": placed.placement.state_nvme_bytes + placed.placement.gradient_nvme_bytes,
         },
         read_bytes_per_step=read,
         written_bytes_per_step=written,
         read_bandwidth=None if bandwidth is None else bandwidth.read,
         write_bandwidth=None if bandwidth is None else bandwidth.write,
-        compute_seconds=None,
-        endurance_bytes=0,
+        compute_seconds=compute_seconds,
+        endurance_bytes=endurance_of(drive_endurance, share.num_directories),
     )
+
+
+def _planned_device(device: torch.device | str | None) -> torch.device:
+    """As ``offload`` takes it; one that is named may be missing here."""
+    if device is None or torch.device(device).type != "cuda":
+        return device_of(device)
+    return torch.device(device)
+
+
+def _demand(
+    model: nn.Module | int,
+    compute_dtype: torch.dtype | None,
+    optimizer: AdamW | OptimizerFactory | None,
+    bound: int | None,
+    world_size: int,
+    share: ActivationShare,
+) -> tuple[Demand, int]:
+    """What the rank asks for that keeps the most, and the number of parameters of all of them."""
+    if isinstance(model, bool) or not isinstance(model, nn.Module | int):
+        raise TypeError(f"{model!r} is neither an nn.Module nor a number of parameters")
+    with ExitStack() as stack:
+        whole: nn.Module = typical_model(model) if isinstance(model, int) else model
+        if isinstance(model, int):
+            compute_dtype = compute_dtype or torch.bfloat16
+        records = records_of(whole, compute_dtype)
+        if bound is not None:
+            stack.enter_context(Tiling(whole, records, bound, compute_dtype))
+        records = records_of(whole, compute_dtype, world_size=world_size)
+        rule, _ = rule_for(optimizer, records)
+        demand = demand_of(whole, records, rule, share, is_partitioned=world_size > 1)
+        # Not what rank 0 keeps, but what a rank keeps that has as much of each as any.
+        return replace(demand, specs=demand.longest), sum(record.numel for record in records)
+
+
+def _placed(demand: Demand, budget: Budget) -> tuple[Placed, bool]:
+    """The homes within ``budget``, or within the least that works; and whether that is enough."""
+    try:
+        return place_within(demand, budget), True
+    except BudgetError:
+        least = Budget(
+            host_bytes=max(budget.host_bytes, least_host_bytes(demand)),
+            device_bytes=budget.device_bytes
+            and max(budget.device_bytes, least_device_bytes(demand)),
+        )
+        return place_within(demand, least), False

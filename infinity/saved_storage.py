@@ -14,17 +14,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from aio import AioError, Engine, Operation
 from infinity.bandwidth import shares
 from swap.directory import SwapDirectory
 from swap.extents import Extent, ExtentStore
-from swap.planes import as_bytes
+from swap.planes import as_bytes, page_aligned
 from swap.timeline import Timeline
 
-PAGE = 4096
 _BLOCK_BYTES = 256 * 1024
 ENGINE_BYTES = 8 * _BLOCK_BYTES
 """Memory that the engine takes for each directory: it copies what torch did not align, eight blocks
@@ -244,13 +242,6 @@ class Volume:
             return
         with self._timeline.span("stall", label=_LABEL):
             operation.result()
-
-
-def page_aligned(nbytes: int) -> torch.Tensor:
-    """New memory that direct I/O can read into, flat bytes."""
-    whole = np.empty(nbytes + PAGE, dtype=np.uint8)
-    start = -whole.ctypes.data % PAGE
-    return torch.from_numpy(whole[start : start + nbytes])
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

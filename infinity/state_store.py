@@ -28,6 +28,7 @@ from infinity.state_placement import HostMemory, StatePlacement, checkpoint_byte
 from swap.directory import SwapDirectory
 from swap.extents import ExtentStore
 from swap.layout import ParameterSpec, Segment
+from swap.passage import PASSAGE_BYTES, Passage
 from swap.planes import as_bytes
 from swap.rules import UpdateRule
 from swap.tiers import Tier
@@ -48,13 +49,14 @@ class StateStore:
         self.timeline = Timeline()
         self.budget_bytes = host_bytes
         self.checkpoint_bytes = checkpoint_bytes(host_bytes)
-        self.host_bytes = self.checkpoint_bytes
+        self.host_bytes = self.checkpoint_bytes + PASSAGE_BYTES
         self.nvme_bytes = 0
         self._rule = rule
         self._directories = directories
         self._blocks: list[Block] = []
         self._parts: list[list[tuple[Block, Segment]]] = []
         self._slots = Slots(self.timeline)
+        self._passage: Passage | None = None
         self._ascending = True
         self._filling = threading.Lock()
         self._stack = ExitStack()
@@ -123,22 +125,18 @@ class StateStore:
 
         For a settled store; several threads may call. Raises ``AioError``.
         """
-        pending = []
         for block, low, part in self._overlaps(parameter, start, out):
             memory = _memory_of(block)
             if memory is not None:
                 part.copy_(block.plane(memory, name)[low : low + part.numel()])
             else:
-                pending.append(self._transfer("read", block, name, low, part))
-        for operation in pending:
-            operation.result()
+                self._transfer("read", block, name, low, part)
 
     def write(self, parameter: int, name: str, start: int, values: torch.Tensor) -> None:
         """Set elements ``[start, start + len(values))`` of a plane.
 
         For a settled store; several threads may write different elements. Raises ``AioError``.
         """
-        pending = []
         for block, low, part in self._overlaps(parameter, start, values):
             memory = _memory_of(block)
             if memory is not None:
@@ -150,9 +148,7 @@ class StateStore:
                 if block.extent is None:
                     assert self.extents is not None
                     block.extent = self.extents.allocate(block.nbytes)
-            pending.append(self._transfer("write", block, name, low, part))
-        for operation in pending:
-            operation.result()
+            self._transfer("write", block, name, low, part)
 
     def close(self) -> None:
         """Remove the swap files. Idempotent; raises nothing that happened in the background."""
@@ -172,7 +168,9 @@ class StateStore:
                     undo.callback(opened[-1].close)
                 extents = ExtentStore(opened, engine, shares=shares(self._directories))
                 extents.reserve(nbytes)
-                self._slots.extents = extents
+                slab = Slab(PASSAGE_BYTES)
+                undo.callback(slab.close)
+                self._slots.extents, self._passage = extents, Passage(slab)
                 self._stack.push(undo.pop_all())
         else:
             self.extents.reserve(nbytes)
@@ -249,16 +247,21 @@ class StateStore:
                     tensor[low - start : high - start],
                 )
 
-    def _transfer(
-        self, kind: str, block: Block, name: str, first: int, part: torch.Tensor
-    ) -> Operation:
+    def _transfer(self, kind: str, block: Block, name: str, first: int, part: torch.Tensor) -> None:
+        """Bring ``part`` there or back, through the passage. Raises ``AioError``."""
         assert self.extents is not None
         assert block.extent is not None
+        assert self._passage is not None
         plane, dtype = block.range_of(name)
         start = plane + first * dtype.itemsize
-        if kind == "read":
-            return self.extents.read(block.extent, start, as_bytes(part), urgent=True)
-        return self.extents.write(block.extent, start, as_bytes(part))
+        extents, extent, memory = self.extents, block.extent, as_bytes(part)
+
+        def transfer(at: int, buffer: np.ndarray) -> Operation:
+            if kind == "read":
+                return extents.read(extent, start + at, buffer, urgent=True)
+            return extents.write(extent, start + at, buffer)
+
+        (self._passage.read if kind == "read" else self._passage.write)(start, memory, transfer)
 
 
 def _memory_of(block: Block) -> np.ndarray | None:

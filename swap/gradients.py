@@ -21,7 +21,7 @@ from swap.extents import Extent, ExtentStore
 from swap.kernels import block_squares, sum_of_squares
 from swap.layout import PIECE, Layout, Segment
 from swap.placement import Placement, gradient_bytes
-from swap.planes import as_bytes, as_tensor
+from swap.planes import as_bytes, as_tensor, page_aligned
 from swap.spills import SpillWriter
 from swap.tiers import Tier
 from swap.timeline import Timeline
@@ -141,7 +141,8 @@ class GradientStore:
     def read(self, parameter: int) -> torch.Tensor:
         """A copy of the gradient of ``parameter``, flat."""
         spec = self._layout.specs[parameter]
-        out = torch.empty(spec.numel, dtype=spec.dtype)
+        # In parts that begin at whole pages, as spilled gradients do.
+        out = page_aligned(spec.weight_bytes).view(spec.dtype)
         for segment in self._layout.segments_of[parameter]:
             part = out[segment.start : segment.start + segment.length]
             if segment.subgroup in self._host:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from swap.layout import PIECE, Layout, ParameterSpec, Plane, Subgroup, pack
+from swap.passage import PASSAGE_BYTES
 from swap.rules import UpdateRule
 from swap.tiers import Budget, BudgetError, Tier, format_bytes
 from swap.traffic import traffic_of
@@ -30,6 +31,8 @@ MAX_SUBGROUP_ELEMENTS = 2 * 1024 * 1024
 state, and are written later: with four times as many elements a step with half of its state in
 memory took 1.08 times its I/O in place of 1.02, and 440 MiB more for that half.
 """
+MOST_SUBGROUPS = 8192
+"""As far as the largest subgroups allow: each has objects of its own, some 2 KiB."""
 MIN_SLOTS = 3
 """One subgroup being read, one in the kernel, one being written."""
 MAX_SLOTS = 4
@@ -71,6 +74,10 @@ class Placement:
         return SPILL_CHUNKS * self.spill_chunk_bytes if self.gradient_nvme_bytes else 0
 
     @property
+    def passage_bytes(self) -> int:
+        return PASSAGE_BYTES if self.state_nvme_bytes or self.gradient_nvme_bytes else 0
+
+    @property
     def host_bytes(self) -> int:
         """All host memory that will be taken."""
         return (
@@ -81,14 +88,32 @@ class Placement:
             + self.spill_bytes
             + self.checkpoint_bytes
             + self.inbox_bytes
+            + self.passage_bytes
         )
 
     @property
     def nvme_bytes(self) -> int:
-        """Largest size of the swap files: state, spilled gradients, and copies in flight."""
+        """Swap files of this size are enough: state, spilled gradients, and copies in flight."""
         if not (self.state_nvme_bytes or self.gradient_nvme_bytes):
             return 0
         return self.state_nvme_bytes + self.gradient_nvme_bytes + 2 * self.staging_bytes
+
+    @property
+    def nvme_wanted_bytes(self) -> int:
+        """Swap files of this size hold the old and the new state of a step at once, as they do
+        where subgroups are updated before the step is taken.
+        """
+        return self.nvme_bytes + self.rewritten_nvme_bytes
+
+    @property
+    def rewritten_nvme_bytes(self) -> int:
+        """State on NVMe that a step writes anew: all but frozen weights."""
+        frozen = sum(
+            group.numel * group.dtype.itemsize
+            for group, home in zip(self.layout.subgroups, self.state_home, strict=True)
+            if home is Tier.NVME and not group.trainable
+        )
+        return self.state_nvme_bytes - frozen
 
     def traffic_per_step(self, *, backward_passes: int = 1) -> tuple[int, int]:
         """Bytes (read, written) in a step in steady state, see ``swap.traffic``."""
@@ -146,9 +171,9 @@ def place(
         )
     aside = _checkpoint_bytes(budget.host_bytes, at_work)
     # Memory is taken by pages: an arena of what is left must not be rounded up beyond the budget.
-    host_bytes = (budget.host_bytes - aside - inbox) // PIECE * PIECE
+    host_bytes = (budget.host_bytes - aside - inbox - PASSAGE_BYTES) // PIECE * PIECE
     elements = _subgroup_elements(specs, rule, host_bytes - least_arena)
-    spare = host_bytes + inbox - at_work
+    spare = host_bytes + inbox + PASSAGE_BYTES - at_work
     placement = _fill(pack(specs, elements), rule, host_bytes, least_arena, spare)
     if budget.device_bytes is not None and not separate_device:
         # On a CPU the arena is the device.
@@ -223,10 +248,13 @@ def _element_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> float:
 
 
 def _least_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
+    """Of a subgroup: so many that what is kept for each of them is little for all of them."""
+    even = sum(spec.padded_numel for spec in specs) // MOST_SUBGROUPS // PIECE * PIECE
+    least = max(MIN_SUBGROUP_ELEMENTS, min(even, MAX_SUBGROUP_ELEMENTS))
     if not rule.whole_parameters:
-        return MIN_SUBGROUP_ELEMENTS
+        return least
     trained = (spec.padded_numel for spec in specs if spec.trainable)
-    return max(MIN_SUBGROUP_ELEMENTS, max(trained, default=0))
+    return max(least, max(trained, default=0))
 
 
 def _fixed_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
@@ -254,7 +282,7 @@ def _least_host_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule, least_ar
     element_bytes = MIN_SLOTS * _element_bytes(specs, rule) + rule.scratch_bytes_per_element
     staging = math.ceil(_least_elements(specs, rule) * element_bytes)
     spill = SPILL_CHUNKS * MIN_SPILL_CHUNK_BYTES
-    return _fixed_bytes(specs, rule) + staging + spill + least_arena
+    return _fixed_bytes(specs, rule) + staging + spill + least_arena + PASSAGE_BYTES
 
 
 def _subgroup_elements(specs: Sequence[ParameterSpec], rule: UpdateRule, host_bytes: int) -> int:

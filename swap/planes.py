@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ import torch
 from aio import AioError, Operation, Slab
 from swap.extents import Extent, ExtentStore
 from swap.kernels import copy_bytes
-from swap.layout import Plane, Segment, Subgroup
+from swap.layout import PAGE, Plane, Segment, Subgroup
+from swap.passage import Passage, lies_as
 from swap.placement import Placement, planes_of
 from swap.rules import UpdateRule
 from swap.tiers import Tier
@@ -28,6 +30,13 @@ def as_tensor(buffer: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     if not buffer.size:
         return torch.empty(0, dtype=dtype)  # the strides of nothing cannot be viewed
     return torch.from_numpy(buffer).view(dtype)
+
+
+def page_aligned(nbytes: int) -> torch.Tensor:
+    """New memory that direct I/O can read into, flat bytes."""
+    whole = np.empty(nbytes + PAGE, dtype=np.uint8)
+    start = -whole.ctypes.data % PAGE
+    return torch.from_numpy(whole[start : start + nbytes])
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
@@ -63,8 +72,10 @@ class PlaneStore:
         rule: UpdateRule,
         slab: Slab | None,
         extents: ExtentStore | None,
+        passage: Passage | None,
     ) -> None:
         self.layout = placement.layout
+        self._passage = passage
         self._home = placement.state_home
         self._extents = extents
         self._lock = threading.Lock()
@@ -150,7 +161,7 @@ class PlaneStore:
                 if extent is None:
                     part.zero_()
                 else:
-                    pending.append(self._transfer("read", extent, low, part))
+                    self._start("read", extent, low, part, pending)
 
     def write(self, parameter: int, name: str, start: int, values: torch.Tensor) -> None:
         """Overwrite values ``[start, start + len(values))`` of one plane in place (no
@@ -168,7 +179,7 @@ class PlaneStore:
                     extent = self.extent(segment.subgroup, name)
                     if extent is None:
                         extent = self._fill_with_zeros(segment.subgroup, name)
-                pending.append(self._transfer("write", extent, low, part))
+                self._start("write", extent, low, part, pending)
 
     def _overlaps(
         self, parameter: int, name: str, start: int, tensor: torch.Tensor
@@ -185,12 +196,23 @@ class PlaneStore:
                 at = segment.offset // plane.per + low - here.start
                 yield segment, at, tensor[low - start : high - start]
 
-    def _transfer(self, kind: str, extent: Extent, first: int, part: torch.Tensor) -> Operation:
+    def _start(
+        self, kind: str, extent: Extent, first: int, part: torch.Tensor, pending: list[Operation]
+    ) -> None:
+        """Transfer ``part``: as it is, which is ``pending`` then, or through the passage."""
+        start, memory = first * part.dtype.itemsize, as_bytes(part)
+        if lies_as(start, memory):
+            pending.append(self._transfer(kind, extent, start, memory))
+            return
+        assert self._passage is not None
+        way = self._passage.read if kind == "read" else self._passage.write
+        way(start, memory, lambda at, buffer: self._transfer(kind, extent, start + at, buffer))
+
+    def _transfer(self, kind: str, extent: Extent, start: int, memory: np.ndarray) -> Operation:
         assert self._extents is not None
-        start = first * part.dtype.itemsize
         if kind == "read":
-            return self._extents.read(extent, start, as_bytes(part), urgent=True)
-        return self._extents.write(extent, start, as_bytes(part))
+            return self._extents.read(extent, start, memory, urgent=True)
+        return self._extents.write(extent, start, memory)
 
     def _map_unit(self, unit: list[Subgroup], slab: Slab) -> None:
         """One array a plane for the whole unit, so that a split parameter is still contiguous."""
@@ -214,12 +236,9 @@ class PlaneStore:
         assert self._extents is not None
         nbytes = self.plane(subgroup, name).nbytes(self.layout.subgroups[subgroup].numel)
         extent = self._extents.allocate(nbytes)
-        zeros = np.zeros(min(nbytes, 1 << 20), dtype=np.uint8)
+        assert self._passage is not None
         try:
-            with _ended_together() as pending:
-                for start in range(0, nbytes, zeros.nbytes):
-                    part = zeros[: min(zeros.nbytes, nbytes - start)]
-                    pending.append(self._extents.write(extent, start, part))
+            self._passage.write_zeros(nbytes, partial(self._transfer, "write", extent))
         except BaseException:
             self._extents.release(extent)
             raise

@@ -17,6 +17,7 @@ def slab_sizes(placement: Placement) -> dict[str, int]:
         "staging": placement.num_slots * placement.slot_bytes,
         "spill": placement.spill_bytes,
         "inbox": placement.inbox_bytes,
+        "passage": placement.passage_bytes,
     }
     return {name: -(-nbytes // PIECE) * PIECE for name, nbytes in sizes.items() if nbytes}
 

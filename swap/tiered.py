@@ -24,6 +24,7 @@ from swap.extents import ExtentStore
 from swap.gradients import GradientStore
 from swap.layout import Layout, Subgroup, neighbours
 from swap.masters import planes_from, values_from
+from swap.passage import Passage
 from swap.placement import Placement
 from swap.planes import PlaneStore
 from swap.rules import ParameterUpdate, UpdateRule
@@ -91,7 +92,9 @@ class TieredState:
             self.slabs[name] = slab = Slab(nbytes)
             undo.callback(slab.close)
         home = self.slabs.get("home")
-        self.planes = PlaneStore(placement, rule, home, self.extents)
+        aside = self.slabs.get("passage")
+        passage = None if aside is None else Passage(aside)
+        self.planes = PlaneStore(placement, rule, home, self.extents, passage)
         self.gradients = GradientStore(
             placement, home, self.slabs.get("spill"), self.extents, self.timeline
         )

@@ -42,7 +42,7 @@ def separate_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return HostLink()
 
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.offloading.place", place_apart)
+        patch.setattr("infinity.placing.place", place_apart)
         patch.setattr(arguments, "make_budget", bounded)
         patch.setattr(TieredState, "_make_link", link)
         yield

@@ -231,7 +231,7 @@ def test_several_threads_may_fetch_while_an_update_is_under_way(make: Make) -> N
 
 def test_whatever_the_budget_the_bits_are_the_same(tmp_path: Path) -> None:
     """Placements by the planner itself, from the least budget to everything in memory."""
-    specs = specs_of([150_000, 3000, 70_000, 90_000, 200], torch.bfloat16, resident=(1, 4))
+    specs = specs_of([300_000, 3000, 140_000, 180_000, 200], torch.bfloat16, resident=(1, 4))
     arena = 2 * max(spec.padded_numel for spec in specs) * 2
     with pytest.raises(BudgetError) as caught:
         place(specs, RULE, Budget(host_bytes=1), least_arena_bytes=arena)

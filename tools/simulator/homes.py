@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from infinity.arguments import check_device_budget
 from infinity.gather_plan import GatherPlan, plans_for
 from infinity.partition import Share, partition
 from simulator.trace import Trace
 from swap.layout import PIECE
 from swap.placement import Placement, place
 from swap.rules import AdamRule, UpdateRule
-from swap.tiers import Budget, BudgetError
+from swap.tiers import Budget, BudgetError, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +67,16 @@ def homes_of(
     try:
         placement = place(specs, rule, rest, least_arena_bytes=block, separate_device=not on_host)
     except BudgetError as error:
-        raise plan.error(error) from error
-    check_device_budget(rest, block)
+        beside = plan.nbytes if on_host else 0
+        least = error.least_host_bytes + beside
+        raise BudgetError(
+            f"{error}, beside {format_bytes(beside)} for gathering", least_host_bytes=least
+        ) from error
+    if rest.device_bytes is not None and rest.device_bytes < block:
+        raise BudgetError(
+            f"device_memory={format_bytes(rest.device_bytes)} is too small for the largest block, "
+            f"{format_bytes(block)}"
+        )
     device_bytes = placement.arena_bytes if on_host else rest.device_bytes
     assert device_bytes is not None
     return Homes(
