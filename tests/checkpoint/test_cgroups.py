@@ -11,7 +11,6 @@ import pytest
 
 from checkpoint import saving
 from checkpoint.cgroups import memory_limits
-from checkpoint.coordinator import SingleProcess
 from tests.support import cgroup
 
 MIB = 1 << 20
@@ -90,11 +89,10 @@ def test_memory_to_take_is_less_than_the_limit_of_the_own_group() -> None:
 
 
 def test_ranks_of_one_machine_copy_within_their_parts_of_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(saving, "available_bytes", lambda: 64 << 30)
     layout = SimpleNamespace(nbytes=40 << 30)
     plan: Any = SimpleNamespace(fillers=[SimpleNamespace(plan=SimpleNamespace(layout=layout))])
     assert saving._budget(plan, None, 1) == 32 << 30
     assert saving._budget(plan, None, 8) == 4 << 30
-    assert saving._settle(tmp_path / "saved", SingleProcess()) == 1
