@@ -19,7 +19,7 @@ from infinity.arguments import (
     make_budget,
     parameter_bound,
 )
-from infinity.bandwidth import measure
+from infinity.bandwidth import Bandwidth, measure
 from infinity.chosen_optimizer import rule_for
 from infinity.discovery import records_of
 from infinity.endurance import DRIVE_ENDURANCE, Wear, endurance_of
@@ -160,11 +160,11 @@ def plan(
     for name, value in (("world_size", world_size), ("passes", passes)):
         if value < 1:
             raise ValueError(f"{name}={value} must be 1 or more")
-    directories = None if nvme is None else directories_of(nvme)
+    nvme_here = [] if nvme is None else directories_of(nvme)
     share = ActivationShare(
         mode=mode_of(activations),
         device=_planned_device(device),
-        num_directories=1 if directories is None else len(directories),
+        num_directories=max(1, len(nvme_here)),
     )
     demand, num_parameters = _demand(
         model_or_num_parameters,
@@ -176,29 +176,43 @@ def plan(
     )
     budget = make_budget(host_memory, device_memory, share.device)
     placed, fits = _placed(demand, budget)
-    read, written = placed.placement.traffic_per_step(backward_passes=passes)
-    bandwidth = None if directories is None else measure(directories)
-    return Plan(
+    found = _summary(demand, placed, budget, passes, None if nvme is None else measure(nvme_here))
+    return replace(
+        found,
         num_parameters=num_parameters,
         world_size=world_size,
+        fits=fits,
+        compute_seconds=compute_seconds,
+        endurance_bytes=endurance_of(drive_endurance, share.num_directories),
+    )
+
+
+def _summary(
+    demand: Demand, placed: Placed, budget: Budget, passes: int, bandwidth: Bandwidth | None
+) -> Plan:
+    placement = placed.placement
+    read, written = placement.traffic_per_step(backward_passes=passes)
+    return Plan(
+        num_parameters=sum(spec.numel for spec in demand.specs),
+        world_size=1,
         budget_host_bytes=budget.host_bytes,
         least_host_bytes=placed.least_host_bytes,
         least_device_bytes=placed.least_device_bytes,
-        fits=fits,
+        fits=True,
         host_bytes=placed.host_bytes,
-        nvme_bytes=placed.placement.nvme_bytes,
-        nvme_wanted_bytes=placed.placement.nvme_wanted_bytes,
+        nvme_bytes=placement.nvme_bytes,
+        nvme_wanted_bytes=placement.nvme_wanted_bytes,
         passes=passes,
         bytes_by_tier={
-            "host": placed.placement.state_host_bytes + placed.placement.gradient_host_bytes,
-            "nvme": placed.placement.state_nvme_bytes + placed.placement.gradient_nvme_bytes,
+            "host": placement.state_host_bytes + placement.gradient_host_bytes,
+            "nvme": placement.state_nvme_bytes + placement.gradient_nvme_bytes,
         },
         read_bytes_per_step=read,
         written_bytes_per_step=written,
         read_bandwidth=None if bandwidth is None else bandwidth.read,
         write_bandwidth=None if bandwidth is None else bandwidth.write,
-        compute_seconds=compute_seconds,
-        endurance_bytes=endurance_of(drive_endurance, share.num_directories),
+        compute_seconds=None,
+        endurance_bytes=0,
     )
 
 
