@@ -54,7 +54,8 @@ def save(
     `stripe_dirs` (which must exist, one per SSD) the data goes there, evenly by bytes. `engine` is
     used and left open; without one, an engine with a lane per stripe lives for the call.
 
-    The tensors must not change during the call. Beyond them it takes `staging_bytes` of memory.
+    The tensors must not change during the call: if one does, in a way that torch counts or while
+    it is written from where it lies, the save fails and the checkpoint before it stays. Beyond them it takes `staging_bytes` of memory.
 
     With a `coordinator` (see `GroupCoordinator`) several ranks save one checkpoint together: every
     rank calls with a tree of the same names, that of rank 0 is kept. A tensor that all ranks have
@@ -65,7 +66,10 @@ def save(
     Raises TypeError naming the path of a leaf that cannot be saved and ValueError for a tree that
     holds itself, both before anything is touched; BlockingIOError if another save to the same
     path is running; OSError naming the file if writing fails, after removing all it had written;
-    RankFailedError if another rank failed.
+    ChangedTensorError naming a tensor that was changed; RankFailedError if another rank failed.
+
+    An interrupt (KeyboardInterrupt, or what a handler of yours raises) stops the save and is raised
+    when everything that it made is removed, or when it is done, if it had got so far.
     """
     ranks = coordinator or SingleProcess()
     return save_after(0, state, path, stripe_dirs, engine, ranks, staging_bytes=staging_bytes)
@@ -112,7 +116,9 @@ def save_async(
 
     With `guard`, an optimizer, the call returns at once: bytes are read from the live tensors, with
     `staging_bytes` (default 256 MiB) of memory beside them, and the guard's next `step()` waits
-    until they have been read. Without one, the tensors are copied first and the call returns when
+    until they have been read. Tensors below 1 MiB that are no parameter or state of the guard, such
+    as running averages, are copied during the call; a larger one must not change before the step
+    does. Without one, the tensors are copied first and the call returns when
     they may change. The copy takes at most `staging_bytes` (default: what the state needs, but no
     more than half of the memory that is free); a larger state is copied in waves, behind the
     writing.

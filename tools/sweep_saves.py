@@ -302,7 +302,7 @@ def _wait_until_traced(process: int) -> None:
 
 
 def guarded_saves(
-    place: Place, count: int, *, offset: int, num_bytes: int = 20 * MIB
+    place: Place, count: int, *, offset: int, num_bytes: int = 8 * MIB
 ) -> Iterator[tuple[int, list[str]]]:
     """Guarded saves with a step right behind each; gives the number of each and what is wrong."""
     weight = torch.nn.Parameter(aligned(num_bytes, offset).view(torch.float32).zero_())

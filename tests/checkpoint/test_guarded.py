@@ -4,8 +4,10 @@ call, and a tensor that changes all the same is an error that names it."""
 from __future__ import annotations
 
 import mmap
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,3 +76,83 @@ def test_memory_that_changes_while_it_is_written_is_an_error_and_the_checkpoint_
     assert caught.value.tensor == "x"
     assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == before
     assert not checkpoint.load(tmp_path / "run")["x"].any()
+
+
+def test_running_averages_are_saved_as_they_were_at_the_call(tmp_path: Path) -> None:
+    model = torch.nn.BatchNorm1d(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    reading = Held()
+    array = np.zeros(3)
+    state = {"source": reading, "model": model.state_dict(), "array": array}
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    pending = checkpoint.save_async(state, tmp_path / "step", guard=optimizer)
+    model(torch.randn(16, 8))  # in training, this changes buffers
+    array[:] = 1
+    reading.opened.set()
+    pending.result()
+    loaded = checkpoint.load(tmp_path / "step")
+    for name, value in expected.items():
+        assert torch.equal(loaded["model"][name], value), name
+    assert not loaded["array"].any()
+
+
+def test_an_embedding_that_renormalises_itself_while_it_is_saved_is_an_error_with_its_name(
+    tmp_path: Path,
+) -> None:
+    embedding = torch.nn.Embedding(64, 16, max_norm=0.5)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    checkpoint.save({"model": {"weight": torch.zeros(3)}}, tmp_path / "step")
+    reading = Held()
+    state = {"model": embedding.state_dict(keep_vars=True), "source": reading}
+    pending = checkpoint.save_async(state, tmp_path / "step", guard=optimizer)
+    assert reading.reached.wait(60)
+    embedding(torch.arange(64))
+    reading.opened.set()
+    with pytest.raises(checkpoint.ChangedTensorError, match=r"'model.weight' was changed"):
+        pending.result()
+    assert not checkpoint.load(tmp_path / "step")["model"]["weight"].any()
+
+
+@pytest.mark.parametrize("staging_bytes", [None, MIB], ids=["whole", "waves"])
+def test_a_tensor_that_another_thread_changes_while_it_is_copied_is_an_error(
+    tmp_path: Path, staging_bytes: int | None
+) -> None:
+    tensor = torch.zeros(MIB)
+    checkpoint.save({"x": 1}, tmp_path / "step")
+    state = {"tensor": tensor, "source": Changing(tensor)}
+    with pytest.raises(checkpoint.ChangedTensorError, match="'tensor'"):
+        checkpoint.save_async(state, tmp_path / "step", staging_bytes=staging_bytes).result()
+    assert checkpoint.load(tmp_path / "step") == {"x": 1}
+    with pytest.raises(checkpoint.ChangedTensorError, match="'tensor'"):
+        checkpoint.save(state, tmp_path / "step")
+    assert checkpoint.load(tmp_path / "step") == {"x": 1}
+
+
+class Held:
+    """A source that is read when the test lets it."""
+
+    dtype = torch.uint8
+    shape = (4,)
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+
+    def read(self, start: int, out: memoryview) -> None:
+        self.reached.set()
+        assert self.opened.wait(60)
+        out[:] = bytes(len(out))
+
+
+class Changing:
+    """A source whose reading changes a tensor."""
+
+    dtype = torch.uint8
+    shape = (4,)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def read(self, start: int, out: memoryview) -> None:
+        self._tensor += 1
+        out[:] = bytes(len(out))
