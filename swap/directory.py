@@ -31,7 +31,8 @@ from pathlib import Path
 from aio import Engine, File
 from aio.descriptors import Descriptor
 
-_FOLDER = ".infinity"
+FOLDER = ".infinity"
+"""Where everything of ours is, in each directory."""
 _LOCK = "lock"
 _NAME = re.compile(r"[0-9a-f]{12}")
 _TURN_SECONDS = 120.0
@@ -52,7 +53,7 @@ class SwapDirectory:
 
     def __init__(self, nvme: str | os.PathLike[str], engine: Engine) -> None:
         self.root = Path(nvme)
-        self.path = self.root / _FOLDER / uuid.uuid4().hex[:12]
+        self.path = self.root / FOLDER / uuid.uuid4().hex[:12]
         self._lock: Descriptor | None = None
         self._is_open = True
         try:
@@ -64,7 +65,7 @@ class SwapDirectory:
     def _make(self, engine: Engine) -> None:
         check_usable(self.root)
         with _locked(self.root):
-            folder = self.root / _FOLDER
+            folder = self.root / FOLDER
             with suppress(FileExistsError):
                 folder.mkdir()  # several users may share it
             _check_folder(folder)
@@ -178,7 +179,7 @@ def _check_folder(folder: Path) -> None:
 
 def _reclaim(root: Path) -> list[Path]:
     removed: list[Path] = []
-    parent = root / _FOLDER
+    parent = root / FOLDER
     try:
         _check_folder(parent)
     except (FileNotFoundError, NotADirectoryError):
