@@ -81,6 +81,12 @@ def remove_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path] = ())
     home = checkpoint / uuid
     listed = _stripes_of(home, uuid)
     moved = [folder for stripe in stripes for folder in folders_of(stripe, uuid)] if listed else []
+    absent = [folder for folder in listed if not folder.is_dir()]
+    if len(set(moved) - set(listed)) < len(absent) and any(
+        not folder.parent.is_dir() for folder in absent
+    ):
+        what = "%s: data of save %s are not removed, as nothing is mounted there: %s"
+        logger.warning(what, checkpoint, uuid, ", ".join(map(str, absent)))
     for folder in dict.fromkeys([*listed, *moved]):
         _remove_stripe(folder, home / STRIPES_NAME)
     if home.is_dir() and not home.is_symlink():
@@ -172,8 +178,8 @@ def _remove_stripe(folder: Path, stripes: Path) -> None:
     """Removes a directory elsewhere if the list at `stripes` is its owner."""
     with opened_directory(folder) as descriptor:
         if descriptor is None:
-            if not folder.parent.is_dir() or os.path.lexists(folder):
-                logger.warning("%s: the data in %s are not removed", stripes.parent.parent, folder)
+            if os.path.lexists(folder):
+                logger.warning("%s: %s is no directory; it stays", stripes.parent.parent, folder)
             return
         owner = read_owner(descriptor)
         has_data = any(is_data_file_name(name) for name in _names(descriptor))

@@ -53,7 +53,7 @@ class Relocation:
                 # Where it is not there either, that is the place to name.
                 place = directory, _find(directory, file.path, manifest.uuid) or file.path
             elif file.root is not None:
-                place = self._search(file, manifest.uuid)
+                place = self._search(file, manifest)
             if place is not None:
                 root = str(place[0])
                 if root not in roots:
@@ -62,9 +62,11 @@ class Relocation:
             files.append(file)
         return replace(manifest, roots=tuple(roots), files=tuple(files))
 
-    def _search(self, file: FileRecord, uuid: str) -> tuple[Path, str] | None:
-        for directory in self.searched:
-            path = _find(directory, file.path, uuid)
+    def _search(self, file: FileRecord, manifest: Manifest) -> tuple[Path, str] | None:
+        """Where it was saved comes first if that is among the directories."""
+        root = None if file.root is None else manifest.roots[file.root]
+        for directory in sorted(self.searched, key=lambda directory: str(directory) != root):
+            path = _find(directory, file.path, manifest.uuid)
             if path is not None:
                 return directory, path
         return None

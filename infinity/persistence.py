@@ -21,7 +21,6 @@ import copy
 import errno
 import logging
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from torch import nn
 
 import checkpoint
 from checkpoint import commit_ranks as steps
+from checkpoint.leftovers import remove_checkpoint
 from checkpoint.locate import peek_saved
 from checkpoint.relocation import StripeDirs
 from infinity.discovery import Record
@@ -382,7 +382,7 @@ def export(trainee: Trainee, folder: str | os.PathLike[str]) -> list[str]:
     if coordinator is None:
         return [os.fspath(file) for file in checkpoint.write_safetensors(weights, folder)]
     parts = Path(folder).absolute().with_name(f".{Path(folder).name}.parts")
-    checkpoint.save({"model": weights}, parts, coordinator=coordinator)
+    info = checkpoint.save({"model": weights}, parts, coordinator=coordinator)
 
     def merge() -> list[str]:
         if rank:
@@ -390,7 +390,7 @@ def export(trainee: Trainee, folder: str | os.PathLike[str]) -> list[str]:
         try:
             files = checkpoint.export_safetensors(parts, folder, prefix="model.")
         finally:
-            shutil.rmtree(parts, ignore_errors=True)
+            remove_checkpoint(info.path, info.uuid)
         return [os.fspath(file) for file in files]
 
     every: list[list[str]] = steps.together(coordinator, merge)

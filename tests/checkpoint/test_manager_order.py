@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import checkpoint
-from checkpoint.leftovers import locked
+from checkpoint.directory_lock import locked
 from checkpoint.manifest import MANIFEST_NAME
 from tests.checkpoint.test_manager import damage_data, state
 

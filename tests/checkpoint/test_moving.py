@@ -146,16 +146,32 @@ def test_moved_stripes_are_found_by_every_reader(
     assert "-new" in references.read_text()
 
 
-def test_a_series_finds_moved_stripes_among_its_own(tmp_path: Path, stripes: list[Path]) -> None:
+def test_data_on_an_ssd_that_is_not_mounted_stay_and_are_named(
+    tmp_path: Path, stripes: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run"
+    checkpoint.save(state(1), path, stripes)
+    (away,) = move(stripes[:1], "-away")
+    checkpoint.save(state(2), path, stripes[1:])
+    assert holds(2, path)
+    assert str(stripes[0]) in caplog.text
+    assert len(data_of([away])) == 1
+
+
+def test_a_series_finds_moved_stripes_among_its_own(
+    tmp_path: Path, stripes: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
     manager = checkpoint.Manager(tmp_path / "run", stripes, keep=2)
     manager.save(1, state(1))
     manager.save(2, state(2))
     moved = move(stripes, "-new")
     assert checkpoint.Manager(tmp_path / "run").steps() == []
+    caplog.clear()
     manager = checkpoint.Manager(tmp_path / "run", moved, keep=2)
     assert manager.steps() == [1, 2]
     assert torch.equal(manager.load()["w0"], state(2)["w0"])
     manager.save(3, state(3))
+    assert not caplog.records
     assert manager.steps() == [2, 3]
     assert {name.split(".")[0] for name in data_of(moved)} == {"step-2", "step-3"}
 
