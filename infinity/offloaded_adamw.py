@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,16 +25,16 @@ import torch
 
 from infinity import offloaded_state
 from infinity.arguments import Directories, budget_of_rank, directories_of
-from infinity.local_tensors import layout_of, local
-from infinity.offloaded_step import Member, MemberUpdate, Step, Updater, take
+from infinity.local_tensors import local
+from infinity.offloaded_member import Held, Member, member_of, options_of, spec_of, torch_defaults
+from infinity.offloaded_step import MemberUpdate, Step, Updater, makes_state_only, take
 from infinity.optimizer import AdamW
 from infinity.state_placement import TRANSFER_BYTES
 from infinity.state_store import StateStore
+from infinity.state_view import ParameterState, TieredStateView
 from swap.layout import ParameterSpec
 from swap.rules import AdamRule
 from swap.timeline import busy_seconds
-
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +66,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
       ``torch.distributed`` job takes its part as if all of them were on this machine; ranks on
       several machines may be given more.
 
-    ``add_param_group`` works at any time; state that is added late is placed in the memory that is
-    left. Parameters that do not require gradients take no room before they get one. ``state``
-    stays empty: see ``state_dict`` and ``save``. DDP replicas each keep a whole state, the ranks of
-    FSDP2 that of their shards; give each rank an ``nvme`` of its own SSDs where you can.
+    Of torch's options groups may have ``maximize`` and ``decoupled_weight_decay`` (False: Adam);
+    ``amsgrad`` and ``differentiable`` are refused. ``add_param_group`` works at any time; state
+    that is added late is placed in the memory that is left. Parameters that do not require
+    gradients take no room before they get one. ``state`` is true when there is some, and
+    ``state[parameter]`` reads it, but it lists nothing and takes nothing: see ``state_dict`` and
+    ``save``. The functions of ``torch.distributed.checkpoint.state_dict`` work as with torch's own
+    AdamW, and change nothing when they come before the first step.
+
+    DDP replicas each keep a whole state, the ranks of FSDP2 that of their shards; give each rank an
+    ``nvme`` of its own SSDs where you can.
 
     Raises ``ValueError``, ``TypeError``, ``BudgetError`` (with the least budget that works) or
     ``OSError``, and leaves nothing behind.
@@ -96,7 +103,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._close = weakref.finalize(self, _close_in, os.getpid(), self._store)
         self._is_built = False
         try:
-            super().__init__(params, options.defaults())
+            super().__init__(params, torch_defaults() | options.defaults())
+            self._show_state()
             self._place(p for p in self._parameters() if p.requires_grad)
         except BaseException:
             self._close()
@@ -124,7 +132,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
             )
         with torch.no_grad():
             taken = self._take()
-            if taken.updates:
+            if self._makes_state_only(taken):
+                for member in self._members.values():
+                    member.held = Held.ZEROS
+            elif taken.updates:
                 self._run(taken)
         return loss
 
@@ -142,11 +153,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._store.settle()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer``. Raises ``BudgetError`` when no memory is left for it."""
+        """As ``torch.optim.Optimizer``. Raises ``BudgetError`` when no memory is left for it, and
+        ``ValueError`` for options that AdamW does not have, or that are not computed here.
+        """
         super().add_param_group(param_group)
-        if not self._is_built:
-            return
         try:
+            options_of(self.param_groups[-1])
+            if not self._is_built:
+                return
             self._place(p for p in self.param_groups[-1]["params"] if p.requires_grad)
         except BaseException:
             self.param_groups.pop()
@@ -201,14 +215,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.flush()
         members = [self._members[id(p)] for p in self._parameters() if id(p) in self._members]
         offloaded_state.check_memory(members)
-        stepped = [member for member in members if member.steps]
         # Where torch looks for it, for as long as it takes.
-        for member in stepped:
-            self.state[member.parameter] = offloaded_state.tensors_of(member, self._store)
+        self.state = defaultdict(dict)
         try:
+            for member in members:
+                if member.held is not Held.NOTHING:
+                    tensors = offloaded_state.tensors_of(member, self._store)
+                    self.state[member.parameter] = tensors
             return super().state_dict()
         finally:
-            self.state.clear()
+            self._show_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state dict of this class or of ``torch.optim.AdamW`` (without amsgrad).
@@ -218,12 +234,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         self._check_open()
         states = self._states_in(state_dict)
-        super().load_state_dict(state_dict | {"state": {}})
+        try:
+            super().load_state_dict(state_dict | {"state": {}})
+        finally:
+            self._show_state()
         self._unfinished = None
         self._place(parameter for parameter, _ in states)
         self._store.settle()
         for member in self._members.values():
-            member.steps = 0
+            member.steps, member.held = 0, Held.NOTHING
         for parameter, state in states:
             offloaded_state.take_tensors(self._members[id(parameter)], self._store, state)
 
@@ -266,12 +285,30 @@ class OffloadedAdamW(torch.optim.Optimizer):
             for group in self.param_groups
         ]
 
+    # What torch asks an optimizer for its state by.
+
+    def _show_state(self) -> None:
+        self.state = TieredStateView(self)  # type: ignore[assignment]
+
+    def has_state(self) -> bool:
+        """Whether there is state of any parameter."""
+        return any(member.held is not Held.NOTHING for member in self._members.values())
+
+    def state_of(self, parameter: torch.Tensor) -> ParameterState:
+        """The state of ``parameter``, read when it is looked at. Raises ``KeyError``."""
+        self._check_open()
+        self._place([parameter] if id(parameter) in self._names() else [])
+        return ParameterState(self._members[id(parameter)], self._store, self.flush)
+
+    def _makes_state_only(self, taken: Step) -> bool:
+        trainable = sum(parameter.requires_grad for parameter in self._parameters())
+        is_whole = 0 < trainable <= len(taken.updates)
+        return is_whole and not self.has_state() and makes_state_only(taken.updates.values())
+
     def _states_in(self, state_dict: Mapping[str, Any]) -> list[tuple[torch.Tensor, Any]]:
         """Parameters and their states in a state dict, checked."""
         for group in state_dict["param_groups"]:
-            for option in ("amsgrad", "maximize"):
-                if group.get(option):
-                    raise ValueError(f"the state dict has {option}=True, which is not supported")
+            options_of(group)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters, names = self._parameters(), self._names()
         states = [
@@ -291,7 +328,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._place(p for p in self._parameters() if p.grad is not None)
         updates: dict[int, MemberUpdate] = {}
         for group in self.param_groups:
-            options = _frozen(group)
+            options = options_of(group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     update = take(self._members[id(parameter)], options)
@@ -305,6 +342,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._unfinished = taken
             for update in taken.updates.values():
                 update.member.steps = update.update.step
+                update.member.held = Held.VALUES
             changed = [update.member.parameter for update in taken.updates.values()]
             # Tell autograd before the first change: a graph from before the step is refused.
             torch.autograd.graph.increment_version(changed)
@@ -333,9 +371,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         specs: list[ParameterSpec] = []
         for parameter in parameters:
             if id(parameter) not in self._members:
-                member = _member(parameter, names[id(parameter)], len(self._members) + len(specs))
+                member = member_of(parameter, names[id(parameter)], len(self._members) + len(specs))
                 members.append(member)
-                specs.append(_spec(member, len(specs)))
+                specs.append(spec_of(member, len(specs)))
         if not members:
             return
         needs_transfer = any(member.device.type != "cpu" for member in members)
@@ -347,46 +385,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _check_open(self) -> None:
         if not self._close.alive:
             raise RuntimeError("the optimizer is closed, and its state is gone")
-
-
-def _frozen(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group as they are now. Raises ``ValueError`` for one out of range."""
-    options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-    AdamW(**options)
-    return options | {"lr": float(options["lr"])}
-
-
-def _member(parameter: torch.Tensor, name: str, number: int) -> Member:
-    tensor = local(parameter)
-    if tensor.is_meta:
-        raise ValueError(
-            f"parameter {name} is on the meta device; make an optimizer of real parameters, or "
-            "use infinity.offload"
-        )
-    if tensor.dtype not in WEIGHT_DTYPES:
-        raise ValueError(
-            f"parameter {name} is {tensor.dtype}; OffloadedAdamW updates float32, bfloat16 and "
-            "float16: convert it, or give it to another optimizer"
-        )
-    return Member(
-        parameter=parameter,
-        name=name,
-        number=number,
-        shape=tensor.shape,
-        layout=layout_of(tensor),
-        dtype=tensor.dtype,
-        device=tensor.device,
-    )
-
-
-def _spec(member: Member, index: int) -> ParameterSpec:
-    return ParameterSpec(
-        index=index,
-        name=member.name,
-        numel=member.shape.numel(),
-        dtype=member.dtype,
-        trainable=True,
-    )
 
 
 def _close_in(pid: int, store: StateStore) -> None:

@@ -23,7 +23,7 @@ import torch
 import checkpoint
 from checkpoint.memory import available_bytes
 from infinity.local_tensors import flat, like, local, shape_in, unflat
-from infinity.offloaded_step import Member, follow_weight
+from infinity.offloaded_member import Held, Member
 from infinity.state_store import StateStore
 from swap.rules import AdamRule
 from swap.tiers import format_bytes
@@ -47,7 +47,7 @@ def check_memory(members: Sequence[Member]) -> None:
     nbytes = sum(
         member.shape.numel() * sum(dtype.itemsize for dtype in plane_dtypes(member).values())
         for member in members
-        if member.steps
+        if member.held is not Held.NOTHING
     )
     available = available_bytes()
     if nbytes > available:
@@ -60,12 +60,19 @@ def check_memory(members: Sequence[Member]) -> None:
 
 def tensors_of(member: Member, store: StateStore) -> dict[str, Any]:
     """The state of a parameter as tensors of its shape, on the CPU, and ``step``."""
-    state: dict[str, Any] = {"step": torch.tensor(float(member.steps))}
-    for name, dtype in plane_dtypes(member).items():
-        values = torch.empty(member.shape.numel(), dtype=dtype)
+    return {name: tensor_of(member, store, name) for name in ("step", *plane_dtypes(member))}
+
+
+def tensor_of(member: Member, store: StateStore, name: str) -> torch.Tensor:
+    """One entry of the state of a parameter; zeros, and the weights as master, if it has none."""
+    if name == "step":
+        return torch.tensor(float(member.steps))
+    values = torch.zeros(member.shape.numel(), dtype=plane_dtypes(member)[name])
+    if member.held is Held.VALUES:
         store.read(member.number, name, 0, values)
-        state[name] = like(unflat(values, member.layout, member.shape), member.parameter)
-    return state
+    elif name == "master":
+        values.copy_(member.weight())
+    return like(unflat(values, member.layout, member.shape), member.parameter)
 
 
 def check_tensors(member_name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:
@@ -89,18 +96,21 @@ def check_tensors(member_name: str, shape: torch.Size, state: Mapping[str, Any])
 
 
 def take_tensors(member: Member, store: StateStore, state: Mapping[str, Any]) -> None:
-    """Set the state of a parameter from tensors, converting them; a part of the master that is not
-    there follows from the weights. Raises ``AioError``.
+    """Set the state of a parameter from tensors, converting them. Raises ``AioError``.
+
+    A master that is there is kept whatever the weights are now, which may be loaded later: the next
+    step has it follow them. One that is not there is made of the weights.
     """
     for name, dtype in plane_dtypes(member).items():
         if name in state:
             values = flat(local(state[name]), member.layout).to("cpu", dtype)
         else:
             values = torch.zeros(member.shape.numel(), dtype=dtype)
-        if name == "master":
-            follow_weight(values, member.weight().to("cpu"))
+        if name == "master" and name not in state:
+            values.copy_(member.weight())
         store.write(member.number, name, 0, values.contiguous())
     member.steps = int(state["step"])
+    member.held = Held.VALUES
 
 
 # As checkpoints.
@@ -138,7 +148,7 @@ def save(
     extra: Any,
 ) -> Any:
     """Write a checkpoint of a settled store. ``groups`` have names for parameters."""
-    stepped = [member for member in members if member.steps]
+    stepped = [member for member in members if member.held is Held.VALUES]
     state = {
         "optimizer": _leaves(stepped, store),
         "infinity": {
@@ -189,7 +199,9 @@ def load(
     if leaves:
         checkpoint.load(path, into={"optimizer": leaves}, staging_bytes=store.checkpoint_bytes)
     for member in members.values():
-        member.steps = parameters[member.name]["steps"] if member.name in parameters else 0
+        is_there = member.name in parameters
+        member.steps = parameters[member.name]["steps"] if is_there else 0
+        member.held = Held.VALUES if is_there else Held.NOTHING
     return checkpoint.load(path, only=["extra.*"])["extra"]["value"]
 
 

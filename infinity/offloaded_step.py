@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from infinity.local_tensors import Layout, flat, is_distributed, layout_of, local
+from infinity.local_tensors import flat, is_distributed, local
+from infinity.offloaded_member import Held, Member
 from infinity.state_placement import TRANSFER_ELEMENTS
 from swap.layout import Segment
 from swap.rules import AdamRule, ParameterUpdate
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """A parameter that has room for its state in the store, as parameter ``number``.
-
-    ``shape``, ``layout``, ``dtype`` and ``device`` are those of the local tensor when it got it.
-    """
-
-    parameter: torch.Tensor
-    name: str
-    number: int
-    shape: torch.Size
-    layout: Layout
-    dtype: torch.dtype
-    device: torch.device
-    steps: int = 0
-
-    def weight(self) -> torch.Tensor:
-        """The weights, flat, in place. Raises ``RuntimeError`` if they are not what they were."""
-        tensor = local(self.parameter)
-        now = (tensor.shape, tensor.dtype, tensor.device, layout_of(tensor))
-        if now != (self.shape, self.dtype, self.device, self.layout):
-            raise RuntimeError(
-                f"{self.name} was {self.dtype} on {self.device}, shape {tuple(self.shape)}, when "
-                f"the optimizer was made, and is {tensor.dtype} on {tensor.device}, shape "
-                f"{tuple(tensor.shape)} now; convert and move a model before making its optimizer"
-            )
-        return flat(tensor, self.layout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +27,8 @@ class MemberUpdate:
     source: torch.Tensor
     version: int
     update: ParameterUpdate
+    begins: bool
+    """Whether the store holds no values of the parameter yet."""
 
     def check_unchanged(self) -> None:
         """Raises ``RuntimeError`` if the gradient was changed in place since the step was taken."""
@@ -63,6 +37,18 @@ class MemberUpdate:
                 f"the gradient of {self.member.name} was changed before the step that an error had "
                 "stopped was finished; load the last checkpoint"
             )
+
+
+def makes_state_only(updates: Iterable[MemberUpdate]) -> bool:
+    """Whether a step is what ``torch.distributed.checkpoint.state_dict`` takes to make the state of
+    an optimizer that has none: the first of all, with learning rates and gradients of zero.
+    """
+    return all(
+        update.member.held is Held.NOTHING
+        and update.update.options["lr"] == 0.0
+        and not update.gradient.any()
+        for update in updates
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +89,7 @@ def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
         update=ParameterUpdate(
             parameter=member.number, step=member.steps + 1, shape=member.shape, options=options
         ),
+        begins=member.held is not Held.VALUES,
     )
 
 
@@ -145,7 +132,7 @@ class Updater:
     ) -> None:
         part = slice(segment.start, segment.start + segment.length)
         weight, gradient = update.weight[part], update.gradient[part]
-        if update.update.step == 1:
+        if update.begins:
             for plane in planes.values():
                 plane.zero_()
         for piece in _pieces(segment.length, weight, gradient):

@@ -71,6 +71,20 @@ class StepTaker(Protocol):
         """Forget all gradients."""
 
 
+class AbsentState(dict[torch.Tensor, Any]):
+    """``state`` of an optimizer that has none to show: empty, but true, for torch takes a step with
+    gradients of zero to make the state of an optimizer whose state is false.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, parameter: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "the state of an offloaded optimizer is not in memory; call offloaded.save(path)"
+        )
+
+
 class OffloadedOptimizer(torch.optim.Optimizer):
     """The optimizer of an offloaded model: ``param_groups``, schedulers and step hooks work as
     ever.
@@ -88,6 +102,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(parameters if param_groups is None else param_groups, defaults)
         self._owner = owner
+        self.state = AbsentState()  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Fix the update (norm, clipping, options, step counts) and start it; it finishes behind

@@ -98,7 +98,9 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 class AdamRule:
-    """Adam or AdamW by the native kernel. Options: lr, betas, eps, weight_decay, decoupled.
+    """Adam or AdamW by the native kernel. Options: lr, betas, eps, weight_decay, maximize,
+    decoupled (for torch decoupled_weight_decay: false for Adam); ``ValueError`` for others of
+    torch's that change what is computed.
 
     Moments of fewer than 32 bits are rounded by random bits that are a function of the parameter's
     index, the element in it, and its step count, so not even they depend on the placement.
@@ -147,8 +149,26 @@ class AdamRule:
         )
 
 
+UNKNOWN_OPTIONS = {
+    "amsgrad": "the largest second moments are not kept",
+    "differentiable": "an update is not recorded for autograd",
+}
+"""Options of torch's AdamW that change what it computes and that the kernel does not have."""
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` naming an option that asks for what the kernel does not compute."""
+    for name, reason in UNKNOWN_OPTIONS.items():
+        if options.get(name):
+            raise ValueError(
+                f"{name}=True in a parameter group: {reason} here; set it to False, or use "
+                "torch.optim.AdamW"
+            )
+
+
 def _hyper(update: ParameterUpdate, gradient_scale: float) -> AdamHyper:
     options = update.options
+    check_options(options)
     beta1, beta2 = options["betas"]
     return AdamHyper(
         lr=float(options["lr"]),
@@ -157,6 +177,6 @@ def _hyper(update: ParameterUpdate, gradient_scale: float) -> AdamHyper:
         eps=float(options["eps"]),
         weight_decay=float(options["weight_decay"]),
         step=update.step,
-        grad_scale=gradient_scale,
-        decoupled=bool(options.get("decoupled", True)),
+        grad_scale=-gradient_scale if options.get("maximize") else gradient_scale,
+        decoupled=bool(options.get("decoupled", options.get("decoupled_weight_decay", True))),
     )

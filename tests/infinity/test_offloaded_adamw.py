@@ -112,16 +112,6 @@ def test_step_under_any_budget_gives_the_bits_of_adamw_in_memory(
         assert (report.written_bytes > 0) == (budget != AMPLE)
 
 
-def test_step_float32_is_close_to_torch_adamw(tmp_path: Path) -> None:
-    expected = make_model()
-    train(expected, torch.optim.AdamW(expected.parameters(), lr=1e-2), range(5))
-    model = make_model()
-    with OffloadedAdamW(model.parameters(), lr=1e-2, nvme=tmp_path, host_memory=SMALL) as optimizer:
-        train(model, optimizer, range(5))
-    for ours, theirs in zip(values(model), values(expected), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
 def test_step_moves_less_than_all_state_because_slots_keep_what_they_held(tmp_path: Path) -> None:
     model = make_model()
     with OffloadedAdamW(model.parameters(), nvme=tmp_path, host_memory=SMALL) as optimizer:
@@ -440,7 +430,7 @@ def test_state_dict_goes_on_bit_identically_under_another_budget(
         weights = copy.deepcopy(model.state_dict())
         state = optimizer.state_dict()
         train(model, optimizer, range(3, 6))
-        assert not optimizer.state
+        assert list(optimizer.state) == []
     expected = values(model)
     model = make_model(dtype)
     model.load_state_dict(weights)
