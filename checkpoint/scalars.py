@@ -22,6 +22,7 @@ Node = Any
 _JSON_INT_LIMIT = 1 << 63
 _MAX_DESCR_DEPTH = 16
 _NUMPY_KINDS = "biufcmMSUV"
+_CHARACTERS = ("utf-32-le", "surrogatepass")
 
 
 def is_scalar(value: object) -> bool:
@@ -152,8 +153,12 @@ def _decode_bytes(content: Node) -> bytes:
 
 
 def _encode_numpy(value: np.generic) -> Node:
-    descr = encode_dtype(value.dtype)
-    return {"numpy": [descr, value.tobytes().hex()]}
+    # numpy gives the bytes of an array, in which an empty string has a character.
+    if type(value) is np.str_:
+        return {"numpy": [f"<U{len(value)}", value.encode(*_CHARACTERS).hex()]}
+    if type(value) is np.bytes_:
+        return {"numpy": [f"|S{len(value)}", bytes(value).hex()]}
+    return {"numpy": [encode_dtype(value.dtype), value.tobytes().hex()]}
 
 
 def _decode_numpy(content: Node) -> Any:
@@ -162,6 +167,11 @@ def _decode_numpy(content: Node) -> Any:
     dtype, data = decode_dtype(content[0]), bytes.fromhex(_text(content[1]))
     if len(data) != dtype.itemsize:
         raise ValueError(f"{len(data)} bytes for a numpy scalar of {dtype.itemsize}")
+    # An element of an array would lose the zeros at its end.
+    if dtype.kind == "S":
+        return np.bytes_(data)
+    if dtype.str[:2] == "<U":
+        return np.str_(data.decode(*_CHARACTERS))
     array: np.ndarray[Any, Any] = np.zeros((), dtype)
     if data:
         array = np.frombuffer(data, dtype).reshape(())

@@ -190,3 +190,13 @@ def test_byte_sources_come_back_as_tensors_and_into_sinks(tmp_path: Path) -> Non
     assert sink.data == loaded["x"].numpy().tobytes()
     assert sink.times.tolist() == [1] * len(sink.times)
     assert into["n"] == 3
+
+
+@pytest.mark.parametrize("text", ["", "a", "a\0", "\0", "\ud800", "\U0001f600"], ids=ascii)
+def test_numpy_strings_come_back_with_what_ends_them(tmp_path: Path, text: str) -> None:
+    state = [np.str_(text), np.bytes_(text.encode("utf-8", "surrogatepass")), {np.str_(text): 1}]
+    assert_same(state, roundtrip(state, tmp_path / "step"))
+    loaded = checkpoint.load(tmp_path / "step")
+    assert loaded[0] == text
+    assert len(loaded[0]) == len(text)
+    assert bytes(loaded[1]) == text.encode("utf-8", "surrogatepass")
