@@ -21,7 +21,7 @@ from infinity.endurance import DRIVE_ENDURANCE
 from infinity.hooks import ModelHooks
 from infinity.loss_scale import LossScale
 from infinity.modifying import real_tensors, records_of
-from infinity.optimizer import OffloadedOptimizer
+from infinity.optimizer import OffloadedOptimizer, advance_groups
 from infinity.parameter import become_offloaded, take_grad
 from infinity.phases import Phases
 from infinity.report import Report, make_report, write_trace
@@ -268,13 +268,13 @@ class OffloadedModel:
         for index in present:
             self.steps[index] += 1
             self._saved.generations[index] += 1
+        advance_groups(self.rule, self.optimizer, (self.records[i].parameter for i in present))
         self.sharing.end_step(present)
         self._versions.count_updates(present)
 
     def propose(self) -> Step | None:
-        """The step that is likely to be taken next, for updates before it is; None if unknown.
-
-        It is as if no gradient were clipped, which is proposed after some steps in which none was.
+        """The step that is likely to be taken next, for updates before it is; None if unknown. As
+        if no gradient were clipped, which is proposed after some steps in which none was.
         """
         may_clip = self._max_grad_norm is not None or self._clip_factor != 1.0
         if not self._repeatable or (may_clip and self._unclipped_steps < _UNCLIPPED_STEPS):

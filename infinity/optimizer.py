@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
+from infinity.separable import advance, check_separable, plain_step, shape_like
 from swap.layout import Plane, Segment
-from swap.rules import STATE_DTYPES, ParameterUpdate, master_planes
+from swap.rules import STATE_DTYPES, ParameterUpdate, UpdateRule, master_planes
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
@@ -137,8 +138,9 @@ class TorchRule:
 
     The optimizer is given one parameter at a time as a float32 leaf with its state; state tensors
     of the parameter's shape become planes, anything else (step counts, factored moments) stays in
-    memory in ``small_state``. Optimizers that look at several parameters at once, or need a
-    closure, cannot work this way.
+    memory in ``small_state``; what it keeps in its groups is carried on by ``advance``. Optimizers
+    that look at several parameters at once, or need a closure, cannot work this way: they are a
+    ``ValueError``, see ``separable``.
     """
 
     whole_parameters = True
@@ -150,6 +152,8 @@ class TorchRule:
         self._optimizer = optimizer
         self._starts_with_state = bool(optimizer.state)
         optimizer.state.clear()
+        self.group_keys = check_separable(optimizer, self._trial, has_state=self._starts_with_state)
+        """What steps change in the groups, for all of its parameters."""
         self._plane_names = self._probe()
         self.small_state: dict[int, dict[str, Any]] = defaultdict(dict)
         self._before: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -158,6 +162,14 @@ class TorchRule:
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         state = (Plane(name, kind, zero=True) for name in self._plane_names)
         return (*master_planes(dtype), *state)
+
+    def advance(self, groups: Iterable[dict[str, Any]], stepped: Iterable[torch.Tensor]) -> None:
+        """Let ``groups`` be as the step leaves them that was taken for these parameters."""
+        if self.group_keys:
+            taken = {id(parameter) for parameter in stepped}
+            for group in groups:
+                has_gradients = any(id(parameter) in taken for parameter in group["params"])
+                advance(self._trial, group, has_gradients=has_gradients)
 
     def check(self, update: ParameterUpdate) -> None:
         """Optimizers of torch look at their options when they are made, and not again."""
@@ -220,11 +232,15 @@ class TorchRule:
             # What it made when it was made was for all parameters at once, and is gone.
             make: Any = type(worker)
             worker.state = make([options | {"params": [leaf]}], **worker.defaults).state
-        # The plain step of the class: hooks and schedulers are on the outer optimizer.
-        step = getattr(type(worker).step, "__wrapped__", type(worker).step)
-        step(worker)
+        plain_step(worker)
         result: Mapping[str, Any] = worker.state[leaf]
+        options.update({k: v for k, v in worker.param_groups[0].items() if k != "params"})
         return result
+
+    def _trial(
+        self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        return self._step_one(leaf, options, state), options
 
     def check_elementwise(self) -> None:
         """Raise ``ValueError`` for an optimizer that does not treat every element by itself: rows
@@ -266,13 +282,21 @@ class TorchRule:
         for group in self._optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for dimensions in sorted({max(1, parameter.dim()) for parameter in group["params"]}):
-                shape = (8, 4, *[2] * dimensions)[:dimensions]
+                shape = shape_like(dimensions)
                 leaf = torch.nn.Parameter(torch.zeros(shape))
                 leaf.grad = torch.ones(shape)
                 for name, value in self._step_one(leaf, options, {}).items():
                     if isinstance(value, torch.Tensor) and value.shape == leaf.shape:
                         names[name] = None
         return tuple(names)
+
+
+def advance_groups(
+    rule: UpdateRule, optimizer: torch.optim.Optimizer, stepped: Iterable[torch.Tensor]
+) -> None:
+    """A step was taken for these parameters: the groups are what the optimizer makes of them."""
+    if isinstance(rule, TorchRule):
+        rule.advance(optimizer.param_groups, stepped)
 
 
 def _master(planes: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -356,7 +356,10 @@ def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
     for leaf in leaves_of(trainee.model, trainee.records):
         for part in leaf.parts:
             trainee.steps[part.index] = saved["steps"][leaf.name]
+    kept = trainee.rule.group_keys if isinstance(trainee.rule, TorchRule) else ()
     for group, values in zip(trainee.optimizer.param_groups, saved["groups"], strict=True):
+        for key in kept:  # a state from before the first step has none of them
+            group.pop(key, None)
         group.update({key: value for key, value in values.items() if key != "params"})
     if trainee.loss_scale_state is not None and saved["loss_scale"] is not None:
         trainee.loss_scale_state.value, trainee.loss_scale_state.good_steps = saved["loss_scale"]
