@@ -37,6 +37,8 @@ class Record:
     kind: type[nn.Parameter]
     cut: Cut
     first: int = 0
+    stride: tuple[int, ...] | None = None
+    """Its strides where it came, if they are those of a permutation; None: contiguous."""
 
     @property
     def index(self) -> int:
@@ -110,10 +112,18 @@ def records_of(
                 kind=type(parameter),
                 cut=cut,
                 first=cut.start(rank),
+                stride=_permuted_stride(parameter),
             )
         )
     _check_sharing(named)
     return records
+
+
+def _permuted_stride(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides of what is dense and not contiguous, such as channels_last."""
+    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return None
+    return parameter.stride()
 
 
 def _share(parameter: nn.Parameter, dtype: torch.dtype) -> Share:

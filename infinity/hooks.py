@@ -4,6 +4,7 @@ honest state dicts.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.discovery import Record
 from infinity.parameter import cannot_be_copied
-from infinity.phases import Phases
+from infinity.phases import Passes, Phases
 from infinity.refusals import check_call
 from infinity.residency import Residency
 from infinity.saved import SavedTensors
@@ -33,7 +34,10 @@ class ModelHooks:
         versions: Versions,
         saved: SavedTensors,
         compute_dtype: torch.dtype | None = None,
+        passes: Passes | None = None,
     ) -> None:
+        self._passes = passes
+        self._autocast = threading.local()
         self._model = model
         self._versions = versions
         self._saved = saved
@@ -91,6 +95,12 @@ class ModelHooks:
         if not self._residency.is_computing:
             check_call()
             self._saved.join_thread()
+            self._autocast.kept = torch.is_autocast_cache_enabled()
+            if self._passes is not None:
+                self._passes.begins(module)
+        if torch.is_autocast_cache_enabled():
+            # It would keep a cast of every weight until the region ends, beside the budget.
+            torch.set_autocast_cache_enabled(False)
         if module is self._model:
             self._versions.check_values()
             self._phases.forward_begins()
@@ -101,6 +111,7 @@ class ModelHooks:
         if module is self._model:
             self._phases.forward_ends()
         if not self._residency.is_computing:
+            torch.set_autocast_cache_enabled(getattr(self._autocast, "kept", True))
             self._saved.leave_thread()
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -20,10 +20,10 @@ from infinity.discovery import Record
 from infinity.endurance import DRIVE_ENDURANCE
 from infinity.hooks import ModelHooks
 from infinity.loss_scale import LossScale
-from infinity.modifying import real_tensors, records_of
+from infinity.modifying import Parameters, real_tensors, records_of
 from infinity.optimizer import OffloadedOptimizer, advance_groups
 from infinity.parameter import become_offloaded, take_grad
-from infinity.phases import Phases
+from infinity.phases import Passes, Phases
 from infinity.report import Report, make_report, write_trace
 from infinity.residency import Residency
 from infinity.restoring import Restoring, twice
@@ -82,18 +82,14 @@ class OffloadedModel:
         self._residency = Residency(records, weights, state.device, sharing.visitor_bytes)
         self._phases = Phases(state.timeline)
         self._activations = activations
-        self._saved = SavedTensors(records, weights, self._phases, activations)
+        self._saved = SavedTensors(
+            records, weights, self._phases, activations, lambda: self._residency.held
+        )
         self._versions = Versions(records, self._residency.kept_out)
         self._saves = BackgroundSaves()
-        self._hooks = ModelHooks(
-            model,
-            records,
-            self._residency,
-            self._phases,
-            self._versions,
-            self._saved,
-            compute_dtype,
-        )
+        passes = Passes(self._end_pass) if isinstance(rule, FrozenRule) else None
+        parts = (self._residency, self._phases, self._versions, self._saved)
+        self._hooks = ModelHooks(model, records, *parts, compute_dtype, passes)
         self._restoring = Restoring(model, state, sharing)
         self._open = True
 
@@ -161,11 +157,7 @@ class OffloadedModel:
     # Values.
 
     @contextmanager
-    def gathered(
-        self,
-        params: nn.Module | Iterable[torch.Tensor] | torch.Tensor | None = None,
-        modify: bool = False,
-    ) -> Iterator[None]:
+    def gathered(self, params: Parameters = None, modify: bool = False) -> Iterator[None]:
         """Real, full tensors in ``params`` (default: all) inside the block; they take memory beyond
         the budget.
 
@@ -271,6 +263,10 @@ class OffloadedModel:
         advance_groups(self.rule, self.optimizer, (self.records[i].parameter for i in present))
         self.sharing.end_step(present)
         self._versions.count_updates(present)
+
+    def _end_pass(self) -> None:
+        self.state.weights.end_cycle()
+        self.sharing.end_step(())
 
     def propose(self) -> Step | None:
         """The step that is likely to be taken next, for updates before it is; None if unknown. As

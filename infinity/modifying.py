@@ -4,9 +4,8 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,8 @@ from infinity.discovery import Record
 from infinity.residency import Residency
 from infinity.sharing import Sharing
 from infinity.versions import Versions
+
+Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor | None
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def real_tensors(
 
 
 def records_of(
-    params: Any, records: Sequence[Record], index_of: Callable[[torch.Tensor], int]
+    params: Parameters, records: Sequence[Record], index_of: Callable[[torch.Tensor], int]
 ) -> Sequence[Record]:
     """What ``params`` means: a module, a parameter, several, or None for all."""
     if params is None:

@@ -249,7 +249,7 @@ def become_offloaded(
     face = placeholder(parameter.shape, dtype, device)
     if parameter.is_meta:
         # A meta tensor cannot take real data; the object can take the place of one that does.
-        torch.utils.swap_tensors(parameter, nn.Parameter(face, parameter.requires_grad))
+        torch.utils.swap_tensors(parameter, _like(parameter, face))
     else:
         parameter.data = face
     parameter.__class__ = OffloadedParameter
@@ -266,18 +266,30 @@ def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -
     changes last.
     """
     if data.is_meta != parameter.is_meta:
-        fresh = nn.Parameter(data, parameter.requires_grad)
+        fresh = _like(parameter, data)
         try:
             torch.utils.swap_tensors(parameter, fresh)
         except RuntimeError:
+            _forget_owner(fresh)
             return fresh
     elif not data.is_meta:
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
             _DATA.__set__(parameter, data)
-    for name in ("offload_index", "offload_trainable", "offload_owner"):
-        vars(parameter).pop(name, None)
+    _forget_owner(parameter)
     parameter.__class__ = kind
     return parameter  # type: ignore[no-any-return]
+
+
+def _like(parameter: Any, data: torch.Tensor) -> nn.Parameter:
+    """A parameter over ``data`` with the attributes that programs gave ``parameter``."""
+    fresh = nn.Parameter(data, parameter.requires_grad)
+    vars(fresh).update(vars(parameter))
+    return fresh
+
+
+def _forget_owner(parameter: torch.Tensor) -> None:
+    for name in ("offload_index", "offload_trainable", "offload_owner"):
+        vars(parameter).pop(name, None)
 
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+
+from torch import nn
 
 from swap.timeline import Timeline
 
@@ -55,3 +58,20 @@ class Phases:
             if self._backward is not None:
                 self._timeline.add("backward", *self._backward)
                 self._backward = None
+
+
+class Passes:
+    """Where a pass of inference ends, for which no step is taken: when the module that began it, or
+    another that began a part of it, begins again.
+    """
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+        self._begun: set[nn.Module] = set()
+
+    def begins(self, module: nn.Module) -> None:
+        """A forward of ``module`` begins, inside no other."""
+        if module in self._begun:
+            self._begun.clear()
+            self._end()
+        self._begun.add(module)

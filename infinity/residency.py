@@ -91,6 +91,12 @@ class Residency:
     # What hooks and access call.
 
     @property
+    def held(self) -> list[int]:
+        """Parameters whose weights are in place now, for whichever thread."""
+        with self._lock:
+            return [*self._held]
+
+    @property
     def is_computing(self) -> bool:
         """Whether a forward runs on this thread."""
         return threading.get_ident() in self._frames_of

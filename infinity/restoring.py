@@ -180,7 +180,8 @@ class Restoring:
 
     def _values_of(self, record: Record) -> torch.Tensor:
         """On the meta device if they cannot be had."""
-        nothing = torch.empty(record.shape, dtype=record.dtype, device="meta")
+        stride = record.stride or torch.empty(record.shape, device="meta").stride()
+        nothing = torch.empty_strided(record.shape, stride, dtype=record.dtype, device="meta")
         if record.device.type == "meta":
             return nothing
         if record.is_partitioned and not self._sharing.is_whole:
@@ -200,7 +201,12 @@ class Restoring:
     def _read(self, record: Record) -> torch.Tensor:
         data = torch.empty(record.shape, dtype=record.dtype, device=record.device)
         self._sharing.read_values(record, data)
-        return data
+        if record.stride is None:
+            return data
+        permuted = torch.empty_strided(
+            record.shape, record.stride, dtype=record.dtype, device=record.device
+        )
+        return permuted.copy_(data)
 
     def _give(self, record: Record, data: torch.Tensor) -> None:
         parameter = self._now[record.index]

@@ -3,7 +3,8 @@ kept, or taken by ``activations``.
 
 Between forward and backward, autograd keeps what operations saved. A saved tensor that lies in a
 parameter's weights is packed as (parameter, generation, size, stride, offset) and unpacked by
-fetching the weights, so a graph holds no weights. A nested ``saved_tensors_hooks`` (activation
+fetching the weights, so a graph holds no weights. A cast of weights is packed as theirs and cast
+again. A nested ``saved_tensors_hooks`` (activation
 checkpointing has one) hides these from us; autograd then keeps the buffer itself, which costs
 memory and changes nothing else.
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +34,10 @@ from infinity.discovery import Record
 from infinity.gathered_weights import Weights
 from infinity.phases import Phases
 from infinity.saved_storage import SavedActivation
-from infinity.views import View, bytes_of
+from infinity.views import View, bytes_of, is_whole
+
+_SAMPLE = 16
+"""Elements that are compared before all are."""
 
 _in_use: list[SavedTensors] = []
 """Those of all models that are offloaded now."""
@@ -47,6 +52,8 @@ class SavedWeight:
     generation: int
     version: int
     view: View
+    cast: torch.dtype | None = None
+    """The dtype that the weights were cast to, if it is not they that were saved."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,9 +71,12 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         weights: Weights,
         phases: Phases,
         activations: Activations,
+        held: Callable[[], Iterable[int]],
     ) -> None:
+        """``held``: parameters whose weights are in place now."""
         super().__init__(self._pack, self._unpack)
         self._activations = activations
+        self._held = held
         self._records = records
         self._weights = weights
         self._phases = phases
@@ -121,12 +131,37 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     def find(self, tensor: torch.Tensor) -> SavedWeight | None:
         """How to fetch ``tensor`` again, if it lies in the weights of a parameter."""
         found = self._locate(tensor)
-        if found is None:
-            return None
-        index, start_bytes = found
+        if found is not None:
+            return self._saved(found[0], View.of(tensor, found[1]))
+        if is_whole(tensor):
+            for index in self._held():
+                if self._is_cast(tensor, self._records[index]):
+                    return self._saved(index, View.of(tensor, 0), tensor.dtype)
+        return None
+
+    def _saved(self, index: int, view: View, cast: torch.dtype | None = None) -> SavedWeight:
         version = self._records[index].parameter._version
-        view = View.of(tensor, start_bytes)
-        return SavedWeight(self, index, self.generations[index], version, view)
+        return SavedWeight(self, index, self.generations[index], version, view, cast)
+
+    def _is_cast(self, tensor: torch.Tensor, record: Record) -> bool:
+        """Whether ``tensor`` has the bits of the weights of ``record`` in another dtype, so that it
+        can be made again: what autocast, or ``weight.to(x.dtype)`` in a module, leaves to autograd.
+        """
+        if (
+            record.numel != tensor.numel()
+            or record.spec.resident
+            or record.spec.dtype == tensor.dtype
+            or not record.spec.dtype.is_floating_point
+        ):
+            return False
+        weight = record.parameter.detach().view(-1)
+        cast = tensor.detach().as_strided((tensor.numel(),), (1,))
+        return all(  # a few elements first: most tensors of that size are something else
+            torch.equal(
+                weight[:count].to(cast.dtype).view(torch.uint8), cast[:count].view(torch.uint8)
+            )
+            for count in (_SAMPLE, tensor.numel())
+        )
 
     def fetch(self, packed: SavedWeight) -> torch.Tensor:
         """Fetch what ``find`` found. Raises ``RuntimeError`` if it is not the same any more."""
@@ -147,7 +182,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                 "pass that this backward pass belongs to"
             )
         self._phases.backward_works()
-        return packed.view.over(self._weights.borrow(packed.index))
+        weight = self._weights.borrow(packed.index)
+        return packed.view.over(weight if packed.cast is None else weight.to(packed.cast))
 
     def _check_version(self, saved: _SavedTensor) -> torch.Tensor:
         tensor = saved.tensor

@@ -59,3 +59,14 @@ def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
         (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
     return first * tensor.dtype.itemsize, (last + 1) * tensor.dtype.itemsize
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a floating-point tensor is all of its storage, in any order of dimensions."""
+    return (
+        tensor.layout == torch.strided
+        and tensor.is_floating_point()
+        and 0 < tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes()
+        and not tensor.is_neg()
+        and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+    )

@@ -1,9 +1,10 @@
 """The order in which weights are used, recorded in one step and expected in the next: pure, no I/O.
 
-A cycle runs from one optimizer step to the next. The uses of a cycle become the plan of later ones.
-A use that the plan does not expect moves the cursor to where that parameter comes next; nothing
-fails, the prediction is just worse for a while. A plan is replaced only when two cycles in a row
-departed from it, so that one evaluation in between does not forget the training loop.
+A cycle runs from one optimizer step to the next, in inference from one pass to the next. The uses
+of a cycle become the plan of later ones. A use that the plan does not expect moves the cursor to
+where that parameter comes next; nothing fails, the prediction is just worse for a while. A plan is
+replaced only when two cycles in a row departed from it, so that one evaluation in between does not
+forget the training loop.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from collections.abc import Iterator
 NEVER = 1 << 60
 """Distance of a parameter that the plan does not know."""
 
+LONGEST_CYCLE = 1 << 20
+"""Uses of one cycle that are recorded; a longer one (an evaluation, say) does not become a plan."""
+
 
 class Schedule:
     """Plan and cursor. Not thread-safe: its owner serialises."""
@@ -23,6 +27,7 @@ class Schedule:
         self._positions: dict[int, list[int]] = {}
         self._cursor = 0
         self._recorded: list[int] = []
+        self._last: int | None = None
         self._departed = False
         self._departures = 0
         self.expected_uses = 0
@@ -39,9 +44,11 @@ class Schedule:
 
     def record(self, parameter: int) -> None:
         """A use of ``parameter`` begins. Repeated uses without another between them count once."""
-        if self._recorded and self._recorded[-1] == parameter:
+        if parameter == self._last:
             return
-        self._recorded.append(parameter)
+        self._last = parameter
+        if len(self._recorded) < LONGEST_CYCLE:
+            self._recorded.append(parameter)
         if not self._plan:
             return
         if self._plan[self._cursor] == parameter:
@@ -55,14 +62,16 @@ class Schedule:
             self._cursor = (self._cursor + distance + 1) % len(self._plan)
 
     def end_cycle(self) -> None:
-        """An optimizer step: the recorded cycle may become the plan, and the cursor goes to its
-        start.
+        """A step, or the end of a pass of inference: the recorded cycle may become the plan, and
+        the cursor goes to its start.
         """
         departed = self._departed or len(self._recorded) != len(self._plan)
         self._departures = self._departures + 1 if departed else 0
-        if self._recorded and (not self._plan or self._departures >= 2):
+        is_whole = 0 < len(self._recorded) < LONGEST_CYCLE
+        if is_whole and (not self._plan or self._departures >= 2):
             self._adopt(self._recorded)
         self._recorded = []
+        self._last = None
         self._departed = False
         self._cursor = 0
 
