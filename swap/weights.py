@@ -107,11 +107,6 @@ class WeightCache:
             self._prefetch_ahead(self._specs[parameter].weight_bytes)
         return weight
 
-    def end_cycle(self) -> None:
-        """What comes now is another round of the same: a step was taken, or a pass is over."""
-        with self._changed:
-            self.schedule.end_cycle()
-
     # What the update does.
 
     def begin_update(
