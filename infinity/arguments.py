@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +11,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint.memory import available_bytes
+from checkpoint.memory import available_bytes, machine_bytes
 from infinity.activation_tiers import ActivationShare, mode_of
 from infinity.discovery import RESIDENT_ELEMENTS
 from infinity.optimizer import AdamW, OptimizerFactory
 from infinity.tiling import MIN_TILE_BYTES
 from swap.directory import check_usable
-from swap.tiers import Budget, parse_bytes
+from swap.tiers import Budget, format_bytes, parse_bytes
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_log = logging.getLogger(__name__)
 _DEVICE_SHARE = 0.5
 """Part of the free device memory that weights take by default; activations have the rest."""
 
@@ -69,6 +71,37 @@ class Options:
         if self.optimizer is None or isinstance(self.optimizer, AdamW):
             facts["optimizer"] = self.optimizer
         return facts
+
+
+def warn_of(options: Options) -> None:
+    """One warning for each thing about the budget and the directories that will hurt later."""
+    host_bytes, machine = options.budget.host_bytes, machine_bytes()
+    if host_bytes > machine:
+        _log.warning(
+            "host_memory=%s is more than the %s that this machine, or the control group of this "
+            "process, has: the process may be killed or swap before it has used its budget",
+            format_bytes(host_bytes),
+            format_bytes(machine),
+        )
+    seen: dict[str, str] = {}
+    for directory in options.directories:
+        other = seen.setdefault(disk_of(directory), directory)
+        if other != directory:
+            _log.warning(
+                "%s and %s are on the same disk: together they are as fast as one of them; give "
+                "one directory for each SSD",
+                other,
+                directory,
+            )
+
+
+def disk_of(directory: str) -> str:
+    """Tells disks apart, as far as the kernel says: partitions of a disk are on that disk."""
+    number = Path(directory).stat().st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    if not device.exists():
+        return str(number)  # a file system without a block device of its own
+    return str(device.parent if (device / "partition").exists() else device)
 
 
 def checked(given: Arguments, device: torch.device) -> Options:

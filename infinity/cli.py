@@ -39,6 +39,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
         host_memory=options.host_memory,
         device_memory=options.device_memory,
         world_size=options.world_size,
+        passes=options.passes,
     )
     console.print(str(result), highlight=False)
     return 0 if result.fits else 1
@@ -145,6 +146,9 @@ def _arguments() -> argparse.ArgumentParser:
     command.add_argument("--host-memory", help="such as 64GiB")
     command.add_argument("--device-memory")
     command.add_argument("--world-size", type=_at_least_one, default=1, help="number of ranks")
+    command.add_argument(
+        "--passes", type=_at_least_one, default=1, help="backward passes before each step"
+    )
     command = add("ls", _ls, "names of the tensors of a checkpoint")
     command.add_argument("path")
     command = add("show", _show, "dtype and shape of the tensors of a checkpoint")

@@ -17,6 +17,7 @@ from infinity.arguments import (
     Options,
     checked,
     device_of,
+    warn_of,
 )
 from infinity.bandwidth import shares
 from infinity.block import OffloadBlock
@@ -127,6 +128,7 @@ def _begin(model: nn.Module, given: Arguments, stack: ExitStack) -> OffloadedMod
         options = checked(given, target)
     if given.host_memory is None and ranks is not None:
         options = options.among(ranks_here(ranks))
+    warn_of(options)
     return _enter(stack, model, options, ranks)
 
 

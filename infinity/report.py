@@ -204,6 +204,9 @@ def planned_bytes(state: TieredState) -> dict[str, int]:
         "weights arena": placement.arena_bytes,
         "staging": placement.staging_bytes,
         "spill": placement.spill_bytes,
+        "gradients from the device": placement.inbox_bytes,
+        "passage": placement.passage_bytes,
+        "checkpoint staging": placement.checkpoint_bytes,
         "state on nvme": placement.state_nvme_bytes,
         "gradients on nvme": placement.gradient_nvme_bytes,
     }

@@ -45,7 +45,8 @@ def budgets(make: Make, nvme: Any, **options: Any) -> dict[str, int]:
     """Budgets from everything in memory to as little as works."""
     least = least_budget(make, nvme, **options)
     with infinity.offload(make(), nvme, host_memory=WHOLE, **options) as offloaded:
-        everything = sum(offloaded.report().planned_bytes.values())
+        planned = offloaded.report().planned_bytes
+        everything = sum(planned.values()) - planned["checkpoint staging"]
     between = everything + (4 << 20) - least
     assert between > 1 << 19, "the model is too small for its budget to matter"
     return {
