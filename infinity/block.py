@@ -56,6 +56,9 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool | None:
+        if os.getpid() != self._process:  # in a forked child, which has nothing to give back
+            self._stack.pop_all()
+            return None
         try:
             return self._stack.__exit__(kind, error, trace)
         finally:

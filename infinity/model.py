@@ -31,6 +31,7 @@ from infinity.saved import SavedTensors
 from infinity.sharing import Sharing
 from infinity.stepping import clip_coefficient, options_of, updates_for
 from infinity.versions import Versions
+from swap.forks import check_process
 from swap.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
 from swap.stages import Step
 from swap.tiered import TieredState
@@ -91,7 +92,7 @@ class OffloadedModel:
         parts = (self._residency, self._phases, self._versions, self._saved)
         self._hooks = ModelHooks(model, records, *parts, compute_dtype, passes)
         self._restoring = Restoring(model, state, sharing)
-        self._open = True
+        self._process, self._open = os.getpid(), True
 
     # Training.
 
@@ -297,7 +298,7 @@ class OffloadedModel:
 
     def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
         """Weights of these parameters are in place inside."""
-        self._check_open()
+        self._check_open(self.records[min(indices)].name)
         return self._residency.in_place(indices)
 
     @property
@@ -356,9 +357,7 @@ class OffloadedModel:
         stack.push(self._versions.check_at_end)
 
     def _restore(self) -> None:
-        """Real tensors with the trained values, on the device and in the dtype that the model came
-        with.
-        """
+        """See ``Restoring``; what it left after an interrupt, when called again."""
         if self._open:
             self._restoring.before(lambda: max(self.steps), *self._saves.waits())
         self._open = False
@@ -370,7 +369,8 @@ class OffloadedModel:
         self._check_open()
         self._versions.check()
 
-    def _check_open(self) -> None:
+    def _check_open(self, what: str = "model") -> None:
+        check_process(self._process, f"the offloaded {what}")
         if not self._open:
             raise RuntimeError(
                 "the model is not offloaded any more: use it inside the `with` block"

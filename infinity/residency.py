@@ -17,6 +17,7 @@ as one of them holds it; no lock is held while weights are waited for.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from infinity.parameter import (
     placeholder,
     put_data,
 )
+from swap.forks import check_process, note
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +56,7 @@ class Residency:
         self._records = records
         self._weights = weights
         self._visitor_bytes = visitor_bytes
+        self._process = os.getpid()
         self._frames_of: dict[int, list[_Frame]] = {}
         """By thread; none is empty."""
         self._lock = threading.Lock()
@@ -69,6 +72,7 @@ class Residency:
 
     def attach(self, model: nn.Module) -> None:
         """Swap every parameter's data for what it is while offloaded, and watch access to it."""
+        note(self)
         self._put_out(record.index for record in self._records)
         for module in model.modules():
             if module._parameters:
@@ -187,7 +191,20 @@ class Residency:
         finally:
             self._release(held)
 
+    def after_fork(self) -> None:
+        """In a child every use of a parameter is refused, also where its weights are in place; what
+        is gathered stays the program's.
+        """
+        self._lock = threading.Lock()  # another thread may have had it
+        self._frames_of.clear()
+        for record in self._records:
+            is_ours = isinstance(record.parameter, OffloadedParameter)
+            if is_ours and record.index not in self._kept_out:
+                mark_absent(self._parameter(record.index))
+
     def _hold(self, indices: list[int]) -> None:
+        if indices:
+            check_process(self._process, f"the offloaded {self._records[indices[0]].name}")
         wanted = [index for index in indices if index not in self._kept_out]
         # Tensors made in inference mode count no versions, and changes in them would go unseen.
         with torch.inference_mode(False):

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from aio import Engine, File
 from aio.descriptors import Descriptor
+from swap.forks import note
 
 FOLDER = ".infinity"
 """Where everything of ours is, in each directory."""
@@ -56,6 +57,7 @@ class SwapDirectory:
         self.path = self.root / FOLDER / uuid.uuid4().hex[:12]
         self._lock: Descriptor | None = None
         self._is_open = True
+        note(self)
         try:
             self._make(engine)
         except BaseException:
@@ -78,6 +80,14 @@ class SwapDirectory:
         self.file: File = engine.open(self.path / "state.swap", "x")
         self.file.path.chmod(0o600)
 
+    def after_fork(self) -> None:
+        """The child keeps neither the lock nor the file, and removes nothing."""
+        self._is_open = False
+        file: File | None = vars(self).get("file")
+        if file is not None:
+            file.close()
+        self._unlock()
+
     def close(self) -> None:
         """Close the swap file and remove the folder. Idempotent.
 
@@ -86,7 +96,7 @@ class SwapDirectory:
         if not self._is_open:
             return
         try:
-            file = vars(self).get("file")
+            file: File | None = vars(self).get("file")
             if file is not None:
                 file.close()
         finally:

@@ -65,6 +65,7 @@ class TieredState:
         self.layout: Layout = placement.layout
         self.timeline = Timeline()
         self.device = device or torch.device("cpu")
+        self._process = os.getpid()
         self.is_kept = False
         """Whether ``close`` does nothing, because values are still to be read."""
         self._stack = ExitStack()
@@ -382,15 +383,16 @@ class TieredState:
 
     def close(self) -> None:
         """Stop, and remove the swap files, unless they are to be kept. Idempotent; raises nothing
-        that happened in the background.
+        that happened in the background. Does nothing in a forked child.
         """
-        if not self.is_kept:
+        if not self.is_kept and os.getpid() == self._process:
             self._stack.close()
 
     def __del__(self) -> None:
         # For whoever was interrupted before it had taken note of this object.
         if hasattr(self, "_stack"):
-            self._stack.close()
+            self.is_kept = False
+            self.close()
 
     def _touched(self, step: Step) -> Iterator[Subgroup]:
         for group in self.layout.subgroups:
