@@ -2,6 +2,7 @@
 PyTorch does in memory.
 """
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,16 @@ def rounded(master: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
+def clip(parameters: list[Any], max_norm: float) -> None:
+    """As `clip_grad_norm_`, with sums in float64. In float32, as torch has them, the norm of these
+    gradients is wrong by 1e-6, which moves weights over the edge between two of bfloat16.
+    """
+    squares = (parameter.grad.double().square().sum().item() for parameter in parameters)
+    coefficient = min(1.0, max_norm / (math.sqrt(sum(squares)) + 1e-6))
+    for parameter in parameters:
+        parameter.grad.mul_(coefficient)
+
+
 def train_in_memory(folder: Path, learning_rate: float) -> tuple[list[float], Any]:
     """Mixed precision as usual: gradients of bfloat16 weights, torch's AdamW on float32 masters."""
     model = in_memory(folder).train()
@@ -122,7 +133,7 @@ def train_in_memory(folder: Path, learning_rate: float) -> tuple[list[float], An
         for master, weight in pairs:
             assert weight.grad is not None
             master.grad, weight.grad = weight.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        clip(masters, 1.0)
         optimizer.step()
     for master, weight in pairs:
         weight.data.copy_(rounded(master))
@@ -142,15 +153,12 @@ def test_finetune_exports_what_training_in_memory_gives(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
     losses, plain = train_in_memory(folder, 1e-3)
-    assert losses_of(printed[SMALL])[0] == pytest.approx(losses[0], abs=1e-6)
-    assert losses_of(printed[SMALL]) == pytest.approx(losses, abs=1e-3)
+    assert losses_of(printed[SMALL]) == pytest.approx(losses, abs=1e-6)
     before = in_memory(folder).state_dict()
     expected = plain.state_dict()
     for name, tuned in small.state_dict().items():
-        moved = (expected[name].float() - before[name].float()).abs().mean()
-        missed = (expected[name].float() - tuned.float()).abs().mean()
-        assert moved > 0, name
-        assert missed < 0.005 * moved, name
+        assert not torch.equal(tuned, before[name]), name
+        assert torch.equal(tuned, expected[name]), name
 
 
 def test_lora_saves_adapters_that_no_budget_changes(tmp_path: Path) -> None:
