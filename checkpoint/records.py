@@ -16,6 +16,9 @@ from checkpoint.checksum import CRC_BLOCK_BYTES
 
 Shape = tuple[int, ...]
 
+MAX_CHUNKS = 4096
+"""Of a tensor: readers compare each of them with all others."""
+
 MAX_DIMENSIONS = 64
 """Of a tensor, for the sake of numpy, which has no more."""
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from checkpoint import elements
+from checkpoint.boxes import range_boxes
+from checkpoint.records import MAX_CHUNKS
 from checkpoint.striping import Part, plan_stripes
 
 Ranges = tuple[tuple[int, int], ...]
@@ -111,8 +113,15 @@ def _check_complete(tensor: Holding, holders: Mapping[int, Holding]) -> None:
     for rank, holding in holders.items():
         if holding.ranges is None:
             raise ValueError(f"rank {rank} has all of {tensor.name!r}, other ranks a part of it")
+    ranges = [r for holding in holders.values() for r in holding.ranges or ()]
+    chunks = _num_chunks(tensor.shape, ranges)
+    if chunks > MAX_CHUNKS:
+        raise ValueError(
+            f"{tensor.name!r} would be stored in {chunks} chunks, more than the {MAX_CHUNKS} that "
+            "readers accept; give each rank fewer and longer ranges"
+        )
     reached = 0
-    for first, length in sorted(r for holding in holders.values() for r in holding.ranges or ()):
+    for first, length in sorted(ranges):
         if length <= 0 or first != reached:
             break
         reached = first + length
@@ -121,3 +130,12 @@ def _check_complete(tensor: Holding, holders: Mapping[int, Holding]) -> None:
             f"the ranks do not hold every element of {tensor.name!r} once: of {tensor.numel}, the "
             f"first {reached} are in order"
         )
+
+
+def _num_chunks(shape: tuple[int, ...], ranges: Sequence[tuple[int, int]]) -> int:
+    """How many boxes ranges of a tensor are, before stripes cut them; counted where it matters."""
+    if len(ranges) * (2 * len(shape) + 1) <= MAX_CHUNKS:
+        return len(ranges)
+    return sum(
+        sum(1 for _ in range_boxes(shape, first, first + length)) for first, length in ranges
+    )

@@ -20,6 +20,7 @@ from checkpoint.checksum import CRC_BLOCK_BYTES
 from checkpoint.datafile import ALIGNMENT, MAX_HEADER_BYTES, align_up
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.records import (
+    MAX_CHUNKS,
     MAX_DIMENSIONS,
     ChunkRecord,
     FileRecord,
@@ -31,7 +32,6 @@ _UUID = re.compile("[0-9a-f]{8}")
 _DATA_FILE = re.compile(r"r(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})\.safetensors")
 _MAX_BYTES = (1 << 63) - 1
 _MAX_SPREAD = 4096
-_MAX_GENERAL_CHUNKS = 4096
 
 
 def is_uuid(text: str) -> bool:
@@ -161,7 +161,7 @@ def _check_tiling(tensor: TensorRecord) -> None:
         return
     if len({chunk.file for chunk in chunks}) != len(chunks):
         raise CorruptCheckpointError("two of its chunks in one file", tensor=tensor.name)
-    if len(chunks) > _MAX_GENERAL_CHUNKS:
+    if len(chunks) > MAX_CHUNKS:
         raise CorruptCheckpointError(f"{len(chunks)} chunks", tensor=tensor.name)
     # Sizes add up and every chunk lies inside: they tile the tensor if no two overlap.
     low = np.array([chunk.start for chunk in chunks], np.int64)

@@ -14,6 +14,7 @@ import checkpoint
 from checkpoint.manifest import decode_manifest, encode_manifest
 from checkpoint.rank_files import RankFiles
 from checkpoint.records import ChunkRecord, FileRecord, Manifest, TensorRecord
+from checkpoint.sharing_out import Holding, share_out
 
 
 def nested_dtype(depth: int) -> np.dtype[Any]:
@@ -117,3 +118,13 @@ def test_data_files_that_are_gone_when_all_is_written_are_not_published(
         checkpoint.save({"x": torch.zeros(3)}, path)
     assert torch.equal(checkpoint.load(path)["x"], torch.ones(3))
     assert checkpoint.verify(path).ok
+
+
+def test_more_ranges_than_readers_take_are_refused_before_anything_is_written() -> None:
+    def holdings(count: int, rank: int) -> list[Holding]:
+        ranges = tuple((first, 1) for first in range(rank, count, 2))
+        return [Holding("w", "float32", (count,), ranges)]
+
+    share_out([holdings(4096, 0), holdings(4096, 1)])
+    with pytest.raises(ValueError, match=r"'w' would be stored in 4097 chunks"):
+        share_out([holdings(4097, 0), holdings(4097, 1)])
