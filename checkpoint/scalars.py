@@ -10,6 +10,7 @@ import base64
 import binascii
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ Node = Any
 _JSON_INT_LIMIT = 1 << 63
 _MAX_DESCR_DEPTH = 16
 _NUMPY_KINDS = "biufcmMSUV"
+_SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _CHARACTERS = ("utf-32-le", "surrogatepass")
 
 
@@ -33,7 +35,8 @@ def is_scalar(value: object) -> bool:
 def encode_scalar(value: Any) -> Node:
     """JSON node of a value that `is_scalar` accepts.
 
-    Raises TypeError for a numpy scalar whose dtype holds Python objects or cannot be described.
+    Raises TypeError for a numpy scalar whose dtype holds Python objects or cannot be described, and
+    for text that JSON does not bring back.
     """
     encoder = _ENCODERS.get(type(value))
     return _encode_numpy(value) if encoder is None else encoder(value)
@@ -104,6 +107,15 @@ def _field(item: list[Node], depth: int) -> tuple[Any, ...]:
     title, form = item[0], _tuples(item[1], depth + 1)
     name = title if isinstance(title, str) else tuple(title)
     return (name, form) if len(item) == 2 else (name, form, tuple(item[2]))
+
+
+def _encode_text(value: str) -> Node:
+    if not value.isascii() and _SURROGATE_PAIR.search(value):
+        raise TypeError(
+            "text with both halves of a surrogate pair as characters of their own, which JSON "
+            "makes one character; decode it from UTF-16"
+        )
+    return value
 
 
 def _encode_int(value: int) -> Node:
@@ -220,7 +232,7 @@ def _same(value: Any) -> Node:
 _ENCODERS: dict[type, Callable[[Any], Node]] = {
     type(None): _same,
     bool: _same,
-    str: _same,
+    str: _encode_text,
     int: _encode_int,
     float: _encode_float,
     complex: _encode_complex,

@@ -115,6 +115,9 @@ class _Encoder:
 
     def encode_dict(self, path: Path, value: dict[Any, Any]) -> Node:
         if all(type(key) is str for key in value):
+            for key in value:
+                if not key.isascii():
+                    self._encode_scalar((*path, key), key)
             return {"dict": {key: self.encode((*path, key), item) for key, item in value.items()}}
         return {"items": self._pairs(path, value)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "zeros without memory": lambda: torch._efficientzerotensor((3,)),
     "a freed storage": lambda: freed(torch.ones(100), 0),
     "part of a storage": lambda: freed(torch.ones(100)[::2], 392),
+    "two halves of a character": lambda: "x\ud83d\ude00",
+    "two halves of a character in a key": lambda: {("\ud83d\ude00", 1): 1},
     "a negative that torch cannot compute": lambda: torch._neg_view(
         torch.ones(3).to(torch.float8_e5m2)
     ),
@@ -128,3 +131,13 @@ def test_more_ranges_than_readers_take_are_refused_before_anything_is_written() 
     share_out([holdings(4096, 0), holdings(4096, 1)])
     with pytest.raises(ValueError, match=r"'w' would be stored in 4097 chunks"):
         share_out([holdings(4097, 0), holdings(4097, 1)])
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_keys_that_json_would_make_one_are_refused(tmp_path: Path, kind: type) -> None:
+    state = {"a": kind({"\ud83d\ude00": 1, "\U0001f600": 2})}
+    with pytest.raises(TypeError, match=r"state\['a'\].*surrogate pair"):
+        checkpoint.save(state, tmp_path / "step")
+    fine = [kind({"\ude00\ud83d": 1, "\U0001f600": 2, "\ud83d": 3})]
+    checkpoint.save(fine, tmp_path / "step")
+    assert checkpoint.load(tmp_path / "step") == fine
