@@ -6,10 +6,11 @@ changed would take the interpreter from the training beside it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.errors import CorruptCheckpointError
+from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.locate import check_data_file, peek_saved, read_manifest
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.records import Manifest
@@ -58,13 +59,17 @@ class KnownManifests:
         return manifest
 
     def saved(self, checkpoint: Path) -> int | None:
-        """When a checkpoint was saved, as far as its manifest says so without being checked; None
-        where there is none or it does not say.
+        """When a checkpoint was saved, from the beginning of its manifest alone if that says so; 0
+        for a valid one that does not, None where there is no valid one.
         """
         known = self._known.get(checkpoint)
         if known is not None and known[0] == _stamp(checkpoint):
             return known[1].saved
-        return peek_saved(checkpoint)
+        saved = peek_saved(checkpoint)
+        if saved is None:
+            with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
+                return self.check(checkpoint).saved
+        return saved
 
     def forget(self, checkpoint: Path) -> None:
         """The checkpoint is gone."""

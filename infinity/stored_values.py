@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from checkpoint.assembly import view_of
-from checkpoint.locate import read_manifest
 from checkpoint.manifest import MANIFEST_NAME
-from checkpoint.opened import OpenCheckpoint
+from checkpoint.opened import open_current
 from checkpoint.sources import ByteSource
 from checkpoint.tree import data_nodes
 from infinity.discovery import Record
@@ -84,9 +83,9 @@ class CheckpointValues:
     def __init__(self, model: nn.Module, records: Sequence[Record], path: Path) -> None:
         self._path = path
         self._initialisers = Initialisers(model)
-        self._manifest = read_manifest(path.resolve())
+        self._opened = open_current(path.resolve())
+        self._manifest = self._opened.manifest
         self._nodes = data_nodes(self._manifest.tree)
-        self._opened = OpenCheckpoint(self._manifest, path.resolve())
         found = {record.index: self._find(names_of(model, record)) for record in records}
         self._found = {index: values for index, values in found.items() if values is not None}
         missing = [record.name for record in records if found[record.index] is None]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,24 @@ def test_a_copied_series_has_the_order_of_the_original(tmp_path: Path) -> None:
     for at, step in enumerate((10, 20, 30)):
         os.utime(tmp_path / "copy" / f"step-{step}" / MANIFEST_NAME, (at, at))
     assert checkpoint.Manager(tmp_path / "copy").latest() == 10
+
+
+def test_manifests_that_do_not_say_when_are_older_than_those_that_do(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=3)
+    for step in (5, 9, 7):
+        manager.save(step, state(step))
+    for step in (5, 9):
+        manifest = manager.path(step) / MANIFEST_NAME
+        body = re.sub(rb'"saved":[0-9]+,\n', b"", manifest.read_bytes().split(b"\n", 1)[1])
+        first = b'{"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'",\n'
+        manifest.write_bytes(first + body)
+    manager = checkpoint.Manager(tmp_path, keep=3)
+    assert manager.latest() == 7
+    manager.save(6, state(6))
+    assert manager.steps() == [6, 7, 9]
+    shutil.rmtree(manager.path(6))
+    shutil.rmtree(manager.path(7))
+    assert manager.load()["step"] == 9
 
 
 def test_a_clock_that_is_set_back_does_not_change_the_order(

@@ -9,6 +9,7 @@ import torch
 
 import checkpoint
 import infinity
+from checkpoint import locate
 from infinity.plane_bytes import PlaneBytes
 from tests.support.models import Gpt, seeded, token_loss
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
@@ -108,3 +109,27 @@ def _leaf(tree: Any) -> torch.Tensor:
         (tree,) = tree.values()
     assert isinstance(tree, torch.Tensor)
     return tree
+
+
+def test_weights_of_a_checkpoint_that_is_saved_over_are_those_of_one_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "checkpoint", locate.read_manifest
+    values = iter([1.0, 2.0])
+
+    def save() -> None:
+        for value in values:
+            checkpoint.save({"weight": torch.full((2, 2), value)}, path)
+            break
+
+    def overtaken(*args: Any) -> Any:
+        manifest = read(*args)
+        save()
+        return manifest
+
+    save()
+    monkeypatch.setattr(locate, "read_manifest", overtaken)
+    model = torch.nn.Linear(2, 2, bias=False)
+    with infinity.offload(model, tmp_path, host_memory=WHOLE, optimizer=None, weights=path):
+        pass
+    assert torch.equal(model.weight, torch.full((2, 2), 2.0))
