@@ -18,8 +18,9 @@ from checkpoint.reader import ReadOptions
 from checkpoint.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.records import Manifest
 from checkpoint.relocation import StripeDirs, relocation
-from checkpoint.saving import STAGING_BYTES, PathLike
+from checkpoint.saving import STAGING_BYTES, PathLike, finish_device_work
 from checkpoint.selection import Selection
+from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.targets import Target, TensorTarget
 from checkpoint.tree import MISSING, DataNode, data_nodes, decode_tree
 
@@ -52,20 +53,36 @@ def load(
     Raises FileNotFoundError for a missing path, IncompleteCheckpointError for one without manifest,
     CorruptCheckpointError naming file, tensor and extent for damage, ValueError for a pattern that
     matches nothing, for no pattern at all and for an `into` that does not fit, OSError for what
-    cannot be read. After an error tensors of `into` may hold old and new values.
+    cannot be read. After an error, or an interrupt, tensors of `into` may hold old and new values.
     """
     checkpoint = Path(path).resolve()
-    options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=verify)
     moved = relocation(stripe_dirs)
-    device = None if map_location is None else torch.device(map_location)
+    device = None if map_location is None else _indexed(torch.device(map_location))
     selection = Selection(only)
+    is_inference = torch.is_inference_mode_enabled()
 
-    def attempt(manifest: Manifest) -> Any:
-        if into is not None:
-            return _load_into(manifest, checkpoint, into, selection, options)
-        return _load_new(manifest, checkpoint, selection, device, options)
+    def work(cancellation: Cancellation) -> Any:
+        options = ReadOptions(
+            engine=engine, staging_bytes=staging_bytes, verify=verify, cancellation=cancellation
+        )
 
-    return with_current_manifest(checkpoint, attempt, moved)
+        def attempt(manifest: Manifest) -> Any:
+            if into is not None:
+                return _load_into(manifest, checkpoint, into, selection, options)
+            return _load_new(manifest, checkpoint, selection, device, options)
+
+        with torch.inference_mode(is_inference):
+            return with_current_manifest(checkpoint, attempt, moved)
+
+    finish_device_work()
+    return sheltered(work, "checkpoint-load")
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Each thread has a current device of its own, and loads have threads of their own."""
+    if device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def list_tensors(path: PathLike) -> list[str]:

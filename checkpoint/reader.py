@@ -26,7 +26,7 @@ from checkpoint.gathering import ReadPiece, ReadRun, Wanted, plan_reads
 from checkpoint.headers import check_header
 from checkpoint.memory import staging_slab
 from checkpoint.records import ChunkRecord, FileRecord
-from checkpoint.sheltered import StoppedError
+from checkpoint.sheltered import Cancellation, StoppedError
 from checkpoint.staging import MAX_SLOTS, Slots, plan_slots
 from checkpoint.targets import Place
 from checkpoint.threads import run_all
@@ -68,11 +68,14 @@ class FileReads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How a load reads: its engine (None: one of its own), its memory, whether it verifies."""
+    """How a load reads: its engine (None: one of its own), its memory, whether it verifies, and
+    what may ask it to stop.
+    """
 
     engine: Engine | None
     staging_bytes: int
     verify: bool
+    cancellation: Cancellation = field(default_factory=Cancellation)
 
 
 class Reader:
@@ -95,6 +98,7 @@ class Reader:
         self._verify = options.verify
         self._problems = problems
         self._stop = threading.Event()
+        self._cancellation = options.cancellation
 
     def run(self) -> None:
         """Reads and delivers everything.
@@ -117,9 +121,13 @@ class Reader:
                 reads = left.popleft()
             except IndexError:
                 return
-            if self._stop.is_set():
-                raise StoppedError
+            self._check_stopped()
             self._read(reads)
+
+    def _check_stopped(self) -> None:
+        self._cancellation.check()
+        if self._stop.is_set():
+            raise StoppedError
 
     def _read(self, reads: FileReads) -> None:
         try:
@@ -137,8 +145,7 @@ class Reader:
             stream.free = [slab.allocate(slots.nbytes) for _ in range(slots.count)]
             try:
                 for run in stream.runs(slots.nbytes):
-                    if self._stop.is_set():
-                        raise StoppedError
+                    self._check_stopped()
                     stream.submit(run)
                 stream.drain()
             except BaseException:

@@ -19,6 +19,7 @@ from checkpoint.reader import ChunkRead, FileReads, Reader, ReadOptions
 from checkpoint.records import Manifest
 from checkpoint.sheltered import StoppedError
 from checkpoint.targets import Place, Target
+from checkpoint.threads import started
 
 T = TypeVar("T")
 MAX_LANES = 16
@@ -181,8 +182,7 @@ def _in_background(reader: Reader) -> Iterator[None]:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="checkpoint-load")
-    thread.start()
+    thread = started(run, "checkpoint-read")
     try:
         yield
         thread.join()

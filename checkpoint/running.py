@@ -7,7 +7,6 @@ stopped and everything that it made removed, or it is done if it had got so far.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,7 +23,8 @@ from checkpoint.guard import Gate
 from checkpoint.memory import machine
 from checkpoint.pending import PendingSave, settle
 from checkpoint.records import Manifest, SaveInfo
-from checkpoint.sheltered import Cancellation, StoppedError, Worker, no_thread, wait_for
+from checkpoint.sheltered import Cancellation, StoppedError, Worker, wait_for
+from checkpoint.threads import started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,17 +134,13 @@ class _Copying:
     def __init__(self, early: EarlyStage, pending: PendingSave) -> None:
         self._early = early
         self._pending = pending
-        self._thread = threading.Thread(target=self._copy, name="checkpoint-stage")
 
     def _copy(self) -> None:
         if self._early.copy():
             self._pending.set_staged()
 
     def __enter__(self) -> None:
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise no_thread(self._thread.name) from error
+        self._thread = started(self._copy, "checkpoint-stage")
 
     def __exit__(self, *_: object) -> None:
         self._early.stop()

@@ -55,7 +55,8 @@ def save(
     used and left open; without one, an engine with a lane per stripe lives for the call.
 
     The tensors must not change during the call: if one does, in a way that torch counts or while
-    it is written from where it lies, the save fails and the checkpoint before it stays. Beyond them it takes `staging_bytes` of memory.
+    it is written from where it lies, the save fails and the checkpoint before it stays. Beyond them
+    it takes `staging_bytes` of memory.
 
     With a `coordinator` (see `GroupCoordinator`) several ranks save one checkpoint together: every
     rank calls with a tree of the same names, that of rank 0 is kept. A tensor that all ranks have

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from checkpoint.sheltered import StoppedError, no_thread
@@ -36,7 +37,7 @@ def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: st
     threads: list[threading.Thread] = []
     try:
         for index in range(len(tasks)):
-            threads.append(_started(run, index, f"{name}-{index}"))
+            threads.append(started(partial(run, index), f"{name}-{index}"))
         for thread in threads:
             thread.join()
     except BaseException:
@@ -49,8 +50,9 @@ def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: st
     return [results[index] for index in range(len(tasks))]
 
 
-def _started(run: Callable[[int], None], index: int, name: str) -> threading.Thread:
-    thread = threading.Thread(target=run, args=(index,), name=name)
+def started(run: Callable[[], None], name: str) -> threading.Thread:
+    """A thread that does this. Raises OSError (EAGAIN) if there is none to be had."""
+    thread = threading.Thread(target=run, name=name)
     try:
         thread.start()
     except RuntimeError as error:

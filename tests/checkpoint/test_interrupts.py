@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from sweep_saves import KINDS, Case, Place, interrupt_points
+from sweep_saves import KINDS, Case, Footing, Interrupter, Place, interrupt_points
 
 import checkpoint
 from checkpoint.sheltered import Latch, StoppedError, Worker, sheltered
@@ -259,3 +259,29 @@ def test_a_child_forked_during_a_save_holds_no_lock_and_waits_for_nothing(tmp_pa
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")[:2]) == ["child: True", "parent: 2"]
+
+
+def test_an_interrupted_load_ends_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    case = Case("save", Place.make(tmp_path, 2))
+    case.save(1)
+    interrupter = Interrupter()
+
+    def load() -> None:
+        case.loaded()
+
+    load()
+    footing = Footing.now()
+    for target in range(3, 400, 53):
+        interrupter.run(load, target, on_main=True, number=signal.SIGINT)
+        load()
+        assert footing.lost() == [], target
+
+
+def test_a_load_in_inference_mode_writes_into_tensors_of_that_mode(tmp_path: Path) -> None:
+    checkpoint.save({"x": torch.ones(3)}, tmp_path / "step")
+    with torch.inference_mode():
+        own = {"x": torch.zeros(3)}
+        checkpoint.load(tmp_path / "step", into=own)
+        checkpoint.save({"x": own["x"] * 2}, tmp_path / "step")
+    assert own["x"].tolist() == [1, 1, 1]
+    assert checkpoint.load(tmp_path / "step")["x"].tolist() == [2, 2, 2]
