@@ -22,6 +22,9 @@ from swap.directory import SwapDirectory
 
 ALIGNMENT = 4096
 _GROWTH_BYTES = 64 * 1024 * 1024
+_GROWTH_PARTS = 16
+"""Steps are large, but a small part of what a file has, so that it takes little more than it needs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +170,11 @@ class ExtentStore:
                 return self._taken(Extent(index, offset, nbytes))
         failure: AioError | None = None
         # Disks with no room for a large step may still have enough for this extent.
-        for growth, index in itertools.product((max(nbytes, _GROWTH_BYTES), nbytes), order):
+        for is_large, index in itertools.product((True, False), order):
             volume = self._volumes[index]
+            step = min(_GROWTH_BYTES, volume.nbytes // _GROWTH_PARTS // ALIGNMENT * ALIGNMENT)
             try:
-                self._grow(volume, growth)
+                self._grow(volume, max(nbytes, step) if is_large else nbytes)
             except AioError as error:
                 failure = failure or error
                 continue
