@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from checkpoint.boxes import Shape, flat_first, range_boxes
-from checkpoint.sources import carrier_view
+from checkpoint.sources import carrier_view, memory_fault
 from checkpoint.targets import Place, TensorTarget
 
 
@@ -32,6 +32,9 @@ def check_target(target: torch.Tensor, dtype: torch.dtype, name: str) -> None:
     """Raises TypeError naming the entry for a target that cannot take values of `dtype`."""
     if target.is_meta or target.layout != torch.strided or target.is_quantized:
         raise TypeError(f"{name} has no plain memory to load into; give a strided tensor")
+    fault = memory_fault(target)
+    if fault is not None:
+        raise TypeError(f"{name} is a tensor {fault}")
     if target.dtype == dtype:
         return
     try:

@@ -13,6 +13,7 @@ import torch
 
 import checkpoint
 from checkpoint.checksum import CRC_BLOCK_BYTES
+from checkpoint.dcp_boxes import check_target
 from tests.checkpoint.trees import assert_same, bits
 
 
@@ -261,6 +262,8 @@ def test_a_live_tensor_without_its_memory_is_refused(tmp_path: Path) -> None:
     live.untyped_storage().resize_(100)
     with pytest.raises(ValueError, match=r"into\['x'\].*its memory has been freed"):
         checkpoint.load(tmp_path / "step", into={"x": live})
+    with pytest.raises(TypeError, match=r"x is a tensor .*its memory has been freed"):
+        check_target(live, torch.float32, "x")
 
 
 def test_live_tensors_that_overlap_themselves_are_refused_and_empty_ones_are_not(
