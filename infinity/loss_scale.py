@@ -1,9 +1,16 @@
-"""Dynamic loss scaling for float16 gradients."""
+"""Dynamic loss scaling for float16 gradients, and what scale gradients were really given.
+
+`offloaded.backward(loss)` scales; `loss.backward()` does not, and its gradients are taken as they
+are, so that they train as in plain PyTorch. Gradients of both kinds that accumulate have the scale
+of the first of them.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,3 +39,64 @@ class LossScale:
             self.value *= 2
             self.good_steps = 0
         return False
+
+
+@dataclass(slots=True)
+class GradientScale:
+    """What the accumulated gradients are multiplied by. ``loss_scale``: None where none is wanted.
+
+    ``is_dynamic`` says whether they have the loss scale, and an overflow may come of that.
+    """
+
+    loss_scale: LossScale | None
+    is_dynamic: bool = False
+    _accumulated: float | None = None
+    _passing: float | None = None
+
+    @property
+    def value(self) -> float:
+        return 1.0 if self._accumulated is None else self._accumulated
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of the loss, scaled as the gradients are that there are already, or by the loss
+        scale if there are none.
+        """
+        if self.loss_scale is None:
+            loss.backward()
+            return
+        is_first = self._accumulated is None
+        self._passing = self.loss_scale.value if is_first else self.value
+        try:
+            (loss * self._passing).backward()
+        finally:
+            self._passing = None
+
+    def taken(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient that arrives, dense, at the scale of those that it is added to. An overflow by
+        that shows in their norm.
+        """
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self.loss_scale is None:
+            return gradient
+        if self._accumulated is None:
+            self.is_dynamic = self._passing is not None
+            self._accumulated = 1.0 if self._passing is None else self._passing
+        arrived = 1.0 if self._passing is None else self._passing
+        return gradient if arrived == self.value else gradient * (self.value / arrived)
+
+    def assigned(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient that a program sets: at the scale that it would be read with."""
+        if self._accumulated is None:
+            self._accumulated = 1.0
+        return gradient
+
+    def overflowed(self, norm: float) -> bool:
+        """Whether a step with that norm is to be skipped, which adapts the loss scale."""
+        if self.loss_scale is None or not self.is_dynamic:
+            return False
+        return self.loss_scale.overflowed(norm)
+
+    def clear(self) -> None:
+        """There are no gradients any more."""
+        self._accumulated, self.is_dynamic = None, False

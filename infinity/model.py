@@ -19,7 +19,7 @@ from infinity.collectives import LOAD, SAVE
 from infinity.discovery import Record
 from infinity.endurance import DRIVE_ENDURANCE
 from infinity.hooks import ModelHooks
-from infinity.loss_scale import LossScale
+from infinity.loss_scale import GradientScale, LossScale
 from infinity.modifying import Parameters, real_tensors, records_of
 from infinity.optimizer import OffloadedOptimizer, advance_groups
 from infinity.parameter import become_offloaded, take_grad
@@ -72,6 +72,7 @@ class OffloadedModel:
         self._index = {id(record.parameter): record.index for record in records}
         self._max_grad_norm = max_grad_norm
         self.loss_scale_state = loss_scale
+        self._scale = GradientScale(loss_scale)
         self._clip_factor = 1.0
         self._unclipped_steps = 0
         self._repeatable = isinstance(rule, AdamRule) and loss_scale is None
@@ -108,16 +109,16 @@ class OffloadedModel:
         self.optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """``loss.backward()``, scaled for float16; the step takes the scale out again."""
+        """``loss.backward()``; float16 is scaled, and a step that overflows skipped."""
         self._check_open()
-        (loss if self.loss_scale_state is None else loss * self.loss_scale_state.value).backward()
+        self._scale.backward(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients at the next step so that their norm is at most ``max_norm``; return
         the norm before.
         """
         self._check_open()
-        norm = self.sharing.norm() / self.loss_scale * self._clip_factor if self._present else 0.0
+        norm = self.sharing.norm() / self._scale.value * self._clip_factor if self._present else 0.0
         coefficient = clip_coefficient(norm, max_norm)
         self._clip_factor *= coefficient
         return torch.tensor(norm)
@@ -139,7 +140,7 @@ class OffloadedModel:
         return 1.0 if self.loss_scale_state is None else self.loss_scale_state.value
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the accumulated gradient of ``parameter`` (None if it has none), on the CPU."""
+        """A copy of the accumulated gradient on the CPU, scaled as ``backward`` did; or None."""
         self._check_open()
         index = self._index_of(parameter)
         if index not in self._present:
@@ -243,14 +244,13 @@ class OffloadedModel:
         if not present:
             return
         self._residency.reset()
-        whole_norm = self.sharing.norm() / self.loss_scale
+        self._norm = torch.tensor(whole_norm := self.sharing.norm() / self._scale.value)
         norm = whole_norm * self._clip_factor
-        self._norm = torch.tensor(whole_norm)
-        scale = self._clip_factor / self.loss_scale
+        scale = self._clip_factor / self._scale.value
         if self._max_grad_norm is not None:
             scale *= clip_coefficient(norm, self._max_grad_norm)
         self._unclipped_steps = self._unclipped_steps + 1 if scale == 1.0 else 0
-        if self.loss_scale_state is not None and self.loss_scale_state.overflowed(norm):
+        if self._scale.overflowed(norm):
             self._consumed.update(self.state.gradients.capture())
             self._clip_factor = 1.0
             return
@@ -282,6 +282,7 @@ class OffloadedModel:
         self.sharing.drop_gradients()
         self.state.clear_gradients()
         self._consumed.clear()
+        self._scale.clear()
         self._clip_factor = 1.0
 
     def has_gradient(self, index: int) -> bool:
@@ -294,7 +295,7 @@ class OffloadedModel:
         self.state.clear_gradients(index)
         self._consumed.discard(index)
         if gradient is not None:
-            self.sharing.add_gradient(index, gradient)
+            self.sharing.add_gradient(index, self._scale.assigned(gradient))
 
     def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
         """Weights of these parameters are in place inside."""
@@ -322,9 +323,8 @@ class OffloadedModel:
                 f"{self.records[index].name} got a gradient on top of one that a step has used; "
                 "call offloaded.step(), or optimizer.zero_grad() after optimizer.step()"
             )
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
         with self._adding:  # passes may run on several threads
-            self.sharing.add_gradient(index, dense)
+            self.sharing.add_gradient(index, self._scale.taken(gradient))
         self._phases.backward_works()
 
     # Opening and closing, for ``offload``.
@@ -352,7 +352,7 @@ class OffloadedModel:
         for record, gradient in zip(self.records, gradients, strict=True):
             if gradient is not None and record.spec.trainable:
                 # Those that the model came with are accumulated to, as plain PyTorch does.
-                self.sharing.add_gradient(record.index, gradient.to_dense() * self.loss_scale)
+                self.sharing.add_gradient(record.index, self._scale.taken(gradient))
         self._versions.watch(self.model)
         stack.push(self._versions.check_at_end)
 
