@@ -31,6 +31,7 @@ from checkpoint.writer import FileJob, FillingSupply, Writer
 
 MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
+WHOLE_NAME = "model.safetensors"
 
 
 def export_safetensors(
@@ -76,7 +77,8 @@ def write_safetensors(
 
     The shards are `model-00001-of-00003.safetensors` and so on, or `model.safetensors` if one is
     enough, and `model.safetensors.index.json` says which holds what. A shard is at most
-    `max_shard_bytes` long unless a single tensor is longer. Files of these names are replaced.
+    `max_shard_bytes` long unless a single tensor is longer. Files of these names are replaced, and
+    a `model.safetensors` of before is removed where there are several.
 
     Raises TypeError for a value that cannot be saved, before anything is written, and OSError
     naming the file; the files of an unfinished call are removed.
@@ -101,6 +103,8 @@ def write_safetensors(
         final = [target / file for file in [*files, INDEX_NAME]]
         for temporary, file in zip(written, final, strict=True):
             temporary.replace(file)
+        if len(files) > 1:  # or `from_pretrained` would take it instead of the shards
+            (target / WHOLE_NAME).unlink(missing_ok=True)
         sync_directory(target)
     return final
 

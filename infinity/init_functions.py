@@ -22,12 +22,42 @@ class Function:
 
 def functions_of(model: nn.Module) -> list[Function]:
     """First every module's ``reset_parameters``, children before parents, which constructors call;
-    then each ``_init_weights``, an inner model's before that of what it is in.
+    then each ``_init_weights``, an inner model's before that of what it is in. Adapters of PEFT are
+    added to a model after that, and initialise themselves in their own way.
     """
     functions = [found for module in _inside_out(model) for found in _resetting(module)]
     for module in _inside_out(model):
         functions += _initialising(module)
-    return functions
+    adapters = {id(module) for layer in model.modules() for module in _adapters_of(layer)}
+    functions = [function for function in functions if id(function.module) not in adapters]
+    return [*functions, *_initialising_adapters(model)]
+
+
+def _adapters_of(layer: Any) -> Iterator[nn.Module]:
+    """The modules that PEFT has added to a layer."""
+    if isinstance(getattr(layer, "adapter_layer_names", None), (tuple, list)):
+        for name in layer.adapter_layer_names:
+            added = getattr(layer, name, None)
+            if isinstance(added, nn.Module):
+                yield from added.modules()
+
+
+def _initialising_adapters(model: nn.Module) -> Iterator[Function]:
+    """Those of LoRA that begin as usual; what begins in another way is known to PEFT alone."""
+    usual: set[str] = set()
+    for module in model.modules():
+        configs: Any = getattr(module, "peft_config", None)
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            if getattr(config, "init_lora_weights", None) is True:
+                usual.add(name)
+    for layer in model.modules():
+        if callable(getattr(layer, "reset_lora_parameters", None)):
+            for name in sorted(usual & {*getattr(layer, "lora_A", ())}):
+                yield Function(_reset_lora(layer, name), layer)
+
+
+def _reset_lora(layer: Any, name: str) -> Callable[[], object]:
+    return lambda: layer.reset_lora_parameters(name, True)
 
 
 def _inside_out(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:

@@ -75,7 +75,7 @@ def check_separable(optimizer: torch.optim.Optimizer, step: Step, *, has_state: 
         raise
     except Exception as error:
         raise ValueError(
-            f"{name} cannot take a step of throw-away parameters without a closure "
+            f"{name} cannot take a step with dense gradients and without a closure "
             f"({type(error).__name__}: {error}); {_REMEDY}"
         ) from error
     if not alone.is_like(together):

@@ -112,3 +112,16 @@ def test_tensors_arrays_and_sources_are_written_as_shards(tmp_path: Path) -> Non
     with pytest.raises(TypeError, match="'x'"):
         checkpoint.write_safetensors({"x": torch.empty(1, device="meta")}, tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+def test_shards_replace_the_single_file_of_an_earlier_export(tmp_path: Path) -> None:
+    """`from_pretrained` would take that one, whatever the index says."""
+    folder = tmp_path / "folder"
+    for names, value in ((("a",), 1.0), (("a", "b", "c"), 2.0)):
+        checkpoint.save({name: torch.full((64,), value) for name in names}, tmp_path / str(value))
+        checkpoint.export_safetensors(tmp_path / str(value), folder, max_shard_bytes=300)
+    assert not (folder / "model.safetensors").exists()
+    where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len({*where.values()}) == 3
+    for name, file in where.items():
+        assert torch.equal(load_file(folder / file)[name], torch.full((64,), 2.0))

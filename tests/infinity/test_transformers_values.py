@@ -114,3 +114,20 @@ def test_what_cannot_be_converted_names_the_way_through_transformers(
         ValueError, match=r"cannot be converted .*MixtralForCausalLM\.from_pretrained"
     ):
         _initialised(_on_meta("mixtral"), nvme, weights=tmp_path / "folder")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("init", [True, "gaussian"])
+def test_adapters_on_meta_begin_as_peft_begins_them(init: bool | str, nvme: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
+    with torch.device("meta"):
+        model = peft.get_peft_model(ARCHITECTURES["llama, tied"](), config)
+    if init is not True:
+        with pytest.raises(ValueError, match=r"lora_A\.default\.weight.* is on the meta device"):
+            _initialised(model, nvme)
+        return
+    plain = peft.get_peft_model(ARCHITECTURES["llama, tied"](), config)
+    found = _initialised(model, nvme)
+    for key, expected in plain.named_parameters():
+        _assert_drawn_alike(key, found[key], expected.detach())
