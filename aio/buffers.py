@@ -83,18 +83,25 @@ class Slab:
     Thread-safe. Memory is touched when it is first used; `lock` touches it now and keeps it from
     being swapped out. A lock that fails is one warning with lock=True, and an AioError with
     lock="required". `huge_pages` asks for transparent huge pages: to a device, 1 MiB of them is one
-    segment, of ordinary pages 256.
+    segment, of ordinary pages 256. What is not `inherited` is not there in forked children, and
+    costs no second copy of what is written here while one lives; touching it there ends the child,
+    so it is for memory that nobody outside sees.
 
     Raises ValueError when nbytes is not positive, MemoryError when the address space is spent.
     """
 
     def __init__(
-        self, nbytes: int, *, lock: bool | Literal["required"] = False, huge_pages: bool = True
+        self,
+        nbytes: int,
+        *,
+        lock: bool | Literal["required"] = False,
+        huge_pages: bool = True,
+        inherited: bool = True,
     ) -> None:
         if nbytes <= 0:
             raise ValueError(f"cannot make a slab of {nbytes} bytes: ask for one or more")
         self._nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
-        self._mapping = _map(self._nbytes, huge_pages)
+        self._mapping = _map(self._nbytes, huge_pages, inherited)
         self._address = int(ffi.cast("uintptr_t", self._mapping))
         if lock:
             _lock(self._mapping, self._nbytes, required=lock == "required")
@@ -225,10 +232,10 @@ class Slab:
         self.close()
 
 
-def _map(nbytes: int, huge_pages: bool) -> Any:
+def _map(nbytes: int, huge_pages: bool, inherited: bool) -> Any:
     """An anonymous mapping that unmaps itself with its last reference."""
     address = ffi.new("uint8_t **")
-    if lib.aio_map(nbytes, huge_pages, address):
+    if lib.aio_map(nbytes, huge_pages, inherited, address):
         raise MemoryError(f"cannot map {nbytes} bytes: the address space or its limit is spent")
     return ffi.gc(address[0], lambda mapped: lib.aio_unmap(mapped, nbytes), nbytes)
 

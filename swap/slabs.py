@@ -22,5 +22,15 @@ def slab_sizes(placement: Placement) -> dict[str, int]:
     return {name: -(-nbytes // PIECE) * PIECE for name, nbytes in sizes.items() if nbytes}
 
 
+_SEEN_BY_USERS = ("home", "arena")
+"""Weights are computed with in these, and a program may keep views of them; a forked child has them
+as they were. The rest is passed through, and no child has any use for it."""
+
+
+def slab_of(name: str, nbytes: int) -> Slab:
+    """The slab for a purpose."""
+    return Slab(nbytes, inherited=name in _SEEN_BY_USERS)
+
+
 def slots_of(slab: Slab, placement: Placement) -> list[np.ndarray]:
     return [slab.allocate(placement.slot_bytes) for _ in range(placement.num_slots)]

@@ -28,7 +28,7 @@ from swap.passage import Passage
 from swap.placement import Placement
 from swap.planes import PlaneStore
 from swap.rules import ParameterUpdate, UpdateRule
-from swap.slabs import slab_sizes, slots_of
+from swap.slabs import slab_of, slab_sizes, slots_of
 from swap.stages import Stages, Step
 from swap.timeline import Timeline
 from swap.update import UpdatePipeline, parts_of
@@ -90,7 +90,7 @@ class TieredState:
             self._open_files(undo, directories, shares)
         self.slabs: dict[str, Slab] = {}
         for name, nbytes in slab_sizes(placement).items():
-            self.slabs[name] = slab = Slab(nbytes)
+            self.slabs[name] = slab = slab_of(name, nbytes)
             undo.callback(slab.close)
         home = self.slabs.get("home")
         aside = self.slabs.get("passage")

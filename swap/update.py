@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from aio.threads import join_thread, start_thread
 from swap.layout import Subgroup
 from swap.processors import stay_in_background
 from swap.stages import Job, Stages, Step
@@ -69,17 +70,27 @@ class UpdatePipeline:
         self._failure: BaseException | None = None
         self._left: tuple[Step, list[Subgroup]] | None = None
         self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            self._work.put(None)  # should it have started all the same
+            raise
 
     # Steps.
 
     def submit(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
         """Start a step over ``subgroups``. The one before must have been waited for."""
         assert self._failure is None
-        self._weights.begin_update(parts_of(subgroups), step.updates)
         work = _Pass(step, deque(), is_confirmed=True, is_complete=True)
-        self._add(work, subgroups)
-        self._begin(work)
+        try:
+            self._weights.begin_update(parts_of(subgroups), step.updates)
+            self._add(work, subgroups)
+            self._begin(work)
+        except BaseException as interrupt:
+            if self._current is not work:  # a step that was stopped, for ``retry`` to finish
+                self._left, self._failure = (step, list(subgroups)), interrupt
+                self._weights.fail(interrupt)
+            raise
 
     def join(self) -> None:
         """Wait until the step is finished and at home, or was stopped."""
@@ -90,8 +101,11 @@ class UpdatePipeline:
     def wait(self) -> None:
         """As ``join``; raises what stopped the step, until ``retry``."""
         self.join()
-        if self._failure is not None:
-            raise self._failure
+        while self._failure is not None:
+            if isinstance(self._failure, Exception):
+                raise self._failure
+            self.retry()  # an interrupt was raised where it came
+            self.join()
 
     def retry(self) -> None:
         """Start again what a failure left undone; does nothing when there was none."""
@@ -155,9 +169,11 @@ class UpdatePipeline:
 
     def close(self) -> None:
         """Drop an early pass, finish a step under way, then end the thread. Idempotent."""
-        self.drop_early()
-        self._work.put(None)
-        self._thread.join()
+        try:
+            self.drop_early()
+        finally:
+            self._work.put(None)
+            join_thread(self._thread)
 
     # The thread.
 
@@ -177,8 +193,10 @@ class UpdatePipeline:
 
     def _begin(self, work: _Pass) -> None:
         assert self._current is None
-        self._current = work
-        self._work.put(work)
+        try:
+            self._current = work
+        finally:  # nobody would end one that the thread is not given
+            self._work.put(work)
 
     def _run(self) -> None:
         stay_in_background()

@@ -94,8 +94,9 @@ void aio_file_resized(aio_file *file, uint64_t size);
 /* 1 once the kernel has refused a direct transfer that kept the stated alignments. */
 int aio_file_direct_refused(const aio_file *file);
 
-/* Anonymous memory at a multiple of 2 MiB, or of the page size when that is smaller. */
-int aio_map(uint64_t nbytes, int32_t huge_pages, uint8_t **address);
+/* Anonymous memory at a multiple of 2 MiB, or of the page size when that is smaller. Not inherited:
+ * a forked child has nothing there, and the parent's pages are never copied on its account. */
+int aio_map(uint64_t nbytes, int32_t huge_pages, int32_t inherited, uint8_t **address);
 void aio_unmap(uint8_t *address, uint64_t nbytes);
 /* Faults all pages in and keeps them in memory. */
 int aio_lock_memory(uint8_t *address, uint64_t nbytes);

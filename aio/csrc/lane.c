@@ -65,7 +65,7 @@ static void bounce_give_back(struct lane *lane, struct block *block) {
 static bool bounces_map(struct lane *lane) {
     const uint64_t block_bytes = lane->engine->config.block_bytes;
     if (!lane->bounce_memory) {
-        if (aio_map(NUM_BOUNCES * block_bytes, 1, &lane->bounce_memory))
+        if (aio_map(NUM_BOUNCES * block_bytes, 1, 0, &lane->bounce_memory))
             return false;
         for (uint32_t i = NUM_BOUNCES; i-- > 0;)
             lane->bounces[lane->num_bounces++] = lane->bounce_memory + i * block_bytes;

@@ -56,7 +56,7 @@ void aio_sleep(int fd, int milliseconds) {
     (void)ignored;
 }
 
-int aio_map(uint64_t nbytes, int32_t huge_pages, uint8_t **address) {
+int aio_map(uint64_t nbytes, int32_t huge_pages, int32_t inherited, uint8_t **address) {
     const uint64_t alignment = nbytes >= HUGE_PAGE_BYTES ? HUGE_PAGE_BYTES : aio_page_bytes();
     const uint64_t length = aio_round_up(nbytes, aio_page_bytes());
     if (length < nbytes || length + alignment < length)
@@ -74,6 +74,11 @@ int aio_map(uint64_t nbytes, int32_t huge_pages, uint8_t **address) {
     mapped += head;
     if (huge_pages)
         madvise(mapped, length, MADV_HUGEPAGE); /* a wish: a kernel without it serves small pages */
+    if (!inherited && madvise(mapped, length, MADV_DONTFORK)) {
+        const int error = errno;
+        munmap(mapped, length);
+        return -error;
+    }
     *address = mapped;
     return 0;
 }

@@ -318,3 +318,21 @@ def _flags_of_mapping(address: int) -> list[str] | None:
             begin, _, end = line.split()[0].partition("-")
             inside = int(begin, 16) <= address < int(end, 16)
     return None
+
+
+@pytest.mark.parametrize("inherited", [True, False])
+def test_slab_is_mapped_in_forked_children_only_if_inherited(inherited: bool) -> None:
+    slab = Slab(1 << 21, inherited=inherited)
+    slab.allocate(100)[:] = 7
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with Path("/proc/self/maps").open() as maps:
+            ranges = [line.split()[0].split("-") for line in maps]
+        is_there = any(int(a, 16) <= slab.address < int(b, 16) for a, b in ranges)
+        os.write(write_end, b"y" if is_there else b"n")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read_end, 1) == (b"y" if inherited else b"n")
+    os.close(read_end)
+    os.close(write_end)

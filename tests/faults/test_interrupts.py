@@ -1,13 +1,19 @@
 """Ctrl-C at any line: nothing leaks, nothing hangs, and the next one works."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import infinity
 from aio import Engine, sync_directory
-from tests.support.interrupts import Remains, interrupt, sampled
+from tests.support.interrupts import Lines, Remains, interrupt, sampled
+from tests.support.models import Stack, seeded, vector_loss
+from tests.support.training import least_budget, same_bits, values_of
 
-NUM_SAMPLES = 12
+NUM_SAMPLES = 6
 
 
 def io(folder: Path) -> None:
@@ -41,3 +47,66 @@ def check_io(folder: Path, numbers: range) -> None:
 def test_interrupted_engine_leaves_no_descriptor_thread_or_wait(tmp_path: Path) -> None:
     total = interrupt(lambda: io(tmp_path), None).seen
     check_io(tmp_path, sampled(total, NUM_SAMPLES))
+
+
+def life(model: nn.Module, nvme: Path, host_memory: int) -> None:
+    """A small offloaded life: enter, two steps, a flush, a look at the weights, leave."""
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+        for step in range(2):
+            vector_loss(model, step).backward()
+            offloaded.step()
+        offloaded.flush()
+        with offloaded.gathered():
+            pass
+
+
+class Lives:
+    """Interrupted lives of a model, and what it may be after them."""
+
+    def __init__(self, nvme: Path) -> None:
+        self.nvme = nvme
+        self.host_memory = least_budget(self.make, nvme)
+        self.allowed: list[dict[str, torch.Tensor]] = [values_of(self.make())]
+        for steps in (1, 2):
+            model = self.make()
+            with infinity.offload(model, nvme, host_memory=self.host_memory) as offloaded:
+                for step in range(steps):
+                    vector_loss(model, step).backward()
+                    offloaded.step()
+            self.allowed.append(values_of(model))
+        self.before = Remains.of(nvme)
+
+    @staticmethod
+    def make() -> nn.Module:
+        return seeded(partial(Stack, depth=3))
+
+    def live(self, number: int | None) -> tuple[Lines, str]:
+        """One life; what is wrong after it, if something is."""
+        model = self.make()
+        lines = interrupt(lambda: life(model, self.nvme, self.host_memory), number)
+        return lines, self._wrong_with(model)
+
+    def _wrong_with(self, model: nn.Module) -> str:
+        if any(type(p) is not nn.Parameter or p.is_meta for p in model.parameters()):
+            return "parameters are not real"
+        found = values_of(model)
+        matches = [all(same_bits(v, found[k]) for k, v in each.items()) for each in self.allowed]
+        if not any(matches):
+            return "values are of no step"
+        if (remains := Remains.of(self.nvme)) != self.before:
+            return f"left behind: {remains}"
+        return ""
+
+
+@pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")
+@pytest.mark.timeout(300)
+def test_interrupted_life_leaves_a_whole_model_and_nothing_else(tmp_path: Path) -> None:
+    lives = Lives(tmp_path)
+    lines, wrong = lives.live(None)
+    assert wrong == ""
+    for number in sampled(lines.seen, NUM_SAMPLES):
+        lines, wrong = lives.live(number)
+        assert wrong == "", f"interrupted at {lines.line}"
+    model = lives.make()
+    life(model, tmp_path, lives.host_memory)
+    assert same_bits(values_of(model)["norm.weight"], lives.allowed[2]["norm.weight"])
