@@ -15,6 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from aio import File, Slab
+from checkpoint.datafile import ALIGNMENT
 from checkpoint.filling import Buffer, Filler
 from checkpoint.memory import KeptMemory
 from checkpoint.sheltered import Cancellation, StoppedError
@@ -114,8 +115,7 @@ class EarlyStage:
     ) -> None:
         self._check = check
         self._copied: Future[None] = Future()
-        total = sum(filler.plan.layout.nbytes for filler in fillers)
-        shares = [budget_bytes * filler.plan.layout.nbytes // total for filler in fillers]
+        shares = _shares([filler.plan.layout.nbytes for filler in fillers], budget_bytes)
         slots = [
             plan_slots(filler.plan.layout.nbytes, share, None, COPY_SLOT_BYTES)
             for filler, share in zip(fillers, shares, strict=True)
@@ -163,3 +163,10 @@ class EarlyStage:
         """Stops, and lets go of the memory. Idempotent."""
         self.stop()
         self.supplies = []
+
+
+def _shares(sizes: Sequence[int], budget_bytes: int) -> list[int]:
+    """Of the budget for each file, by size; also a small one gets two buffers, if there is room."""
+    least = 2 * ALIGNMENT if budget_bytes >= 2 * ALIGNMENT * len(sizes) else 0
+    rest = budget_bytes - least * len(sizes)
+    return [least + rest * nbytes // sum(sizes) for nbytes in sizes]

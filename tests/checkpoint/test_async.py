@@ -84,6 +84,15 @@ def test_without_a_guard_tensors_may_change_when_the_call_returns(
     assert checkpoint.verify(tmp_path / "step").ok
 
 
+def test_a_copy_in_waves_gives_a_small_file_beside_a_large_one_its_buffers(tmp_path: Path) -> None:
+    stripes = [tmp_path / "ssd0", tmp_path / "ssd1"]
+    for stripe in stripes:
+        stripe.mkdir()
+    state = {"large": torch.randn(400_000), "small": torch.ones(50)}
+    checkpoint.save_async(state, tmp_path / "step", stripes, staging_bytes=MIB).result()
+    assert_same(state, checkpoint.load(tmp_path / "step"))
+
+
 def test_with_a_guard_the_next_step_waits_until_the_bytes_are_read(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(1000))
     optimizer = torch.optim.SGD([weight], lr=1.0)
