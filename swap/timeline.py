@@ -6,6 +6,7 @@ seconds.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -19,7 +20,8 @@ from aio import Operation
 KINDS = ("read", "write", "kernel", "forward", "backward", "copy", "stall")
 PURPOSES = ("weights", "state", "gradients", "activations")
 """What reads and writes are for; ``state`` is what an optimizer keeps beside the weights."""
-_RING = 200_000
+_RING = 50_000
+"""Events that are kept: some 150 bytes each, which no budget counts."""
 _UNSTEADY_STEPS = 3
 """The first step reads no moments and follows no plan, and shows in what the next two move."""
 
@@ -70,6 +72,7 @@ class Timeline:
         label: str = "",
         purpose: str = "",
     ) -> None:
+        label = sys.intern(label)  # the same few, again and again
         with self._lock:
             self._events.append(Event(kind, start, stop, nbytes, label))
             self.seconds[kind] += stop - start
