@@ -266,7 +266,7 @@ class OffloadedModel:
         self._versions.count_updates(present)
 
     def _end_pass(self) -> None:
-        self.state.weights.schedule.end_cycle()
+        self.state.weights.end_cycle()
         self.sharing.end_step(())
 
     def propose(self) -> Step | None:

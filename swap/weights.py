@@ -93,9 +93,7 @@ class WeightCache:
                     del self._pins[parameter]
 
     def borrow(self, parameter: int) -> torch.Tensor:
-        """The current weights of ``parameter``, flat; valid for as long as the caller refers to
-        them.
-        """
+        """The current weights of ``parameter``, flat; valid while the caller refers to them."""
         with self._changed:
             self.schedule.record(parameter)
         weight = self.at_home(parameter)
@@ -106,6 +104,11 @@ class WeightCache:
         if self._prefetch:
             self._prefetch_ahead(self._specs[parameter].weight_bytes)
         return weight
+
+    def end_cycle(self) -> None:
+        """A pass of inference is over: what comes now is expected to be another."""
+        with self._changed:
+            self.schedule.end_cycle()
 
     # What the update does.
 
@@ -152,9 +155,7 @@ class WeightCache:
         return True
 
     def offer(self, segment: Segment, weight: torch.Tensor) -> None:
-        """New weights of ``segment``: keep a copy if there is room that nobody needs sooner. Never
-        waits for memory.
-        """
+        """New weights of ``segment``: keep a copy if there is room now that nobody needs sooner."""
         if self.at_home(segment.parameter) is not None:
             return
         with self._changed:
@@ -185,9 +186,7 @@ class WeightCache:
             self._changed.notify_all()
 
     def fail(self, failure: BaseException) -> None:
-        """The update stopped: forget what it offered and has not brought home, wake whoever waits
-        for it.
-        """
+        """The update stopped: forget what it offered and has not brought home, and wake all."""
         with self._changed:
             self._failure = failure
             for parameter in self._pending:
