@@ -227,16 +227,22 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._show_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state dict of this class or of ``torch.optim.AdamW`` (without amsgrad).
-
-        An unfinished step is given up. Raises ``ValueError`` for one that does not fit, before
-        anything is changed.
+        """Take a state dict of this class or of ``torch.optim.AdamW``; an unfinished step is given
+        up. Raises ``ValueError`` for one that does not fit, before anything is changed.
         """
         self._check_open()
-        states = self._states_in(state_dict)
+        states: list[tuple[torch.Tensor, Any]] = []
+
+        def take_states(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            states.extend(self._states_in(final))
+            return final | {"state": {}}
+
+        # After every hook that changes the state dict; before torch copies it.
+        last = self.register_load_state_dict_pre_hook(take_states)
         try:
-            super().load_state_dict(state_dict | {"state": {}})
+            super().load_state_dict(state_dict)
         finally:
+            last.remove()
             self._show_state()
         self._unfinished = None
         self._place(parameter for parameter, _ in states)

@@ -122,6 +122,24 @@ def test_groups_of_another_optimizer_are_refused_and_change_nothing(tmp_path: Pa
         assert optimizer.param_groups[0]["lr"] == 1e-2
 
 
+def test_hooks_change_the_state_that_is_loaded(tmp_path: Path) -> None:
+    model = make_model()
+
+    def forget(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = copy.deepcopy(state_dict)
+        state_dict["state"][0]["exp_avg"].zero_()
+        return state_dict
+
+    with offloaded_adamw(model, tmp_path) as optimizer:
+        train(model, optimizer, 0, 1)
+        optimizer.register_load_state_dict_pre_hook(forget)
+        for _ in range(2):
+            optimizer.load_state_dict(optimizer.state_dict())
+            state = optimizer.state_dict()["state"]
+            assert not state[0]["exp_avg"].any()
+            assert state[1]["exp_avg"].any()
+
+
 @pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
 def test_offload_refuses_options_that_are_not_computed(tmp_path: Path, option: str) -> None:
     model = make_model()
