@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -255,15 +256,18 @@ class OffloadedModel:
             self._clip_factor = 1.0
             return
         updates = self._updates(present)
-        self.state.step(updates, scale)
-        self._clip_factor = 1.0  # not before: a step that raised is taken again
+        self.state.step(updates, scale, then=partial(self._taken, present))
+        advance_groups(self.rule, self.optimizer, (self.records[i].parameter for i in present))
+        self.sharing.end_step(present)
+        self._versions.count_updates(present)
+
+    def _taken(self, present: Sequence[int]) -> None:
+        """The step is under way. One that raised was not, and is taken again with its clipping."""
+        self._clip_factor = 1.0
         self._consumed.update(present)
         for index in present:
             self.steps[index] += 1
             self._saved.generations[index] += 1
-        advance_groups(self.rule, self.optimizer, (self.records[i].parameter for i in present))
-        self.sharing.end_step(present)
-        self._versions.count_updates(present)
 
     def _end_pass(self) -> None:
         self.state.weights.end_cycle()

@@ -10,8 +10,10 @@ repair, is ours.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from swap.layout import Layout, Subgroup
+from swap.stages import Step
 
 
 class Arrivals:
@@ -68,3 +70,13 @@ class Arrivals:
             self._arrived[segment.parameter] == self._expected[segment.parameter]
             for segment in subgroup.segments
         )
+
+
+def is_as_proposed(step: Step, proposed: Step | None, fed: Sequence[Subgroup]) -> bool:
+    """Whether an early pass did what ``step`` asks for in all subgroups that it was ``fed``."""
+    if proposed is None or proposed.gradient_scale != step.gradient_scale:
+        return False
+    parameters = {segment.parameter for group in fed for segment in group.segments}
+    return all(
+        proposed.updates.get(parameter) == step.updates.get(parameter) for parameter in parameters
+    )

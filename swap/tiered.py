@@ -11,15 +11,17 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from aio import Engine, Slab
+from swap.apart import run_apart
 from swap.arena import Arena, HostArena
 from swap.device import CudaLink, DeviceArena, GradientInbox, Link, register_with_cuda
 from swap.directory import SwapDirectory
-from swap.early import Arrivals
+from swap.early import Arrivals, is_as_proposed
 from swap.extents import ExtentStore
 from swap.gradients import GradientStore
 from swap.layout import Layout, Subgroup, neighbours
@@ -66,8 +68,7 @@ class TieredState:
         self.timeline = Timeline()
         self.device = device or torch.device("cpu")
         self._process = os.getpid()
-        self.is_kept = False
-        """Whether ``close`` does nothing, because values are still to be read."""
+        self.is_kept = False  # whether ``close`` does nothing, as values are still to be read
         self._stack = ExitStack()
         with ExitStack() as undo:
             self._build(undo, rule, directories, shares, device_bytes, overlap, link)
@@ -265,21 +266,33 @@ class TieredState:
         if self.inbox is not None:
             self.inbox.wait()
 
-    def step(self, updates: Mapping[int, ParameterUpdate], gradient_scale: float) -> None:
+    def step(
+        self,
+        updates: Mapping[int, ParameterUpdate],
+        gradient_scale: float,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
         """Take a step for ``updates``, consuming their gradients; returns before it is finished.
 
-        Raises what stopped the step before, and ``ValueError`` for options that cannot be, in which
-        case nothing of this one is done.
+        ``then`` is called when it is taken, on another thread; an interrupt comes before or after.
+        Raises what stopped the step before, and ``ValueError`` for options that cannot be; nothing
+        of this one is done then.
         """
         for update in updates.values():
             self._rule.check(update)
         self.collect_gradients()
         self.timeline.mark_step()
         step = Step(updates=dict(updates), gradient_scale=gradient_scale)
-        early = self._early_fed if self._is_as_proposed(step) else []
+        is_early = is_as_proposed(step, self._early_step, self._early_fed)
+        early = self._early_fed if is_early else []
         if not early:
             self.drop_early()
             self.pipeline.wait()
+        run_apart(partial(self._take, step, early, then), "infinity-step")
+        if not self._overlap:
+            self.pipeline.join()  # what stopped it is raised by the next call, as ever
+
+    def _take(self, step: Step, early: list[Subgroup], then: Callable[[], None]) -> None:
         self._arrivals.end_step()
         self.gradients.capture()
         self.weights.schedule.end_cycle()
@@ -292,8 +305,7 @@ class TieredState:
             self.pipeline.wait()
             self.pipeline.submit(step, moving)
         self._early_step, self._early_fed, self._waiting = None, [], []
-        if not self._overlap:
-            self.pipeline.join()  # what stopped it is raised by the next call, as ever
+        then()
 
     @property
     def backward_passes(self) -> int:
@@ -344,17 +356,6 @@ class TieredState:
         on_nvme = not group.resident and not self.planes.is_host(group.index)
         return on_nvme and self._arrivals.is_predictable
 
-    def _is_as_proposed(self, step: Step) -> bool:
-        """Whether the early pass did what ``step`` asks for in all subgroups that it was fed."""
-        proposed = self._early_step
-        if proposed is None or proposed.gradient_scale != step.gradient_scale:
-            return False
-        parameters = {segment.parameter for group in self._early_fed for segment in group.segments}
-        return all(
-            proposed.updates.get(parameter) == step.updates.get(parameter)
-            for parameter in parameters
-        )
-
     def flush(self) -> None:
         """Wait until every value is at home; finishes a step that an I/O error stopped, or raises
         it again.
@@ -378,7 +379,6 @@ class TieredState:
 
     @property
     def folders(self) -> list[Path]:
-        """Where the swap files are."""
         return [] if self.extents is None else self.extents.folders
 
     def close(self) -> None:

@@ -305,7 +305,7 @@ def test_construction_that_fails_leaves_nothing(tmp_path: Path, failing: str) ->
             before = Leftovers.of(tmp_path)
             expected = NotADirectoryError
         elif failing == "slab":
-            stack.enter_context(patch("swap.tiered.Slab", side_effect=MemoryError("no memory")))
+            stack.enter_context(patch("swap.slabs.Slab", side_effect=MemoryError("no memory")))
             expected = MemoryError
         else:
             no_threads = RuntimeError("no threads")

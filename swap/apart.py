@@ -1,0 +1,39 @@
+"""What an interrupt must not cut in two."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from aio.threads import join_thread, start_thread
+from swap.processors import stay_in_background
+
+
+def run_apart(action: Callable[[], None], name: str) -> None:
+    """Run ``action`` on a thread of its own and wait for its end.
+
+    Handlers of signals run in the main thread alone. So an interrupt may be raised here before the
+    action has begun or after it has ended, and nowhere in between. Raises what ``action`` raises,
+    and ``AioError`` where there is no thread to be had; nothing is done then.
+    """
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        stay_in_background()
+        with torch.no_grad():
+            try:
+                action()
+            except BaseException as failure:  # raised where it is waited for
+                failures.append(failure)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        start_thread(thread)
+        thread.join()
+    except BaseException:
+        join_thread(thread)
+        raise
+    if failures:
+        raise failures[0]
