@@ -22,9 +22,9 @@ from infinity import OffloadedAdamW, arguments, offloaded_state, state_store
 from infinity.arguments import budget_of_rank
 
 AMPLE = "1GiB"
-SMALL = 6_600_000
+SMALL = 7_100_000
 """Bytes that leave most of the state of ``make_model`` on NVMe."""
-SMALL_BESIDE_OTHERS = 6_900_000
+SMALL_BESIDE_OTHERS = 7_400_000
 """Bytes that leave room for slots beside the state of the small layers at home."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

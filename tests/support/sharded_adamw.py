@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from infinity import OffloadedAdamW
 
-SMALL = 5_800_000
+SMALL = 6_600_000
 AMPLE = "1GiB"
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
