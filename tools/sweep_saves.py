@@ -89,9 +89,9 @@ class Case:
             tensor.fill_(seed)
         return {"large": self._large, "small": self._small, "seed": seed}
 
-    def save(self, seed: int) -> None:
+    def save(self, state: dict[str, Any]) -> None:
         """Saves, and waits until it is durable."""
-        state, stripes = self.state(seed), self.place.stripes or None
+        stripes = self.place.stripes or None
         if self.kind == "save":
             checkpoint.save(state, self.place.path, stripes)
             return
@@ -210,16 +210,16 @@ def interrupt_points(
     seed = 1
 
     def save() -> None:
-        case.save(seed)
+        case.save(case.state(seed))
 
     save()
-    interrupter.run(lambda: case.save(seed), -1, on_main=on_main, number=signal.SIGINT)
+    interrupter.run(save, -1, on_main=on_main, number=signal.SIGINT)
     footing = Footing.now()
     target = first
     while True:
         old, seed = seed, seed + 2
         number = (signal.SIGINT, signal.SIGTERM)[target // every % 2]
-        work = partial(case.save, old + 1)
+        work = partial(case.save, case.state(old + 1))  # torch's own lines are not on trial
         came = interrupter.run(work, target, on_main=on_main, number=number)
         if not came and interrupter.lines <= target:
             return
@@ -231,7 +231,7 @@ def _faults(case: Case, old: int, following: int, footing: Footing) -> list[str]
     try:
         found = case.loaded()
         faults = [] if found in (old, old + 1) else [f"{found} loads, not {old} or {old + 1}"]
-        case.save(following)
+        case.save(case.state(following))
         found = case.loaded()
         faults += [] if found == following else [f"after the next save {found} loads"]
         faults += case.place.left_over()
@@ -252,14 +252,14 @@ def kill_points(case: Case, calls: str, every: int) -> Iterator[tuple[str, list[
     for call in calls.split(","):
         position = 1
         while True:
-            case.save(seed)
+            case.save(case.state(seed))
             killed = _killed_save(case, seed + 1, call, position)
             faults = []
             try:
                 found = case.loaded()
                 faults += [] if found in (seed, seed + 1) else [f"{found} loads, not {seed}"]
                 seed += 2
-                case.save(seed)
+                case.save(case.state(seed))
                 faults += [] if case.loaded() == seed else ["the next save does not load"]
                 faults += case.place.left_over()
             except Exception as error:
@@ -278,7 +278,7 @@ def _killed_save(case: Case, seed: int, call: str, position: int) -> bool:
         os.write(ready[1], b"r")
         os.read(go[0], 1)
         try:
-            case.save(seed)
+            case.save(case.state(seed))
         finally:
             os._exit(0)
     os.read(ready[0], 1)

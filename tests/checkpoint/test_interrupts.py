@@ -263,7 +263,7 @@ def test_a_child_forked_during_a_save_holds_no_lock_and_waits_for_nothing(tmp_pa
 
 def test_an_interrupted_load_ends_and_leaves_nothing_behind(tmp_path: Path) -> None:
     case = Case("save", Place.make(tmp_path, 2))
-    case.save(1)
+    case.save(case.state(1))
     interrupter = Interrupter()
 
     def load() -> None:
