@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -27,6 +27,7 @@ from infinity import offloaded_state
 from infinity.arguments import Directories, budget_of_rank, directories_of
 from infinity.local_tensors import local
 from infinity.offloaded_member import Held, Member, member_of, options_of, spec_of, torch_defaults
+from infinity.offloaded_names import named_groups, names_of
 from infinity.offloaded_step import MemberUpdate, Step, Updater, makes_state_only, take
 from infinity.optimizer import AdamW
 from infinity.state_placement import TRANSFER_BYTES
@@ -260,8 +261,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         ``checkpoint.save``.
         """
         self.flush()
-        members = list(self._members.values())
-        return offloaded_state.save(path, members, self._store, self._named_groups(), extra)
+        members, groups = self._named_members(), named_groups(self.param_groups)
+        return offloaded_state.save(path, members, self._store, groups, extra)
 
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Stream the state back that ``save`` wrote; returns its ``extra``. The model must have
@@ -271,25 +272,28 @@ class OffloadedAdamW(torch.optim.Optimizer):
         before anything is changed. A failure later leaves the state mixed: load again.
         """
         self._check_open()
-        header = offloaded_state.read_header(path, self._named_groups())
-        by_name = {
-            name: p for p, name in zip(self._parameters(), self._names().values(), strict=True)
-        }
-        self._place(by_name[name] for name in header["parameters"])
+        header = offloaded_state.read_header(path, named_groups(self.param_groups))
+        names = names_of(self.param_groups)
+        self._place(p for p in self._parameters() if names[id(p)] in header["parameters"])
         self._store.settle()
-        members = {member.name: member for member in self._members.values()}
+        members = self._named_members()
         extra = offloaded_state.load(path, members, self._store, header["parameters"])
+        self._forget_all_but(members.values())
         self._unfinished = None
         for group, values in zip(self.param_groups, header["groups"], strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         return extra
 
-    def _named_groups(self) -> list[dict[str, Any]]:
-        names = self._names()
-        return [
-            group | {"params": [names[id(parameter)] for parameter in group["params"]]}
-            for group in self.param_groups
-        ]
+    def _named_members(self) -> dict[str, Member]:
+        """By the names of now, in the order of the groups; none that left the groups."""
+        names = names_of(self.param_groups)
+        return {name: self._members[key] for key, name in names.items() if key in self._members}
+
+    def _forget_all_but(self, kept: Iterable[Member]) -> None:
+        numbers = {member.number for member in kept}
+        for member in self._members.values():
+            if member.number not in numbers:
+                member.steps, member.held = 0, Held.NOTHING
 
     # What torch asks an optimizer for its state by.
 
@@ -303,7 +307,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def state_of(self, parameter: torch.Tensor) -> ParameterState:
         """The state of ``parameter``, read when it is looked at. Raises ``KeyError``."""
         self._check_open()
-        self._place([parameter] if id(parameter) in self._names() else [])
+        self._place([parameter] if id(parameter) in names_of(self.param_groups) else [])
         return ParameterState(self._members[id(parameter)], self._store, self.flush)
 
     def _makes_state_only(self, taken: Step) -> bool:
@@ -316,7 +320,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             options_of(group)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters, names = self._parameters(), self._names()
+        parameters, names = self._parameters(), names_of(self.param_groups)
         states = [
             (parameter, state_dict["state"][key])
             for key, parameter in zip(saved, parameters, strict=False)
@@ -361,18 +365,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _names(self) -> dict[int, str]:
-        """Names given with the parameters, or their positions, as in ``state_dict``."""
-        names: dict[int, str] = {}
-        for group in self.param_groups:
-            given: Sequence[str] = group.get("param_names", ())
-            for position, parameter in enumerate(group["params"]):
-                names[id(parameter)] = given[position] if given else str(len(names))
-        return names
-
     def _place(self, parameters: Iterable[torch.Tensor]) -> None:
         """Make room for the state of those ``parameters`` that have none yet."""
-        names = self._names()
+        names = names_of(self.param_groups)
+        for known in self._members.keys() & names.keys():
+            self._members[known].name = names[known]
         members: list[Member] = []
         specs: list[ParameterSpec] = []
         for parameter in parameters:

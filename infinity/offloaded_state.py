@@ -142,20 +142,20 @@ class StateBytes:
 
 def save(
     path: str | os.PathLike[str],
-    members: Sequence[Member],
+    members: Mapping[str, Member],
     store: StateStore,
     groups: list[dict[str, Any]],
     extra: Any,
 ) -> Any:
-    """Write a checkpoint of a settled store. ``groups`` have names for parameters."""
-    stepped = [member for member in members if member.held is Held.VALUES]
+    """Write a checkpoint of a settled store. ``groups`` have the names of ``members``."""
+    stepped = {name: member for name, member in members.items() if member.held is Held.VALUES}
     state = {
         "optimizer": _leaves(stepped, store),
         "infinity": {
             "kind": KIND,
             "format": FORMAT,
             "groups": groups,
-            "parameters": {member.name: _described(member) for member in stepped},
+            "parameters": {name: _described(member) for name, member in stepped.items()},
         },
         "extra": {"value": extra},
     }
@@ -174,6 +174,12 @@ def read_header(path: str | os.PathLike[str], groups: list[dict[str, Any]]) -> d
         raise ValueError(
             f"{path} has parameter groups of {[len(names) for names in theirs]} parameters, the "
             f"optimizer of {[len(names) for names in ours]}, or their names differ"
+        )
+    strangers = set(header["parameters"]).difference(*theirs)
+    if strangers:
+        raise ValueError(
+            f"{path} has state of {', '.join(sorted(strangers))}, which no parameter group of then "
+            "has: it cannot be said whose it is"
         )
     return header
 
@@ -195,23 +201,23 @@ def load(
                 raise ValueError(
                     f"{key} of parameter {name} is {described[key]} in {path}, {ours[key]} here"
                 )
-    leaves = _leaves([members[name] for name in parameters], store)
+    leaves = _leaves({name: members[name] for name in parameters}, store)
     if leaves:
         checkpoint.load(path, into={"optimizer": leaves}, staging_bytes=store.checkpoint_bytes)
-    for member in members.values():
-        is_there = member.name in parameters
-        member.steps = parameters[member.name]["steps"] if is_there else 0
+    for name, member in members.items():
+        is_there = name in parameters
+        member.steps = parameters[name]["steps"] if is_there else 0
         member.held = Held.VALUES if is_there else Held.NOTHING
     return checkpoint.load(path, only=["extra.*"])["extra"]["value"]
 
 
-def _leaves(members: Sequence[Member], store: StateStore) -> dict[str, dict[str, StateBytes]]:
+def _leaves(members: Mapping[str, Member], store: StateStore) -> dict[str, dict[str, StateBytes]]:
     leaves: dict[str, dict[str, StateBytes]] = {}
-    for member in members:
+    for name, member in members.items():
         shape = shape_in(member.layout, member.shape)
         for plane, dtype in plane_dtypes(member).items():
             leaf = StateBytes(store, member.number, plane, dtype, shape)
-            leaves.setdefault(plane, {})[member.name] = leaf
+            leaves.setdefault(plane, {})[name] = leaf
     return leaves
 
 
