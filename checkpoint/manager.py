@@ -42,7 +42,9 @@ from checkpoint.saving import PathLike, save_after, start_save
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_MAX_DIGITS = 19
+"""Of a step: nanoseconds since 1970 are one too."""
+_NAME = re.compile(rf"step-(0|[1-9][0-9]{{0,{_MAX_DIGITS - 1}}})")
 _MAX_LISTINGS = 100
 """Of a root in which another process saves and removes while this one looks."""
 
@@ -106,9 +108,11 @@ class Manager:
         """What the last `load` loaded; None before the first."""
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is or would be."""
-        if step < 0 or type(step) is not int:
+        """Where the checkpoint of a step is or would be. Raises ValueError for what is no step."""
+        if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r} is not a number of steps")
+        if step >= 10**_MAX_DIGITS:
+            raise ValueError(f"step={step} has more than {_MAX_DIGITS} digits")
         return self.root / f"step-{step}"
 
     def save(self, step: int, state: object) -> SaveInfo:

@@ -229,3 +229,21 @@ def test_nonsense_is_refused(tmp_path: Path) -> None:
     for step in (-1, 1.5, True):
         with pytest.raises(ValueError, match="step="):
             checkpoint.Manager(tmp_path).save(step, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [0, 10**18 - 1, 10**18, 2**63 - 1, 10**19 - 1])
+def test_every_step_that_is_saved_is_found(tmp_path: Path, step: int) -> None:
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(step, state(7))
+    assert manager.steps() == [step]
+    assert manager.latest() == step
+    assert manager.load()["step"] == 7
+
+
+@pytest.mark.parametrize("step", [10**19, -1, True, "3", 2.0])
+def test_what_could_not_be_found_again_is_not_saved(tmp_path: Path, step: Any) -> None:
+    manager = checkpoint.Manager(tmp_path / "run")
+    for save in (manager.save, manager.save_async):
+        with pytest.raises(ValueError, match="step="):
+            save(step, state(0))
+    assert not (tmp_path / "run").exists()
