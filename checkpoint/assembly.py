@@ -69,6 +69,11 @@ def view_of(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
     return view
 
 
+def array_dtype(node: DataNode) -> np.dtype[Any] | None:
+    """The dtype of an array, of a node that `view_of` has checked; None of a tensor."""
+    return decode_dtype(node["dtype"]) if "array" in node else None
+
+
 def _whole(index: int, record: TensorRecord) -> TensorView:
     return TensorView(index, 0, record.element.torch, record.shape, record.strides, True)
 

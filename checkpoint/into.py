@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from checkpoint import elements
-from checkpoint.assembly import Assembler, TensorView, view_of
+from checkpoint.assembly import Assembler, TensorView, array_dtype, view_of
 from checkpoint.boxes import may_overlap_itself
 from checkpoint.names import Path, closest, natural_name, render
 from checkpoint.reading import TensorRead
@@ -79,7 +79,7 @@ def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
             continue
         path, node = saved.data(leaf.path, name)
         view = view_of(manifest, path, node)
-        target = _target(leaf.path, leaf.value, view)
+        target = _target(leaf.path, leaf.value, view, array_dtype(node))
         if view.is_whole:
             plan.reads.append(TensorRead(view.index, target))
         else:
@@ -188,9 +188,13 @@ def _replace(path: Path, into: Any, saved: _Saved, selection: Selection) -> Any:
     return saved.value(path)
 
 
-def _target(path: Path, value: Any, view: TensorView) -> Target:
-    """The target that a live leaf is. Raises ValueError if it does not fit what was saved."""
+def _target(path: Path, value: Any, view: TensorView, saved: np.dtype[Any] | None = None) -> Target:
+    """The target that a live leaf is. `saved` is the dtype of an array, None for a tensor.
+
+    Raises ValueError if it does not fit what was saved.
+    """
     where = render(path, "into")
+    _check_carried(where, value, saved)
     try:
         value = local_tensor(value)
     except TypeError as error:
@@ -217,6 +221,26 @@ def _target(path: Path, value: Any, view: TensorView) -> Target:
             f"{where} is a tensor whose elements share memory with each other, as expanded ones do"
         )
     return TensorTarget(value)
+
+
+def _check_carried(where: str, value: Any, saved: np.dtype[Any] | None) -> None:
+    """Where torch lacks a dtype of numpy's, bytes are stored, and what takes them must be of the
+    very dtype: bytes of another one are as many and mean something else.
+    """
+    live = value.dtype if isinstance(value, np.ndarray) else None
+    if any(_is_carried(dtype) for dtype in (live, saved)) and live != saved:
+        raise ValueError(
+            f"{where} is {_kind(live)}, the checkpoint holds {_kind(saved)}; such an array is "
+            "loaded into one of the same dtype only"
+        )
+
+
+def _is_carried(dtype: np.dtype[Any] | None) -> bool:
+    return dtype is not None and bool(elements.of_numpy(dtype)[1])
+
+
+def _kind(dtype: np.dtype[Any] | None) -> str:
+    return "no array" if dtype is None else f"an array of {dtype!r}"
 
 
 def _array_as_tensor(where: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
