@@ -61,11 +61,14 @@ os.register_at_fork(
 
 
 @contextmanager
-def locked(path: Path, *, make: bool = False) -> Iterator[None]:
+def locked(
+    path: Path, *, make: bool = False, by: str = "save to this checkpoint"
+) -> Iterator[None]:
     """Keeps a second save to the same place away, of this process or another, until the end.
 
     The directory may be removed before the lock on it is had; with `make` it is made again then.
-    Raises BlockingIOError if another save has the lock, FileNotFoundError without `make`.
+    Raises BlockingIOError if another one, which `by` calls what it is, has the lock, and
+    FileNotFoundError without `make`.
     """
     with ExitStack() as stack:
         while True:
@@ -79,19 +82,18 @@ def locked(path: Path, *, make: bool = False) -> Iterator[None]:
                 sync_directory(path.parent)
                 continue
             stack.callback(_held.close, descriptor)
-            _lock(descriptor, path)
+            _lock(descriptor, path, by)
             if _is_at(descriptor, path):
                 break
         yield
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _lock(descriptor: int, path: Path, by: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise BlockingIOError(
-            error.errno, "another save to this checkpoint is still running", str(path)
-        ) from error
+        what = f"another {by} is still running"
+        raise BlockingIOError(error.errno, what, str(path)) from error
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

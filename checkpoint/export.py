@@ -2,11 +2,17 @@
 
 The files hold the tensors one after the other and nothing else. They are written under temporary
 names, synced and renamed, the index last.
+
+Invariants: one export at a time writes to a folder; of what was there before, only files that the
+index of an earlier export names are removed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +21,7 @@ from typing import Any
 from aio import Engine, sync_directory
 from checkpoint.assembly import view_of
 from checkpoint.datafile import Entry, plan_packed_file
+from checkpoint.directory_lock import locked
 from checkpoint.filling import Filler
 from checkpoint.leftovers import write_durably
 from checkpoint.memory import staging_slab
@@ -32,6 +39,10 @@ from checkpoint.writer import FileJob, FillingSupply, Writer
 MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
 WHOLE_NAME = "model.safetensors"
+_OURS = {"made_by": "infinity-offload"}
+"""In the metadata of our indexes: what they name may be replaced by what a later export makes."""
+_NAME = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
+_TEMPORARY = re.compile(rf"({_NAME.pattern}|{re.escape(INDEX_NAME)})\.tmp")
 
 
 def export_safetensors(
@@ -49,7 +60,7 @@ def export_safetensors(
     taken off them: `prefix="model."` gives what the model itself calls its weights. Every byte is
     verified on the way.
 
-    Raises what `load` raises, ValueError if nothing is left to write, OSError naming the file.
+    Raises what `load` and `write_safetensors` raise, ValueError if nothing is left to write.
     """
     checkpoint = Path(path).resolve()
     selection = Selection(only)
@@ -78,10 +89,12 @@ def write_safetensors(
     The shards are `model-00001-of-00003.safetensors` and so on, or `model.safetensors` if one is
     enough, and `model.safetensors.index.json` says which holds what. A shard is at most
     `max_shard_bytes` long unless a single tensor is longer. Files of these names are replaced, and
-    a `model.safetensors` of before is removed where there are several.
+    other files of an earlier export to this folder are removed.
 
-    Raises TypeError for a value that cannot be saved, before anything is written, and OSError
-    naming the file; the files of an unfinished call are removed.
+    Raises, before anything is written, TypeError for a value that cannot be saved, FileExistsError
+    where there are several shards and a `model.safetensors` of somebody else, which readers would
+    take instead, and BlockingIOError while another export to this folder runs: of several ranks,
+    one makes it. Raises OSError naming the file; the files of an unfinished call are removed.
     """
     sources = {name: _source(name, value) for name, value in tensors.items()}
     target = Path(folder).resolve()
@@ -89,13 +102,14 @@ def write_safetensors(
     files = [_file_name(number, len(shards)) for number in range(len(shards))]
     total = sum(source.nbytes for source in sources.values())
     weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    metadata = {"total_size": total, **_OURS}
+    index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
     target.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as undo:
+    with locked(target, by="export to this folder"), ExitStack() as undo:
+        stale = _stale(target, files)
+        _remove_temporaries(target)
+        undo.callback(_remove_temporaries, target)
         written = [target / f"{file}.tmp" for file in [*files, INDEX_NAME]]
-        for file in written:
-            file.unlink(missing_ok=True)
-            undo.callback(file.unlink, missing_ok=True)
         with Engine() as engine:
             for file, names in zip(written, shards, strict=False):
                 _write_shard(engine, file, {name: sources[name] for name in names}, staging_bytes)
@@ -103,10 +117,41 @@ def write_safetensors(
         final = [target / file for file in [*files, INDEX_NAME]]
         for temporary, file in zip(written, final, strict=True):
             temporary.replace(file)
-        if len(files) > 1:  # or `from_pretrained` would take it instead of the shards
-            (target / WHOLE_NAME).unlink(missing_ok=True)
+        for file in stale:
+            file.unlink(missing_ok=True)
         sync_directory(target)
     return final
+
+
+def _stale(folder: Path, files: Sequence[str]) -> list[Path]:
+    """What an earlier export left that `files` do not replace: readers would take it, or take it as
+    well. Raises FileExistsError for what readers would take and we did not make.
+    """
+    made = _made_before(folder)
+    whole = folder / WHOLE_NAME
+    if WHOLE_NAME not in [*files, *made] and os.path.lexists(whole):
+        what = "would be loaded instead of the shards; remove it, or export to another folder"
+        raise FileExistsError(errno.EEXIST, what, str(whole))
+    return [folder / name for name in sorted(made - set(files))]
+
+
+def _made_before(folder: Path) -> set[str]:
+    """Names of the files that the index of an earlier export to a folder says were made."""
+    try:
+        index: Any = json.loads((folder / INDEX_NAME).read_bytes())
+        if not _OURS.items() <= index["metadata"].items():
+            return set()
+        names = list(index["weight_map"].values())
+    except (FileNotFoundError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return set()  # there was none, or somebody else made it
+    return {name for name in names if isinstance(name, str) and _NAME.fullmatch(name)}
+
+
+def _remove_temporaries(folder: Path) -> None:
+    """Of an export that did not finish."""
+    for file in folder.iterdir():
+        if _TEMPORARY.fullmatch(file.name):
+            file.unlink(missing_ok=True)
 
 
 def _source(name: str, value: Any) -> Source:

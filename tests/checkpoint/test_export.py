@@ -125,3 +125,50 @@ def test_shards_replace_the_single_file_of_an_earlier_export(tmp_path: Path) -> 
     assert len({*where.values()}) == 3
     for name, file in where.items():
         assert torch.equal(load_file(folder / file)[name], torch.full((64,), 2.0))
+
+
+def test_shards_of_an_earlier_export_and_of_a_killed_one_go(tmp_path: Path) -> None:
+    """Readers that take every `*.safetensors` of a folder would take them."""
+    folder = tmp_path / "folder"
+    tensors = {name: torch.ones(64) for name in "abc"}
+    checkpoint.write_safetensors(tensors, folder, max_shard_bytes=300)
+    (folder / "model-00002-of-00009.safetensors.tmp").write_bytes(b"killed")
+    (folder / "model-extra.safetensors").write_bytes(b"somebody's")
+    files = checkpoint.write_safetensors({"a": torch.zeros(3)}, folder)
+    there = {file.name for file in folder.iterdir()}
+    assert there == {file.name for file in files} | {"model-extra.safetensors"}
+
+
+@pytest.mark.parametrize("index", [None, '{"weight_map": {"a": "model.safetensors"}}', "[1]"])
+def test_a_whole_file_of_somebody_else_stays_and_shards_beside_it_are_refused(
+    tmp_path: Path, index: str | None
+) -> None:
+    whole = tmp_path / "model.safetensors"
+    whole.write_bytes(b"theirs")
+    if index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    before = sorted(tmp_path.iterdir())
+    tensors = {name: torch.ones(64) for name in "abc"}
+    with pytest.raises(FileExistsError, match=r"instead of the shards.*model\.safetensors"):
+        checkpoint.write_safetensors(tensors, tmp_path, max_shard_bytes=300)
+    assert sorted(tmp_path.iterdir()) == before
+    assert whole.read_bytes() == b"theirs"
+
+
+def test_a_second_export_to_a_folder_is_refused_while_one_runs(tmp_path: Path) -> None:
+    """Each would rename what the other has written in part."""
+
+    class ExportsToo:
+        dtype, shape = torch.float32, (4,)
+        refusals = 0
+
+        def read(self, start: int, out: memoryview) -> None:
+            with pytest.raises(BlockingIOError, match="another export to this folder"):
+                checkpoint.write_safetensors({"x": torch.ones(4)}, tmp_path)
+            self.refusals += 1
+            out[:] = bytes(len(out))
+
+    source = ExportsToo()
+    (file, _) = checkpoint.write_safetensors({"x": source}, tmp_path)
+    assert source.refusals
+    assert load_file(file)["x"].tolist() == [0, 0, 0, 0]
