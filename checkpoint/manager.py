@@ -14,7 +14,6 @@ Invariants over ranks: a step counts where every rank finds it whole, so all loa
 
 from __future__ import annotations
 
-import enum
 import errno
 import logging
 import re
@@ -38,6 +37,7 @@ from checkpoint.pending import PendingSave
 from checkpoint.records import SaveInfo
 from checkpoint.relocation import Relocation, searching
 from checkpoint.saving import PathLike, save_after, start_save
+from checkpoint.verdicts import Verdict, is_directory, pass_over, verdict_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +51,12 @@ _MAX_LISTINGS = 100
 
 @dataclass(frozen=True, slots=True)
 class LoadedStep:
-    """What `Manager.load` loaded. `passed_over` are steps that were saved later and are damaged."""
+    """What `Manager.load` loaded. `passed_over` are steps that were saved later and are damaged or
+    cannot be read.
+    """
 
     step: int
     passed_over: tuple[int, ...]
-
-
-class _Verdict(enum.StrEnum):
-    """What is found of a step: the weakest of what the ranks find counts."""
-
-    WHOLE = "whole"
-    ABSENT = "absent"
-    """Removed since it was listed; or a save that runs or was killed, which is no damage."""
-    DAMAGED = "damaged"
 
 
 class Manager:
@@ -164,27 +157,29 @@ class Manager:
     def steps(self) -> list[int]:
         """Steps that can be loaded, ascending: their manifests are valid, their files are there.
 
-        Others are passed over with a warning that says what is wrong with them.
+        Others are passed over with a warning that says what is wrong with them, be it damage or
+        that they cannot be read.
         """
         with self._turn():
             verdicts = dict(self._judged(self._judge))
             listing = self._candidates()
-            return sorted(step for step in listing if verdicts.get(step) is _Verdict.WHOLE)
+            return sorted(step for step in listing if verdicts.get(step) is Verdict.WHOLE)
 
     def latest(self) -> int | None:
         """The step that was saved last, of those that can be loaded; None if there is none."""
         with self._turn():
             judged = self._judged(self._judge)
-            return next((step for step, verdict in judged if verdict is _Verdict.WHOLE), None)
+            return next((step for step, verdict in judged if verdict is Verdict.WHOLE), None)
 
     def load(self, step: int | None = None, **options: Any) -> Any:
         """Loads a step, or of those that are whole the one that was saved last; `options` are those
         of `load`.
 
-        Without a step, one whose data turn out to be damaged is passed over with a warning for the
-        one before, by all ranks if any of them finds it so. `loaded` says then which step it was
-        and which were passed over, and so does the log. Raises FileNotFoundError if there is none
-        to load, and what `load` raises.
+        Without a step, one that turns out to be damaged, or that cannot be read, is passed over
+        with a warning for the one before, by all ranks if any of them finds it so. `loaded` says
+        then which step it was and which were passed over, and so does the log. Raises
+        FileNotFoundError, which says what was passed over, if there is none to load, and what
+        `load` raises.
         """
         with self._turn():
             self._check_same(step)
@@ -196,24 +191,21 @@ class Manager:
             found: list[Any] = []
             passed_over: list[int] = []
             for candidate, verdict in self._judged(partial(self._attempt, options, found)):
-                if verdict is _Verdict.WHOLE:
+                if verdict is Verdict.WHOLE:
                     self._tell(candidate, passed_over)
                     return found[-1]
                 found.clear()
-                if verdict is _Verdict.DAMAGED and candidate not in passed_over:
+                if verdict is Verdict.DAMAGED and candidate not in passed_over:
                     passed_over.append(candidate)
-        raise FileNotFoundError(errno.ENOENT, "there is no checkpoint to load", str(self.root))
+        what = "there is no checkpoint to load"
+        if passed_over:
+            what += f"; damaged or unreadable: steps {', '.join(map(str, passed_over))}"
+        raise FileNotFoundError(errno.ENOENT, what, str(self.root))
 
-    def _attempt(self, options: dict[str, Any], found: list[Any], step: int) -> _Verdict:
+    def _attempt(self, options: dict[str, Any], found: list[Any], step: int) -> Verdict:
         """Loads a step and adds what it held to `found`."""
-        try:
-            found.append(self._load(self.path(step), options))
-        except (FileNotFoundError, IncompleteCheckpointError):
-            return _Verdict.ABSENT
-        except CorruptCheckpointError as error:
-            _pass_over(self.path(step), error)
-            return _Verdict.DAMAGED
-        return _Verdict.WHOLE
+        path = self.path(step)
+        return verdict_of(path, lambda: found.append(self._load(path, options)))
 
     def _load(self, path: Path, options: dict[str, Any]) -> Any:
         there = [stripe for stripe in self._searched if stripe.is_dir()]
@@ -252,7 +244,7 @@ class Manager:
             if given != steps[0]:
                 raise ValueError(f"rank 0 loads step {steps[0]}, rank {rank} step {given}")
 
-    def _judged(self, judge: Callable[[int], _Verdict]) -> Iterator[tuple[int, _Verdict]]:
+    def _judged(self, judge: Callable[[int], Verdict]) -> Iterator[tuple[int, Verdict]]:
         """Every step with what the ranks find of it, the one that was saved last first.
 
         A listing is outdated when another process removes what is in it and saves anew. Where
@@ -267,7 +259,7 @@ class Manager:
             absent = not listing
             for step in listing:
                 verdict = self._everywhere(step, judge)
-                absent = absent or verdict is _Verdict.ABSENT
+                absent = absent or verdict is Verdict.ABSENT
                 yield step, verdict
             if not absent:
                 return
@@ -276,15 +268,13 @@ class Manager:
         """What rank 0 finds, on every rank; what was saved last comes first."""
         return together(self._ranks, lambda: self._ordered() if self._ranks.rank == 0 else [])[0]
 
-    def _everywhere(self, step: int, judge: Callable[[int], _Verdict]) -> _Verdict:
+    def _everywhere(self, step: int, judge: Callable[[int], Verdict]) -> Verdict:
         """What all ranks together find of a step."""
-        answers = [_Verdict(answer) for answer in together(self._ranks, lambda: judge(step))]
-        lacking = [rank for rank, answer in enumerate(answers) if answer is not _Verdict.WHOLE]
+        answers = [Verdict(answer) for answer in together(self._ranks, lambda: judge(step))]
+        lacking = [rank for rank, answer in enumerate(answers) if answer is not Verdict.WHOLE]
         if lacking and len(lacking) < len(answers):
             logger.warning("%s is passed over: not whole on ranks %s", self.path(step), lacking)
-        return next(
-            (v for v in (_Verdict.DAMAGED, _Verdict.ABSENT) if v in answers), _Verdict.WHOLE
-        )
+        return next((v for v in (Verdict.DAMAGED, Verdict.ABSENT) if v in answers), Verdict.WHOLE)
 
     # What this rank sees.
 
@@ -298,9 +288,9 @@ class Manager:
         """Every step there is something of. What is no directory is no step."""
         if not self.root.is_dir():
             return []
-        entries = [entry for entry in self.root.iterdir() if entry.is_dir()]
-        matches = (_NAME.fullmatch(entry.name) for entry in entries)
-        return sorted(int(match[1]) for match in matches if match is not None)
+        matches = [_NAME.fullmatch(entry.name) for entry in self.root.iterdir()]
+        steps = sorted(int(match[1]) for match in matches if match is not None)
+        return [step for step in steps if is_directory(self.path(step))]
 
     def _ordered(self) -> list[int]:
         """Every step there is something of, those first that do not say when they were saved: they
@@ -320,16 +310,9 @@ class Manager:
         saved = (self._known.saved(self.path(step)) for step in self._found())
         return max((when for when in saved if when is not None), default=0)
 
-    def _judge(self, step: int) -> _Verdict:
+    def _judge(self, step: int) -> Verdict:
         path = self.path(step)
-        try:
-            self._known.check(path)
-        except (FileNotFoundError, IncompleteCheckpointError):
-            return _Verdict.ABSENT
-        except CorruptCheckpointError as error:
-            _pass_over(path, error)
-            return _Verdict.DAMAGED
-        return _Verdict.WHOLE
+        return verdict_of(path, lambda: self._known.check(path))
 
     def retire(self) -> None:
         """Removes what is not to be kept, and what killed saves left.
@@ -378,10 +361,6 @@ def _warned(path: Path) -> Iterator[None]:
     except (BlockingIOError, FileNotFoundError):  # it is being saved; or somebody removed it
         pass
     except CorruptCheckpointError as error:
-        _pass_over(path, error)
+        pass_over(path, error)
     except OSError as error:
         logger.warning("%s: cannot be removed: %s", path, error)
-
-
-def _pass_over(path: Path, error: ValueError) -> None:
-    logger.warning("%s is passed over: %s", path, error)

@@ -1,0 +1,83 @@
+"""A step that cannot be read does not hide the others of its series."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint import manager as manager_module
+from checkpoint.manifest import MANIFEST_NAME
+
+
+@pytest.fixture
+def series(tmp_path: Path) -> checkpoint.Manager:
+    manager = checkpoint.Manager(tmp_path / "run", keep=None)
+    for step in range(3):
+        manager.save(step, {"step": torch.tensor(step)})
+    return checkpoint.Manager(tmp_path / "run", keep=None)
+
+
+def make_unreadable(path: Path) -> None:
+    """For root as well: a link to itself gives ELOOP."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("what", [MANIFEST_NAME, "data"])
+def test_a_step_that_cannot_be_read_is_passed_over(
+    series: checkpoint.Manager, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = series.path(2)
+    make_unreadable(step / what if what != "data" else next(step.rglob("*.safetensors")))
+    assert series.steps() == [0, 1]
+    assert series.latest() == 1
+    assert series.load()["step"] == 1
+    assert series.loaded == checkpoint.LoadedStep(1, passed_over=(2,))
+    assert any("step-2 is passed over" in record.getMessage() for record in caplog.records)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        series.load(2)
+    series.save(3, {"step": torch.tensor(3)})
+    assert series.steps() == [0, 1, 3]
+
+
+def test_a_directory_that_cannot_be_looked_at_is_passed_over(
+    series: checkpoint.Manager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_dir = Path.is_dir
+
+    def stale(path: Path) -> bool:
+        if path.name == "step-2":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", stale)
+    assert series.steps() == [0, 1]
+    assert series.load()["step"] == 1
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_where_all_are_unreadable_the_error_names_them(series: checkpoint.Manager) -> None:
+    for step in range(3):
+        make_unreadable(series.path(step) / MANIFEST_NAME)
+    with pytest.raises(FileNotFoundError, match="unreadable: steps 2, 1, 0"):
+        series.load()
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(errno.EMFILE, "run/step-2/manifest.json"), (errno.EACCES, "sink.bin")]
+)
+def test_an_error_that_is_not_of_the_step_is_raised(
+    series: checkpoint.Manager, monkeypatch: pytest.MonkeyPatch, number: int, name: str
+) -> None:
+    def fail(path: Path, **_: object) -> None:
+        raise OSError(number, os.strerror(number), str(series.root.parent / name))
+
+    monkeypatch.setattr(manager_module, "load", fail)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        series.load()
