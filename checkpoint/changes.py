@@ -1,9 +1,11 @@
 """Tensors that change while they are saved: noticed, so that nothing mixed is published.
 
 torch counts the in-place changes of a tensor. A count that is higher when everything has been read
-than when the save was called means that what was read may be old in one part and new in another.
-What torch does not count (a change through numpy, or by another library) is noticed where bytes
-are written from where they lie: see `checkpoint.writer`.
+than when the save was called means that what was read may be old in one part and new in another. A
+tensor that has other memory by then (`p.data = ...`, `set_`, a swap of tensors, a storage of
+another size) may have had the old one reused: that is a change, too. What torch does not count (a
+change through numpy, `.data`, or by another library) is noticed only where bytes are written from
+where they lie: see `checkpoint.writer`.
 """
 
 from __future__ import annotations
@@ -17,17 +19,24 @@ from checkpoint.sources import Source
 
 
 class Versions:
-    """How often the tensors behind some sources had been changed when this was made."""
+    """How often the tensors behind some sources had been changed when this was made, and where
+    they were.
+    """
 
     def __init__(self, named: Iterable[tuple[str, Source]]) -> None:
         self._seen = [
-            (name, source.owner, source.owner._version)
+            (name, source.owner, _state(source.owner))
             for name, source in named
-            if isinstance(source.owner, torch.Tensor) and not source.owner.is_inference()
+            if isinstance(source.owner, torch.Tensor)
         ]
 
     def check(self) -> None:
         """Raises ChangedTensorError naming a tensor that has been changed since."""
-        for name, tensor, version in self._seen:
-            if tensor._version != version:
+        for name, tensor, seen in self._seen:
+            if _state(tensor) != seen:
                 raise ChangedTensorError(name)
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Its version, which tensors of the inference mode lack, and its address."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()

@@ -42,7 +42,7 @@ class IncompleteCheckpointError(ValueError):
 
 
 class ChangedTensorError(RuntimeError):
-    """A tensor was changed while a save read it. `tensor` is its name.
+    """A tensor was changed, or given other memory, while a save read it. `tensor` is its name.
 
     Nothing was published: the checkpoint before it is what it was.
     """

@@ -33,6 +33,8 @@ class Filler:
         self.plan = plan
         self.sums: list[list[int]] = [[] for _ in plan.shards]
         self._sources = sources
+        # As in `_origins`, the header comes first.
+        self._held = [None, *(source.held for source in sources)]
         header = plan.layout.header
         # The header is extent 0, shard k is extent k + 1.
         self._origins: list[int | None] = [int(ffi.cast("uintptr_t", ffi.from_buffer(header)))]
@@ -64,7 +66,11 @@ class Filler:
         return ffi.buffer(ffi.cast("char *", origin + first), nbytes)
 
     def sum_direct(self, run: Run) -> int:
-        """Sums a direct run, before it is written; gives the sum of the run alone."""
+        """Sums a direct run, before it is written; gives the sum of the run alone.
+
+        Raises ChangedTensorError if its memory is no longer there.
+        """
+        self.check_held(run)
         number, first, _, nbytes = run.pieces[0]
         origin = self._origins[number]
         assert origin is not None
@@ -78,17 +84,37 @@ class Filler:
         Whoever changes memory while the device reads it changes it between the two sums. Raises
         ChangedTensorError if that happened.
         """
+        self.check_held(run)
         if crc32c(self.direct_memory(run)) != before:
             raise ChangedTensorError(self.plan.names[run.pieces[0][0] - 1])
 
+    def check_held(self, run: Run) -> None:
+        """Raises ChangedTensorError naming a tensor of a run whose memory is no longer there."""
+        for number, _, _, _ in run.pieces:
+            if number > 0:
+                self._check_held(number)
+
+    def _check_held(self, number: int) -> None:
+        held = self._held[number]
+        if held is not None and not held.is_there():
+            raise ChangedTensorError(self.plan.names[number - 1])
+
     def fill(self, run: Run, buffer: Buffer) -> None:
-        """Copies a run into a buffer and sums it on the way."""
+        """Copies a run into a buffer and sums it on the way.
+
+        Raises ChangedTensorError if memory of it was freed, and what a source raises.
+        """
         origins, targets, sizes = self._gather(run, buffer)
+        self.check_held(run)
         self._sum(run, origins, targets, sizes)
+        self.check_held(run)
 
     def copy(self, run: Run, buffer: Buffer) -> None:
-        """Copies a run into a buffer, to be summed there later."""
-        copy_ranges(*self._gather(run, buffer))
+        """Copies a run into a buffer, to be summed there later. Raises as `fill` does."""
+        origins, targets, sizes = self._gather(run, buffer)
+        self.check_held(run)
+        copy_ranges(origins, targets, sizes)
+        self.check_held(run)
 
     def sum(self, run: Run, buffer: Buffer) -> None:
         """Sums a run that lies in a buffer."""
@@ -118,7 +144,9 @@ class Filler:
     def _read(self, number: int, first: int, out: Buffer) -> None:
         source, shard = self._sources[number - 1], self.plan.shards[number - 1]
         assert source.read is not None
+        self._check_held(number)
         source.read(shard.first_byte + first, out.data)
+        self._check_held(number)
 
     def _sum(self, run: Run, origins: list[int], targets: list[int], sizes: list[int]) -> None:
         """Copies and sums the pieces of a run; a piece that continues a block continues its sum."""

@@ -54,9 +54,10 @@ def save(
     `stripe_dirs` (which must exist, one per SSD) the data goes there, evenly by bytes. `engine` is
     used and left open; without one, an engine with a lane per stripe lives for the call.
 
-    The tensors must not change during the call: if one does, in a way that torch counts or while
-    it is written from where it lies, the save fails and the checkpoint before it stays. Beyond them
-    it takes `staging_bytes` of memory.
+    The tensors must not change during the call. If one does in a way that torch counts, is given
+    other memory, or changes while it is written from where it lies, the save fails and the
+    checkpoint before it stays; a change through numpy, `.data` or another library may go unnoticed
+    otherwise. Beyond them it takes `staging_bytes` of memory.
 
     With a `coordinator` (see `GroupCoordinator`) several ranks save one checkpoint together: every
     rank calls with a tree of the same names, that of rank 0 is kept. A tensor that all ranks have
@@ -119,10 +120,11 @@ def save_async(
     `staging_bytes` (default 256 MiB) of memory beside them, and the guard's next `step()` waits
     until they have been read. Tensors below 1 MiB that are no parameter or state of the guard, such
     as running averages, are copied during the call; a larger one must not change before the step
-    does. Without one, the tensors are copied first and the call returns when
-    they may change. The copy takes at most `staging_bytes` (default: what the state needs, but no
-    more than half of the memory that is free); a larger state is copied in waves, behind the
-    writing.
+    does, and none of them be given other memory (`p.data = ...`, `module.to`, a resized storage)
+    before `staged()`: ChangedTensorError. Without one, the tensors are copied first and the call
+    returns when they may change. The copy takes at most `staging_bytes` (default: what the state
+    needs, but no more than half of the memory that is free); a larger state is copied in waves,
+    behind the writing.
 
     An earlier background save to the same path is waited for. An error is raised by `result()`, or
     else by the next save to the same path, or logged, when a save to another one begins or at

@@ -19,6 +19,7 @@ import torch
 from checkpoint import elements
 from checkpoint.boxes import Shape, range_boxes, span_elements
 from checkpoint.elements import ElementType
+from checkpoint.held import Held, HeldArray, HeldStorage
 from checkpoint.records import MAX_DIMENSIONS
 
 
@@ -71,8 +72,9 @@ class Source(NamedTuple):
     """One tensor to save: its type and where its row-major bytes are.
 
     They lie at `address` in host memory, or else `read` fills a buffer with them, from a byte
-    offset on that is a multiple of the item size. `owner` keeps the memory alive. `ranges` are
-    those of a `PartialSource`.
+    offset on that is a multiple of the item size. `owner` is what was given to be saved, `held` its
+    memory, which has to be there before and after each read (None: nobody else has it). `ranges`
+    are those of a `PartialSource`.
     """
 
     element: ElementType
@@ -81,6 +83,7 @@ class Source(NamedTuple):
     read: Callable[[int, memoryview], None] | None
     owner: object
     ranges: tuple[tuple[int, int], ...] | None = None
+    held: Held | None = None
 
     @property
     def nbytes(self) -> int:
@@ -139,9 +142,11 @@ def tensor_source(tensor: torch.Tensor) -> Source:
     """Source of a strided tensor on any device."""
     _check_tensor(tensor)
     element, shape = elements.BY_TORCH[tensor.dtype], tuple(tensor.shape)
+    held = HeldStorage(tensor)
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return Source(element, shape, tensor.data_ptr(), None, tensor)
-    return Source(element, shape, None, _TensorReader(tensor.detach(), shape), tensor)
+        return Source(element, shape, tensor.data_ptr(), None, tensor, None, held)
+    reader = _TensorReader(tensor.detach(), shape)
+    return Source(element, shape, None, reader, tensor, None, held)
 
 
 def _check_tensor(tensor: torch.Tensor) -> None:
@@ -227,12 +232,13 @@ def array_source(array: np.ndarray[Any, Any]) -> Source:
         raise TypeError(f"{type(array).__name__}, a kind of array; convert it with numpy.asarray")
     element, extra = elements.of_numpy(array.dtype)
     shape = tuple(array.shape) + extra
+    held = HeldArray(array)
     if array.flags.c_contiguous:
-        return Source(element, shape, array.ctypes.data, None, array)
+        return Source(element, shape, array.ctypes.data, None, array, None, held)
     if array.dtype.fields is not None:
         # numpy copies the fields of a record and leaves what lies between them as it was.
         array = array.view(np.dtype((np.void, array.dtype.itemsize)))
-    return Source(element, shape, None, _ArrayReader(array), array)
+    return Source(element, shape, None, _ArrayReader(array), array, None, held)
 
 
 class _ArrayReader:
@@ -284,9 +290,11 @@ def part_of(source: Source, first_byte: int, shape: Shape) -> Source:
     """The source of a box of another that is one gapless range of it, from `first_byte` on."""
     address, read = source.address, source.read
     if address is not None:
-        return Source(source.element, shape, address + first_byte, None, source.owner)
-    assert read is not None
-    return Source(source.element, shape, None, _Shifted(read, first_byte), source.owner)
+        address += first_byte
+    else:
+        assert read is not None
+        read = _Shifted(read, first_byte)
+    return Source(source.element, shape, address, read, source.owner, None, source.held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,15 +192,24 @@ class _Stream:
             return False
         flying = self._in_flight.popleft()
         try:
-            flying.operation.result()
-            if flying.buffer is None:
-                self.job.supply.filler.check_direct(flying.run, flying.crc)
+            self._finish(flying)
         finally:
             if flying.buffer is None:
                 self._num_direct -= 1
             else:
                 self.job.supply.take_back(flying.buffer)
         return True
+
+    def _finish(self, flying: _InFlight) -> None:
+        filler = self.job.supply.filler
+        try:
+            flying.operation.result()
+        except OSError:
+            if flying.buffer is None:
+                filler.check_held(flying.run)  # the kernel met memory that had been freed
+            raise
+        if flying.buffer is None:
+            filler.check_direct(flying.run, flying.crc)
 
     def reap_direct(self) -> None:
         """Waits until nothing is written from where it lies any more."""
