@@ -49,7 +49,8 @@ _gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
 def gate_of(guard: Guard) -> Gate:
     """The gate before `guard.step()`.
 
-    Raises TypeError for what cannot be made to wait, and what its `register_step_pre_hook` does.
+    Raises TypeError for what cannot be made to wait, such as a wrapper that is an optimizer by type
+    and has no hooks, and what its `register_step_pre_hook` does.
     """
     if not callable(getattr(guard, "register_step_pre_hook", None)):
         raise TypeError(
@@ -59,6 +60,12 @@ def gate_of(guard: Guard) -> Gate:
     if gate is None:
         gate = Gate()
         # A gate that was hooked and not remembered, or hooked twice, lets everything through.
-        guard.register_step_pre_hook(gate.wait)
+        try:
+            guard.register_step_pre_hook(gate.wait)
+        except AttributeError as error:
+            raise TypeError(
+                f"guard={type(guard).__name__} takes no hook before its step ({error}); if it "
+                "wraps a torch.optim.Optimizer, give that one (guard=optimizer.optimizer)"
+            ) from error
         _gates[guard] = gate
     return gate

@@ -156,3 +156,20 @@ class Changing:
     def read(self, start: int, out: memoryview) -> None:
         self._tensor += 1
         out[:] = bytes(len(out))
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """An optimizer by type that has no hooks of its own, as accelerate's is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_a_wrapper_without_hooks_is_refused_as_a_guard_with_the_optimizer_to_give(
+    tmp_path: Path,
+) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    wrapper = _Wrapper(torch.optim.SGD([weight], lr=1.0))
+    with pytest.raises(TypeError, match=r"_Wrapper takes no hook.*guard=optimizer\.optimizer"):
+        checkpoint.save_async({"w": weight}, tmp_path / "run", guard=wrapper)
+    checkpoint.save_async({"w": weight}, tmp_path / "run", guard=wrapper.optimizer).result()
