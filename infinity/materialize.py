@@ -21,12 +21,13 @@ from infinity.initialisers import Initialisers
 from infinity.sharing import Sharing
 from infinity.stored_values import (
     CheckpointValues,
+    Misfits,
     StoredValues,
     check_fit,
     is_checkpoint,
     names_of,
 )
-from infinity.weight_files import WeightFolder, listed
+from infinity.weight_files import WeightFolder, converts, listed
 from infinity.weight_names import Recipe, ignored_by, recipes_for, remedy_for
 from swap.tiered import TieredState
 
@@ -132,6 +133,7 @@ class WeightFiles:
         self._initialisers = Initialisers(model)
         names = {record.index: names_of(model, record) for record in records}
         shapes = _shapes(model)
+        dtypes = {name: r.parameter.dtype for r in records for name in names[r.index]}
         recipes = recipes_for(self._initialisers.skeleton, {*shapes}, [*self._folder.names])
         self._made_by = _targets(recipes, self._folder, model)
         self._names = {
@@ -140,15 +142,20 @@ class WeightFiles:
         }
         missing = [names[index][0] for index, found in self._names.items() if not found]
         wrong = [
-            f"{name} ({tuple(shape)}, {tuple(shapes[name])} in the model)"
-            for name, (_, shape) in self._made_by.items()
-            if shape != shapes[name]
+            f"{name} ({tuple(made.shape)}, {tuple(shapes[name])} in the model)"
+            for name, (_, made) in self._made_by.items()
+            if made.shape != shapes[name]
+        ]
+        foreign = [
+            f"{name} ({made.dtype}, {dtypes[name]} in the model)"
+            for name, (_, made) in self._made_by.items()
+            if name in dtypes and not converts(made.dtype, dtypes[name])
         ]
         used = {name for recipe, _ in self._made_by.values() for name in recipe.stored}
         extra = [
             name for name in self._folder.names if name not in used and not ignored_by(model, name)
         ]
-        check_fit(model, path, missing, wrong, extra)
+        check_fit(model, path, Misfits(missing, wrong, foreign, extra))
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
         by_name = {name: record for record in records for name in self._names[record.index]}
@@ -199,9 +206,9 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 def _targets(
     recipes: Sequence[Recipe], folder: WeightFolder, model: nn.Module
-) -> dict[str, tuple[Recipe, torch.Size]]:
+) -> dict[str, tuple[Recipe, torch.Tensor]]:
     """What each recipe makes: tried on the meta device, which costs nothing."""
-    made: dict[str, tuple[Recipe, torch.Size]] = {}
+    made: dict[str, tuple[Recipe, torch.Tensor]] = {}
     for recipe in recipes:
         try:
             results = recipe.make(folder.on_meta)
@@ -210,5 +217,5 @@ def _targets(
                 f"{listed(recipe.stored)} of {folder.path} cannot be converted for "
                 f"{type(model).__name__} ({type(error).__name__}: {error}); {remedy_for(model)}"
             ) from error
-        made |= {name: (recipe, tensor.shape) for name, tensor in results.items()}
+        made |= {name: (recipe, tensor) for name, tensor in results.items()}
     return made

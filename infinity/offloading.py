@@ -45,6 +45,7 @@ from infinity.rank_agreement import (
 from infinity.refusals import check_model
 from infinity.sharing import Sharing, Unshared
 from infinity.tiling import Tiling
+from infinity.weak_references import without_weak_references
 from swap.directory import reclaim
 from swap.placement import Placement
 from swap.rules import UpdateRule
@@ -184,6 +185,7 @@ def _enter(
     stack.enter_context(BufferConversion(model, options.device, dtype, values))
     activations.leave_alone(model.buffers())
     offloaded.optimizer = optimizer_for(options.optimizer, inner, records, offloaded)
+    stack.enter_context(without_weak_references(model))
     offloaded.attach(stack)
     return offloaded
 

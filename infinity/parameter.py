@@ -249,7 +249,13 @@ def become_offloaded(
     face = placeholder(parameter.shape, dtype, device)
     if parameter.is_meta:
         # A meta tensor cannot take real data; the object can take the place of one that does.
-        torch.utils.swap_tensors(parameter, _like(parameter, face))
+        try:
+            torch.utils.swap_tensors(parameter, _like(parameter, face))
+        except RuntimeError as error:
+            raise ValueError(
+                f"{owner.name_of(index)} is on the meta device and something refers to it that "
+                f"keeps it from getting real values ({error}); build the model on the CPU"
+            ) from error
     else:
         parameter.data = face
     parameter.__class__ = OffloadedParameter

@@ -16,17 +16,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from checkpoint.assembly import view_of
+from checkpoint.assembly import TensorView, view_of
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.opened import open_current
 from checkpoint.sources import ByteSource
 from checkpoint.tree import data_nodes
 from infinity.discovery import Record
 from infinity.initialisers import Initialisers
-from infinity.weight_files import listed
-from infinity.weight_names import remedy_for
+from infinity.weight_files import converts, listed
+from infinity.weight_names import prefix_of, remedy_for
 
 _log = logging.getLogger(__name__)
+_COMPARED = 1 << 20
+"""Elements that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +88,13 @@ class CheckpointValues:
         self._opened = open_current(path.resolve())
         self._manifest = self._opened.manifest
         self._nodes = data_nodes(self._manifest.tree)
-        found = {record.index: self._find(names_of(model, record)) for record in records}
+        names = {record.index: names_of(model, record) for record in records}
+        buffers = [name for name, _ in model.named_buffers()]
+        every = [name for known in names.values() for name in known]
+        self._prefix = prefix_of([*every, *buffers], self._nodes, ("model.", ""))
+        found = {index: self._find(known) for index, known in names.items()}
         self._found = {index: values for index, values in found.items() if values is not None}
-        missing = [record.name for record in records if found[record.index] is None]
-        wrong = [
-            f"{record.name} ({self._found[record.index].shape}, {tuple(record.shape)} in the model)"
-            for record in records
-            if record.index in self._found
-            and self._found[record.index].shape != tuple(record.shape)
-        ]
-        check_fit(model, path, missing, wrong, [])
+        check_fit(model, path, self._misfits(records, [*every, *buffers]))
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, StoredValues]]:
         for record in records:
@@ -109,35 +108,89 @@ class CheckpointValues:
             return self._initialisers.buffer(name, not_in=self._path)
         return buffer
 
+    def _misfits(self, records: Sequence[Record], names: Sequence[str]) -> Misfits:
+        known = {self._prefix + name for name in names}
+        found = [(record, self._found.get(record.index)) for record in records]
+        return Misfits(
+            missing=[record.name for record, values in found if values is None],
+            wrong=[
+                f"{record.name} ({values.shape}, {tuple(record.shape)} in the model)"
+                for record, values in found
+                if values is not None and values.shape != tuple(record.shape)
+            ],
+            foreign=[
+                f"{record.name} ({values.source.dtype}, {record.parameter.dtype} in the model)"
+                for record, values in found
+                if values is not None and not converts(values.source.dtype, record.parameter.dtype)
+            ],
+            # Of a training checkpoint, what is beside the model is meant for other things.
+            extra=[
+                name for name in self._nodes if name.startswith(self._prefix) and name not in known
+            ],
+        )
+
     def _find(self, names: Sequence[str]) -> StoredValues | None:
-        for name in names:
-            for candidate in (f"model.{name}", name):
-                if candidate in self._nodes:
-                    where, node = self._nodes[candidate]
-                    source = self._opened.source(view_of(self._manifest, where, node))
-                    origin = f"{candidate} of checkpoint {self._manifest.uuid}"
-                    return StoredValues(source, tuple(source.shape), origin)
-        return None
+        """Raises ``ValueError`` for names of one parameter that have different values."""
+        found = [name for name in names if self._prefix + name in self._nodes]
+        if not found:
+            return None
+        values = dict(map(self._values, found))
+        first, *others = values.values()
+        if not all(_are_equal(first, other) for other in others):
+            raise ValueError(
+                f"{listed(found)} are one tied parameter of the model and have different values in "
+                f"{self._path}; build the model without tying them (tie_word_embeddings=False)"
+            )
+        return first
+
+    def _values(self, name: str) -> tuple[TensorView, StoredValues]:
+        """What is stored under a name; equal for names of the same bytes."""
+        where, node = self._nodes[self._prefix + name]
+        view = view_of(self._manifest, where, node)
+        source = self._opened.source(view)
+        origin = f"{self._prefix}{name} of checkpoint {self._manifest.uuid}"
+        return view, StoredValues(source, tuple(source.shape), origin)
 
 
-def check_fit(
-    model: nn.Module,
-    path: Path,
-    missing: Sequence[str],
-    wrong: Sequence[str],
-    extra: Sequence[str],
-) -> None:
+def _are_equal(one: StoredValues, other: StoredValues) -> bool:
+    if one.shape != other.shape:
+        return False
+    numel = math.prod(one.shape)
+    return all(
+        torch.equal(
+            one.read(first, min(_COMPARED, numel - first)),
+            other.read(first, min(_COMPARED, numel - first)),
+        )
+        for first in range(0, numel, _COMPARED)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Misfits:
+    """What of stored weights does not fit a model: names, with what is wrong of them."""
+
+    missing: Sequence[str]
+    wrong: Sequence[str]
+    """Of another shape."""
+    foreign: Sequence[str]
+    """Of a dtype that is no other precision of the model's."""
+    extra: Sequence[str]
+
+
+def check_fit(model: nn.Module, path: Path, misfits: Misfits) -> None:
     """Raise ``ValueError`` that names all of it unless weights fit the model; what it has no use
     for is no error, and is logged.
     """
-    unused = f"not used: {listed(extra)}"
-    if not (missing or wrong):
-        if extra:
+    unused = f"not used: {listed(misfits.extra)}"
+    if not (misfits.missing or misfits.wrong or misfits.foreign):
+        if misfits.extra:
             _log.warning("%s has tensors that %s has not; %s", path, type(model).__name__, unused)
         return
-    found = [f"missing: {listed(missing)}"] if missing else []
-    found += [f"of another shape: {listed(wrong)}"] if wrong else []
-    found += [unused] if extra else []
+    found = [f"missing: {listed(misfits.missing)}"] if misfits.missing else []
+    found += [f"of another shape: {listed(misfits.wrong)}"] if misfits.wrong else []
+    if misfits.foreign:
+        found.append(f"quantised or of another kind of number: {listed(misfits.foreign)}")
+    found += [unused] if misfits.extra else []
     raise ValueError(
         f"weights={path} do not fit {type(model).__name__}; {'; '.join(found)}; if these are the "
         f"weights of this model, {remedy_for(model)}"

@@ -49,7 +49,12 @@ class WeightFolder:
     def on_meta(self, name: str) -> torch.Tensor:
         """Shape and dtype of a tensor."""
         part = self._open(self._files[name]).get_slice(name)
-        dtype = _DTYPES.get(part.get_dtype(), torch.float32)
+        dtype = _DTYPES.get(part.get_dtype())
+        if dtype is None:
+            raise ValueError(
+                f"{name} of {self._files[name]} has dtype {part.get_dtype()}, which no parameter "
+                "takes; dequantise the weights first"
+            )
         return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
     def read(self, name: str) -> torch.Tensor:
@@ -95,9 +100,9 @@ def files_of(path: Path, *, explicit: str | None = None) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [index.parent / name for name in names]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
-    files = [index.parent / name for name in names]
     missing = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
     if missing:
         raise FileNotFoundError(f"{index} names {listed(missing)}, which is not there")
@@ -112,6 +117,13 @@ def _elsewhere(path: Path) -> str:
     if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
         return ", only pickled files; load these with from_pretrained, and save_pretrained them"
     return ""
+
+
+def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values of one dtype are values of the other, rounded at most. Codes of quantised
+    weights are not, whatever floats they stand for.
+    """
+    return stored == wanted or any({stored, wanted} <= kind for kind in _CONVERTED)
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
@@ -130,4 +142,14 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
+_CONVERTED = (
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64},
+    {torch.complex32, torch.complex64, torch.complex128},
+)

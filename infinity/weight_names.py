@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,15 +58,20 @@ def _is_hugging_face(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
+def prefix_of(names: Collection[str], stored: Container[str], prefixes: Sequence[str]) -> str:
+    """What stored names have before those of the model: the one of ``prefixes`` under which the
+    most of ``names`` are found, the first of several.
+
+    It is the same for all of them, or one stored tensor could become two parameters.
+    """
+    return max(prefixes, key=lambda prefix: sum(prefix + name in stored for name in names))
+
+
 def _renamed(names: set[str], stored: Sequence[str]) -> list[Recipe]:
-    """With or without a ``model.`` before the name; its own name comes first."""
-    found: dict[str, str] = {}
-    for prefix in ("model.", ""):
-        for name in stored:
-            target = name.removeprefix(prefix)
-            if name.startswith(prefix) and target in names:
-                found[target] = name
-    return [_rename(name, target) for target, name in found.items()]
+    """With or without a ``model.`` before the name."""
+    known = set(stored)
+    prefix = prefix_of(names, known, ("", "model."))
+    return [_rename(prefix + name, name) for name in sorted(names) if prefix + name in known]
 
 
 def _rename(stored: str, target: str) -> Recipe:

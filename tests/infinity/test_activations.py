@@ -206,7 +206,7 @@ def test_training_gives_the_same_bits_in_every_mode_and_budget(
 
 def test_least_budget_that_the_error_names_works_and_is_that_of_the_plan(tmp_path: Path) -> None:
     with (
-        pytest.raises(infinity.BudgetError, match="with activations='nvme'") as refused,
+        pytest.raises(infinity.BudgetError, match="activations='nvme'") as refused,
         infinity.offload(make_net(), tmp_path, host_memory="1MiB", activations="nvme"),
     ):
         pass
