@@ -1,9 +1,10 @@
 """Which checkpoint owns a directory of data on a stripe.
 
 The directory of a save on a stripe holds `owner.json`, which names the list of stripes of that save
-by what moves with it and is in no copy of it: its inode number and the time of its last change. So
-a checkpoint that was renamed or mounted elsewhere owns its data, and a copy of it does not; neither
-does a list that somebody made up.
+by its path, in which the id of the save is, and by what moves with it and is in no copy of it: its
+inode number and the time of its last change. So a checkpoint that was renamed or mounted elsewhere
+owns its data, and a copy of it does not; neither does a list that somebody made up. That time
+counts only where the list is not in its place: chmod, chown and hard links change it.
 
 Invariants: what is not owned is never deleted; links are never followed.
 """
@@ -45,14 +46,16 @@ class Owner:
     def is_at(self, path: Path) -> bool:
         """Whether the list at `path` is this one: moved perhaps, but no copy.
 
-        Of a snapshot of a whole file system, which copies inodes, the original counts if it is
-        still there.
+        In its place it is the one by its inode. Elsewhere a list that has changed is this one only
+        if it is also in its place, by a mount and not by a hard link. Of a snapshot of a whole file
+        system, which copies inodes, the original counts if it is still there.
         """
-        found = _status(path)
-        if found is None or not self._is(found):
+        found, original = _status(path), _status(Path(self.path))
+        if found is None or found.st_ino != self.inode:
             return False
-        original = _status(Path(self.path))
-        return original is None or not self._is(original) or os.path.samestat(original, found)
+        if original is not None and os.path.samestat(original, found):
+            return str(path) == self.path or self._is(found) or found.st_nlink == 1
+        return self._is(found) and (original is None or not self._is(original))
 
     def _is(self, status: os.stat_result) -> bool:
         return (status.st_ino, status.st_ctime_ns) == (self.inode, self.changed)

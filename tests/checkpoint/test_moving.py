@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,39 @@ def test_a_copy_that_takes_the_place_of_the_original_does_not_own_its_data(
     checkpoint.save(state(3), old, stripes)
     assert holds(2, run)
     assert len(data_of(stripes)) == 4, "the original owned its data, wherever it was"
+
+
+def change_mode(run: Path) -> None:
+    for entry in [run, *run.rglob("*")]:
+        entry.chmod(entry.stat().st_mode | 0o040)
+
+
+def change_owner(run: Path) -> None:
+    for entry in [run, *run.rglob("*")]:
+        os.chown(entry, os.geteuid(), os.getegid())
+
+
+def copy_by_links(run: Path) -> None:
+    shutil.copytree(run, run.with_name("links"), copy_function=os.link)
+
+
+@pytest.mark.parametrize("touch", [change_mode, change_owner, copy_by_links])
+def test_a_checkpoint_in_its_place_owns_its_data_whatever_changed_its_attributes(
+    tmp_path: Path, stripes: list[Path], touch: Callable[[Path], None]
+) -> None:
+    run = tmp_path / "run"
+    checkpoint.save(state(1), run, stripes)
+    touch(run)
+    checkpoint.save(state(2), run, stripes)
+    assert holds(2, run)
+    assert len(data_of(stripes)) == 2, "what was replaced is gone"
+
+
+def test_a_copy_by_hard_links_does_not_own_the_data(tmp_path: Path, stripes: list[Path]) -> None:
+    checkpoint.save(state(1), tmp_path / "run", stripes)
+    copy_by_links(tmp_path / "run")
+    checkpoint.save(state(2), tmp_path / "links", stripes)
+    assert holds(1, tmp_path / "run")
 
 
 def test_an_unfinished_save_in_a_copy_removes_nothing_of_the_original(

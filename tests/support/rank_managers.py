@@ -131,7 +131,7 @@ def _unreadable(*paths: Path) -> Iterator[None]:
             raise CorruptCheckpointError("not what this rank sees", path=path)
         return check(self, path)
 
-    logging.getLogger("checkpoint.manager").setLevel(logging.ERROR)
+    logging.getLogger("checkpoint").setLevel(logging.ERROR)
     with mock.patch.object(KnownManifests, "check", check_some):
         yield
 
