@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import checkpoint
 from checkpoint.locate import read_manifest
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments().parse_args(argv)
     run: Callable[[argparse.Namespace, Console], int] = options.run
     try:
-        return run(options, Console(soft_wrap=True))
+        # Names and paths are text: what is in brackets in them is no markup.
+        return run(options, Console(soft_wrap=True, markup=False, emoji=False))
     except (OSError, ValueError) as error:
         print(f"infinity {options.command}: {error}", file=sys.stderr)
         return 1
@@ -47,7 +49,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
 
 def _ls(options: argparse.Namespace, console: Console) -> int:
     for name in checkpoint.list_tensors(options.path):
-        console.print(name, highlight=False, markup=False)
+        console.print(name, highlight=False)
     return 0
 
 
@@ -56,7 +58,8 @@ def _show(options: argparse.Namespace, console: Console) -> int:
     table = Table("tensor", "dtype", "shape", "bytes")
     for tensor in manifest.tensors:
         shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
-        table.add_row(tensor.name, tensor.dtype, shape, format_bytes(tensor.nbytes))
+        name = Text(tensor.name)
+        table.add_row(name, tensor.dtype, shape, format_bytes(tensor.nbytes))
     console.print(table)
     console.print(
         f"{len(manifest.tensors)} tensors, {format_bytes(manifest.nbytes)} in "

@@ -110,3 +110,26 @@ def test_plan_refuses_a_world_of_none(text: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["plan", "7B", f"--world-size={text}"])
     assert f"{text!r} is not a whole number" in capsys.readouterr().err
+
+
+def test_names_with_brackets_are_printed_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """rich takes what is in brackets for markup, and `:smile:` for a picture."""
+    path, names = tmp_path / "[bold]run[/x]", ["a[bold]b", "x[/foo]", "c:smile:"]
+    checkpoint.save({name: torch.zeros(3) for name in names}, path)
+    for command in ("ls", "show"):
+        assert main([command, str(path)]) == 0
+        shown = capsys.readouterr().out
+        assert all(name in shown for name in names), shown
+    folder = tmp_path / "out[/x]"
+    assert main(["export", str(path), str(folder)]) == 0
+    assert str(folder) in capsys.readouterr().out
+    assert main(["gc", str(folder)]) == 0
+    assert str(folder) in capsys.readouterr().out
+    (file,) = path.rglob("*.safetensors")
+    with file.open("r+b") as data:
+        data.seek(4096)
+        data.write(b"damage")
+    assert main(["verify", str(path)]) == 1
+    assert "a[bold]b" in capsys.readouterr().out
