@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint.assembly import TensorView, view_of
 from checkpoint.boxes import flat_first
-from checkpoint.locate import check_data_file
 from checkpoint.opened import OpenCheckpoint, open_current
 from checkpoint.records import Manifest
 from checkpoint.relocation import StripeDirs, relocation
+from checkpoint.replacing import replace_durably
 from checkpoint.saving import PathLike
 from checkpoint.tree import data_nodes
 from checkpoint.zarr_layout import GROUP_METADATA, ArrayLayout, array_layout, node_paths
@@ -49,7 +49,9 @@ def write_references(
 
     Open it with `zarr.open_group(fsspec.filesystem("reference", fo=..., asynchronous=True) ...)`;
     paths in it are absolute. Nothing verifies the bytes then. Leaves whose bytes lie apart in
-    another tensor are not in it. `stripe_dirs` is as in `load`.
+    another tensor are not in it. `stripe_dirs` is as in `load`. `file` is replaced when all is
+    written; it stands for the save that it was made of, whose files go when another save takes its
+    place.
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint, OSError for `file`.
     """
@@ -57,13 +59,14 @@ def write_references(
     with open_current(checkpoint, relocation(stripe_dirs)) as opened:
         manifest = opened.manifest
         references = _references(opened)
+    # Every file was there when the checkpoint was opened; a save may take its place at any time.
     templates = {
-        f"f{number}": str(check_data_file(manifest, checkpoint, record))
+        f"f{number}": str(manifest.file_path(checkpoint, record))
         for number, record in enumerate(manifest.files)
     }
     target = Path(file)
     document = {"version": 1, "templates": templates, "refs": references}
-    target.write_text(json.dumps(document))
+    replace_durably(target, json.dumps(document).encode())
     return target
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint import locate
+from checkpoint import locate, views
 
 
 def state(value: int) -> dict[str, Any]:
@@ -98,3 +101,36 @@ def test_a_checkpoint_that_is_always_saved_over_is_not_called_damaged(
     for reader in (checkpoint.load, checkpoint.verify):
         with pytest.raises(BlockingIOError, match="saved over 2 times"):
             reader(tmp_path / "run")
+
+
+def test_references_are_of_what_was_opened_whatever_is_saved_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    checkpoint.save(state(1), path)
+    references = views._references
+
+    def overtaken(opened: Any) -> dict[str, Any]:
+        checkpoint.save(state(2), path)
+        return references(opened)
+
+    monkeypatch.setattr(views, "_references", overtaken)
+    file = checkpoint.write_references(path, tmp_path / "references.json")
+    assert "w/zarr.json" in json.loads(file.read_text())["refs"]
+
+
+def test_references_that_cannot_be_written_leave_the_old_file_and_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(state(1), tmp_path / "run")
+    file = tmp_path / "references.json"
+    file.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left.*references\.json"):
+        checkpoint.write_references(tmp_path / "run", file)
+    assert file.read_text() == "old"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["references.json", "run"]

@@ -1,0 +1,132 @@
+"""Files that take the place of others: beside them, under their own names, until they are whole.
+
+Invariant: who writes one holds a `flock` on it, so that what killed processes left can be told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+from aio import sync_directory
+
+_MAX_NAME_BYTES = 220
+"""Of a name that is part of another one, which may have 255."""
+
+
+class Replacement:
+    """A new empty file at `temporary`, which `commit` gives the name `path` and `discard` removes.
+
+    It has the owner, as far as that may be, and the permissions of the file that it replaces. What
+    killed processes left that were to replace the same file is removed.
+
+    Raises OSError; a directory, a device or a pipe is not replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._process = os.getpid()
+        replaced = _status_of_replaced(path)
+        _remove_abandoned(path)
+        self.temporary, self._descriptor = _create(path)
+        try:
+            _give_attributes(self._descriptor, replaced)
+        except BaseException:
+            self.discard()
+            raise
+
+    def commit(self) -> None:
+        """Durably, if the content is. Raises OSError."""
+        self.temporary.replace(self.path)
+        self._unlock()
+        sync_directory(self.path.parent)
+
+    def discard(self) -> None:
+        """Idempotent. A forked child leaves alone what its parent writes."""
+        if self._descriptor >= 0 and os.getpid() == self._process:
+            self.temporary.unlink(missing_ok=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Puts a file of this content in the place of another, or makes one. Raises OSError."""
+    replacement = Replacement(path.resolve())
+    try:
+        with replacement.temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        replacement.commit()
+    except OSError as error:
+        what = f"cannot write: {error.strerror}"
+        raise OSError(error.errno, what, str(replacement.path)) from error
+    finally:
+        replacement.discard()
+
+
+def _status_of_replaced(path: Path) -> os.stat_result | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        what = "a device or a pipe is not replaced by a file; open it with open()"
+        raise OSError(errno.EINVAL, what, str(path))
+    return status
+
+
+def _create(path: Path) -> tuple[Path, int]:
+    """A new file beside `path`, locked: its path and its descriptor."""
+    while True:
+        temporary = path.with_name(f".{_stem(path)}.{secrets.token_hex(4)}.tmp")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o666)
+        # Until it is locked another process may take it for abandoned.
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return temporary, descriptor
+        os.close(descriptor)
+
+
+def _give_attributes(descriptor: int, replaced: os.stat_result | None) -> None:
+    if replaced is not None:
+        with contextlib.suppress(PermissionError):
+            os.fchown(descriptor, replaced.st_uid, replaced.st_gid)
+        os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode) & 0o777)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes what killed processes left that were to replace the file at `path`."""
+    pattern = re.compile(re.escape(f".{_stem(path)}.") + r"[0-9a-f]{8}\.tmp")
+    for entry in path.parent.iterdir():
+        if pattern.fullmatch(entry.name):
+            with contextlib.suppress(OSError):  # it is being written, or is somebody else's
+                _remove_if_unlocked(entry)
+
+
+def _remove_if_unlocked(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _stem(path: Path) -> str:
+    return os.fsdecode(os.fsencode(path.name)[:_MAX_NAME_BYTES])
