@@ -72,7 +72,7 @@ class StorageReader(TorchStorageReader):
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Raises what `checkpoint.load` raises for a missing, incomplete or corrupt checkpoint."""
-        self._manifest = read_manifest(self.path)
+        self._manifest = read_manifest(self.path, self._moved)
         metadata = Contents(self._manifest).metadata()
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), load_id=self._load_id)
         return metadata

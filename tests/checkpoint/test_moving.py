@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import checkpoint
+from checkpoint.dcp import StorageReader
 from checkpoint.owners import OWNER_NAME
 
 
@@ -355,3 +357,12 @@ def test_directories_mounted_elsewhere_load_and_stay_owned(
     finally:
         for target in mounted:
             subprocess.run(["umount", target], check=False)
+
+
+def test_dcp_finds_the_stripes_where_they_are_now(tmp_path: Path, stripes: list[Path]) -> None:
+    checkpoint.save(state(1), tmp_path / "run", stripes)
+    moved = move(stripes, "-moved")
+    found: dict[str, Any] = {name: torch.zeros(5000) for name in state(1)}
+    reader = StorageReader(tmp_path / "run", stripe_dirs=moved)
+    dcp_load(found, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in state(1).items())
