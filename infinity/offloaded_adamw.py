@@ -27,7 +27,7 @@ from infinity import offloaded_state
 from infinity.arguments import Directories, budget_of_rank, directories_of
 from infinity.local_tensors import local
 from infinity.offloaded_member import Held, Member, member_of, options_of, spec_of, torch_defaults
-from infinity.offloaded_names import named_groups, names_of
+from infinity.offloaded_names import lengths_of, named_groups, names_of
 from infinity.offloaded_step import MemberUpdate, Step, Updater, makes_state_only, take
 from infinity.optimizer import AdamW
 from infinity.state_placement import TRANSFER_BYTES
@@ -157,6 +157,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """As ``torch.optim.Optimizer``. Raises ``BudgetError`` when no memory is left for it, and
         ``ValueError`` for options that AdamW does not have, or that are not computed here.
         """
+        if self._is_built:
+            self._check_open()
         super().add_param_group(param_group)
         try:
             options_of(self.param_groups[-1])
@@ -229,13 +231,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state dict of this class or of ``torch.optim.AdamW``; an unfinished step is given
-        up. Raises ``ValueError`` for one that does not fit, before anything is changed.
+        up. Raises ``ValueError`` for one that does not fit, and ``BudgetError`` for one that has
+        state for which there is no room, before anything is changed.
         """
         self._check_open()
         states: list[tuple[torch.Tensor, Any]] = []
 
         def take_states(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             states.extend(self._states_in(final))
+            if lengths_of(final["param_groups"]) == lengths_of(self.param_groups):
+                self._place(parameter for parameter, _ in states)
+                self._store.settle()
             return final | {"state": {}}
 
         # After every hook that changes the state dict; before torch copies it.
@@ -246,10 +252,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             last.remove()
             self._show_state()
         self._unfinished = None
-        self._place(parameter for parameter, _ in states)
-        self._store.settle()
-        for member in self._members.values():
-            member.steps, member.held = 0, Held.NOTHING
+        self._forget_all_but([])
         for parameter, state in states:
             offloaded_state.take_tensors(self._members[id(parameter)], self._store, state)
 

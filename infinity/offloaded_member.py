@@ -71,7 +71,11 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     missing = [name for name in _NEEDED if name not in group]
     if missing:
         raise ValueError(f"a parameter group has no {' and no '.join(missing)}, as AdamW's have")
-    AdamW(**{name: group[name] for name in _NEEDED})
+    needed = {name: group[name] for name in _NEEDED}
+    try:
+        AdamW(**needed)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"the options {needed} of a parameter group: {error}") from error
     options = {name: group[name] for name in _KNOWN if name in group}
     check_options(options)
     return options | {"lr": float(options["lr"])}

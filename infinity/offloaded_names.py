@@ -27,6 +27,11 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     return {key: f"{position}:{name}" for position, (key, name) in enumerate(names.items())}
 
 
+def lengths_of(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many parameters each of ``groups`` has."""
+    return [len(group["params"]) for group in groups]
+
+
 def named_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """``groups`` with names for parameters."""
     names = names_of(groups)

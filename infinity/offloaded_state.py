@@ -77,22 +77,48 @@ def tensor_of(member: Member, store: StateStore, name: str) -> torch.Tensor:
 
 def check_tensors(member_name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` when ``state`` is not that of AdamW for a parameter of ``shape``."""
+    whose = f"the state of parameter {member_name}"
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{whose} is a {type(state).__name__}, not a dict of tensors")
     for name in ("step", *_MOMENTS):
         if name not in state:
-            raise ValueError(f"the state of parameter {member_name} has no {name}")
+            raise ValueError(f"{whose} has no {name}")
+    step_of(member_name, state["step"])
     for name, value in state.items():
         if name == "step":
             continue
         if name not in (*_MOMENTS, "lo", "master"):
             raise ValueError(
-                f"the state of parameter {member_name} has {name}, which OffloadedAdamW does not "
-                "keep (it has no amsgrad)"
+                f"{whose} has {name}, which OffloadedAdamW does not keep (it has no amsgrad)"
             )
-        if local(value).shape != shape:
-            raise ValueError(
-                f"{name} of parameter {member_name} has shape {tuple(local(value).shape)}, the "
-                f"parameter has {tuple(shape)} on this rank"
-            )
+        _check_values(f"{name} of parameter {member_name}", value, shape, is_bits=name == "lo")
+
+
+def step_of(member_name: str, value: Any) -> int:
+    """The count of steps in a state. Raises ``ValueError`` for what is none."""
+    try:
+        step = float(local(value) if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"step of parameter {member_name} is no number: {error}") from error
+    if not (step >= 0 and step.is_integer()):
+        raise ValueError(f"step of parameter {member_name} is {step}, not a count")
+    return int(step)
+
+
+def _check_values(what: str, value: Any, shape: torch.Size, *, is_bits: bool) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{what} is a {type(value).__name__}, not a tensor")
+    tensor = local(value)
+    if tensor.is_meta:
+        raise ValueError(f"{what} is on the meta device, and has no values")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{what} is {tensor.layout}; make it dense with .to_dense()")
+    if tensor.is_complex() or tensor.is_floating_point() == is_bits:
+        raise ValueError(f"{what} is {tensor.dtype}; {'int16' if is_bits else 'float32'} is kept")
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)}, the parameter has {tuple(shape)} on this rank"
+        )
 
 
 def take_tensors(member: Member, store: StateStore, state: Mapping[str, Any]) -> None:
@@ -109,7 +135,7 @@ def take_tensors(member: Member, store: StateStore, state: Mapping[str, Any]) ->
         if name == "master" and name not in state:
             values.copy_(member.weight())
         store.write(member.number, name, 0, values.contiguous())
-    member.steps = int(state["step"])
+    member.steps = step_of(member.name, state["step"])
     member.held = Held.VALUES
 
 
@@ -164,9 +190,15 @@ def save(
 
 def read_header(path: str | os.PathLike[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
     """What a checkpoint holds beside the state. Raises ``ValueError`` for one of other groups."""
-    header: dict[str, Any] = checkpoint.load(path, only=["infinity.*"])["infinity"]
-    if header.get("kind") != KIND:
-        raise ValueError(f"{path} was not saved by an OffloadedAdamW")
+    foreign = f"{path} was not saved by an OffloadedAdamW"
+    try:
+        header: Any = checkpoint.load(path, only=["infinity.*"])["infinity"]
+    except checkpoint.CorruptCheckpointError:
+        raise
+    except ValueError as error:
+        raise ValueError(foreign) from error
+    if not isinstance(header, dict) or header.get("kind") != KIND:
+        raise ValueError(foreign)
     if header["format"] != FORMAT:
         raise ValueError(f"{path} has format {header['format']}; this version reads {FORMAT}")
     theirs, ours = ([group["params"] for group in all_] for all_ in (header["groups"], groups))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,15 +41,28 @@ class MemberUpdate:
 
 
 def makes_state_only(updates: Iterable[MemberUpdate]) -> bool:
-    """Whether a step is what ``torch.distributed.checkpoint.state_dict`` takes to make the state of
-    an optimizer that has none: the first of all, with learning rates and gradients of zero.
+    """Whether a step is that by which ``torch.distributed.checkpoint.state_dict`` makes the state
+    of an optimizer that has none: the first of all, with learning rates and gradients of zero, from
+    there. Training may begin with such a step, too, and it counts.
     """
-    return all(
+    return _is_asked_by_torch() and all(
         update.member.held is Held.NOTHING
         and update.update.options["lr"] == 0.0
         and not update.gradient.any()
         for update in updates
     )
+
+
+def _is_asked_by_torch() -> bool:
+    """Whether a caller is torch's function that makes state. Nothing else tells its step."""
+    asking = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = getattr(getattr(asking, "_init_optim_state", None), "__code__", None)
+    frame = sys._getframe() if code is not None else None
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @dataclass(slots=True, eq=False)

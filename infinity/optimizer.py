@@ -42,6 +42,8 @@ class AdamW:
         _check_not_negative("lr", float(self.lr))
         _check_not_negative("eps", self.eps)
         _check_not_negative("weight_decay", self.weight_decay)
+        if len(self.betas) != 2:
+            raise ValueError(f"betas={self.betas} are {len(self.betas)} numbers; give 2")
         for position, beta in enumerate(self.betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"betas[{position}]={beta} is not in [0, 1)")
@@ -58,6 +60,8 @@ class AdamW:
 
 
 def _check_not_negative(name: str, value: float) -> None:
+    if value != value:
+        raise ValueError(f"{name}={value} is not a number; give 0 or more")
     if not value >= 0.0:
         raise ValueError(f"{name}={value} is negative; give 0 or more")
 
