@@ -359,6 +359,7 @@ def test_directories_mounted_elsewhere_load_and_stay_owned(
             subprocess.run(["umount", target], check=False)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_dcp_finds_the_stripes_where_they_are_now(tmp_path: Path, stripes: list[Path]) -> None:
     checkpoint.save(state(1), tmp_path / "run", stripes)
     moved = move(stripes, "-moved")
