@@ -2,6 +2,10 @@
 
 import errno as errno_codes
 import os
+import traceback
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class AioError(OSError):
@@ -71,3 +75,20 @@ def transfer_error(
         nbytes=nbytes,
         transferred=transferred,
     )
+
+
+def let_go(error: E) -> E:
+    """The same error, which can be kept now: what it came through holds nothing any more.
+
+    A traceback keeps the local variables of every frame that was left, and so each buffer that one
+    of them refers to. Frames that still run keep theirs, and so do the lines of the traceback.
+    """
+    chain: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while chain:
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            chain += [one.__cause__, one.__context__]
+    return error

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from aio.errors import let_go
 from checkpoint.records import SaveInfo
 from checkpoint.sheltered import Cancellation, Latch
 
@@ -102,7 +103,7 @@ class PendingSave:
     def finish(self, outcome: SaveInfo | BaseException, *, is_told: bool = False) -> None:
         """For the save itself: how it ended; `is_told` if its caller knows of an error anyhow."""
         if isinstance(outcome, BaseException):
-            self._error = outcome
+            self._error = let_go(outcome)
             self._is_refused = not self.has_begun.is_set()
             self._is_told = is_told or self._is_refused
             if not self._is_refused:

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from aio.errors import let_go
+
 T = TypeVar("T")
 
 
@@ -138,7 +140,7 @@ class Worker(Generic[T]):
         try:
             self._result = work(self.cancellation)
         except BaseException as error:
-            self._error = error
+            self._error = let_go(error)
         del work
         self.ended.set()
 

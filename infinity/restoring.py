@@ -2,8 +2,9 @@
 came from.
 
 Invariant: what is still to be done is a list, the agenda of ``Restoring``, and an entry leaves it
-when it is done. Every entry can be done again. So an interrupt costs a repetition and no parameter,
-and an error of one parameter leaves the others theirs.
+when it is done. Every entry can be done again, and an error that is kept holds no buffer. So an
+interrupt costs a repetition and no parameter, and an error of one parameter leaves the others
+theirs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from aio import AioError
+from aio.errors import let_go
 from checkpoint.errors import RankFailedError
 from infinity.collectives import LEAVE
 from infinity.discovery import Record
@@ -114,10 +116,10 @@ class Restoring:
                 self._agenda[0]()
                 self._agenda.popleft()
             except Exception as failure:
-                self._failures.append(failure)
+                self._failures.append(let_go(failure))
                 self._agenda.popleft()
             except BaseException as interrupt:
-                self._interrupt = self._interrupt or interrupt
+                self._interrupt = self._interrupt or let_go(interrupt)
                 _log.warning(
                     "interrupted while the model gets its values back; that is finished first, "
                     "%d of %d parameters are left",
@@ -189,9 +191,9 @@ class Restoring:
         try:
             return self._insist(partial(self._read, record))
         except RankFailedError as failure:
-            self._failures.append(failure)
+            self._failures.append(let_go(failure))
         except Exception as failure:
-            self._failures.append(failure)
+            self._failures.append(let_go(failure))
             if record.is_partitioned:  # the others wait for the part that this rank keeps
                 self._sharing.leaving(type(failure), failure, failure.__traceback__)
             else:
@@ -224,7 +226,7 @@ class Restoring:
             try:
                 return action()
             except OSError as error:
-                failure = error
+                failure = let_go(error)
         assert failure is not None
         self._pauses = _PAUSES_SECONDS[:1]
         raise failure
@@ -251,9 +253,23 @@ class Restoring:
 
 
 def twice(stack: ExitStack, undo: Callable[[], None]) -> None:
-    """Have ``stack`` call ``undo``, and once more what an interrupt may have left of it."""
-    stack.callback(undo)
-    stack.callback(undo)
+    """Have ``stack`` call ``undo``, and once more what an interrupt may have left of it.
+
+    The stack keeps that interrupt until its end, and is not to keep what ``undo`` needs again.
+    """
+    before: list[BaseException | None] = []
+
+    def first(kind: object, error: BaseException | None, trace: object) -> None:
+        before.append(error)
+        undo()
+
+    def again(kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not (before and before[0] is error):
+            let_go(error)
+        undo()
+
+    stack.push(again)
+    stack.push(first)
 
 
 def _listed(names: Sequence[str]) -> str:

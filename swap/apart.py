@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from aio.errors import let_go
 from aio.threads import join_thread, start_thread
 from swap.processors import stay_in_background
 
@@ -26,7 +27,7 @@ def run_apart(action: Callable[[], None], name: str) -> None:
             try:
                 action()
             except BaseException as failure:  # raised where it is waited for
-                failures.append(failure)
+                failures.append(let_go(failure))
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:

@@ -18,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import Slab, SlabFullError
+from aio.errors import let_go
 from aio.threads import join_thread, start_thread
 from swap.arena import Entry
 from swap.layout import ParameterSpec
@@ -276,7 +277,7 @@ class GradientInbox:
             buffer = as_tensor(self._allocate(flat.numel() * flat.dtype.itemsize), flat.dtype)
             self._pending.append((parameter, buffer, self._link.download(buffer, flat)))
         except BaseException as failure:
-            self._lose(parameter, failure)
+            self._lose(parameter, let_go(failure))
             raise
         with self._lock:
             self._changed.notify_all()
@@ -328,6 +329,5 @@ class GradientInbox:
             self._link.wait(event)
             self._store(parameter, buffer)
         except BaseException as failure:
-            # Tracebacks would keep the buffer, and ``add`` would wait for that for ever.
-            failure.__context__ = failure.__cause__ = None
-            self._lose(parameter, failure.with_traceback(None))
+            # Frames would keep the buffer, and ``add`` would wait for that for ever.
+            self._lose(parameter, let_go(failure))

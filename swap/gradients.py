@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from aio import AioError, Operation, Slab
+from aio.errors import let_go
 from swap.extents import Extent, ExtentStore
 from swap.kernels import block_squares, sum_of_squares
 from swap.layout import PIECE, Layout, Segment
@@ -118,7 +119,7 @@ class GradientStore:
         try:
             self._store(parameter, gradient, accumulate, squares)
         except BaseException as failure:
-            self.lose(parameter, failure)
+            self.lose(parameter, let_go(failure))
             raise
         self._squares[parameter] = squares.total
         if squares.blocks is not None:

@@ -8,6 +8,8 @@ budget.
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,13 +18,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from aio import AioError, Operation, Slab, SlabFullError
+from aio.errors import let_go
 from swap.layout import PAGE
 
 CHUNK_BYTES = 128 * 1024
 _CHUNKS = 4
 PASSAGE_BYTES = _CHUNKS * (CHUNK_BYTES + PAGE)
 """Of the slab: so many chunks in flight, each with room to start anywhere in a page."""
-_RELEASE_SECONDS = 1.0
+_RELEASE_SECONDS = 5.0
+"""For so long nobody gave a chunk back: then somebody keeps them who has no use for them."""
+
+_log = logging.getLogger(__name__)
 
 Submit = Callable[[int, np.ndarray], Operation]
 """Starts a transfer of that many bytes further on, with that memory."""
@@ -48,37 +54,71 @@ class Passage:
         with _window() as under_way:
             for start in range(0, out.size, CHUNK_BYTES):
                 part = out[start : start + CHUNK_BYTES]
-                buffer = self._take(part.size, offset + start, under_way)
-                under_way.append(_Chunk(submit(start, buffer), buffer, part))
+                self._start(under_way, submit, offset, start, part.size, target=part)
 
     def write(self, offset: int, data: np.ndarray, submit: Submit) -> None:
         """Write flat bytes ``data`` from ``offset`` of a file on. Raises what a transfer raises."""
         with _window() as under_way:
             for start in range(0, data.size, CHUNK_BYTES):
                 part = data[start : start + CHUNK_BYTES]
-                buffer = self._take(part.size, offset + start, under_way)
-                buffer[:] = part
-                under_way.append(_Chunk(submit(start, buffer), buffer))
+                self._start(under_way, submit, offset, start, part.size, values=part)
 
     def write_zeros(self, nbytes: int, submit: Submit) -> None:
         """Write ``nbytes`` zeros from a page's beginning on. Raises what a transfer raises."""
         with _window() as under_way:
             for start in range(0, nbytes, CHUNK_BYTES):
-                buffer = self._take(min(CHUNK_BYTES, nbytes - start), 0, under_way)
-                buffer.fill(0)
-                under_way.append(_Chunk(submit(start, buffer), buffer))
+                size = min(CHUNK_BYTES, nbytes - start)
+                self._start(under_way, submit, 0, start, size, values=0)
+
+    def _start(
+        self,
+        under_way: deque[_Chunk],
+        submit: Submit,
+        offset: int,
+        start: int,
+        nbytes: int,
+        *,
+        values: np.ndarray | int | None = None,
+        target: np.ndarray | None = None,
+    ) -> None:
+        """Start one chunk, with ``values`` in it. A frame of its own refers to the memory: it can
+        be cleared where the error is seen first.
+        """
+        buffer = self._take(nbytes, offset + start, under_way)
+        if values is not None:
+            buffer[:] = values
+        under_way.append(_Chunk(submit(start, buffer), buffer, target))
 
     def _take(self, nbytes: int, offset: int, under_way: deque[_Chunk]) -> np.ndarray:
         """Memory that lies in its page as ``offset`` does, once there is some."""
         lead = offset % PAGE
         while True:
+            slab = self._slab
             try:
-                return self._slab.allocate(lead + nbytes)[lead:]
+                return slab.allocate(lead + nbytes)[lead:]
             except SlabFullError:
                 if under_way:
                     _finish(under_way.popleft())
-                else:
-                    self._slab.wait_for_release(_RELEASE_SECONDS)
+                elif not slab.wait_for_release(_RELEASE_SECONDS):
+                    self._do_without(slab)
+
+    def _do_without(self, slab: Slab) -> None:
+        """Nothing came back to ``slab``: get what is kept in cycles, or else use another.
+
+        Frames of an error that somebody keeps may hold chunks, and whoever keeps it may be the one
+        that waits here. Values are worth more than this part of the budget.
+        """
+        gc.collect()
+        if slab.wait_for_release(0.0) or self._slab is not slab:
+            return
+        _log.warning(
+            "all %d bytes for transfers that are not aligned have been held for %g seconds, by a "
+            "disk that does not answer or by the traceback of an error that is kept (by a "
+            "variable, a debugger, sys.last_traceback); as many are taken beyond the budget",
+            slab.nbytes,
+            _RELEASE_SECONDS,
+        )
+        self._slab = Slab(PASSAGE_BYTES, inherited=False)
 
 
 def lies_as(offset: int, memory: np.ndarray) -> bool:
@@ -94,10 +134,16 @@ def _window() -> Iterator[deque[_Chunk]]:
         yield under_way
         while under_way:
             _finish(under_way.popleft())
+    except BaseException as failure:
+        let_go(failure)  # whoever keeps it is not to keep the chunks
+        raise
     finally:
-        for chunk in under_way:
-            with suppress(AioError):  # one before it is raised
-                chunk.operation.result()
+        try:
+            for chunk in under_way:
+                with suppress(AioError):  # one before it is raised
+                    chunk.operation.result()
+        finally:
+            under_way.clear()
 
 
 def _finish(chunk: _Chunk) -> None:

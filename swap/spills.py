@@ -8,6 +8,8 @@ error costs a retry and never a gradient.
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -56,7 +58,9 @@ class SpillWriter:
             finished = self._finish_some()
             _raise_first(finished)
             if not finished and not self._slab.wait_for_release(_RELEASE_SECONDS):
-                return as_tensor(self._slab.allocate(nbytes), dtype)
+                gc.collect()  # frames of an error that is kept in a cycle may hold it
+                if not self._slab.wait_for_release(0.0):
+                    raise _held_elsewhere(nbytes, self._slab)
 
     def write(self, segment: Segment, extent: Extent, start: int, values: torch.Tensor) -> None:
         """Start writing a buffer, which is the writer's from now on."""
@@ -129,6 +133,18 @@ class SpillWriter:
         write = self._extents.write(extent, start, as_bytes(values))
         label = f"gradients of subgroup {segment.subgroup}"
         return self._timeline.watch(write, label, purpose="gradients")
+
+
+def _held_elsewhere(nbytes: int, slab: Slab) -> AioError:
+    return AioError(
+        f"no room for {nbytes} bytes of a gradient on its way to NVMe: all {slab.nbytes} bytes for "
+        f"that have been held for {_RELEASE_SECONDS:g} seconds, and no write of them is under way; "
+        "let go of errors that are kept (in a variable, by a debugger, as sys.last_traceback): "
+        "their tracebacks hold the memory. Then call optimizer.zero_grad() and run the backward "
+        "passes of this step again",
+        errno=errno.ENOBUFS,
+        nbytes=nbytes,
+    )
 
 
 def _raise_first(outcomes: Iterable[AioError | None]) -> None:

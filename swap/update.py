@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from aio.errors import let_go
 from aio.threads import join_thread, start_thread
 from swap.layout import Subgroup
 from swap.processors import stay_in_background
@@ -88,7 +89,7 @@ class UpdatePipeline:
             self._begin(work)
         except BaseException as interrupt:
             if self._current is not work:  # a step that was stopped, for ``retry`` to finish
-                self._left, self._failure = (step, list(subgroups)), interrupt
+                self._left, self._failure = (step, list(subgroups)), let_go(interrupt)
                 self._weights.fail(interrupt)
             raise
 
@@ -103,7 +104,7 @@ class UpdatePipeline:
         self.join()
         while self._failure is not None:
             if isinstance(self._failure, Exception):
-                raise self._failure
+                raise let_go(self._failure)
             self.retry()  # an interrupt was raised where it came
             self.join()
 
@@ -205,7 +206,7 @@ class UpdatePipeline:
                 try:
                     self._pass(work)
                 except BaseException as failure:  # kept, and raised to whoever waits for the step
-                    self._stop(work, failure)
+                    self._stop(work, let_go(failure))
                 finally:
                     with self._changed:
                         self._current = None

@@ -1,5 +1,4 @@
-"""Weights for computing: fetched when they are needed or before, kept while that is worth it,
-evicted.
+"""Weights for computing: fetched when needed or before, kept while that is worth it, evicted.
 
 An entry of the arena is *reading* (operations in flight), *refreshing* (an update delivers its
 parts) or *ready*. When a step is taken, the ready entries of the updated parameters turn *stale*:
@@ -16,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
+from aio.errors import let_go
 from swap.arena import Arena, Entry
 from swap.extents import ExtentStore
 from swap.layout import PIECE, ParameterSpec, Segment
@@ -76,7 +76,8 @@ class WeightCache:
             for parameter in wanted[1:]:
                 self._start_early(parameter)
             return [self.borrow(parameter) for parameter in wanted]
-        except BaseException:
+        except BaseException as failure:
+            let_go(failure)
             self.release(wanted)
             raise
 
@@ -261,7 +262,7 @@ class WeightCache:
 
     def _check_failure(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise let_go(self._failure)
 
     def _finish_reading(self, entry: Entry) -> None:
         """Wait for the reads of ``entry``; a failed read is raised, and the entry is forgotten."""
