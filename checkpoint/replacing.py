@@ -32,17 +32,15 @@ class Replacement:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._process = os.getpid()
-        replaced = _status_of_replaced(path)
+        self._replaced = _status_of_replaced(path)
         _remove_abandoned(path)
-        self.temporary, self._descriptor = _create(path)
-        try:
-            _give_attributes(self._descriptor, replaced)
-        except BaseException:
-            self.discard()
-            raise
+        # Nobody who may not read the old file reads the new one while it is written.
+        mode = 0o666 if self._replaced is None else 0o600
+        self.temporary, self._descriptor = _create(path, mode)
 
     def commit(self) -> None:
         """Durably, if the content is. Raises OSError."""
+        _give_attributes(self._descriptor, self._replaced)
         self.temporary.replace(self.path)
         self._unlock()
         sync_directory(self.path.parent)
@@ -52,6 +50,10 @@ class Replacement:
         if self._descriptor >= 0 and os.getpid() == self._process:
             self.temporary.unlink(missing_ok=True)
         self._unlock()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            self.discard()
 
     def _unlock(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -88,12 +90,12 @@ def _status_of_replaced(path: Path) -> os.stat_result | None:
     return status
 
 
-def _create(path: Path) -> tuple[Path, int]:
+def _create(path: Path, mode: int) -> tuple[Path, int]:
     """A new file beside `path`, locked: its path and its descriptor."""
     while True:
         temporary = path.with_name(f".{_stem(path)}.{secrets.token_hex(4)}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(temporary, flags, 0o666)
+        descriptor = os.open(temporary, flags, mode)
         # Until it is locked another process may take it for abandoned.
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,7 +114,10 @@ def _give_attributes(descriptor: int, replaced: os.stat_result | None) -> None:
 def _remove_abandoned(path: Path) -> None:
     """Removes what killed processes left that were to replace the file at `path`."""
     pattern = re.compile(re.escape(f".{_stem(path)}.") + r"[0-9a-f]{8}\.tmp")
-    for entry in path.parent.iterdir():
+    entries: list[Path] = []
+    with contextlib.suppress(PermissionError):  # where files may be made and not listed
+        entries.extend(path.parent.iterdir())
+    for entry in entries:
         if pattern.fullmatch(entry.name):
             with contextlib.suppress(OSError):  # it is being written, or is somebody else's
                 _remove_if_unlocked(entry)

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import io
 import os
-import secrets
 from collections import OrderedDict, deque
 from pathlib import Path
 from types import TracebackType
@@ -19,11 +18,13 @@ from typing import Any, BinaryIO, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from aio import Engine, File, Operation, sync_directory
+from aio import Engine, File, Operation
 from checkpoint._native import ffi
 from checkpoint.checksum import copy_ranges
 from checkpoint.memory import staging_slab
+from checkpoint.replacing import Replacement
 from checkpoint.saving import PathLike
+from checkpoint.sheltered import sheltered
 
 _BLOCK_BYTES = 8 << 20
 _NUM_BLOCKS = 8
@@ -38,10 +39,13 @@ def open_stream(path: PathLike, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
 
     "wb": what is written is staged in 64 MiB of memory and goes to disk behind the caller.
     `close()` waits until it is durable and only then gives it its name; leaving a `with` block by
-    an exception removes it instead. It cannot seek. "rb": a file to read and seek in, read ahead.
+    an exception removes it instead. It cannot seek. A file of that name is replaced by one with its
+    owner, as far as that may be, and its permissions. What a killed process leaves has a name of
+    its own and goes with the next stream to `path`. "rb": a file to read and seek in, read ahead.
 
-    Raises FileNotFoundError for a file or folder that is missing, ValueError for another mode; its
-    methods raise OSError naming the file.
+    Raises FileNotFoundError for a file or folder that is missing, OSError where a stream would
+    replace a device, a pipe or a directory, ValueError for another mode; its methods raise OSError
+    naming the file.
     """
     if mode == "wb":
         return cast(BinaryIO, _StreamWriter(Path(path).resolve()))
@@ -57,7 +61,6 @@ class _StreamWriter(io.BufferedIOBase):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
-        self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         self._engine = Engine()
         self._slab = staging_slab(_BLOCK_BYTES * _NUM_BLOCKS)
         self._free = [self._slab.allocate(_BLOCK_BYTES) for _ in range(_NUM_BLOCKS)]
@@ -67,10 +70,18 @@ class _StreamWriter(io.BufferedIOBase):
         self._offset = 0
         self._failed = False
         try:
-            self._file: File = self._engine.open(self._temporary, "x")
+            self._replacement, self._file = sheltered(lambda _: self._create(), "ckpt-stream")
         except BaseException:
             self._engine.close()
             super().close()
+            raise
+
+    def _create(self) -> tuple[Replacement, File]:
+        replacement = Replacement(self._path)
+        try:
+            return replacement, self._engine.open(replacement.temporary, "w")
+        except BaseException:
+            replacement.discard()
             raise
 
     @property
@@ -130,18 +141,19 @@ class _StreamWriter(io.BufferedIOBase):
         """Nothing is kept back that could be written; what makes it durable is `close`."""
 
     def close(self) -> None:
-        """Makes what was written durable under its name. Raises OSError, and then removes it."""
-        if self.closed:
-            return
+        """Makes what was written durable under its name. Raises OSError, and then removes it.
+
+        An interrupt is raised when that is done.
+        """
+        if not self.closed:
+            sheltered(lambda _: self._finish(), "ckpt-stream")
+
+    def _finish(self) -> None:
         try:
-            if self._failed:
-                self._discard()
-                return
-            self._commit()
-        except BaseException:
-            self._discard()
-            raise
+            if not self._failed:
+                self._commit()
         finally:
+            self._discard()
             self._engine.close()
             super().close()
 
@@ -152,8 +164,7 @@ class _StreamWriter(io.BufferedIOBase):
             self._reap()
         self._file.sync()
         self._file.close()
-        self._temporary.replace(self._path)
-        sync_directory(self._path.parent)
+        self._replacement.commit()
 
     def _discard(self) -> None:
         for operation, _ in self._in_flight:
@@ -163,7 +174,7 @@ class _StreamWriter(io.BufferedIOBase):
                 continue
         self._in_flight.clear()
         self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._replacement.discard()
 
     def __exit__(
         self,
@@ -178,7 +189,7 @@ class _StreamWriter(io.BufferedIOBase):
         """A stream that nobody closed is no file."""
         if hasattr(self, "_file") and not self.closed:
             self._failed = True
-            self.close()
+            self._finish()
 
     def _check_open(self) -> None:
         if self.closed:

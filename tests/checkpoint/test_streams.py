@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -185,3 +188,55 @@ def test_a_read_that_failed_once_is_tried_again(
         with pytest.raises(OSError, match="transient"):
             stream.read()
         assert stream.read() == b"abc"
+
+
+def test_what_a_killed_process_left_goes_with_the_next_stream(tmp_path: Path) -> None:
+    killed = "import os, sys, checkpoint\n"
+    killed += "stream = checkpoint.open_stream(sys.argv[1], 'wb')\n"
+    killed += "stream.write(b'x')\nos._exit(9)"
+    run = subprocess.run([sys.executable, "-c", killed, tmp_path / "file"], check=False)
+    assert run.returncode == 9
+    (tmp_path / ".file.notes.tmp").write_text("not ours")
+    assert len(names(tmp_path)) == 2
+    with (
+        checkpoint.open_stream(tmp_path / "file", "wb") as one,
+        checkpoint.open_stream(tmp_path / "file", "wb") as other,
+    ):
+        one.write(b"one")
+        other.write(b"other")
+    assert names(tmp_path) == [".file.notes.tmp", "file"]
+    assert (tmp_path / "file").read_bytes() == b"one", "closed last"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link to a pipe"])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "there"
+    if kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(tmp_path / "pipe" if kind.startswith("link") else path)
+    if kind.startswith("link"):
+        path.symlink_to("pipe")
+    before = names(tmp_path)
+    with pytest.raises(OSError, match=r"(Is a directory|a device or a pipe)"):
+        checkpoint.open_stream(path, "wb")
+    assert names(tmp_path) == before
+    assert not path.is_file()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664])
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    with checkpoint.open_stream(path, "wb") as stream:
+        stream.write(b"new")
+    assert path.stat().st_mode & 0o777 == mode
+    assert path.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "\N{GREEK SMALL LETTER ALPHA}" * 127])
+def test_a_name_may_be_as_long_as_file_systems_take(tmp_path: Path, name: str) -> None:
+    with checkpoint.open_stream(tmp_path / name, "wb") as stream:
+        stream.write(b"text")
+    assert names(tmp_path) == [name]
