@@ -8,11 +8,21 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from infinity.separable import advance, check_separable, plain_step, shape_like
+from infinity.separable import (
+    advance,
+    check_separable,
+    like,
+    options_at,
+    options_in,
+    plain_step,
+    shape_like,
+)
+from infinity.state_planes import StatePlanes
 from swap.layout import Plane, Segment
 from swap.rules import STATE_DTYPES, ParameterUpdate, UpdateRule, master_planes
 
@@ -140,15 +150,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 class TorchRule:
     """Runs any ``torch.optim.Optimizer`` on whole parameters, in float32 on the CPU.
 
-    The optimizer is given one parameter at a time as a float32 leaf with its state; state tensors
-    of the parameter's shape become planes, anything else (step counts, factored moments) stays in
-    memory in ``small_state``; what it keeps in its groups is carried on by ``advance``. Optimizers
+    The optimizer is given one parameter at a time as a float32 leaf with its attributes and its
+    state; state tensors of the parameter's shape become planes of their dtype, anything else (step
+    counts, factored moments) stays in memory in ``small_state``, see ``state_planes``; what it
+    keeps in its groups is carried on by ``advance``. Optimizers
     that look at several parameters at once, or need a closure, cannot work this way: they are a
     ``ValueError``, see ``separable``.
     """
 
     whole_parameters = True
-    scratch_bytes_per_element = 16
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if type(optimizer).__name__ == "LBFGS":
@@ -156,16 +166,29 @@ class TorchRule:
         self._optimizer = optimizer
         self._starts_with_state = bool(optimizer.state)
         optimizer.state.clear()
-        self.group_keys = check_separable(optimizer, self._trial, has_state=self._starts_with_state)
+        self._planes: dict[torch.dtype, StatePlanes] = {}
+        self.group_keys = check_separable(
+            optimizer,
+            self._trial,
+            self._step_options,
+            partial(self.state_planes, torch.float32),
+            has_state=self._starts_with_state,
+        )
         """What steps change in the groups, for all of its parameters."""
-        self._plane_names = self._probe()
+        widths = [plane.dtype.itemsize for plane in self.state_planes(torch.float32).planes]
+        self.scratch_bytes_per_element = 4 * max([4, *widths])
         self.small_state: dict[int, dict[str, Any]] = defaultdict(dict)
         self._before: dict[int, tuple[int, dict[str, Any]]] = {}
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
+        return (*master_planes(dtype), *self.state_planes(dtype).planes)
+
+    def state_planes(self, dtype: torch.dtype) -> StatePlanes:
+        """Of parameters with weights of ``dtype``."""
         kind = torch.float64 if dtype == torch.float64 else torch.float32
-        state = (Plane(name, kind, zero=True) for name in self._plane_names)
-        return (*master_planes(dtype), *state)
+        if kind not in self._planes:
+            self._planes[kind] = self._probe(kind)
+        return self._planes[kind]
 
     def advance(self, groups: Iterable[dict[str, Any]], stepped: Iterable[torch.Tensor]) -> None:
         """Let ``groups`` be as the step leaves them that was taken for these parameters."""
@@ -173,7 +196,7 @@ class TorchRule:
             taken = {id(parameter) for parameter in stepped}
             for group in groups:
                 has_gradients = any(id(parameter) in taken for parameter in group["params"])
-                advance(self._trial, group, has_gradients=has_gradients)
+                advance(self._step_options, group, has_gradients=has_gradients)
 
     def check(self, update: ParameterUpdate) -> None:
         """Optimizers of torch look at their options when they are made, and not again."""
@@ -187,16 +210,28 @@ class TorchRule:
         gradient_scale: float,
     ) -> None:
         master = _master(planes)
-        leaf = torch.nn.Parameter(master.view(update.shape))
-        leaf.grad = (gradient.to(master.dtype) * gradient_scale).view(update.shape)
-        small = self._small_state_before(update)
-        state = dict(small)
-        if update.step > 1:
-            for name in self._plane_names:
-                state[name] = planes[name].view(update.shape)
-        after = self._step_one(leaf, dict(update.options), state)
-        self._keep(after, planes, small, update.shape)
+        scaled = (gradient.to(master.dtype) * gradient_scale).view(update.shape)
+        self._apply(master, scaled, update, planes, self._small_state_before(update))
         _store_master(master, planes)
+
+    def _apply(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        update: ParameterUpdate,
+        planes: Mapping[str, torch.Tensor],
+        small: dict[str, Any],
+    ) -> None:
+        leaf = torch.nn.Parameter(master.view(update.shape))
+        for name, value in update.attributes.items():
+            setattr(leaf, name, value)
+        leaf.grad = gradient
+        kept = self.state_planes(master.dtype)
+        state = kept.state(small, planes, update.shape)
+        after = self._step_one(leaf, dict(update.options), state)
+        kept.keep(dict(after), planes, small, update.shape)
+        if leaf.data_ptr() != master.data_ptr():  # the optimizer put other data in its place
+            master.copy_(leaf.detach().reshape(-1))
 
     def _small_state_before(self, update: ParameterUpdate) -> dict[str, Any]:
         """The small state that ``update`` starts from, also when it is computed a second time."""
@@ -207,20 +242,6 @@ class TorchRule:
             before = copy.deepcopy(self.small_state[update.parameter])
             self._before[update.parameter] = (update.step, before)
         return self.small_state[update.parameter]
-
-    def _keep(
-        self,
-        after: Mapping[str, Any],
-        planes: Mapping[str, torch.Tensor],
-        small: dict[str, Any],
-        shape: torch.Size,
-    ) -> None:
-        for name, value in after.items():
-            if name in self._plane_names and isinstance(value, torch.Tensor):
-                if value.data_ptr() != planes[name].data_ptr():
-                    planes[name].copy_(value.reshape(-1))
-            else:
-                small[name] = value
 
     def _step_one(
         self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
@@ -241,10 +262,26 @@ class TorchRule:
         options.update({k: v for k, v in worker.param_groups[0].items() if k != "params"})
         return result
 
-    def _trial(
+    def _step_options(
         self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
         return self._step_one(leaf, options, state), options
+
+    def _trial(
+        self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """``apply``, with ``state`` in planes of its own."""
+        master = leaf.detach().view(-1)
+        if not state:
+            planes = self.state_planes(master.dtype).planes
+            state = {plane.name: torch.zeros(len(master), dtype=plane.dtype) for plane in planes}
+            state["small"] = {}
+        update = ParameterUpdate(
+            parameter=-1, step=1, shape=leaf.shape, options=options, attributes=vars(leaf)
+        )
+        assert leaf.grad is not None
+        self._apply(master, leaf.grad, update, state, state["small"])
+        return state, options
 
     def check_elementwise(self) -> None:
         """Raise ``ValueError`` for an optimizer that does not treat every element by itself: rows
@@ -253,10 +290,10 @@ class TorchRule:
         rng = torch.Generator().manual_seed(0)
         first, gradients = torch.randn(8, 4, generator=rng), torch.randn(2, 8, 4, generator=rng)
         for group in self._optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            whole = self._after(options, first, gradients)
+            after = partial(self._after, options_at(options_in(group), 0), group["params"][0])
+            whole = after(first, gradients)
             halves = [
-                self._after(options, first[rows].reshape(-1), gradients[:, rows].reshape(2, -1))
+                after(first[rows].reshape(-1), gradients[:, rows].reshape(2, -1))
                 for rows in (slice(0, 3), slice(3, 8))
             ]
             if not torch.equal(whole.reshape(-1), torch.cat(halves)):
@@ -268,31 +305,49 @@ class TorchRule:
                 )
 
     def _after(
-        self, options: dict[str, Any], first: torch.Tensor, gradients: torch.Tensor
+        self,
+        options: Mapping[str, Any],
+        parameter: torch.Tensor,
+        first: torch.Tensor,
+        gradients: torch.Tensor,
     ) -> torch.Tensor:
-        """A throw-away parameter after a step for each of ``gradients``."""
-        leaf = torch.nn.Parameter(first.clone())
+        """A throw-away parameter like ``parameter`` after a step for each of ``gradients``."""
+        leaf = like(parameter, first.clone())
         state: Mapping[str, Any] = {}
         for gradient in gradients:
             leaf.grad = gradient.clone()
             state = self._step_one(leaf, dict(options), dict(state))
         return leaf.detach()
 
-    def _probe(self) -> tuple[str, ...]:
-        """Names of the state that has a value for each element, found by steps on throw-away
-        parameters of as many dimensions as those of each group have.
+    def _probe(self, dtype: torch.dtype) -> StatePlanes:
+        """The state that has a value for each element, found by steps on throw-away parameters of
+        as many dimensions as those of each group have.
         """
-        names: dict[str, None] = {}
+        found = StatePlanes(type(self._optimizer).__name__)
         for group in self._optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            for dimensions in sorted({max(1, parameter.dim()) for parameter in group["params"]}):
-                shape = shape_like(dimensions)
-                leaf = torch.nn.Parameter(torch.zeros(shape))
-                leaf.grad = torch.ones(shape)
-                for name, value in self._step_one(leaf, options, {}).items():
-                    if isinstance(value, torch.Tensor) and value.shape == leaf.shape:
-                        names[name] = None
-        return tuple(names)
+            for position, parameter in _one_of_each(group["params"]):
+                options = {**options_at(options_in(group), position)}
+                leaf = like(
+                    parameter, torch.zeros(shape_like(max(1, parameter.dim())), dtype=dtype)
+                )
+                state: Mapping[str, Any] = {}
+                for _ in range(_PROBE_STEPS):
+                    leaf.grad = torch.ones_like(leaf)
+                    state = dict(self._step_one(leaf, options, dict(state)))
+                    found.note(state, leaf.shape)
+        return found
+
+
+_PROBE_STEPS = 3
+"""Optimizers make some of their state after the first step."""
+
+
+def _one_of_each(parameters: Iterable[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+    """A parameter, and where it is, for each number of dimensions."""
+    found: dict[int, tuple[int, torch.Tensor]] = {}
+    for position, parameter in enumerate(parameters):
+        found.setdefault(max(1, parameter.dim()), (position, parameter))
+    return list(found.values())
 
 
 def advance_groups(

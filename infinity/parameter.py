@@ -293,8 +293,16 @@ def _like(parameter: Any, data: torch.Tensor) -> nn.Parameter:
     return fresh
 
 
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """What programs gave the parameter (``parameter.lr_scale = 0.1``)."""
+    return {name: value for name, value in vars(parameter).items() if name not in _OF_OWNER}
+
+
+_OF_OWNER = ("offload_index", "offload_trainable", "offload_owner")
+
+
 def _forget_owner(parameter: torch.Tensor) -> None:
-    for name in ("offload_index", "offload_trainable", "offload_owner"):
+    for name in _OF_OWNER:
         vars(parameter).pop(name, None)
 
 

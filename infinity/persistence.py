@@ -34,6 +34,7 @@ from checkpoint import commit_ranks as steps
 from checkpoint.leftovers import remove_checkpoint
 from checkpoint.locate import peek_saved
 from checkpoint.relocation import StripeDirs
+from infinity import saved_state
 from infinity.discovery import Record
 from infinity.leaves import leaves_of
 from infinity.loss_scale import LossScale
@@ -49,7 +50,7 @@ from infinity.rank_state import (
 from infinity.sharing import Sharing
 from swap.kernels import merge_master
 from swap.layout import Plane
-from swap.rules import AdamRule, UpdateRule
+from swap.rules import UpdateRule
 from swap.tiered import TieredState
 
 logger = logging.getLogger(__name__)
@@ -208,7 +209,8 @@ def _scalars(trainee: Trainee) -> dict[str, Any]:
             group | {"params": [names[id(parameter)] for parameter in group["params"]]}
             for group in trainee.optimizer.param_groups
         ],
-        "state_dtype": _state_dtype(trainee.rule),
+        "plane_dtypes": saved_state.plane_dtypes(trainee.state, trainee.rule, leaves),
+        "state_dtype": saved_state.state_dtype(trainee.rule),
         "parts": {leaf.name: [part.numel for part in leaf.parts] for leaf in leaves},
         "loss_scale": None if scale is None else [scale.value, scale.good_steps],
         "small_state": {trainee.records[index].name: dict(s) for index, s in small.items()},
@@ -244,16 +246,13 @@ def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[s
         )
 
 
-def _state_dtype(rule: UpdateRule) -> torch.dtype:
-    return rule.state_dtype if isinstance(rule, AdamRule) else torch.float32
-
-
 def _check_moments(
     trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> None:
     """Moments are not converted; frozen parameters have none."""
-    theirs, ours = saved.get("state_dtype", torch.float32), _state_dtype(trainee.rule)
+    theirs, ours = saved.get("state_dtype", torch.float32), saved_state.state_dtype(trainee.rule)
     for leaf in leaves_of(trainee.model, trainee.records):
+        saved_state.check_dtypes(trainee.state, trainee.rule, leaf, saved, path)
         planes = trainee.state.plane_names(leaf.first.index)
         if not {"exp_avg", "exp_avg_sq"} & {*planes} & {*saved["planes"][leaf.name]}:
             continue
@@ -273,7 +272,7 @@ def _check_moments(
 def _load_values(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
     """Fill what holds values, buffers too; returns ``extra``."""
     same: dict[str, Any] = {"model": dict(persistent_buffers(trainee.model)), "optimizer": {}}
-    converted = []
+    converted, recast = [], []
     for leaf in leaves_of(trainee.model, trainee.records):
         is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
         for plane in planes_of_leaf(trainee.state, leaf, None):
@@ -284,11 +283,15 @@ def _load_values(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
                 continue
             if name == "weight":
                 same["model"][leaf.name] = plane
+            elif saved_state.must_cast(trainee.rule, saved, leaf, plane):
+                recast.append((leaf, plane))
             else:
                 same["optimizer"].setdefault(name, {})[leaf.name] = plane
         if is_converted:
             converted.append(leaf)
     read(only=_names_of(same), into=same, staging_bytes=trainee.checkpoint_bytes)
+    for leaf, plane in recast:
+        saved_state.cast(read, leaf, plane, _literal(f"optimizer.{plane.plane.name}.{leaf.name}"))
     for leaf in converted:
         values = _master(read, leaf.name, saved["planes"][leaf.name]).reshape(-1)
         for part, _, at, _ in leaf.split(0, values.numel(), _WEIGHT):
@@ -352,7 +355,6 @@ def _master(read: Read, name: str, planes: Sequence[str]) -> torch.Tensor:
 
 
 def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
-    by_name = {record.name: record for record in trainee.records}
     for leaf in leaves_of(trainee.model, trainee.records):
         for part in leaf.parts:
             trainee.steps[part.index] = saved["steps"][leaf.name]
@@ -364,9 +366,7 @@ def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
     if trainee.loss_scale_state is not None and saved["loss_scale"] is not None:
         trainee.loss_scale_state.value, trainee.loss_scale_state.good_steps = saved["loss_scale"]
     if isinstance(trainee.rule, TorchRule):
-        trainee.rule.small_state.clear()
-        for name, small in saved["small_state"].items():
-            trainee.rule.small_state[by_name[name].index] = dict(small)
+        saved_state.restore_small(trainee.rule, leaves_of(trainee.model, trainee.records), saved)
     restore_random(trainee.sharing.rank, trainee.state.device, saved)
 
 

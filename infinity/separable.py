@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from infinity.parameter import attributes_of
+
 Step = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any]]]
 """A step of one parameter, by group options and state: the state after it, and the options."""
 
@@ -29,6 +31,26 @@ def options_in(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
 
 
+def options_at(options: Mapping[str, Any], position: int) -> Mapping[str, Any]:
+    """The options of a group for the parameter at ``position`` of it alone."""
+    if options.get("param_names") is None:
+        return options
+    return {**options, "param_names": [options["param_names"][position]]}
+
+
+def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter of ``values`` with the attributes of ``parameter``; tensors among them that have
+    its shape get that of ``values``.
+    """
+    leaf = torch.nn.Parameter(values)
+    for name, value in attributes_of(parameter).items():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape != values.shape:
+            places = torch.arange(values.numel()) % max(1, value.numel())
+            value = value.detach().reshape(-1)[places].view(values.shape)
+        setattr(leaf, name, value)
+    return leaf
+
+
 def shape_like(dimensions: int) -> tuple[int, ...]:
     """Of a throw-away parameter of as many dimensions."""
     return (8, 4, *[2] * dimensions)[:dimensions]
@@ -38,19 +60,31 @@ def advance(step: Step, group: dict[str, Any], *, has_gradients: bool) -> set[st
     """Let ``group`` be as a step leaves it that some of its parameters took part in, or none; gives
     the keys that changed.
     """
-    dimensions = max((parameter.dim() for parameter in group["params"]), default=1)
-    leaf = torch.nn.Parameter(torch.zeros(shape_like(max(1, dimensions))))
+    if not group["params"]:
+        return set()
+    position, model = max(enumerate(group["params"]), key=lambda found: found[1].dim())
+    leaf = like(model, torch.zeros(shape_like(max(1, model.dim()))))
     leaf.grad = torch.ones_like(leaf) if has_gradients else None
-    before = options_in(group)
-    _, after = step(leaf, options_in(group), {})
+    before = options_at(options_in(group), position)
+    _, after = step(leaf, {**options_at(options_in(group), position)}, {})
     changed = {key for key in after if key not in before or not _same(before[key], after[key])}
     group.update({key: after[key] for key in changed})
     return changed
 
 
-def check_separable(optimizer: torch.optim.Optimizer, step: Step, *, has_state: bool) -> set[str]:
+def check_separable(
+    optimizer: torch.optim.Optimizer,
+    trial: Step,
+    step: Step,
+    prepare: Callable[[], object],
+    *,
+    has_state: bool,
+) -> set[str]:
     """Raise ``ValueError`` for an optimizer of which parameters cannot be updated one at a time;
     gives the keys of groups that its steps change.
+
+    ``trial`` updates a parameter as it is done at home, which ``prepare`` makes ready; ``step``
+    says what becomes of options.
     """
     name = type(optimizer).__name__
     if all(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
@@ -61,8 +95,9 @@ def check_separable(optimizer: torch.optim.Optimizer, step: Step, *, has_state: 
         )
     groups = [_small_group(group) for group in optimizer.param_groups]
     try:
+        prepare()
         together = _Together(optimizer, groups, has_state=has_state)
-        alone = _Alone(groups, step)
+        alone = _Alone(groups, trial, step)
         rng = torch.Generator().manual_seed(0)
         for number, scale in enumerate(_SCALES):
             gradients = [_gradients(group["params"], rng, scale) for group in groups]
@@ -82,8 +117,8 @@ def check_separable(optimizer: torch.optim.Optimizer, step: Step, *, has_state: 
         raise ValueError(
             f"{name} does not update every parameter by itself: two of them together become "
             "something else than each of them alone (through a norm over all of them, say, or what "
-            "it keeps of all in a group or an attribute); an offloaded model is updated one "
-            f"parameter at a time, {_REMEDY}"
+            "it keeps in a group, or in an attribute of its own or of a parameter); an offloaded "
+            f"model is updated one parameter at a time, {_REMEDY}"
         )
     return alone.changed
 
@@ -103,7 +138,7 @@ class _Together:
         memo: dict[int, Any] = {}
         self.groups = []
         for group, real in zip(groups, optimizer.param_groups, strict=True):
-            leaves = [torch.nn.Parameter(leaf.detach().clone()) for leaf in group["params"]]
+            leaves = [like(leaf, leaf.detach().clone()) for leaf in group["params"]]
             memo |= {id(parameter): leaves[0] for parameter in real["params"]}
             self.groups.append(options_in(group) | {"params": leaves})
         self._worker = object.__new__(type(optimizer))
@@ -130,7 +165,8 @@ class _Together:
 class _Alone:
     """Each parameter in a step of its own, as ``TorchRule`` has it."""
 
-    def __init__(self, groups: list[dict[str, Any]], step: Step) -> None:
+    def __init__(self, groups: list[dict[str, Any]], trial: Step, step: Step) -> None:
+        self._trial = trial
         self._step = step
         self._groups = groups
         self._states: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -139,11 +175,13 @@ class _Alone:
     def take(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
         for group, found in zip(self._groups, gradients, strict=True):
             options = options_in(group)
-            for leaf, gradient in zip(group["params"], found, strict=True):
+            for position, leaf in enumerate(group["params"]):
+                gradient = found[position]
                 if gradient is None:
                     continue
                 leaf.grad = gradient.clone()
-                state, _ = self._step(leaf, copy.deepcopy(options), self._states[id(leaf)])
+                own = copy.deepcopy({**options_at(options, position)})
+                state, _ = self._trial(leaf, own, self._states[id(leaf)])
                 self._states[id(leaf)] = dict(state)
             has_gradients = any(gradient is not None for gradient in found)
             self.changed |= advance(self._step, group, has_gradients=has_gradients)
@@ -166,9 +204,21 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
 def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """With two throw-away parameters for each number of dimensions in it."""
     rng = torch.Generator().manual_seed(1)
-    shapes = [shape_like(d) for d in sorted({max(1, p.dim()) for p in group["params"]})]
-    leaves = [torch.nn.Parameter(torch.randn(s, generator=rng)) for s in shapes for _ in range(2)]
-    return options_in(group) | {"params": leaves}
+    parameters = group["params"]
+    by_dimensions: dict[int, list[int]] = defaultdict(list)
+    for position, parameter in enumerate(parameters):
+        by_dimensions[max(1, parameter.dim())].append(position)
+    chosen = [
+        at for d in sorted(by_dimensions) for at in (by_dimensions[d][0], by_dimensions[d][-1])
+    ]
+    leaves = []
+    for at in chosen:
+        shape = shape_like(max(1, parameters[at].dim()))
+        leaves.append(like(parameters[at], torch.randn(shape, generator=rng)))
+    small = options_in(group) | {"params": leaves}
+    if small.get("param_names") is not None:
+        small["param_names"] = [small["param_names"][at] for at in chosen]
+    return small
 
 
 def _gradients(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from infinity.discovery import Record
+from infinity.parameter import attributes_of
+from infinity.separable import options_at
 from swap.rules import ParameterUpdate
 
 
@@ -19,7 +21,8 @@ def options_of(
     options: dict[int, Mapping[str, Any]] = {}
     for group in groups:
         frozen = {key: copy.deepcopy(group[key]) for key in group if key != "params"}
-        options.update({index_of(parameter): frozen for parameter in group["params"]})
+        for position, parameter in enumerate(group["params"]):
+            options[index_of(parameter)] = options_at(frozen, position)
     return options
 
 
@@ -44,6 +47,7 @@ def updates_for(
             shape=record.kept_shape,
             options=options[index],
             first=record.first,
+            attributes=attributes_of(record.parameter),
         )
     return updates
 

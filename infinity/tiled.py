@@ -143,7 +143,9 @@ def _linear(tile: nn.Module) -> nn.Linear:
 
 def _rows_of_parameter(parameter: torch.Tensor, rows: RowRange) -> nn.Parameter:
     start, stop = rows
-    return nn.Parameter(parameter.detach()[start:stop].contiguous(), parameter.requires_grad)
+    tile = nn.Parameter(parameter.detach()[start:stop].contiguous(), parameter.requires_grad)
+    vars(tile).update(vars(parameter))
+    return tile
 
 
 def _split_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_args: Any) -> None:

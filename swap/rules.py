@@ -26,6 +26,8 @@ class ParameterUpdate:
     options: Mapping[str, Any] = field(default_factory=dict)
     first: int = 0
     """Which element of the whole parameter is the first that is kept here."""
+    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """What programs gave the parameter, for optimizers that look at it."""
 
 
 class UpdateRule(Protocol):
