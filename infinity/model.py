@@ -335,10 +335,10 @@ class OffloadedModel:
 
     def attach(self, stack: ExitStack) -> None:
         """Give the model its offloaded face; ``stack`` takes it off again, whatever happens."""
-        gradients = [take_grad(record.parameter) for record in self.records]
         twice(stack, self._restore)
         for record in self.records:
             self._restoring.add(record)
+            take_grad(record.parameter)
             become_offloaded(
                 record.parameter, record.index, self, record.spec.dtype, self.state.device
             )
@@ -353,12 +353,12 @@ class OffloadedModel:
                 stack.callback(handle.remove)
         stack.callback(self._residency.reset)
         stack.push(self.sharing.leaving)
-        for record, gradient in zip(self.records, gradients, strict=True):
-            if gradient is not None and record.spec.trainable:
-                # Those that the model came with are accumulated to, as plain PyTorch does.
-                self.sharing.add_gradient(record.index, self._scale.taken(gradient))
+        for index, gradient in self._restoring.gradients.items():
+            if self.records[index].spec.trainable:  # accumulated to, as plain PyTorch does
+                self.sharing.add_gradient(index, self._scale.taken(gradient))
         self._versions.watch(self.model)
         stack.push(self._versions.check_at_end)
+        self._restoring.gradients.clear()
 
     def _restore(self) -> None:
         """See ``Restoring``; what it left after an interrupt, when called again."""

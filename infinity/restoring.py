@@ -86,6 +86,8 @@ class Restoring:
         self._records: dict[int, Record] = {}
         self._now: dict[int, nn.Parameter] = {}
         self._missing: dict[int, Record] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
+        """Those that parameters came with; what is in here is given back with the values."""
         self._failures: list[BaseException] = []
         self._interrupt: BaseException | None = None
         self._pauses: Sequence[float] = _PAUSES_SECONDS
@@ -96,6 +98,8 @@ class Restoring:
         """From now on the parameter is not itself, and is to be restored."""
         self._records[record.index] = record
         self._now[record.index] = record.parameter
+        if record.parameter.grad is not None:
+            self.gradients[record.index] = record.parameter.grad
         self._is_partitioned = self._is_partitioned or record.is_partitioned
         self._agenda.append(partial(self._restore, record))
 
@@ -217,6 +221,9 @@ class Restoring:
         if restored is not parameter:
             replace_parameter(self._model, parameter, restored)
             self._now[record.index] = restored
+        gradient = self.gradients.get(record.index)
+        if gradient is not None and gradient.device == restored.device:
+            restored.grad = gradient
 
     def _insist(self, action: Callable[[], T]) -> T:
         """What fails for a moment is no failure."""

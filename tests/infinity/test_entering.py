@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 import infinity
+from infinity.hooks import ModelHooks
+from infinity.versions import Versions
+from swap.tiered import TieredState
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import same_bits, values_of
 
@@ -76,3 +79,23 @@ def test_a_block_that_could_not_be_entered_leaves_the_model_alone(nvme: Path) ->
     with pytest.raises(infinity.BudgetError), infinity.offload(model, nvme, host_memory=1):
         pass
     assert all(same_bits(value, before[name]) for name, value in values_of(model).items())
+
+
+@pytest.mark.parametrize("late", ["add_gradient", "attach", "watch"])
+def test_entering_that_fails_leaves_the_model_its_gradients(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    model = seeded(Stack)
+    vector_loss(model, 0).backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    owner = {"add_gradient": TieredState, "attach": ModelHooks, "watch": Versions}[late]
+
+    def fail(*_: object) -> None:
+        raise OSError("not today")
+
+    monkeypatch.setattr(owner, late, fail)
+    with pytest.raises(OSError, match="not today"), infinity.offload(model, nvme):
+        pass
+    after = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert before.keys() == after.keys() != set()
+    assert all(same_bits(before[name], gradient) for name, gradient in after.items())
