@@ -17,9 +17,9 @@ from operator import index
 from typing import Any
 
 from aio._native import ffi, lib
-from aio.files import MAX_OFFSET
+from aio.files import MAX_OFFSET, File, warn_buffered
 from aio.operation import Operation, Outcome, Request, Ticket
-from aio.threads import join_thread, start_thread
+from aio.threads import join_thread, say, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -119,22 +119,28 @@ class Core:
 
     def _settle(self, token: int, outcome: Outcome) -> None:
         ticket, view = self._in_flight[token]
-        self._release(token, ticket, view)
+        error = self._release(token, ticket, view)
         ticket.settle(outcome)
+        if error is not None:  # after the outcome: a log may be slow
+            say(logger.error, "cannot close %s: %s", ticket.file.path, error)
 
-    def _release(self, token: int, ticket: Ticket, view: Any) -> None:
-        """Nothing is in flight any more, whether or not anything ever was."""
+    def _release(self, token: int, ticket: Ticket, view: Any) -> OSError | None:
+        """Nothing is in flight any more, whether or not anything ever was.
+
+        Returns what closing the file raised: this may be the thread that reaps for everybody.
+        """
         self._in_flight.pop(token, None)
         ffi.release(view)  # first: whoever sees the outcome may expect the buffer to be free
         with self.lock:
             file = ticket.file
             file.in_flight.discard(token)
             if file.is_closed and not file.in_flight:
+                self.changed.notify_all()  # first: they wait for the lock anyway
                 try:
                     file.close_descriptors()
-                except OSError as error:  # this may be the thread that reaps for everybody
-                    logger.error("cannot close %s: %s", file.path, error)
-                self.changed.notify_all()
+                except OSError as error:
+                    return error
+        return None
 
     def reap(self) -> None:
         """The reaper thread: returns when the engine is stopped and has drained."""
@@ -142,9 +148,11 @@ class Core:
         while num_reaped := lib.aio_engine_reap(self._slot[0], completions, _REAP_MAX):
             for native in completions[0:num_reaped]:
                 outcome = Outcome(native.transferred, native.error, native.started, native.finished)
-                if native.direct_refused:
-                    self._in_flight[native.token][0].file.direct_was_refused()
+                file: File = self._in_flight[native.token][0].file
+                is_news = bool(native.direct_refused) and file.direct_was_refused()
                 self._settle(native.token, outcome)
+                if is_news:
+                    say(warn_buffered, file.path, file.direct_reason)
         with self.lock:
             self._closing = True
             self._slot = None

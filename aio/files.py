@@ -223,11 +223,15 @@ class File:
             self._direct.descriptor.close()
         self._buffered.close()
 
-    def direct_was_refused(self) -> None:
-        """For the engine: the kernel would not transfer directly what kept the alignments."""
-        if not self._direct.reason:
+    def direct_was_refused(self) -> bool:
+        """For the engine: the kernel would not transfer directly what kept the alignments.
+
+        Whether that is news, of which the engine then warns.
+        """
+        is_news = not self._direct.reason
+        if is_news:
             self._direct = self._direct._replace(reason="the kernel refused a direct transfer")
-            warn_buffered(self.path, self._direct.reason)
+        return is_news
 
     def native_for(self, core: "Core", kind: str) -> Any:
         """The C file, for a transfer of this kind by that engine. ValueError when it may not."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from aio.errors import transfer_error
+from aio.threads import say
 
 if TYPE_CHECKING:
     from typing import Any, TypeAlias
@@ -125,7 +126,7 @@ class Ticket:
             try:
                 callback()
             except BaseException:  # a thread that reaps for everybody must not end with one caller
-                logger.exception("a callback of the %s raised", self.describe())
+                say(logger.exception, "a callback of the %s raised", self.describe())
 
     def describe(self) -> str:
         return f"{self.kind} of {self.nbytes} bytes at offset {self.offset} of {self.file.path}"

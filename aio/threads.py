@@ -1,7 +1,9 @@
-"""Starting threads, and the error where the machine has none to give."""
+"""Starting threads, the error where the machine has none to give, and logging on them."""
 
+import contextlib
 import errno
 import threading
+from collections.abc import Callable
 
 from aio.errors import AioError
 
@@ -29,3 +31,21 @@ def join_thread(thread: threading.Thread) -> None:
     """Waits for the end of `thread`; at once if it was never started."""
     if thread.ident is not None:
         thread.join()
+
+
+def say(log: Callable[..., None], *args: object) -> None:
+    """Logs on a thread that others wait for, which must not end with a logging handler.
+
+    What a handler or a filter raises goes to `threading.excepthook`, which prints it; on the main
+    thread, for which nobody waits, it is raised as usual.
+    """
+    try:
+        log(*args)
+    except BaseException as error:
+        thread = threading.current_thread()
+        if thread is threading.main_thread():
+            raise
+        with contextlib.suppress(BaseException):  # the hook is the program's own as well
+            threading.excepthook(
+                threading.ExceptHookArgs((type(error), error, error.__traceback__, thread))
+            )
