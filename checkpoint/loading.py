@@ -36,12 +36,14 @@ def load(
     engine: Engine | None = None,
     staging_bytes: int = STAGING_BYTES,
 ) -> Any:
-    """Loads the state tree that was saved at `path`, equal in every type and value.
+    """Loads the state tree that was saved at `path`, equal in every type and value; scalars and
+    dtypes of numpy come back as plain ones, without subclasses, alignment flags and metadata.
 
     `only`: shell patterns over the names of leaves; the tree then holds what matched, and lists
     close up over what did not. `into`: a tree whose tensors, arrays and byte sinks are written in
     place, found by their keys; it is returned, its other values replaced by the saved ones; what
-    the checkpoint holds beyond it is not read. `map_location`: device of new tensors; None for the
+    the checkpoint holds beyond it is not read. One tensor at several keys takes the value of the
+    first of them. `map_location`: device of new tensors; None for the
     one that each was saved from. `verify=False` skips the checksums of data.
 
     `stripe_dirs`: where data on stripes are, if not where they were saved: directories that are

@@ -33,6 +33,8 @@ from checkpoint.sources import Source
 from checkpoint.staging import LARGE_SLOT_BYTES, LARGE_SLOTS, plan_slots
 from checkpoint.unguarded import copied
 
+_MAX_NAME_BYTES = 246
+"""File systems take 255; `<name>.<uuid>` is the directory on a stripe."""
 STAGING_BYTES = 256 << 20
 """Host memory that a save or a load may take beyond the tensors themselves."""
 
@@ -271,6 +273,8 @@ def _checked(
             errno.ENOTDIR, "a checkpoint is a directory, this is not", str(target)
         )
     stripes = stripe_paths(stripe_dirs)
+    if stripes:
+        _check_name(target)
     state_plan = plan_state(state)
     if guard is not None:
         state_plan = replace(state_plan, tensors=copied(state_plan.tensors, guard))
@@ -320,7 +324,17 @@ def stripe_paths(stripe_dirs: Sequence[PathLike] | None) -> tuple[Path, ...]:
     for stripe in stripes:
         if not stripe.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "a stripe directory must exist", str(stripe))
+    places = {(status.st_dev, status.st_ino) for status in map(Path.stat, stripes)}
+    if len(places) != len(stripes):
+        raise ValueError(f"stripe_dirs are one directory by a mount: {[str(s) for s in stripes]}")
     return stripes
+
+
+def _check_name(target: Path) -> None:
+    """Raises OSError for a name that leaves no room for the id of a save behind it."""
+    if len(os.fsencode(target.name)) > _MAX_NAME_BYTES:
+        what = f"with stripes a name has at most {_MAX_NAME_BYTES} bytes"
+        raise OSError(errno.ENAMETOOLONG, what, str(target))
 
 
 def _new_uuid(target: Path) -> str:

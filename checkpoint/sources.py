@@ -8,6 +8,7 @@ read from several threads at once, at most one thread per part.
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -279,7 +280,10 @@ def _reading_source(source: ByteSource) -> Source:
         raise TypeError(
             f"a byte source of dtype {source.dtype!r}, which is not a plain torch dtype"
         )
-    shape = tuple(int(size) for size in source.shape)
+    try:
+        shape = tuple(operator.index(size) for size in source.shape)
+    except TypeError as error:
+        raise TypeError(f"a byte source of shape {source.shape!r}") from error
     if any(size < 0 for size in shape):
         raise TypeError(f"a byte source of shape {shape}")
     ranges = source.ranges if isinstance(source, PartialSource) else None

@@ -1,0 +1,56 @@
+"""What a save refuses before it makes anything."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint
+
+
+class Source:
+    dtype = torch.float32
+
+    def __init__(self, shape: Any) -> None:
+        self.shape = shape
+
+    def read(self, start: int, out: memoryview) -> None:
+        raise AssertionError("nothing is read of what is refused")
+
+
+@pytest.mark.parametrize("shape", [(2.5,), 5, (-1,), "22"])
+def test_a_byte_source_whose_shape_is_none_is_refused(tmp_path: Path, shape: Any) -> None:
+    with pytest.raises(TypeError, match=r"\['x'\]: a byte source of shape"):
+        checkpoint.save({"x": Source(shape)}, tmp_path / "step")
+    assert not (tmp_path / "step").exists()
+
+
+def test_a_name_that_is_too_long_for_stripes_leaves_nothing(tmp_path: Path) -> None:
+    stripes = [tmp_path / "a"]
+    stripes[0].mkdir()
+    with pytest.raises(OSError, match="at most 246 bytes") as raised:
+        checkpoint.save({"x": torch.zeros(1)}, tmp_path / ("n" * 247), stripes)
+    assert raised.value.errno == errno.ENAMETOOLONG
+    assert list(tmp_path.iterdir()) == stripes
+    checkpoint.save({"x": torch.zeros(1)}, tmp_path / ("n" * 246), stripes)
+
+
+def test_one_directory_under_two_names_is_no_two_stripes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stripes = [tmp_path / "a", tmp_path / "b"]
+    for stripe in stripes:
+        stripe.mkdir()
+    stat = Path.stat
+
+    def mounted(path: Path, **options: Any) -> os.stat_result:
+        return stat(stripes[0] if path == stripes[1] else path, **options)
+
+    monkeypatch.setattr(Path, "stat", mounted)
+    with pytest.raises(ValueError, match="one directory by a mount"):
+        checkpoint.save({"x": torch.zeros(1)}, tmp_path / "step", stripes)
