@@ -30,7 +30,8 @@ def place_of_box(box: BoxPicker) -> Place:
 
 def check_target(target: torch.Tensor, dtype: torch.dtype, name: str) -> None:
     """Raises TypeError naming the entry for a target that cannot take values of `dtype`."""
-    if target.is_meta or target.layout != torch.strided or target.is_quantized:
+    is_strided = target.layout == torch.strided and not target._is_zerotensor()
+    if target.is_meta or not is_strided or target.is_quantized:
         raise TypeError(f"{name} has no plain memory to load into; give a strided tensor")
     fault = memory_fault(target)
     if fault is not None:

@@ -209,7 +209,8 @@ def _target(path: Path, value: Any, view: TensorView, saved: np.dtype[Any] | Non
         )
     if not isinstance(value, torch.Tensor):
         return SinkTarget(value, shape, dtype.itemsize)
-    if value.is_meta or value.layout != torch.strided or value.is_quantized:
+    is_strided = value.layout == torch.strided and not value._is_zerotensor()
+    if value.is_meta or not is_strided or value.is_quantized:
         raise ValueError(f"{where} has no plain memory to load into; give a strided tensor")
     fault = memory_fault(value)
     if fault is not None:

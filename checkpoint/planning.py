@@ -106,12 +106,12 @@ def _regions(leaves: Sequence[Leaf]) -> list[Region | None]:
 
 
 def _storage_key(value: Any) -> object:
-    """Tells storages apart; None for what is not a torch tensor and shares nothing.
+    """Tells storages apart; None for what has none and shares nothing.
 
     What is saved of conjugated and negated tensors are their values, which are not the bytes in
     memory. They share with their like alone, of one dtype.
     """
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value._is_zerotensor():
         return None
     address = value.untyped_storage().data_ptr()
     key: object = address if value.is_cpu else (str(value.device), address)

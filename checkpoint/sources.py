@@ -143,11 +143,18 @@ def tensor_source(tensor: torch.Tensor) -> Source:
     """Source of a strided tensor on any device."""
     _check_tensor(tensor)
     element, shape = elements.BY_TORCH[tensor.dtype], tuple(tensor.shape)
-    held = HeldStorage(tensor)
-    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    held = None if tensor._is_zerotensor() else HeldStorage(tensor)
+    if tensor.is_cpu and tensor.is_contiguous() and is_plain(tensor):
         return Source(element, shape, tensor.data_ptr(), None, tensor, None, held)
     reader = _TensorReader(tensor.detach(), shape)
     return Source(element, shape, None, reader, tensor, None, held)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a strided tensor are its values: it is no negated or conjugated view,
+    and no ZeroTensor, which is all zeros without memory and which autograd hands out.
+    """
+    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
 
 
 def _check_tensor(tensor: torch.Tensor) -> None:
@@ -172,6 +179,8 @@ def _check_tensor(tensor: torch.Tensor) -> None:
 
 def memory_fault(tensor: torch.Tensor) -> str | None:
     """What is wrong with the memory of a strided tensor: none is there, or less than it needs."""
+    if tensor._is_zerotensor():
+        return None
     if tensor.is_contiguous():  # as most are
         span = tensor.numel()
     else:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from checkpoint.boxes import Shape, contiguous_strides, flat_first, range_boxes
-from checkpoint.sources import ByteSink, PartialSink, carrier_view
+from checkpoint.sources import ByteSink, PartialSink, carrier_view, is_plain
 
 
 class Place(NamedTuple):
@@ -52,7 +52,7 @@ class TensorTarget:
         if shape != tuple(part.shape):
             for axis, (low, size) in enumerate(zip(start, shape, strict=True)):
                 part = part.narrow(axis, low, size)
-        if part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg():
+        if part.is_cpu and part.is_contiguous() and is_plain(part):
             return Place(part.data_ptr(), None)
         return Place(None, _BoxWriter(part, shape))
 

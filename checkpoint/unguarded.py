@@ -39,6 +39,8 @@ def _stepped(groups: Any, state: Any) -> Iterator[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> tuple[str, int]:
+    if tensor._is_zerotensor():  # no memory, and nothing changes it
+        return str(tensor.device), 0
     return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 

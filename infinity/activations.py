@@ -24,6 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.saved_storage import SavedActivation, SavedStorage, witness_of
+from swap.plain import is_plain
 
 THRESHOLD_BYTES = 256 * 1024
 """Smaller storages stay: as single transfers they cost more time than their memory is worth."""
@@ -209,7 +210,7 @@ class Activations:
             type(tensor) is torch.Tensor
             and tensor.layout == torch.strided
             and not (tensor.is_quantized or tensor.is_inference())
-            and not (tensor.is_conj() or tensor.is_neg())
+            and is_plain(tensor)
             and tensor.untyped_storage().nbytes() >= THRESHOLD_BYTES
             and tensor.untyped_storage()._cdata not in self._left_alone
         )

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.group import EXCHANGE, GroupCoordinator
+from swap.plain import check_plain
 
 GATHER, REDUCE, NORM, STEP, VALUES, SAVE, LOAD, LEAVE = range(1, 9)
 _KINDS = {
@@ -143,7 +144,10 @@ class Ranks:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a flat contiguous tensor: every backend can move these."""
+    """The bytes of a flat contiguous tensor: every backend can move these. Raises ``ValueError``
+    for one whose values are not its bytes.
+    """
+    check_plain("a tensor to be sent", tensor)
     return tensor.view(torch.uint8)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from infinity.partition import Cut, Share, partition
 from swap.layout import ParameterSpec, pad
+from swap.plain import check_memory
 
 RESIDENT_ELEMENTS = 16 * 1024
 """Parameters of up to this many elements (norms, biases) always stay in memory with their state."""
@@ -167,6 +168,8 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"floating-point parameters ({', '.join(str(dtype) for dtype in TRAINABLE_DTYPES)}) "
             "can be trained: convert it, or call requires_grad_(False)"
         )
+    if not parameter.is_meta:
+        check_memory(name, parameter)
     if not parameter.is_leaf:
         raise ValueError(f"{name} is not a leaf tensor; offload parameters, not results")
 
@@ -177,7 +180,7 @@ def _check_sharing(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in named:
-        if parameter.is_meta or not parameter.numel():
+        if parameter.is_meta or not parameter.numel() or parameter._is_zerotensor():
             continue
         start = parameter.data_ptr()
         nbytes = parameter.numel() * parameter.element_size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from infinity.discovery import Record
+from swap.plain import check_memory
 from swap.tiered import TieredState
 
 
@@ -22,6 +23,7 @@ def write_back(state: TieredState, record: Record) -> None:
     """
     before = weight_of(state, record).view(-1)
     kept = slice(record.first, record.first + record.spec.numel)
+    check_memory(f"the value of {record.name}", record.parameter.data)
     after = record.parameter.data.reshape(-1)[kept].to(before.dtype)
     if torch.equal(before, after):
         return

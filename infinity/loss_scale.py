@@ -75,7 +75,7 @@ class GradientScale:
         """A gradient that arrives, dense, at the scale of those that it is added to. An overflow by
         that shows in their norm.
         """
-        if gradient.is_sparse:
+        if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         if self.loss_scale is None:
             return gradient

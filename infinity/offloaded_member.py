@@ -12,6 +12,7 @@ import torch
 from infinity.local_tensors import Layout, flat, layout_of, local
 from infinity.optimizer import AdamW
 from swap.layout import ParameterSpec
+from swap.plain import check_memory
 from swap.rules import UNKNOWN_OPTIONS, check_options
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,6 +57,7 @@ class Member:
                 f"the optimizer was made, and is {tensor.dtype} on {tensor.device}, shape "
                 f"{tuple(tensor.shape)} now; convert and move a model before making its optimizer"
             )
+        check_memory(self.name, tensor)
         return flat(tensor, self.layout)
 
 

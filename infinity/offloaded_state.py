@@ -25,6 +25,7 @@ from checkpoint.memory import available_bytes
 from infinity.local_tensors import flat, like, local, shape_in, unflat
 from infinity.offloaded_member import Held, Member
 from infinity.state_store import StateStore
+from swap.plain import plain
 from swap.rules import AdamRule
 from swap.tiers import format_bytes
 
@@ -129,7 +130,7 @@ def take_tensors(member: Member, store: StateStore, state: Mapping[str, Any]) ->
     """
     for name, dtype in plane_dtypes(member).items():
         if name in state:
-            values = flat(local(state[name]), member.layout).to("cpu", dtype)
+            values = flat(plain(local(state[name])), member.layout).to("cpu", dtype)
         else:
             values = torch.zeros(member.shape.numel(), dtype=dtype)
         if name == "master" and name not in state:

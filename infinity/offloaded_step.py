@@ -13,6 +13,7 @@ from infinity.local_tensors import flat, is_distributed, local
 from infinity.offloaded_member import Held, Member
 from infinity.state_placement import TRANSFER_ELEMENTS
 from swap.layout import Segment
+from swap.plain import check_memory, is_plain, plain
 from swap.rules import AdamRule, ParameterUpdate
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,17 +81,18 @@ def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
     """Fix the update of a parameter that has a gradient. Changes nothing.
 
     Raises ``RuntimeError`` for a sparse gradient and ``TypeError`` for one of another kind than
-    that of its parameter.
+    that of its parameter, and ``ValueError`` for one whose memory has been freed.
     """
     source = member.parameter.grad
     assert source is not None
-    if source.is_sparse:
+    if source.layout != torch.strided:
         raise RuntimeError(
             f"{member.name} has a sparse gradient, which OffloadedAdamW does not take; make it "
             "dense (sparse=False of nn.Embedding), or use torch.optim.SparseAdam for it"
         )
     _check_placements(member, source)
     gradient = local(source)
+    check_memory(f"the gradient of {member.name}", gradient)
     if gradient.dtype not in GRADIENT_DTYPES:
         raise TypeError(f"the gradient of {member.name} is {gradient.dtype}; use float32 at most")
     weight = member.weight()
@@ -175,9 +177,9 @@ class Updater:
             weight.copy_(here)
 
     def _on_host(self, which: int, values: torch.Tensor) -> torch.Tensor:
-        """``values`` themselves, or a copy in a buffer on the host."""
+        """``values`` themselves, or a copy on the host whose bytes are the values."""
         if values.device.type == "cpu":
-            return values
+            return plain(values)
         if self._buffers is None:
             nbytes = TRANSFER_ELEMENTS * 4
             self._buffers = (
@@ -191,10 +193,15 @@ class Updater:
 
 def _pieces(length: int, weight: torch.Tensor, gradient: torch.Tensor) -> Iterator[slice]:
     """All at once where nothing is copied; a master is compared to its weights by copies."""
-    whole = weight.device.type == gradient.device.type == "cpu" and weight.dtype != torch.float16
+    is_copied = not (_is_plain_on_host(weight) and _is_plain_on_host(gradient))
+    whole = not is_copied and weight.dtype != torch.float16
     size = max(1, length) if whole else TRANSFER_ELEMENTS
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
+
+
+def _is_plain_on_host(values: torch.Tensor) -> bool:
+    return values.device.type == "cpu" and is_plain(values)
 
 
 def follow_weight(master: torch.Tensor, weight: torch.Tensor) -> None:

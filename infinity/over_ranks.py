@@ -28,6 +28,7 @@ from infinity.rank_agreement import RankDifferenceError, check_same
 from infinity.reductions import Reductions
 from infinity.stored_values import StoredValues
 from swap.layout import PIECE
+from swap.plain import plain
 from swap.tiered import TieredState
 
 
@@ -228,5 +229,5 @@ def _added_up(parts: Sequence[torch.Tensor]) -> float:
 
 
 def _sum_of(flat: torch.Tensor) -> int:
-    values = flat.detach().cpu().contiguous()
+    values = plain(flat.detach()).cpu().contiguous()
     return int(crc32c(as_bytes(values).numpy())) if values.numel() else 0

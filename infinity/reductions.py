@@ -22,6 +22,7 @@ from infinity.collectives import REDUCE, SMALL, Ranks, Transfer
 from infinity.discovery import Record
 from infinity.gathered_weights import GatherMemory
 from infinity.rank_agreement import RankDifferenceError
+from swap.plain import plain
 
 _MAX_IN_FLIGHT = 2
 _BUCKET_BYTES = 4 << 20
@@ -62,7 +63,7 @@ class Reductions:
 
         Raises ``RankFailedError``, also when another rank has the gradient of another parameter.
         """
-        flat = gradient.detach().reshape(-1)
+        flat = plain(gradient.detach()).reshape(-1)
         self.reduced_bytes += flat.numel() * flat.dtype.itemsize
         if not self._records[index].is_partitioned:
             self._collect(index, flat)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from swap.plain import is_plain
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -67,6 +69,6 @@ def is_whole(tensor: torch.Tensor) -> bool:
         tensor.layout == torch.strided
         and tensor.is_floating_point()
         and 0 < tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes()
-        and not tensor.is_neg()
+        and is_plain(tensor)
         and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
     )

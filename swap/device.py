@@ -22,6 +22,7 @@ from aio.errors import let_go
 from aio.threads import join_thread, start_thread
 from swap.arena import Entry
 from swap.layout import ParameterSpec
+from swap.plain import plain
 from swap.planes import as_tensor
 from swap.processors import stay_in_background
 
@@ -273,7 +274,7 @@ class GradientInbox:
         then it is lost.
         """
         try:
-            flat = gradient.detach().reshape(-1)
+            flat = plain(gradient.detach()).reshape(-1)
             buffer = as_tensor(self._allocate(flat.numel() * flat.dtype.itemsize), flat.dtype)
             self._pending.append((parameter, buffer, self._link.download(buffer, flat)))
         except BaseException as failure:

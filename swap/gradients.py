@@ -22,6 +22,7 @@ from swap.extents import Extent, ExtentStore
 from swap.kernels import block_squares, sum_of_squares
 from swap.layout import PIECE, Layout, Segment
 from swap.placement import Placement, gradient_bytes
+from swap.plain import check_memory, is_plain
 from swap.planes import as_bytes, as_tensor, page_aligned
 from swap.spills import SpillWriter
 from swap.tiers import Tier
@@ -128,8 +129,8 @@ class GradientStore:
     def _store(
         self, parameter: int, gradient: torch.Tensor, accumulate: bool, squares: _Squares
     ) -> None:
-        # Kernels read memory as it is, where a view may stand for its negative.
-        flat = gradient.detach().reshape(-1).resolve_neg()
+        check_memory(f"the gradient of {self._layout.specs[parameter].name}", gradient)
+        flat = gradient.detach().reshape(-1)
         for segment in self._layout.segments_of[parameter]:
             part = flat[segment.start : segment.start + segment.length]
             if segment.subgroup in self._host:
@@ -294,7 +295,7 @@ def _accumulate(
     if accumulate:
         target.add_(values.to(target.device))
         squares.add(target)
-    elif values.dtype == target.dtype and values.is_contiguous():
+    elif values.dtype == target.dtype and values.is_contiguous() and is_plain(values):
         squares.add(values, copy=target)
     else:
         target.copy_(values)

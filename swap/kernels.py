@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swap._native import ffi, lib
+from swap.plain import check_plain
 from swap.processors import num_threads
 
 if TYPE_CHECKING:
@@ -352,6 +353,7 @@ def _check(name: str, tensor: torch.Tensor, n: int, *dtypes: torch.dtype) -> Non
         )
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has stride {tensor.stride(0)}; pass a contiguous tensor")
+    check_plain(name, tensor)
 
 
 def _raise_on_error(status: int, what: str, n: int) -> None:

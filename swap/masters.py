@@ -7,14 +7,17 @@ from collections.abc import Callable, Collection
 import torch
 
 from swap.kernels import merge_master, split_master
+from swap.plain import check_memory, plain
 
 
 def planes_from(
     values: torch.Tensor, dtype: torch.dtype, names: Collection[str]
 ) -> dict[str, torch.Tensor]:
     """Flat CPU ``values`` as the planes that hold them, of those in ``names``; weights are of
-    ``dtype``.
+    ``dtype``. Raises ``ValueError`` for values whose memory has been freed.
     """
+    check_memory("a tensor of values", values)
+    values = plain(values)
     if "lo" in names:
         high = torch.empty(values.numel(), dtype=torch.bfloat16)
         low = torch.empty(values.numel(), dtype=torch.int16)

@@ -21,6 +21,7 @@ from swap.kernels import copy_bytes
 from swap.layout import PAGE, Plane, Segment, Subgroup
 from swap.passage import Passage, lies_as
 from swap.placement import Placement, planes_of
+from swap.plain import check_plain, plain
 from swap.rules import UpdateRule
 from swap.tiers import Tier
 
@@ -40,7 +41,11 @@ def page_aligned(nbytes: int) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a flat contiguous CPU tensor, as an array that keeps its storage alive."""
+    """The bytes of a flat contiguous CPU tensor, as an array that keeps its storage alive.
+
+    Raises ``ValueError`` for a tensor whose values are not its bytes.
+    """
+    check_plain("a tensor to be read as bytes", tensor)
     array: np.ndarray = tensor.view(torch.uint8).numpy()
     return array
 
@@ -53,7 +58,7 @@ def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
     two pairs of runs.
     """
     if source.device.type == target.device.type == "cpu":
-        copy_bytes(source.view(torch.uint8), target.view(torch.uint8))
+        copy_bytes(plain(source).view(torch.uint8), target.view(torch.uint8))
     else:
         target.copy_(source)
 

@@ -200,3 +200,16 @@ def test_numpy_strings_come_back_with_what_ends_them(tmp_path: Path, text: str) 
     assert loaded[0] == text
     assert len(loaded[0]) == len(text)
     assert bytes(loaded[1]) == text.encode("utf-8", "surrogatepass")
+
+
+def test_zeros_without_memory_are_saved_as_zeros(tmp_path: Path) -> None:
+    zeros = torch._efficientzerotensor(3, 500)
+    state = {"zeros": zeros, "part": zeros[1:, 7:], "other": torch._efficientzerotensor(4)}
+    checkpoint.save(state, tmp_path / "c")
+    loaded = checkpoint.load(tmp_path / "c")
+    assert {name: loaded[name].shape for name in state} == {n: t.shape for n, t in state.items()}
+    assert not any(tensor.any() for tensor in loaded.values())
+    loaded["zeros"].add_(1.0)
+    assert not loaded["part"].any()
+    with pytest.raises(ValueError, match=r"into\['zeros'\] has no plain memory to load into"):
+        checkpoint.load(tmp_path / "c", into=state)
