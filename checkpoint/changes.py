@@ -37,6 +37,13 @@ class Versions:
                 raise ChangedTensorError(name)
 
 
+def count_changes(tensors: Iterable[torch.Tensor]) -> None:
+    """Counts one change in place of each, for whoever writes to an address as torch does by itself:
+    saves notice it, and autograd refuses a graph from before it.
+    """
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
     """Its version, which tensors of the inference mode lack, and its address."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from checkpoint.boxes import Shape, contiguous_strides, span_elements
+from checkpoint.changes import count_changes
 from checkpoint.checksum import CRC_BLOCK_BYTES
 from checkpoint.dcp_boxes import BoxPicker, check_target, place_of_box
 from checkpoint.dcp_contents import Contents, StoredChunk
@@ -110,15 +111,19 @@ class StorageReader(TorchStorageReader):
         by_file: dict[int, list[PlacedRead]] = defaultdict(list)
         finish: list[Finish] = []
         others: list[ReadItem] = []
+        written: list[torch.Tensor] = []
         for item in plan.items:
             stored = self._storage.get(item.storage_index)
             if item.type != LoadItemType.BYTE_IO and isinstance(stored, StoredChunk):
                 target = planner.resolve_tensor(item).detach()
                 by_file[stored.chunk.file].append(_plan_read(stored, item, target))
+                written.append(target)
                 finish.append(_committed(planner, item, target))
             else:
                 others.append(item)
+        count_changes(written)
         read_files(manifest, self.path, by_file, self._options)
+        count_changes(written)
         for step in finish:
             step()
         if others:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from checkpoint import elements
 from checkpoint.assembly import Assembler, TensorView, array_dtype, view_of
 from checkpoint.boxes import may_overlap_itself
+from checkpoint.changes import count_changes
 from checkpoint.names import Path, closest, natural_name, render
 from checkpoint.reading import TensorRead
 from checkpoint.records import Manifest
@@ -37,16 +38,22 @@ Finish = Callable[[], None]
 
 @dataclass(slots=True)
 class IntoPlan:
-    """What to read into the live tree, and what remains to do when that has been read."""
+    """What to read into the live tree, and what remains to do when that has been read.
+
+    `written` are the live tensors, whose changes are counted before the first byte and after the
+    last one: whoever looks in between has seen a change, too.
+    """
 
     reads: list[TensorRead]
     copies: list[Finish]
     replace: Callable[[], Any]
+    written: list[torch.Tensor] = field(default_factory=list)
 
     def finish(self) -> Any:
         """Copies what could not be read in place, replaces plain values, gives the tree."""
         for copy in self.copies:
             copy()
+        count_changes(self.written)
         return self.replace()
 
 
@@ -80,6 +87,7 @@ def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
         path, node = saved.data(leaf.path, name)
         view = view_of(manifest, path, node)
         target = _target(leaf.path, leaf.value, view, array_dtype(node))
+        plan.written.extend(_tensors_of(leaf.value, target))
         if view.is_whole:
             plan.reads.append(TensorRead(view.index, target))
         else:
@@ -89,7 +97,16 @@ def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
         TensorRead(index, TensorTarget(tensor)) for index, tensor in assembler.tensors.items()
     )
     _check_values((), into, saved, selection)
+    count_changes(plan.written)
     return plan
+
+
+def _tensors_of(value: Any, target: Target) -> Iterator[torch.Tensor]:
+    """A live tensor, and the local one behind it where that is another."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    if isinstance(target, TensorTarget) and target.tensor is not value:
+        yield target.tensor
 
 
 _DATA = object()

@@ -357,6 +357,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 update.member.steps = update.update.step
                 update.member.held = Held.VALUES
             changed = [update.member.parameter for update in taken.updates.values()]
+            changed += [update.weight for update in taken.updates.values()]  # behind a DTensor
             # Tell autograd before the first change: a graph from before the step is refused.
             torch.autograd.graph.increment_version(changed)
         self._store.sweep(taken.left, partial(self._updater.work, taken))
