@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -14,14 +13,15 @@ from torch import nn
 
 from checkpoint.relocation import StripeDirs
 from infinity import persistence
+from infinity.accumulated import Accumulated
 from infinity.activations import Activations
 from infinity.background import BackgroundSaves
 from infinity.collectives import LOAD, SAVE
 from infinity.discovery import Record
 from infinity.endurance import DRIVE_ENDURANCE
 from infinity.hooks import ModelHooks
-from infinity.loss_scale import GradientScale, LossScale
-from infinity.modifying import Parameters, real_tensors, records_of
+from infinity.loss_scale import LossScale
+from infinity.modifying import Loans, Parameters, records_of
 from infinity.optimizer import OffloadedOptimizer, advance_groups
 from infinity.parameter import become_offloaded, take_grad
 from infinity.phases import Passes, Phases
@@ -73,14 +73,11 @@ class OffloadedModel:
         self._index = {id(record.parameter): record.index for record in records}
         self._max_grad_norm = max_grad_norm
         self.loss_scale_state = loss_scale
-        self._scale = GradientScale(loss_scale)
-        self._clip_factor = 1.0
+        self._gradients = Accumulated(records, state, sharing, loss_scale)
         self._unclipped_steps = 0
         self._repeatable = isinstance(rule, AdamRule) and loss_scale is None
         self._norm: torch.Tensor | None = None
         self.steps = [0] * len(records)
-        self._consumed: set[int] = set()
-        self._adding = threading.Lock()
         weights = sharing.weights
         self._residency = Residency(records, weights, state.device, sharing.visitor_bytes)
         self._phases = Phases(state.timeline)
@@ -89,6 +86,7 @@ class OffloadedModel:
             records, weights, self._phases, activations, lambda: self._residency.held
         )
         self._versions = Versions(records, self._residency.kept_out)
+        self._loans = Loans(records, self._residency, sharing, self._versions)
         self._saves = BackgroundSaves()
         passes = Passes(self._end_pass) if isinstance(rule, FrozenRule) else None
         parts = (self._residency, self._phases, self._versions, self._saved)
@@ -112,16 +110,18 @@ class OffloadedModel:
     def backward(self, loss: torch.Tensor) -> None:
         """``loss.backward()``; float16 is scaled, and a step that overflows skipped."""
         self._check_open()
-        self._scale.backward(loss)
+        self._gradients.scale.backward(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients at the next step so that their norm is at most ``max_norm``; return
         the norm before.
         """
         self._check_open()
-        norm = self.sharing.norm() / self._scale.value * self._clip_factor if self._present else 0.0
-        coefficient = clip_coefficient(norm, max_norm)
-        self._clip_factor *= coefficient
+        gradients = self._gradients
+        if not gradients.present:
+            return torch.tensor(0.0)
+        norm = gradients.norm() * gradients.clip_factor
+        gradients.clip_factor *= clip_coefficient(norm, max_norm)
         return torch.tensor(norm)
 
     @property
@@ -141,12 +141,11 @@ class OffloadedModel:
         return 1.0 if self.loss_scale_state is None else self.loss_scale_state.value
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the accumulated gradient on the CPU, scaled as ``backward`` did; or None."""
+        """A copy of the accumulated gradient on the CPU, clipped as ``clip_grad_norm_`` was told
+        to, scaled as ``backward`` did; or None.
+        """
         self._check_open()
-        index = self._index_of(parameter)
-        if index not in self._present:
-            return None
-        return self.sharing.gradient(self.records[index])
+        return self._gradients.read(self._index_of(parameter))
 
     def flush(self) -> None:
         """Wait until the last step is finished and every value is at home.
@@ -165,12 +164,14 @@ class OffloadedModel:
         the budget.
 
         With ``modify`` changed elements are kept (and become the master exactly), once background
-        saves have read what was there; without, changes are lost.
+        saves have read what was there; without, changes are lost. Inside, ``step`` and ``load``
+        are refused, with ``modify`` ``save`` and ``export`` too. Nested in another, the tensors are
+        the same; what they hold as the last with ``modify`` ends is kept.
         """
         self._check_unchanged()
         chosen = records_of(params, self.records, self._index_of)
         self.state.flush()
-        with real_tensors(chosen, modify, self._residency, self.sharing, self._versions):
+        with self._loans.lend(chosen, modify):
             yield
             self._saves.wait_read()
 
@@ -184,6 +185,7 @@ class OffloadedModel:
         and the end of the block until it is saved. Raises as those.
         """
         self._check_unchanged()
+        self._loans.check_unmodified("save()")
         self.sharing.meet(SAVE, max(self.steps))
         self.state.flush()
         outcome = persistence.save(self, path, extra, block=block)
@@ -197,6 +199,7 @@ class OffloadedModel:
         naming what does not match this model; in that case nothing was changed.
         """
         self._check_open()
+        self._loans.check_none("load()")
         self.sharing.meet(LOAD, max(self.steps))
         self._saves.wait_done()
         self.state.flush()
@@ -209,6 +212,7 @@ class OffloadedModel:
     def export(self, folder: str | os.PathLike[str]) -> list[str]:
         """Write the weights as Hugging Face safetensors shards with an index; returns the paths."""
         self._check_unchanged()
+        self._loans.check_unmodified("export()")
         self.sharing.meet(SAVE, max(self.steps))
         self.state.flush()
         return persistence.export(self, folder)
@@ -233,27 +237,28 @@ class OffloadedModel:
     def take_step(self) -> None:
         """Fix norm, clipping, options and step counts, and start the update."""
         self._check_open()
-        if isinstance(self.rule, FrozenRule) and self._present:
+        if isinstance(self.rule, FrozenRule) and self._gradients.present:
             raise RuntimeError(
                 "the model was offloaded with optimizer=None, which is for inference; pass "
                 "infinity.AdamW(...) or a factory to take steps"
             )
         self._check_unchanged()
+        self._loans.check_none("step()")
         self._phases.end_backward()
-        present = sorted(self._present)
+        present = sorted(self._gradients.present)
         self.sharing.begin_step(present, self.steps, self.optimizer.param_groups)
         if not present:
             return
         self._residency.reset()
-        self._norm = torch.tensor(whole_norm := self.sharing.norm() / self._scale.value)
-        norm = whole_norm * self._clip_factor
-        scale = self._clip_factor / self._scale.value
+        gradients = self._gradients
+        self._norm = torch.tensor(whole_norm := gradients.norm())
+        norm = whole_norm * gradients.clip_factor
+        scale = gradients.clip_factor / gradients.scale.value
         if self._max_grad_norm is not None:
             scale *= clip_coefficient(norm, self._max_grad_norm)
         self._unclipped_steps = self._unclipped_steps + 1 if scale == 1.0 else 0
-        if self._scale.overflowed(norm):
-            self._consumed.update(self.state.gradients.capture())
-            self._clip_factor = 1.0
+        if gradients.scale.overflowed(norm):
+            gradients.consume(self.state.gradients.capture())
             return
         updates = self._updates(present)
         self.state.step(updates, scale, then=partial(self._taken, present))
@@ -263,8 +268,7 @@ class OffloadedModel:
 
     def _taken(self, present: Sequence[int]) -> None:
         """The step is under way. One that raised was not, and is taken again with its clipping."""
-        self._clip_factor = 1.0
-        self._consumed.update(present)
+        self._gradients.consume(present)
         for index in present:
             self.steps[index] += 1
             self._saved.generations[index] += 1
@@ -277,29 +281,19 @@ class OffloadedModel:
         """The step that is likely to be taken next, for updates before it is; None if unknown. As
         if no gradient were clipped, which is proposed after some steps in which none was.
         """
-        may_clip = self._max_grad_norm is not None or self._clip_factor != 1.0
+        may_clip = self._max_grad_norm is not None or self._gradients.clip_factor != 1.0
         if not self._repeatable or (may_clip and self._unclipped_steps < _UNCLIPPED_STEPS):
             return None
         return Step(updates=self._updates(None), gradient_scale=1.0)
 
     def clear_gradients(self) -> None:
-        self.sharing.drop_gradients()
-        self.state.clear_gradients()
-        self._consumed.clear()
-        self._scale.clear()
-        self._clip_factor = 1.0
+        self._gradients.clear()
 
     def has_gradient(self, index: int) -> bool:
-        if index in self._consumed or self.sharing.has_gradient(index):
-            return True
-        return self.state.has_gradient(index)
+        return self._gradients.has(index)
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
-        self.sharing.drop_gradients(index)
-        self.state.clear_gradients(index)
-        self._consumed.discard(index)
-        if gradient is not None:
-            self.sharing.add_gradient(index, self._scale.assigned(gradient))
+        self._gradients.set(index, gradient)
 
     def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
         """Weights of these parameters are in place inside."""
@@ -318,18 +312,8 @@ class OffloadedModel:
 
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         """Autograd accumulated into ``parameter``: move that to the gradient store."""
-        index = self._index_of(parameter)
-        gradient = take_grad(parameter)
-        if gradient is None:
-            return
-        if index in self._consumed:
-            raise RuntimeError(
-                f"{self.records[index].name} got a gradient on top of one that a step has used; "
-                "call offloaded.step(), or optimizer.zero_grad() after optimizer.step()"
-            )
-        with self._adding:  # passes may run on several threads
-            self.sharing.add_gradient(index, self._scale.taken(gradient))
-        self._phases.backward_works()
+        if self._gradients.take(self._index_of(parameter), parameter):
+            self._phases.backward_works()
 
     # Opening and closing, for ``offload``.
 
@@ -355,9 +339,10 @@ class OffloadedModel:
         stack.push(self.sharing.leaving)
         for index, gradient in self._restoring.gradients.items():
             if self.records[index].spec.trainable:  # accumulated to, as plain PyTorch does
-                self.sharing.add_gradient(index, self._scale.taken(gradient))
+                self._gradients.add(index, gradient)
         self._versions.watch(self.model)
         stack.push(self._versions.check_at_end)
+        stack.push(self._loans.end)
         self._restoring.gradients.clear()
 
     def _restore(self) -> None:
@@ -386,13 +371,6 @@ class OffloadedModel:
             shape = tuple(parameter.shape)
             raise ValueError(f"a parameter of shape {shape} is none of the offloaded model")
         return index
-
-    @property
-    def _present(self) -> frozenset[int]:
-        """Parameters with a gradient, once all that are on their way have arrived."""
-        self.sharing.finish_gradients()
-        self.state.collect_gradients()
-        return self.state.gradients.present
 
     def _updates(self, present: Sequence[int] | None) -> dict[int, ParameterUpdate]:
         """What the next step means for those parameters, or for all that are in a group."""

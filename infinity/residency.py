@@ -233,12 +233,20 @@ class Residency:
         return None if weight is None else weight.view(record.shape)
 
     def _put_out(self, indices: Iterable[int]) -> None:
-        """Whatever data these parameters have, they have their offloaded face now."""
+        """Whatever data these parameters have, they have their offloaded face now.
+
+        Raises ``RuntimeError`` for one that cannot have it; all others have theirs then.
+        """
+        strangers = []
         for index in indices:
             home = self.at_home[index]
+            if not isinstance(self._records[index].parameter, OffloadedParameter):
+                strangers.append(index)
+                continue
             if home is not None:
                 put_data(self._parameter(index), home, absent=True)
             self._take_out(index)
+        self.check_faces(strangers)
 
     def _take_out(self, index: int) -> None:
         if self.at_home[index] is None:
@@ -246,9 +254,19 @@ class Residency:
         else:
             mark_absent(self._parameter(index))
 
+    def check_faces(self, indices: Iterable[int]) -> None:
+        """Raises ``RuntimeError`` naming one of these parameters that is no offloaded one."""
+        for index in indices:
+            self._parameter(index)
+
     def _parameter(self, index: int) -> OffloadedParameter:
         parameter = self._records[index].parameter
-        assert isinstance(parameter, OffloadedParameter)
+        if not isinstance(parameter, OffloadedParameter):
+            raise RuntimeError(
+                f"{self._records[index].name} was swapped for another tensor while it was "
+                "offloaded (by torch.utils.swap_tensors), and what it got is lost; change its "
+                "values inside `with offloaded.gathered([parameter], modify=True):`"
+            )
         return parameter
 
 
