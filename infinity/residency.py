@@ -134,8 +134,10 @@ class Residency:
             return  # each operation fetches it
         if any(index in frame.visitors or index in frame.own for frame in frames):
             return
-        nbytes = self._records[index].weight_bytes
-        self._make_room(frames, nbytes)
+        # Weights at home take no room, and nobody has to leave for them.
+        nbytes = 0 if self.at_home[index] is not None else self._records[index].weight_bytes
+        if nbytes:
+            self._make_room(frames, nbytes)
         self._hold([index])
         frames[-1].visitors[index] = nbytes
 
