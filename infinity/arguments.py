@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from checkpoint.memory import available_bytes, machine_bytes
 from infinity.activation_tiers import ActivationShare, mode_of
-from infinity.discovery import RESIDENT_ELEMENTS
+from infinity.discovery import RESIDENT_ELEMENTS, Record
 from infinity.optimizer import AdamW, OptimizerFactory
 from infinity.tiling import MIN_TILE_BYTES
 from swap.directory import check_usable
@@ -93,6 +93,23 @@ def warn_of(options: Options) -> None:
                 other,
                 directory,
             )
+
+
+def warn_of_rounding(records: Sequence[Record], *, trains: bool) -> None:
+    """One warning for values that no master keeps as they came."""
+    rounded = [
+        record.numel
+        for record in records
+        if not ((record.spec.trainable and trains) or record.parameter.is_meta)
+        and record.dtype.itemsize > record.spec.dtype.itemsize
+    ]
+    if rounded:
+        _log.warning(
+            "%d values of %d parameters that are not trained are rounded to the compute dtype, and "
+            "come back rounded after the block; keep a copy, or leave compute_dtype out",
+            sum(rounded),
+            len(rounded),
+        )
 
 
 def disk_of(directory: str) -> str:

@@ -18,6 +18,7 @@ from infinity.arguments import (
     checked,
     device_of,
     warn_of,
+    warn_of_rounding,
 )
 from infinity.bandwidth import shares
 from infinity.block import OffloadBlock
@@ -48,7 +49,7 @@ from infinity.tiling import Tiling
 from infinity.weak_references import without_weak_references
 from swap.directory import reclaim
 from swap.placement import Placement
-from swap.rules import UpdateRule
+from swap.rules import FrozenRule, UpdateRule
 from swap.tiered import TieredState
 
 _DEFAULT_OPTIMIZER = AdamW()
@@ -79,7 +80,9 @@ def offload(
       torch.optim.Optimizer`` for any other, None for inference.
     - ``device``: where to compute; None takes CUDA if there is one, else the CPU.
     - ``compute_dtype``: dtype of weights, gradients and floating-point buffers, as
-      ``model.to(dtype)``; masters are kept in float32. None keeps each parameter's dtype.
+      ``model.to(dtype)``; masters of what is trained are kept in float32. Frozen weights, with
+      ``optimizer=None`` all, come back rounded to it, and a warning says how many values; buffers
+      that nothing changed come back as they were. None keeps each parameter's dtype.
     - ``device_memory``: most bytes of weights resident for compute; ``host_memory``: most bytes of
       host memory that the library takes (default: half of what is free). Ints, or text such as
       ``"8GiB"``.
@@ -150,6 +153,7 @@ def _enter(
             records = records_of(model, dtype)
             values = tiling.values(values, records)
         rule, inner = rule_for(options.optimizer, records)
+        warn_of_rounding(records, trains=not isinstance(rule, FrozenRule))
         if isinstance(rule, TorchRule) and ranks is not None:
             rule.check_elementwise()
     if ranks is not None:

@@ -210,7 +210,8 @@ class OffloadedGradient(torch.Tensor):
             f"{name}: the gradient of an offloaded parameter is not a tensor in memory. To clip "
             "call offloaded.clip_grad_norm_(max_norm) or pass max_grad_norm to offload; for the "
             "norm read offloaded.grad_norm; to clear call offloaded.optimizer.zero_grad(); for "
-            "values call offloaded.gradient(parameter)"
+            "values call offloaded.gradient(parameter); in place of torch.amp.GradScaler call "
+            "offloaded.backward(loss), which scales the loss where compute_dtype is float16"
         )
 
 

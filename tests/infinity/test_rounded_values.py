@@ -1,0 +1,26 @@
+"""What ``compute_dtype`` leaves of values that nothing trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from tests.support.training import same_bits
+
+
+def test_a_buffer_that_nothing_changed_comes_back_exactly(
+    nvme: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    norm = model[1]
+    norm.running_mean.copy_(torch.rand(8))  # type: ignore[operator]
+    before = norm.running_mean.clone()  # type: ignore[operator]
+    with infinity.offload(model, nvme, optimizer=None, compute_dtype=torch.bfloat16):
+        norm.running_var.fill_(3.0)  # type: ignore[operator]
+    assert same_bits(norm.running_mean, before)  # type: ignore[arg-type]
+    assert torch.equal(norm.running_var, torch.full((8,), 3.0))  # type: ignore[arg-type]
+    assert "88 values of 4 parameters that are not trained are rounded" in caplog.text
