@@ -132,15 +132,19 @@ class Core:
         self._in_flight.pop(token, None)
         ffi.release(view)  # first: whoever sees the outcome may expect the buffer to be free
         with self.lock:
-            file = ticket.file
-            file.in_flight.discard(token)
-            if file.is_closed and not file.in_flight:
-                self.changed.notify_all()  # first: they wait for the lock anyway
-                try:
-                    file.close_descriptors()
-                except OSError as error:
-                    return error
+            ticket.file.in_flight.discard(token)
+            try:
+                self.close_if_unused(ticket.file)
+            except OSError as error:
+                return error
         return None
+
+    def close_if_unused(self, file: File) -> None:
+        """For whoever has used a file: closes it if only he was waited for."""
+        with self.lock:
+            if file.is_closed and file.is_unused:
+                self.changed.notify_all()  # first: they wait for the lock anyway
+                file.close_descriptors()
 
     def reap(self) -> None:
         """The reaper thread: returns when the engine is stopped and has drained."""

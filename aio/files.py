@@ -11,7 +11,9 @@ import errno
 import logging
 import os
 import stat
+import threading
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -60,6 +62,8 @@ class File:
         self.mode = mode
         # Tokens of operations; guarded by the core's lock, as is_closed is.
         self.in_flight: set[int] = set()
+        # Calls on the file that have not returned, and the threads they are in.
+        self.uses: dict[object, int] = {}
         self.is_closed = True  # until everything below has worked
         self._core = core
         self._sync_errno = 0  # of the first sync that failed
@@ -123,8 +127,8 @@ class File:
 
     def size(self) -> int:
         """The file's length now, in bytes."""
-        self.check_open()
-        return self._size()
+        with self._used():
+            return self._size()
 
     def _size(self) -> int:
         status = os.fstat(self._fd)
@@ -135,23 +139,21 @@ class File:
     def allocate(self, offset: int, nbytes: int) -> None:
         """Reserves space for a range and makes the file reach its end, zeros where nothing was.
 
-        Raises AioError, ENOSPC among others; the file then has its old length. Where the file
-        system cannot reserve, the file is made longer only, with one warning.
+        Raises AioError, ENOSPC among others; the file then has its old length, or that of a
+        write that has made it longer. Where the file system cannot reserve, the file is made longer
+        only, with one warning.
         """
         self._check_writable("allocate space in")
         if offset < 0 or not 0 <= nbytes <= MAX_OFFSET - offset:
             raise ValueError(f"cannot allocate {nbytes} bytes at offset {offset} of {self.path}")
-        before = self._size()
-        error = -lib.aio_file_allocate(self._native, offset, nbytes)
+        error = -self._call(lib.aio_file_allocate, offset, nbytes)
         if error == errno.EOPNOTSUPP:
-            self._extend(offset + nbytes)
-        elif error:
-            # An allocation that ends half way has made the file longer.
-            if self._size() > before:
-                os.ftruncate(self._fd, before)
+            error = self._extend(offset + nbytes)
+        if error:
             raise self._error("allocate", error, offset, nbytes)
 
-    def _extend(self, end: int) -> None:
+    def _extend(self, end: int) -> int:
+        """0 or an errno."""
         if self._may_allocate:
             self._may_allocate = False
             logger.warning(
@@ -159,22 +161,54 @@ class File:
                 " half way and are slower where they make the file longer",
                 self.path,
             )
-        if end > self._size():
-            self.truncate(end)
+        return -self._call(lib.aio_file_extend, end)
+
+    def _call(self, function: Callable[..., int], *arguments: int) -> int:
+        """Calls C with the file, which `close` waits for. ValueError when it is closed."""
+        with self._used():
+            return function(self._native, *arguments)
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        """Inside, no other thread closes the descriptors: their numbers would soon be another's.
+
+        ValueError when the file is closed.
+        """
+        core = self._core
+        if core.is_forked():  # the lock may be the parent's
+            self.check_open()
+            yield
+            return
+        use = object()
+        try:
+            with core.lock:
+                self.check_open()
+                self.uses[use] = threading.get_ident()
+            yield
+        finally:
+            self.uses.pop(use, None)
+            core.close_if_unused(self)
+
+    @property
+    def is_unused(self) -> bool:
+        """For the engine, with its lock held: nobody needs the descriptors any more."""
+        return not self.in_flight and not self.uses
+
+    def _may_close(self) -> bool:
+        """Whether nothing is left to wait for: for a call that this thread is in (a handler
+        interrupted it, or its end) nobody can wait.
+        """
+        here = threading.get_ident()
+        return not self.in_flight and all(thread == here for thread in self.uses.values())
 
     def truncate(self, nbytes: int) -> None:
         """Makes the file exactly `nbytes` long. Raises AioError."""
         self._check_writable("truncate")
-        if nbytes < 0:
+        if not 0 <= nbytes <= MAX_OFFSET:
             raise ValueError(f"cannot truncate {self.path} to {nbytes} bytes")
-        try:
-            os.ftruncate(self._fd, nbytes)
-        except OSError as error:
-            message = f"cannot truncate {self.path} to {nbytes} bytes: {error.strerror}"
-            raise AioError(
-                message, errno=error.errno or errno.EIO, filename=os.fspath(self.path)
-            ) from error
-        lib.aio_file_resized(self._native, nbytes)
+        if error := -self._call(lib.aio_file_truncate, nbytes):
+            message = f"cannot truncate {self.path} to {nbytes} bytes: {os.strerror(error)}"
+            raise AioError(message, errno=error, filename=os.fspath(self.path))
 
     def sync(self) -> None:
         """Makes durable what operations that have ended wrote, and the file's length.
@@ -182,13 +216,13 @@ class File:
         A new file also needs sync_directory() on its folder. Raises AioError; since the kernel
         reports a lost page once only, a file whose sync failed once fails every time after.
         """
-        self.check_open()
-        if not self._sync_errno:
-            try:
-                os.fsync(self._fd)
-                return
-            except OSError as error:
-                self._sync_errno = error.errno or errno.EIO
+        with self._used():
+            if not self._sync_errno:
+                try:
+                    os.fsync(self._fd)
+                    return
+                except OSError as error:
+                    self._sync_errno = error.errno or errno.EIO
         raise AioError(
             f"cannot sync {self.path}: {os.strerror(self._sync_errno)}; what was written to it may"
             " be lost, write it again to another file",
@@ -209,10 +243,10 @@ class File:
             return
         with core.lock:
             self.is_closed = True
-            if not self.in_flight:
+            if self.is_unused:
                 self.close_descriptors()
             elif not core.on_reaper():
-                core.changed.wait_for(lambda: not self.in_flight)
+                core.changed.wait_for(self._may_close)
 
     def close_descriptors(self) -> None:
         """For the engine, with its lock held and nothing in flight. Can be called again after an
@@ -242,7 +276,10 @@ class File:
             self._check_writable("write to")
         elif kind != "read":
             raise ValueError(f'a request is a "read" or a "write", not {kind!r}')
-        return self._native
+        native = self._native
+        if native is None:  # closed since the look above
+            raise ValueError(f"{self.path} is closed")
+        return native
 
     def check_open(self) -> None:
         if self.is_closed:

@@ -87,10 +87,13 @@ aio_file *aio_file_new(int32_t direct_fd, int32_t buffered_fd, uint32_t memory_a
                        uint32_t offset_alignment, uint64_t size);
 void aio_file_free(aio_file *file);
 int aio_file_alignment(int32_t fd, aio_alignment *alignment);
-/* Reserves a range and grows the file to its end. -EOPNOTSUPP where the file system cannot. */
+/* Reserves a range and grows the file to its end. -EOPNOTSUPP where the file system cannot. After
+ * another error the file has its old length, or that of a write in flight that made it longer. */
 int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes);
-/* Tells the file that its size was set from outside. */
-void aio_file_resized(aio_file *file, uint64_t size);
+/* Makes the file at least this long, without reserving anything. */
+int aio_file_extend(aio_file *file, uint64_t end);
+/* Makes the file exactly this long. */
+int aio_file_truncate(aio_file *file, uint64_t size);
 /* 1 once the kernel has refused a direct transfer that kept the stated alignments. */
 int aio_file_direct_refused(const aio_file *file);
 

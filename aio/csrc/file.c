@@ -5,6 +5,7 @@
 #include <linux/magic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -72,21 +73,65 @@ static int allocate(const aio_file *file, uint64_t offset, uint64_t end) {
     }
 }
 
+/* In bytes, or -errno. */
+static int64_t length_of(const aio_file *file) {
+    struct stat status;
+    if (fstat(file->buffered_fd, &status))
+        return -errno;
+    return S_ISBLK(status.st_mode) ? lseek(file->buffered_fd, 0, SEEK_END) : status.st_size;
+}
+
+static int set_length(const aio_file *file, uint64_t size) {
+    while (ftruncate(file->buffered_fd, (off_t)size))
+        if (errno != EINTR)
+            return -errno;
+    return 0;
+}
+
 int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes) {
     if (!nbytes)
         return 0;
     pthread_mutex_lock(&file->lock);
-    const int error = allocate(file, offset, offset + nbytes);
+    const int64_t before = length_of(file);
+    const int error = before < 0 ? (int)before : allocate(file, offset, offset + nbytes);
     if (!error)
         file->size = aio_max(file->size, offset + nbytes);
+    else if (before >= 0 && error != -EOPNOTSUPP) {
+        /* An allocation that ends half way has made the file longer. What writes in flight have
+         * been promised stays: they make the file longer under this lock and nowhere else. */
+        const uint64_t kept = aio_max((uint64_t)before, file->size);
+        const int64_t now = length_of(file);
+        if (now > 0 && (uint64_t)now > kept)
+            set_length(file, kept);
+    }
     pthread_mutex_unlock(&file->lock);
     return error;
 }
 
-void aio_file_resized(aio_file *file, uint64_t size) {
+int aio_file_extend(aio_file *file, uint64_t end) {
+    int error = 0;
     pthread_mutex_lock(&file->lock);
-    file->size = size;
+    const int64_t now = length_of(file);
+    if (now < 0) {
+        error = (int)now;
+    } else if ((uint64_t)now < end) {
+        /* Never below what writes in flight may have reached by now. */
+        const uint64_t size = aio_max(end, file->size);
+        error = set_length(file, size);
+        if (!error)
+            file->size = size;
+    }
     pthread_mutex_unlock(&file->lock);
+    return error;
+}
+
+int aio_file_truncate(aio_file *file, uint64_t size) {
+    pthread_mutex_lock(&file->lock);
+    const int error = set_length(file, size);
+    if (!error)
+        file->size = size;
+    pthread_mutex_unlock(&file->lock);
+    return error;
 }
 
 int aio_file_direct_refused(const aio_file *file) { return atomic_load(&file->direct_refused); }

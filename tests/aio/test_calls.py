@@ -1,0 +1,71 @@
+"""Calls on a file while other threads write to it or close it."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from aio import AioError, Engine
+from tests.aio.conftest import random_bytes
+
+
+def test_failed_allocation_keeps_what_a_write_beside_it_wrote(tmp_path: Path) -> None:
+    data = random_bytes(1 << 20)
+    with Engine("posix") as engine:
+        for number in range(40):
+            with engine.open(tmp_path / f"{number}", "w") as file:
+                operation = engine.write(file, 0, data)
+                with pytest.raises(AioError, match="cannot allocate"):
+                    file.allocate(0, (1 << 63) - 1)
+                assert operation.result() == len(data)
+                assert file.size() == len(data)
+
+
+def test_file_closed_beside_a_sync_keeps_its_descriptor_until_the_sync_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    sync = os.fsync
+
+    def slow_sync(fd: int) -> None:
+        begun.set()
+        assert may_end.wait(20)
+        sync(fd)
+
+    with Engine("posix") as engine:
+        file = engine.open(tmp_path / "x", "w")
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                file.sync()
+            except BaseException as error:
+                errors.append(error)
+
+        monkeypatch.setattr(os, "fsync", slow_sync)
+        syncing, closing = threading.Thread(target=run), threading.Thread(target=file.close)
+        syncing.start()
+        assert begun.wait(20)
+        closing.start()
+        while not file.is_closed:
+            pass
+        held = file._fd
+        may_end.set()
+        syncing.join(20)
+        closing.join(20)
+        assert held >= 0
+        assert file._fd == -1
+        assert not closing.is_alive()
+        assert not errors
+        with pytest.raises(ValueError, match="is closed"):
+            file.truncate(0)
+
+
+def test_length_beyond_what_files_have_is_refused(tmp_path: Path) -> None:
+    with (
+        Engine("posix") as engine,
+        engine.open(tmp_path / "x", "w") as file,
+        pytest.raises(ValueError, match="cannot truncate"),
+    ):
+        file.truncate(1 << 63)
