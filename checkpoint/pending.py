@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aio.errors import let_go
+from aio.threads import say
 from checkpoint.records import SaveInfo
 from checkpoint.sheltered import Cancellation, Latch
 
@@ -114,8 +115,8 @@ class PendingSave:
         if self._after is not None and self._error is None:
             try:
                 self._after()
-            except Exception:
-                logger.exception("after the background save to %s", self.path)
+            except BaseException:  # as below: somebody waits for the end
+                say(logger.exception, "after the background save to %s", self.path)
         _registry.ended(self)
         self._done.set()
         self.has_begun.set()
