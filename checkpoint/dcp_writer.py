@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -31,7 +31,7 @@ from checkpoint.commit import check_replaceable, make_directory, publish
 from checkpoint.dcp_items import Entry, Items, Written
 from checkpoint.dcp_tree import build_tree, data_name, entry_node
 from checkpoint.destination import Destination
-from checkpoint.directory_lock import locked
+from checkpoint.directory_lock import end_given_up, hold, locked
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.leftovers import (
     clear_leftovers,
@@ -122,8 +122,17 @@ def _by_fqn(
 
 _THREAD = "checkpoint-dcp"
 
-_holding: WeakValueDictionary[Path, StorageWriter] = WeakValueDictionary()
-"""The writer of this process that has the lock of a checkpoint."""
+
+_SAVE = "save"
+_here = threading.local()
+
+
+def _asked_here() -> WeakKeyDictionary[StorageWriter, Path]:
+    """The paths that this thread gave to writers: DCP resets a writer for each save."""
+    if not hasattr(_here, "asked"):
+        _here.asked = WeakKeyDictionary()
+    asked: WeakKeyDictionary[StorageWriter, Path] = _here.asked
+    return asked
 
 
 def _num_ranks() -> int:
@@ -134,6 +143,52 @@ def _num_ranks() -> int:
 def _remove_if_empty(directory: Path) -> None:
     with contextlib.suppress(OSError):
         directory.rmdir()
+
+
+class _Save:
+    """One save of rank 0, from its plan to its end: the lock, and what to undo if it fails."""
+
+    def __init__(self, destination: Destination) -> None:
+        self.destination = destination
+        self._pid, self._thread = os.getpid(), threading.current_thread()
+        self._lock = ExitStack()
+        self._undo = ExitStack()
+
+    def is_over(self) -> bool:
+        """DCP saves from one thread, which is elsewhere or gone when it has given a save up."""
+        return self._thread is threading.current_thread() or not self._thread.is_alive()
+
+    def end_if_given_up(self) -> None:
+        if self.is_over():
+            self.end()
+
+    def begin(self) -> None:
+        """Locks the checkpoint and makes the directories."""
+        path, uuid = self.destination.path, self.destination.uuid
+        if not path.exists():
+            self._undo.callback(_remove_if_empty, path)
+        make_directory(path)
+        self._lock.enter_context(locked(path, make=True))
+        hold(path, self)
+        check_replaceable(path)
+        clear_leftovers(path, self.destination.stripes)
+        self._undo.callback(discard_generation, path, uuid)
+        directories = self.destination.stripe_directories
+        for directory in create_generation(path, uuid, directories):
+            sync_directory(directory)
+
+    def publish(self, raw: bytes) -> None:
+        publish(self.destination, raw, self._undo)
+
+    def end(self) -> None:
+        """Removes what was made and not published, and lets go of the lock."""
+        if self._pid != os.getpid():
+            # In a forked child: what is to be undone is the parent's.
+            self._undo.pop_all()
+            self._lock.pop_all()
+            return
+        self._undo.close()
+        self._lock.close()
 
 
 class StorageWriter(TorchStorageWriter):
@@ -155,23 +210,23 @@ class StorageWriter(TorchStorageWriter):
         self._stripes = stripe_paths(stripe_dirs)
         self._staging_bytes = staging_bytes
         self._save_id = secrets.token_hex(8)
-        # Rank 0 holds from its plan to its end: the lock, and what to undo if that is a failure.
-        self._lock = ExitStack()
-        self._undo = ExitStack()
-        self._destination: Destination | None = None
-        self._owner: tuple[int, threading.Thread] | None = None
+        self._running: dict[str, _Save] = {}
+        """The save of rank 0 that runs, if one does: `setdefault` lets one thread begin."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if self._is_over():
-            self._abandon()
+        save = self._save()
+        if save is not None and save.is_over():
+            self._end(save)
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id).resolve()
+            _asked_here()[self] = self.path
         self._save_id = secrets.token_hex(8)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is made before all plans are known. Raises ValueError for ranks that do not talk
         to each other: a checkpoint is committed by one of them.
         """
+        _asked_here().setdefault(self, self.path)
         if not kwargs.get("use_collectives", True) and _num_ranks() > 1:
             raise ValueError(
                 "use_collectives=False of torch.distributed.checkpoint.save makes a checkpoint of "
@@ -187,58 +242,52 @@ class StorageWriter(TorchStorageWriter):
 
         Raises OSError; BlockingIOError while another save to this checkpoint is running.
         """
-        self._free_lock()
-        destination = Destination(self.path, secrets.token_hex(4), self._stripes)
-        self._owner = os.getpid(), threading.current_thread()
+        destination = Destination(self._path_here(), secrets.token_hex(4), self._stripes)
+        save = self._claim(_Save(destination))
         try:
-            sheltered(lambda _: self._begin(destination), _THREAD)
+            end_given_up(destination.path)
+            sheltered(lambda _: save.begin(), _THREAD)
         except BaseException:
-            self._give_up()
+            self._give_up(save)
             raise
-        self._destination = destination
         return [
             replace(plan, storage_data=_Order(destination.uuid, rank))
             for rank, plan in enumerate(plans)
         ]
 
-    def _free_lock(self) -> None:
-        """Gives up a save that DCP gave up, because another rank failed: it tells no writer."""
-        for writer in (self, _holding.get(self.path)):
-            if writer is None or writer._destination is None:
-                continue
-            if not writer._is_over():
+    def _save(self) -> _Save | None:
+        return self._running.get(_SAVE)
+
+    def _own_save(self) -> _Save | None:
+        """The save that this thread runs, if it is rank 0's."""
+        save = self._save()
+        return save if save is not None and save.is_over() else None
+
+    def _claim(self, save: _Save) -> _Save:
+        """Makes `save` the one that runs. One that DCP gave up, because another rank failed, ends:
+        it tells no writer. Raises BlockingIOError if another one runs.
+        """
+        while (running := self._running.setdefault(_SAVE, save)) is not save:
+            if not running.is_over():
                 raise BlockingIOError(
                     errno.EAGAIN,
-                    "another save to this checkpoint is still running",
-                    str(writer._destination.path),
+                    "another save to this checkpoint is still running, by the same StorageWriter",
+                    str(running.destination.path),
                 )
-            writer._abandon()
+            self._end(running)
+        return save
 
-    def _is_over(self) -> bool:
-        """DCP saves from one thread, which is elsewhere or gone when it has given a save up."""
-        if self._owner is None:
-            return True
-        _, thread = self._owner
-        return thread is threading.current_thread() or not thread.is_alive()
-
-    def _begin(self, destination: Destination) -> None:
-        if not self.path.exists():
-            self._undo.callback(_remove_if_empty, self.path)
-        make_directory(self.path)
-        self._lock.enter_context(locked(self.path, make=True))
-        _holding[self.path] = self
-        check_replaceable(self.path)
-        clear_leftovers(self.path, self._stripes)
-        self._undo.callback(discard_generation, self.path, destination.uuid)
-        directories = destination.stripe_directories
-        for directory in create_generation(self.path, destination.uuid, directories):
-            sync_directory(directory)
+    def _path_here(self) -> Path:
+        """Where this thread saves to; another one may have given the writer another path since."""
+        return _asked_here().get(self, self.path)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Every rank writes its items and makes them durable. Raises OSError naming the file."""
         order: _Order = plan.storage_data
+        save = self._own_save()
         try:
-            destination = Destination(self.path, self._uuid_of(order), self._stripes)
+            uuid = self._uuid_of(order)
+            destination = Destination(self._path_here(), uuid, self._stripes)
             items = Items(plan.items, planner)
             finish_device_work()
             written = sheltered(
@@ -246,7 +295,8 @@ class StorageWriter(TorchStorageWriter):
                 _THREAD,
             )
         except BaseException:
-            self._give_up()
+            if save is not None:
+                self._give_up(save)
             raise
         # One result of a rank carries what all of them would say.
         future: Future[list[WriteResult]] = Future()
@@ -260,19 +310,20 @@ class StorageWriter(TorchStorageWriter):
 
     def _uuid_of(self, order: _Order) -> str:
         """The id of the save that runs, which the order of a kept plan does not have."""
-        if self._destination is not None:
-            return self._destination.uuid
-        if not order.is_used and (self.path / order.uuid).is_dir():
+        save, path = self._own_save(), self._path_here()
+        if save is not None:
+            return save.destination.uuid
+        if not order.is_used and (path / order.uuid).is_dir():
             order.is_used = True
             return order.uuid
         try:
-            published = read_manifest(self.path).uuid
+            published = read_manifest(path).uuid
         except IncompleteCheckpointError:
             published = None
-        running = [uuid for uuid in generations(self.path) if uuid != published]
+        running = [uuid for uuid in generations(path) if uuid != published]
         if len(running) != 1:
             raise RuntimeError(
-                f"{self.path} has {len(running)} saves that are not finished, and the plan that "
+                f"{path} has {len(running)} saves that are not finished, and the plan that "
                 "the planner kept does not say which one this is; save without "
                 "enable_plan_caching, and on a file system that all ranks see"
             )
@@ -280,39 +331,35 @@ class StorageWriter(TorchStorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0 makes the checkpoint exist. Raises OSError naming the file."""
-        if self._destination is None:
+        save = self._own_save()
+        if save is None:
             raise RuntimeError("finish() without prepare_global_plan(): not the coordinator")
         try:
             written = [rank[0].storage_data for rank in results if rank]
-            destination = self._destination
+            destination = save.destination
             manifest = manifest_of(destination, metadata, written, world_size=len(results))
             check_tree(manifest.tree, manifest.tensors, manifest.storages)
-            check_files(manifest, self.path)
+            check_files(manifest, destination.path)
             raw = encode_manifest(manifest)
-            sheltered(lambda _: publish(destination, raw, self._undo), _THREAD)
+            sheltered(lambda _: save.publish(raw), _THREAD)
         finally:
-            self._give_up()
+            self._give_up(save)
 
-    def _give_up(self) -> None:
-        sheltered(lambda _: self._abandon(), _THREAD)
+    def _give_up(self, save: _Save) -> None:
+        sheltered(lambda _: self._end(save), _THREAD)
 
-    def _abandon(self) -> None:
-        """Removes what was made and not published, and lets go of the lock."""
-        owner, self._owner, self._destination = self._owner, None, None
-        if owner is not None and owner[0] != os.getpid():
-            # In a forked child: what is to be undone is the parent's.
-            self._undo.pop_all()
-            self._lock.pop_all()
-            return
-        self._undo.close()
-        self._lock.close()
+    def _end(self, save: _Save) -> None:
+        save.end()
+        if self._save() is save:
+            del self._running[_SAVE]
 
     def __del__(self) -> None:
-        if hasattr(self, "_lock"):
-            self._abandon()
+        save = self._save() if hasattr(self, "_running") else None
+        if save is not None:
+            self._end(save)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
+        return StorageMeta(checkpoint_id=str(self._path_here()), save_id=self._save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

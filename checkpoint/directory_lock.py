@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 from aio import sync_directory
 
@@ -58,6 +60,29 @@ os.register_at_fork(
     after_in_parent=_held.forking.release,
     after_in_child=_held.forget,
 )
+
+
+class Holder(Protocol):
+    """A save that has a lock, and may be given up without a word to it."""
+
+    def end_if_given_up(self) -> None: ...
+
+
+_holders: WeakValueDictionary[Path, Holder] = WeakValueDictionary()
+
+
+def hold(path: Path, holder: Holder) -> None:
+    """Tells that `holder` has the lock of a checkpoint."""
+    _holders[path] = holder
+
+
+def end_given_up(path: Path) -> None:
+    """Lets a save of this process go on that has the lock of a checkpoint, or end if it was given
+    up. To be called on the thread that is about to save, which runs no other save then.
+    """
+    holder = _holders.get(path)
+    if holder is not None:
+        holder.end_if_given_up()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from aio import Engine
 from checkpoint.commit import SavePlan, commit
 from checkpoint.commit_ranks import commit_ranks, numbers_of
 from checkpoint.coordinator import Coordinator
+from checkpoint.directory_lock import end_given_up
 from checkpoint.early import EarlyStage
 from checkpoint.guard import Gate
 from checkpoint.memory import machine
@@ -47,6 +48,7 @@ class Order:
 
 def save_now(order: Order) -> SaveInfo:
     """Carries an order out. Raises what `save` does."""
+    end_given_up(order.path)
     pending = PendingSave(order.path)
     worker = Worker(partial(_carry_out, order, pending, False), "checkpoint-save")
     wait_for(worker, worker.ended)
@@ -57,6 +59,7 @@ def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
     """Carries an order out in the background. Returns when the tensors may change or their guard is
     held back. Raises what `save_async` does.
     """
+    end_given_up(order.path)
     pending = PendingSave(order.path, after)
     worker = Worker(partial(_carry_out, order, pending, True), "checkpoint-save")
     wait_for(worker, pending.has_begun if order.early is None else pending.has_staged)

@@ -17,7 +17,7 @@ class BackgroundSaves:
 
     def add(self, save: PendingSave) -> None:
         """A save that has been started."""
-        self._pending = [other for other in self._pending if not other.done()] + [save]
+        self._pending = [o for o in self._pending if not o.done() or o.is_untold] + [save]
 
     def wait_read(self) -> None:
         """Wait until values may change: every save has read them, or has failed."""
@@ -32,3 +32,13 @@ class BackgroundSaves:
     def waits(self) -> list[Callable[[], object]]:
         """A wait for each save that may not have ended."""
         return [save.wait_done for save in self._pending]
+
+    def tell_at_end(self, kind: object, error: object, trace: object) -> None:
+        """The end of a block, when all have ended: raises the error of one that failed and that
+        nobody asked, unless another error is on its way. The others are logged.
+        """
+        failed = [save for save in self._pending if save.is_untold]
+        for save in failed if kind is not None else failed[1:]:
+            save.log()
+        if failed and kind is None:
+            failed[0].tell()

@@ -176,13 +176,12 @@ class OffloadedModel:
             self._saves.wait_read()
 
     def save(self, path: str | os.PathLike[str], block: bool = True, extra: Any = None) -> Any:
-        """Save weights, masters, moments, step counts, buffers, loss scale and random state to a
-        checkpoint at ``path``.
+        """Save weights, masters, moments, steps, buffers, loss scale and random state at ``path``.
 
         ``extra`` is any state tree, each rank's own; ``load`` returns it. Returns what
         ``checkpoint.save`` returns, when it is durable; without ``block`` at once what
         ``checkpoint.save_async`` returns: then the next step waits until the state has been read,
-        and the end of the block until it is saved. Raises as those.
+        and the end of the block until it is saved, and raises its error if nobody has. As those.
         """
         self._check_unchanged()
         self._loans.check_unmodified("save()")
@@ -319,6 +318,7 @@ class OffloadedModel:
 
     def attach(self, stack: ExitStack) -> None:
         """Give the model its offloaded face; ``stack`` takes it off again, whatever happens."""
+        stack.push(self._saves.tell_at_end)
         twice(stack, self._restore)
         for record in self.records:
             self._restoring.add(record)

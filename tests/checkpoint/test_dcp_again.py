@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoint
+from checkpoint.commit import make_directory
 from checkpoint.dcp import StorageReader, StorageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -159,3 +160,37 @@ def test_ranks_that_are_about_to_load_different_saves_are_stopped(tmp_path: Path
         plans.append(reader.prepare_local_plan(LoadPlan([])))
     with pytest.raises(RuntimeError, match="saved over"):
         reader.prepare_global_plan(plans)
+
+
+def test_a_save_of_ours_can_follow_a_failed_one_whose_writer_lives(tmp_path: Path) -> None:
+    failed = StorageWriter(tmp_path / "s")
+    fail_to_save(failed, 1)
+    checkpoint.save(state(2), tmp_path / "s")
+    assert saved(tmp_path / "s") == 2
+    fail_to_save(failed, 3)
+    checkpoint.save_async(state(4), tmp_path / "s").result()
+    assert saved(tmp_path / "s") == 4
+
+
+def test_a_refused_save_of_the_same_writer_leaves_the_one_alone_that_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = StorageWriter(tmp_path / "s")
+    reached, go_on = threading.Event(), threading.Event()
+
+    def waits(path: Path) -> None:
+        reached.set()
+        go_on.wait()
+        make_directory(path)
+
+    monkeypatch.setattr("checkpoint.dcp_writer.make_directory", waits)
+    thread = threading.Thread(target=lambda: dcp_save(state(1), storage_writer=writer))
+    thread.start()
+    reached.wait()
+    for path in (None, tmp_path / "other"):
+        with pytest.raises(CheckpointException, match="by the same StorageWriter"):
+            dcp_save(state(2), storage_writer=writer, checkpoint_id=path)
+    go_on.set()
+    thread.join()
+    assert saved(tmp_path / "s") == 1
+    assert not (tmp_path / "other").exists()

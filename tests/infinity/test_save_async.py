@@ -10,6 +10,7 @@ import torch
 import checkpoint
 import infinity
 from checkpoint import locate
+from checkpoint.rank_files import RankFiles
 from infinity.plane_bytes import PlaneBytes
 from tests.support.models import Gpt, seeded, token_loss
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
@@ -133,3 +134,31 @@ def test_weights_of_a_checkpoint_that_is_saved_over_are_those_of_one_save(
     with infinity.offload(model, tmp_path, host_memory=WHOLE, optimizer=None, weights=path):
         pass
     assert torch.equal(model.weight, torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize("how", ["silent", "asked", "other error"])
+def test_background_save_that_failed_is_told_at_the_end_of_the_block_once(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(5, "the disk is gone")
+
+    model = seeded(Gpt)
+
+    def block() -> None:
+        with infinity.offload(model, tmp_path, host_memory=WHOLE) as offloaded:
+            monkeypatch.setattr(RankFiles, "write", fails)
+            pending = offloaded.save(tmp_path / "s", block=False)
+            if how == "asked":
+                with pytest.raises(OSError, match="the disk is gone"):
+                    pending.result()
+            elif how == "other error":
+                raise KeyError("of the program")
+
+    if how == "asked":
+        block()
+    else:
+        expected: type[Exception] = KeyError if how == "other error" else OSError
+        with pytest.raises(expected, match=r"of the program|the disk is gone"):
+            block()
+    assert not any(parameter.is_meta for parameter in model.parameters())
