@@ -14,7 +14,7 @@ from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import WHOLE, least_budget, values_of
 
 Clip = Callable[[float], torch.Tensor]
-Program = Callable[[Stack, Clip, Callable[[nn.Parameter], torch.Tensor | None]], None]
+Program = Callable[[Stack, Clip, Callable[[torch.Tensor], torch.Tensor | None]], None]
 MAX_NORM = 0.01
 
 
@@ -59,7 +59,7 @@ def _assign(model: Stack, clip: Clip, _: object) -> None:
 
 
 def _read_and_assign(
-    model: Stack, clip: Clip, read: Callable[[nn.Parameter], torch.Tensor | None]
+    model: Stack, clip: Clip, read: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> None:
     _backward(model, 0)
     clip(MAX_NORM)
