@@ -45,12 +45,12 @@ def in_child(action: Callable[[], Any]) -> str:
 
 @contextmanager
 def stuck_update() -> Iterator[None]:
-    """Updates do not go on before the end of this block."""
+    """Updates in the background do not go on before the end of this block."""
     may_go_on = threading.Event()
     run_kernel = Stages.run_kernel
 
     def wait_and_run(self: Stages, job: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread().name == "infinity-update":
             may_go_on.wait()
         run_kernel(self, job)
 
