@@ -50,7 +50,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
     "a tensor without data": lambda: torch.empty(3, device="meta"),
     "a sparse tensor": lambda: torch.eye(3).to_sparse(),
-    "zeros without memory": lambda: torch._efficientzerotensor((3,)),
     "a freed storage": lambda: freed(torch.ones(100), 0),
     "part of a storage": lambda: freed(torch.ones(100)[::2], 392),
     "two halves of a character": lambda: "x\ud83d\ude00",
