@@ -3,6 +3,11 @@
 import os
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is, and nothing of what is tested.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def _why_no_gpu() -> str | None:
