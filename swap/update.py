@@ -18,6 +18,7 @@ write, early passes and retrying are ours.
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from collections import deque
@@ -46,6 +47,7 @@ class _Pass:
     is_confirmed: bool
     is_complete: bool
     is_dropped: bool = False
+    began_early: bool = False
     reading: deque[Job] = field(default_factory=deque)
     writing: deque[Job] = field(default_factory=deque)
     held: deque[Job] = field(default_factory=deque)
@@ -134,7 +136,7 @@ class UpdatePipeline:
     def begin_early(self, step: Step) -> None:
         """Open a pass for a proposed step; the pipeline must be idle."""
         assert self.is_idle
-        self._begin(_Pass(step, deque(), is_confirmed=False, is_complete=False))
+        self._begin(_Pass(step, deque(), is_confirmed=False, is_complete=False, began_early=True))
 
     def feed(self, subgroups: Iterable[Subgroup]) -> None:
         """Add subgroups whose gradients are complete to the early pass."""
@@ -306,6 +308,9 @@ class UpdatePipeline:
             self.early_failure = failure
             self._abandon(work)
             return
+        if work.began_early and isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
+            self._go_on(work)
+            return
         self._failure = failure
         try:
             left = self._bring_home(work)
@@ -313,6 +318,20 @@ class UpdatePipeline:
                 self._left = (work.step, left)
         finally:
             self._weights.fail(failure)
+
+    def _go_on(self, work: _Pass) -> None:
+        """What was held back took the room that the rest needed: publish it, which frees the
+        versions before it, and do the rest as a step that began no earlier.
+        """
+        again = _Pass(work.step, deque(), is_confirmed=True, is_complete=True)
+        try:
+            left = self._bring_home(work)
+            self._weights.fail(None)
+            self._weights.begin_update(parts_of(left), work.step.updates)
+            self._add(again, left)
+            self._pass(again)
+        except BaseException as failure:  # as in ``_run``
+            self._stop(again, let_go(failure))
 
     def _bring_home(self, work: _Pass) -> list[Subgroup]:
         """Publish what is written and abandon the rest, which is returned."""

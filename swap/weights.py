@@ -186,8 +186,8 @@ class WeightCache:
                     del self._entries[parameter]  # a part was not offered, and never will be
             self._changed.notify_all()
 
-    def fail(self, failure: BaseException) -> None:
-        """The update stopped: forget what it offered and has not brought home, and wake all."""
+    def fail(self, failure: BaseException | None) -> None:
+        """The update stopped, for now if ``failure`` is None: forget what is not home; wake all."""
         with self._changed:
             self._failure = failure
             for parameter in self._pending:
