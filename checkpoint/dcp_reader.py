@@ -28,6 +28,7 @@ from checkpoint.changes import count_changes
 from checkpoint.checksum import CRC_BLOCK_BYTES
 from checkpoint.dcp_boxes import BoxPicker, check_target, place_of_box
 from checkpoint.dcp_contents import Contents, StoredChunk
+from checkpoint.destination import PathLike
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.locate import read_manifest
 from checkpoint.opened import OpenCheckpoint
@@ -35,8 +36,8 @@ from checkpoint.reader import ChunkRead, ReadOptions
 from checkpoint.reading import PlacedRead, read_files
 from checkpoint.records import Manifest
 from checkpoint.relocation import StripeDirs, relocation
-from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.sources import ByteSource
+from checkpoint.staging import STAGING_BYTES
 
 Finish = Callable[[], None]
 

@@ -30,7 +30,7 @@ from aio import sync_directory
 from checkpoint.commit import check_replaceable, make_directory, publish
 from checkpoint.dcp_items import Entry, Items, Written
 from checkpoint.dcp_tree import build_tree, data_name, entry_node
-from checkpoint.destination import Destination
+from checkpoint.destination import Destination, PathLike, stripe_paths
 from checkpoint.directory_lock import end_given_up, hold, locked
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.leftovers import (
@@ -43,8 +43,9 @@ from checkpoint.locate import read_manifest
 from checkpoint.manifest import encode_manifest
 from checkpoint.readable import check_files, check_tree
 from checkpoint.records import ChunkRecord, FileRecord, Manifest, TensorRecord
-from checkpoint.saving import STAGING_BYTES, PathLike, finish_device_work, stripe_paths
 from checkpoint.sheltered import sheltered
+from checkpoint.sources import finish_device_work
+from checkpoint.staging import STAGING_BYTES
 
 
 @dataclass(slots=True)

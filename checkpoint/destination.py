@@ -1,9 +1,14 @@
-"""Where the files of one save go: pure path arithmetic."""
+"""Where the files of one save go."""
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +53,21 @@ class Destination:
         """Where a data file is, from its root."""
         folder = f"{self.path.name}.{self.uuid}" if self.stripes else self.uuid
         return f"{folder}/r{rank}-{number}.safetensors"
+
+
+def stripe_paths(stripe_dirs: Sequence[PathLike] | None) -> tuple[Path, ...]:
+    """Checks the directories that are to take the data. Raises TypeError, ValueError, OSError."""
+    if stripe_dirs is None:
+        return ()
+    if isinstance(stripe_dirs, str | os.PathLike):
+        raise TypeError(f"stripe_dirs={stripe_dirs!r} is one path; give a list of directories")
+    stripes = tuple(Path(stripe).resolve() for stripe in stripe_dirs)
+    if len(set(stripes)) != len(stripes):
+        raise ValueError(f"stripe_dirs names a directory twice: {[str(s) for s in stripes]}")
+    for stripe in stripes:
+        if not stripe.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "a stripe directory must exist", str(stripe))
+    places = {(status.st_dev, status.st_ino) for status in map(Path.stat, stripes)}
+    if len(places) != len(stripes):
+        raise ValueError(f"stripe_dirs are one directory by a mount: {[str(s) for s in stripes]}")
+    return stripes

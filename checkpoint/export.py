@@ -21,6 +21,7 @@ from typing import Any
 from aio import Engine, sync_directory
 from checkpoint.assembly import view_of
 from checkpoint.datafile import Entry, plan_packed_file
+from checkpoint.destination import PathLike
 from checkpoint.directory_lock import locked
 from checkpoint.filling import Filler
 from checkpoint.leftovers import write_durably
@@ -28,10 +29,9 @@ from checkpoint.memory import staging_slab
 from checkpoint.opened import open_current
 from checkpoint.planning import FilePlan
 from checkpoint.relocation import StripeDirs, relocation
-from checkpoint.saving import STAGING_BYTES, PathLike
 from checkpoint.selection import Selection
 from checkpoint.sources import Source, source_of
-from checkpoint.staging import plan_slots
+from checkpoint.staging import STAGING_BYTES, plan_slots
 from checkpoint.striping import Shard
 from checkpoint.tree import data_nodes
 from checkpoint.writer import FileJob, FillingSupply, Writer

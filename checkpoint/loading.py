@@ -12,15 +12,17 @@ import torch
 from aio import Engine
 from checkpoint.assembly import Assembler
 from checkpoint.collector import paused_collector
+from checkpoint.destination import PathLike
 from checkpoint.into import IntoPlan, count_whole_targets, plan_into
 from checkpoint.locate import with_current_manifest
 from checkpoint.reader import ReadOptions
 from checkpoint.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.records import Manifest
 from checkpoint.relocation import StripeDirs, relocation
-from checkpoint.saving import STAGING_BYTES, PathLike, finish_device_work
 from checkpoint.selection import Selection
 from checkpoint.sheltered import Cancellation, sheltered
+from checkpoint.sources import finish_device_work
+from checkpoint.staging import STAGING_BYTES
 from checkpoint.targets import Target, TensorTarget
 from checkpoint.tree import MISSING, DataNode, data_nodes, decode_tree
 

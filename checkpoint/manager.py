@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from aio import Engine
 from checkpoint.commit_ranks import together
 from checkpoint.coordinator import Coordinator, SingleProcess
+from checkpoint.destination import PathLike
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.guard import Guard
 from checkpoint.known import KnownManifests
@@ -36,7 +37,7 @@ from checkpoint.memory import KeptMemory
 from checkpoint.pending import PendingSave
 from checkpoint.records import SaveInfo
 from checkpoint.relocation import Relocation, searching
-from checkpoint.saving import PathLike, save_after, start_save
+from checkpoint.saving import save_after, start_save
 from checkpoint.verdicts import Verdict, is_directory, pass_over, verdict_of
 
 logger = logging.getLogger(__name__)

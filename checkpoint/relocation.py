@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from checkpoint.destination import PathLike
 from checkpoint.records import FileRecord, Manifest
 
-PathLike = str | os.PathLike[str]
 StripeDirs = Sequence[PathLike] | Mapping[PathLike, PathLike]
 """Directories that are searched for the data of a save, by its id; or, by the directory that the
 manifest names, the one that has its data now."""

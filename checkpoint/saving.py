@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from aio import Engine
 from checkpoint.collector import paused_collector
 from checkpoint.commit import SavePlan
 from checkpoint.commit_ranks import together
 from checkpoint.coordinator import Coordinator, SingleProcess
-from checkpoint.destination import Destination
+from checkpoint.destination import Destination, PathLike, stripe_paths
 from checkpoint.early import COPY_SLOT_BYTES, EarlyStage
 from checkpoint.filling import Filler
 from checkpoint.guard import Guard, gate_of
@@ -29,16 +27,12 @@ from checkpoint.rank_planning import check_same_place, check_whole, plan_rank
 from checkpoint.records import Manifest, SaveInfo
 from checkpoint.running import Order, save_behind, save_now
 from checkpoint.sheltered import Cancellation
-from checkpoint.sources import Source
-from checkpoint.staging import LARGE_SLOT_BYTES, LARGE_SLOTS, plan_slots
+from checkpoint.sources import Source, finish_device_work
+from checkpoint.staging import LARGE_SLOT_BYTES, LARGE_SLOTS, STAGING_BYTES, plan_slots
 from checkpoint.unguarded import copied
 
 _MAX_NAME_BYTES = 246
 """File systems take 255; `<name>.<uuid>` is the directory on a stripe."""
-STAGING_BYTES = 256 << 20
-"""Host memory that a save or a load may take beyond the tensors themselves."""
-
-PathLike = str | os.PathLike[str]
 
 
 def save(
@@ -197,14 +191,6 @@ def start_save(
     return save_behind(order, after)
 
 
-def finish_device_work() -> None:
-    """Waits for what this thread has given its streams to do. Another thread is going to read the
-    tensors, on streams of its own."""
-    if torch.cuda.is_initialized():
-        for device in range(torch.cuda.device_count()):
-            torch.cuda.current_stream(device).synchronize()
-
-
 def _budget(plan: SavePlan, staging_bytes: int | None, sharing: int) -> int:
     """Memory for a copy of the state: what was given, else what it needs if this rank's part of
     the memory that so many share has that much.
@@ -310,24 +296,6 @@ def _with_large_slots(plan: SavePlan, staging_bytes: int) -> SavePlan:
         for filler in plan.fillers
     ]
     return replace(plan, slots=tuple(slots))
-
-
-def stripe_paths(stripe_dirs: Sequence[PathLike] | None) -> tuple[Path, ...]:
-    """Checks the directories that are to take the data. Raises TypeError, ValueError, OSError."""
-    if stripe_dirs is None:
-        return ()
-    if isinstance(stripe_dirs, str | os.PathLike):
-        raise TypeError(f"stripe_dirs={stripe_dirs!r} is one path; give a list of directories")
-    stripes = tuple(Path(stripe).resolve() for stripe in stripe_dirs)
-    if len(set(stripes)) != len(stripes):
-        raise ValueError(f"stripe_dirs names a directory twice: {[str(s) for s in stripes]}")
-    for stripe in stripes:
-        if not stripe.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "a stripe directory must exist", str(stripe))
-    places = {(status.st_dev, status.st_ino) for status in map(Path.stat, stripes)}
-    if len(places) != len(stripes):
-        raise ValueError(f"stripe_dirs are one directory by a mount: {[str(s) for s in stripes]}")
-    return stripes
 
 
 def _check_name(target: Path) -> None:

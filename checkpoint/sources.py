@@ -317,3 +317,11 @@ class _Shifted:
 
     def __call__(self, start: int, out: memoryview) -> None:
         self.read(self.first_byte + start, out)
+
+
+def finish_device_work() -> None:
+    """Waits for what this thread has given its streams to do. Another thread is going to read the
+    tensors, on streams of its own."""
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.current_stream(device).synchronize()

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from checkpoint.checksum import CRC_BLOCK_BYTES
 from checkpoint.datafile import ALIGNMENT, align_up
 
+STAGING_BYTES = 256 << 20
+"""Host memory that a save or a load may take beyond the tensors themselves."""
+
 ZEROS = -1
 """Extent number of a piece of padding."""
 

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from aio import Engine, File, Operation
 from checkpoint._native import ffi
 from checkpoint.checksum import copy_ranges
+from checkpoint.destination import PathLike
 from checkpoint.memory import staging_slab
 from checkpoint.replacing import Replacement
-from checkpoint.saving import PathLike
 from checkpoint.sheltered import sheltered
 
 _BLOCK_BYTES = 8 << 20

@@ -9,6 +9,7 @@ from pathlib import Path
 from aio import Engine
 from checkpoint.assembly import view_of
 from checkpoint.checksum import crc32c
+from checkpoint.destination import PathLike
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.locate import with_current_manifest
 from checkpoint.manifest import MANIFEST_NAME
@@ -17,7 +18,7 @@ from checkpoint.reader import ChunkRead, ReadOptions
 from checkpoint.reading import PlacedRead, read_files
 from checkpoint.records import ChunkRecord, Manifest
 from checkpoint.relocation import StripeDirs, relocation
-from checkpoint.saving import STAGING_BYTES, PathLike
+from checkpoint.staging import STAGING_BYTES
 from checkpoint.tree import decode_tree
 
 

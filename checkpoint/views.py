@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint.assembly import TensorView, view_of
 from checkpoint.boxes import flat_first
+from checkpoint.destination import PathLike
 from checkpoint.opened import OpenCheckpoint, open_current
 from checkpoint.records import Manifest
 from checkpoint.relocation import StripeDirs, relocation
 from checkpoint.replacing import replace_durably
-from checkpoint.saving import PathLike
 from checkpoint.tree import data_nodes
 from checkpoint.zarr_layout import GROUP_METADATA, ArrayLayout, array_layout, node_paths
 

@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from infinity.materialize import Values
+from infinity.first_values import Values
 
 
 class BufferConversion:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from infinity.discovery import Record
+from infinity.first_values import Values
 from infinity.initialisers import Initialisers
 from infinity.sharing import Sharing
 from infinity.stored_values import (
     CheckpointValues,
     Misfits,
-    StoredValues,
     check_fit,
     is_checkpoint,
     names_of,
@@ -30,18 +29,6 @@ from infinity.stored_values import (
 from infinity.weight_files import WeightFolder, converts, listed
 from infinity.weight_names import Recipe, ignored_by, recipes_for, remedy_for
 from swap.tiered import TieredState
-
-
-class Values(Protocol):
-    """A source of first values."""
-
-    def parameters(
-        self, records: Sequence[Record]
-    ) -> Iterator[tuple[Record, torch.Tensor | StoredValues]]:
-        """Every record with its values, in any order."""
-
-    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """The real values of a buffer."""
 
 
 def values_for(

@@ -22,11 +22,11 @@ import torch
 from checkpoint.checksum import crc32c
 from infinity.collectives import NORM, STEP, VALUES, Ranks, as_bytes
 from infinity.discovery import Record
+from infinity.first_values import StoredValues
 from infinity.gathered_weights import GatheredWeights, GatherMemory, Weights
 from infinity.gathering import read_values, weight_of, write_back
 from infinity.rank_agreement import RankDifferenceError, check_same
 from infinity.reductions import Reductions
-from infinity.stored_values import StoredValues
 from swap.layout import PIECE
 from swap.plain import plain
 from swap.tiered import TieredState

@@ -35,6 +35,7 @@ from infinity.placing import (
 from infinity.tiling import Tiling
 from infinity.typical import typical_model
 from swap.tiers import Budget, BudgetError, format_bytes
+from swap.traffic import traffic_of
 
 _DEFAULT_OPTIMIZER = AdamW()
 
@@ -191,7 +192,7 @@ def _summary(
     demand: Demand, placed: Placed, budget: Budget, passes: int, bandwidth: Bandwidth | None
 ) -> Plan:
     placement = placed.placement
-    read, written = placement.traffic_per_step(backward_passes=passes)
+    traffic = traffic_of(placement, backward_passes=passes)
     return Plan(
         num_parameters=sum(spec.numel for spec in demand.specs),
         world_size=1,
@@ -207,8 +208,8 @@ def _summary(
             "host": placement.state_host_bytes + placement.gradient_host_bytes,
             "nvme": placement.state_nvme_bytes + placement.gradient_nvme_bytes,
         },
-        read_bytes_per_step=read,
-        written_bytes_per_step=written,
+        read_bytes_per_step=traffic.read,
+        written_bytes_per_step=traffic.written,
         read_bandwidth=None if bandwidth is None else bandwidth.read,
         write_bandwidth=None if bandwidth is None else bandwidth.write,
         compute_seconds=None,

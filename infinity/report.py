@@ -15,6 +15,7 @@ from infinity.endurance import DRIVE_ENDURANCE, Wear, endurance_of
 from swap.tiered import TieredState
 from swap.tiers import Tier, format_bytes
 from swap.timeline import Event, Timeline, busy_seconds, overlap_seconds, without
+from swap.traffic import traffic_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +149,7 @@ def make_report(
     moved = timeline.moved_per_step()
     drives = 1 if state.extents is None else state.extents.num_directories
     passes = max(1, state.backward_passes)
-    formula_read, formula_written = state.placement.traffic_per_step(backward_passes=passes)
+    formula = traffic_of(state.placement, backward_passes=passes)
     return Report(
         steps=steps,
         elapsed_seconds=time.perf_counter() - timeline.started_at,
@@ -174,8 +175,8 @@ def make_report(
         backward_passes=passes,
         step_read_bytes=None if moved is None else moved.read,
         step_written_bytes=None if moved is None else moved.written,
-        formula_read_bytes=formula_read,
-        formula_written_bytes=formula_written,
+        formula_read_bytes=formula.read,
+        formula_written_bytes=formula.written,
         seconds_per_step=None if moved is None else moved.seconds,
         endurance_bytes=endurance_of(drive_endurance, drives),
         stalls=stalls,

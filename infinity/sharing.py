@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from infinity.discovery import Record
+from infinity.first_values import StoredValues
 from infinity.gathered_weights import Weights
 from infinity.gathering import read_values, weight_of, write_back
-from infinity.stored_values import StoredValues
 from swap.tiered import TieredState
 
 

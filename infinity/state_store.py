@@ -27,8 +27,8 @@ from infinity.state_blocks import Block, Slot, Slots
 from infinity.state_placement import HostMemory, StatePlacement, checkpoint_bytes, place_state
 from swap.directory import SwapDirectory
 from swap.extents import ExtentStore
-from swap.layout import ParameterSpec, Segment
-from swap.passage import PASSAGE_BYTES, Passage
+from swap.layout import PASSAGE_BYTES, ParameterSpec, Segment
+from swap.passage import Passage
 from swap.planes import as_bytes
 from swap.rules import UpdateRule
 from swap.tiers import Tier

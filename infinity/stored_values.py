@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,9 +19,9 @@ from torch import nn
 from checkpoint.assembly import TensorView, view_of
 from checkpoint.manifest import MANIFEST_NAME
 from checkpoint.opened import open_current
-from checkpoint.sources import ByteSource
 from checkpoint.tree import data_nodes
 from infinity.discovery import Record
+from infinity.first_values import StoredValues
 from infinity.initialisers import Initialisers
 from infinity.weight_files import converts, listed
 from infinity.weight_names import prefix_of, remedy_for
@@ -31,44 +31,6 @@ _COMPARED = 1 << 20
 """Elements that are compared at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredValues:
-    """A tensor, or rows of one, whose values are in a checkpoint until they are read.
-
-    ``origin`` tells them from other values, and is the same on every rank that reads the same ones.
-    """
-
-    source: ByteSource
-    shape: tuple[int, ...]
-    origin: str
-    first: int = 0
-
-    def __getitem__(self, rows: slice) -> StoredValues:
-        """Rows of it."""
-        start, stop, _ = rows.indices(self.shape[0])
-        row = math.prod(self.shape[1:])
-        return replace(
-            self,
-            shape=(stop - start, *self.shape[1:]),
-            origin=f"{self.origin}[{start}:{stop}]",
-            first=self.first + start * row,
-        )
-
-    def read(self, first: int, numel: int) -> torch.Tensor:
-        """Elements ``[first, first + numel)`` in a row. Raises ``CorruptCheckpointError``,
-        ``AioError``.
-        """
-        out = torch.empty(numel, dtype=self.source.dtype)
-        if numel:
-            start = (self.first + first) * out.itemsize
-            self.source.read(start, out.view(torch.uint8).numpy().data)
-        return out
-
-    def whole(self) -> torch.Tensor:
-        """All of it."""
-        return self.read(0, math.prod(self.shape)).view(self.shape)
-
-
 def is_checkpoint(path: Path) -> bool:
     """Whether there is a checkpoint of ours at ``path``, and not just files of weights."""
     return (path / MANIFEST_NAME).is_file()
@@ -76,7 +38,7 @@ def is_checkpoint(path: Path) -> bool:
 
 class CheckpointValues:
     """Values from a checkpoint, found by parameter name with or without the ``model.`` that
-    ``offloaded.save`` puts before it. See ``materialize.Values``.
+    ``offloaded.save`` puts before it. See ``first_values.Values``.
 
     Raises ``ValueError`` naming all that is missing or has another shape, and what
     ``checkpoint.load`` raises for a checkpoint that is not whole.

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from infinity.discovery import RESIDENT_ELEMENTS, Record, compute_dtype_of
-from infinity.materialize import Values
+from infinity.first_values import StoredValues, Values
 from infinity.parameter import placeholder
-from infinity.stored_values import StoredValues
 from infinity.tiled import RowRange, TiledLinear, tiles_within
 from swap.tiers import format_bytes
 

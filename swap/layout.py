@@ -26,6 +26,10 @@ PIECE = 4096
 """Elements to which segments are aligned: a page even for one-byte dtypes."""
 PAGE = 4096
 """Bytes to which planes are padded, for direct I/O."""
+CHUNK_BYTES = 128 * 1024
+"""Of what direct I/O cannot take as it is: copied so much at a time, see ``swap.passage``."""
+PASSAGE_BYTES = 4 * (CHUNK_BYTES + PAGE)
+"""Four chunks in flight, each with room to start anywhere in a page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

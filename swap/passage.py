@@ -19,12 +19,8 @@ import numpy as np
 
 from aio import AioError, Operation, Slab, SlabFullError
 from aio.errors import let_go
-from swap.layout import PAGE
+from swap.layout import CHUNK_BYTES, PAGE, PASSAGE_BYTES
 
-CHUNK_BYTES = 128 * 1024
-_CHUNKS = 4
-PASSAGE_BYTES = _CHUNKS * (CHUNK_BYTES + PAGE)
-"""Of the slab: so many chunks in flight, each with room to start anywhere in a page."""
 _RELEASE_SECONDS = 5.0
 """For so long nobody gave a chunk back: then somebody keeps them who has no use for them."""
 

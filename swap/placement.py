@@ -19,11 +19,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from swap.layout import PIECE, Layout, ParameterSpec, Plane, Subgroup, pack
-from swap.passage import PASSAGE_BYTES
+from swap.layout import PASSAGE_BYTES, PIECE, Layout, ParameterSpec, Plane, Subgroup, pack
 from swap.rules import UpdateRule
 from swap.tiers import Budget, BudgetError, Tier, format_bytes
-from swap.traffic import traffic_of
 
 MIN_SUBGROUP_ELEMENTS = 64 * 1024
 MAX_SUBGROUP_ELEMENTS = 2 * 1024 * 1024
@@ -114,11 +112,6 @@ class Placement:
             if home is Tier.NVME and not group.trainable
         )
         return self.state_nvme_bytes - frozen
-
-    def traffic_per_step(self, *, backward_passes: int = 1) -> tuple[int, int]:
-        """Bytes (read, written) in a step in steady state, see ``swap.traffic``."""
-        traffic = traffic_of(self, backward_passes=backward_passes)
-        return traffic.read, traffic.written
 
 
 def state_bytes(subgroup: Subgroup, rule: UpdateRule) -> int:

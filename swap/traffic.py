@@ -18,12 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from swap.placement import Placement
 from swap.tiers import Tier
-
-if TYPE_CHECKING:
-    from swap.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ from aio.errors import let_go
 from infinity import restoring
 from infinity.restoring import twice
 from swap import passage as passages
-from swap.passage import PASSAGE_BYTES, Passage
+from swap.layout import CHUNK_BYTES, PASSAGE_BYTES
+from swap.passage import Passage
 from tests.support.training import values_of
 
 
@@ -82,7 +83,7 @@ def test_failed_transfers_whose_errors_are_kept_hold_no_chunk() -> None:
     for way in (passage.read, passage.write):
         for _ in range(4):
             with pytest.raises(AioError) as caught:
-                way(0, np.zeros(passages.CHUNK_BYTES, np.uint8), submit)
+                way(0, np.zeros(CHUNK_BYTES, np.uint8), submit)
             kept.append(caught.value)
             assert slab.used_bytes == 0
 
