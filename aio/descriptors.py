@@ -1,41 +1,69 @@
 """One descriptor and the object that owns it."""
 
+import errno
 import os
+
+from aio._native import ffi, lib
 
 
 class Descriptor:
-    """An open descriptor, closed once: by `close`, on leaving a `with`, or with its last reference.
+    """A descriptor, closed once: by `close`, on leaving a `with`, or with its last reference.
 
-    The number is given up before close(2) is called. An interrupt or an error in there may cost the
-    descriptor, but never closes a second time what may be another thread's file by then.
-
-    Raises what os.open raises.
+    C opens and closes it, each in one call. So there is no moment in which an interrupt finds it
+    open and owned by nobody; and letting go of it runs no Python, which would swallow one. The
+    number is given up before close(2) is called: what fails in there may cost the descriptor, but
+    never closes a second time what may be another thread's file by then.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], flags: int, mode: int = 0o666, *, exact: bool = False
+        self,
+        path: str | os.PathLike[str] | None = None,
+        flags: int = 0,
+        mode: int = 0o666,
+        *,
+        exact: bool = False,
     ) -> None:
-        """Opens `path`, close-on-exec. `exact` refuses one that is a symbolic link (ELOOP)."""
-        self._numbers: list[int] = []
+        """Opens `path`, if there is one, as `open` does."""
+        self._native = ffi.gc(ffi.new("aio_descriptor *", {"number": -1}), lib.aio_descriptor_close)
+        if path is not None:
+            self.open(path, flags, mode, exact=exact)
+
+    def open(
+        self,
+        path: str | os.PathLike[str],
+        flags: int,
+        mode: int = 0o666,
+        *,
+        exact: bool = False,
+        called: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Opens `path`, close-on-exec. `exact` refuses one that is a symbolic link (ELOOP).
+
+        Raises what os.open raises; it names the path, or what that is `called`.
+        """
+        assert self.number < 0
+        name = os.fsencode(path)
+        if b"\0" in name:
+            raise ValueError("embedded null byte")
         flags |= os.O_CLOEXEC | (os.O_NOFOLLOW if exact else 0)
-        self._numbers.append(os.open(path, flags, mode))
+        # Between two tries handlers of signals run, which may raise.
+        while (error := -lib.aio_descriptor_open(self._native, name, flags, mode)) == errno.EINTR:
+            pass
+        if error:
+            raise OSError(error, os.strerror(error), os.fspath(path if called is None else called))
 
     @property
     def number(self) -> int:
-        """-1 once closed."""
-        return self._numbers[0] if self._numbers else -1
+        """-1 while it is not open."""
+        return int(self._native.number)
 
     def close(self) -> None:
-        """Idempotent."""
-        while self._numbers:
-            os.close(self._numbers.pop())
+        """Idempotent. Raises what os.close raises."""
+        if error := -lib.aio_descriptor_close(self._native):
+            raise OSError(error, os.strerror(error))
 
     def __enter__(self) -> "Descriptor":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_numbers", None):
-            self.close()

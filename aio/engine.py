@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from aio._core import Core
 from aio.backends import Backend, Limits, MemoryBackend, start
-from aio.files import FLAGS, File, Mode, warn_buffered
+from aio.files import File, warn_buffered
+from aio.opening import MODES, Mode
 from aio.operation import Operation, Request
 
 if TYPE_CHECKING:
@@ -123,35 +124,31 @@ class Engine:
         mode: "r" reads, "r+" reads and writes what exists, "w" creates or truncates, "x" creates
         what must not exist. `size` reserves that many bytes and makes the file at least as long.
 
-        Raises what os.open raises for the path (FileNotFoundError, FileExistsError, ...), AioError
-        when the space cannot be reserved (a file that was created is removed again), and
-        ValueError for a mode, a size or a block_bytes that cannot work.
+        Raises what os.open raises for the path (FileNotFoundError, FileExistsError, ...), also when
+        it is the descriptor for direct I/O that there are too many of; AioError when the space
+        cannot be reserved; ValueError for a mode, a size or a block_bytes that cannot work, and for
+        what is neither a regular file nor a block device. A file that was created is removed then,
+        and one that was there is emptied last, once only reserving can still fail.
         """
         self._core.check_usable()
-        if mode not in FLAGS:
+        if mode not in MODES:
             raise ValueError(f'mode={mode!r} is not one of "r", "r+", "w" and "x"')
         if size is not None and (mode == "r" or size < 0):
             raise ValueError(f'size={size} cannot be reserved in {path} with mode "{mode}"')
-        path = Path(path)
-        existed = mode != "x" and path.exists()
-        file: File | None = None
+        file = File(self._core, Path(path), mode)
         try:
-            file = File(self._core, path, mode, self._limits.block_bytes)
+            file.open(self._limits.block_bytes)
             self._warn_if_buffered(file)
-            if size:
-                file.allocate(0, size)
-        except BaseException:
-            if file is not None:
-                file.close()
-                if not existed:
-                    path.unlink(missing_ok=True)
+            file.begin(size)
+        except BaseException as error:
+            file.abandon(error)
             raise
         return file
 
     def _warn_if_buffered(self, file: File) -> None:
         if file.direct:
             return
-        device = file.path.stat().st_dev
+        device = file.device
         if device not in self._buffered_devices:
             self._buffered_devices.add(device)
             warn_buffered(file.path.parent, file.direct_reason)

@@ -15,40 +15,20 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from aio._native import ffi, lib
 from aio.descriptors import Descriptor
 from aio.errors import AioError
+from aio.opening import Direct, Mode, Opening
 
 if TYPE_CHECKING:
     from aio._core import Core
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["r", "r+", "w", "x"]
-
-FLAGS: dict[str, int] = {
-    "r": os.O_RDONLY,
-    "r+": os.O_RDWR,
-    "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
-    "x": os.O_RDWR | os.O_CREAT | os.O_EXCL,
-}
 # The kernel counts in signed 64-bit integers.
 MAX_OFFSET = (1 << 63) - 1
-# A file is opened twice by descriptor: its name may mean another file by the second time.
-_DESCRIPTORS = Path("/proc/self/fd")
-# What direct I/O needs where nobody tells: no device in use asks for more.
-_ASSUMED_ALIGNMENT = 4096
-
-
-class _Direct(NamedTuple):
-    """A descriptor for direct I/O, its alignments in bytes, or why there is none."""
-
-    descriptor: Descriptor | None
-    memory: int
-    offset: int
-    reason: str
 
 
 class File:
@@ -57,53 +37,73 @@ class File:
     Thread-safe. The engine keeps it while operations on it are in flight.
     """
 
-    def __init__(self, core: "Core", path: Path, mode: Mode, block_bytes: int) -> None:
+    def __init__(self, core: "Core", path: Path, mode: Mode) -> None:
+        """Opens nothing yet: see `open`."""
         self.path = path
         self.mode = mode
         # Tokens of operations; guarded by the core's lock, as is_closed is.
         self.in_flight: set[int] = set()
         # Calls on the file that have not returned, and the threads they are in.
         self.uses: dict[object, int] = {}
-        self.is_closed = True  # until everything below has worked
+        self.is_closed = True  # until `open` has worked
         self._core = core
         self._sync_errno = 0  # of the first sync that failed
         self.error_seen = False  # an operation's error has been raised or logged
         self._may_allocate = True
-        self._direct = _Direct(None, 1, 1, "")
+        self._opening = Opening(path, mode)
+        self._direct = Direct(None, 1, 1, "")
         self._native: Any = None
-        # From here on each descriptor has an owner, which closes it whatever happens.
-        self._buffered = Descriptor(path, FLAGS[mode])
-        try:
-            self._look_at(block_bytes)
-        except BaseException:
-            self.close_descriptors()
-            raise
-        self.is_closed = False
 
-    def _look_at(self, block_bytes: int) -> None:
-        """Finds out what the file can do. Raises as Engine.open."""
-        _check_kind(self._fd, self.path)
-        self._direct = _open_direct(self._fd, self.path, self.mode)
-        direct = self._direct.descriptor
-        if block_bytes % max(self._direct.offset, 1):
+    def open(self, block_bytes: int) -> None:
+        """For Engine.open, which begins or abandons the file next. Changes no file that exists.
+
+        Raises as Engine.open.
+        """
+        self._opening.open()
+        self._direct = self._opening.open_direct()
+        if block_bytes % self._direct.offset:
             raise ValueError(
                 f"block_bytes={block_bytes} is not a multiple of {self._direct.offset}, the"
                 f" alignment of {self.path}"
             )
-        native = lib.aio_file_new(
+        direct = self._direct.descriptor
+        native = ffi.gc(ffi.new("aio_file **"), lib.aio_file_drop)
+        if lib.aio_file_new(
+            native,
             -1 if direct is None else direct.number,
             self._fd,
             self._direct.memory,
             self._direct.offset,
             self._size(),
-        )
-        if native == ffi.NULL:
+        ):
             raise MemoryError(f"cannot open {self.path}")
-        self._native = ffi.gc(native, lib.aio_file_free)
+        self._native = native
+        self.is_closed = False
+
+    def begin(self, size: int | None) -> None:
+        """For Engine.open: empties what was there in mode "w", and reserves `size` bytes."""
+        is_device = stat.S_ISBLK(os.fstat(self._fd).st_mode)
+        if self.mode == "w" and not self._opening.has_created and not is_device:
+            self.truncate(0)
+        if size:
+            self.allocate(0, size)
+
+    def abandon(self, why: BaseException) -> None:
+        """For Engine.open, which fails with `why`: as if it had never been called."""
+        self.is_closed = True
+        try:
+            self._opening.undo(why)
+        finally:
+            self.close_descriptors()
 
     @property
     def _fd(self) -> int:
-        return self._buffered.number
+        return self._opening.buffered.number
+
+    @property
+    def device(self) -> int:
+        """The number of the device that the file is on."""
+        return os.fstat(self._fd).st_dev
 
     @property
     def direct(self) -> bool:
@@ -166,7 +166,7 @@ class File:
     def _call(self, function: Callable[..., int], *arguments: int) -> int:
         """Calls C with the file, which `close` waits for. ValueError when it is closed."""
         with self._used():
-            return function(self._native, *arguments)
+            return function(self._native[0], *arguments)
 
     @contextlib.contextmanager
     def _used(self) -> Iterator[None]:
@@ -255,7 +255,7 @@ class File:
         self._native = None
         if self._direct.descriptor is not None:
             self._direct.descriptor.close()
-        self._buffered.close()
+        self._opening.buffered.close()
 
     def direct_was_refused(self) -> bool:
         """For the engine: the kernel would not transfer directly what kept the alignments.
@@ -279,7 +279,7 @@ class File:
         native = self._native
         if native is None:  # closed since the look above
             raise ValueError(f"{self.path} is closed")
-        return native
+        return native[0]
 
     def check_open(self) -> None:
         if self.is_closed:
@@ -343,41 +343,3 @@ def warn_buffered(path: Path, reason: str) -> None:
         path,
         reason,
     )
-
-
-def _check_kind(fd: int, path: Path) -> None:
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
-        raise ValueError(f"{path} is neither a regular file nor a block device")
-
-
-def _reopen(fd: int, path: Path, flags: int) -> Descriptor:
-    """A second descriptor on the inode of `fd`."""
-    with contextlib.suppress(FileNotFoundError):  # where /proc is not mounted
-        return Descriptor(_DESCRIPTORS / str(fd), flags)
-    again = Descriptor(path, flags)
-    if not os.path.samestat(os.fstat(fd), os.fstat(again.number)):
-        raise OSError(errno.ESTALE, "the name now means another file")
-    return again
-
-
-def _open_direct(fd: int, path: Path, mode: Mode) -> _Direct:
-    """Opens the inode of `fd` again, for direct I/O, where that is possible."""
-    alignment = ffi.new("aio_alignment *")
-    error = -lib.aio_file_alignment(fd, alignment)
-    if error:
-        return _Direct(None, 1, 1, f"statx failed: {os.strerror(error)}")
-    if alignment.known and not alignment.offset:
-        return _Direct(None, 1, 1, "the file system has none")
-    try:
-        direct = _reopen(fd, path, (FLAGS[mode] & os.O_ACCMODE) | os.O_DIRECT)
-    except OSError as refused:
-        return _Direct(None, 1, 1, f"open with O_DIRECT failed: {refused.strerror}")
-    # Small files and mixed edges go through this descriptor a page at a time. Read-ahead would
-    # only bring in pages that direct writes then have to throw out again.
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-    if not alignment.known:
-        return _Direct(direct, _ASSUMED_ALIGNMENT, _ASSUMED_ALIGNMENT, "")
-    return _Direct(direct, alignment.memory, alignment.offset, "")

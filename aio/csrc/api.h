@@ -36,6 +36,11 @@ typedef struct {
     aio_faults faults;
 } aio_config;
 
+/* A descriptor and nothing else, so that a call can leave it with its owner. -1: none. */
+typedef struct {
+    int32_t number;
+} aio_descriptor;
+
 /* What statx says about direct I/O on one file. Zero alignments: there is no direct I/O. */
 typedef struct {
     int32_t known; /* 0: kernel or file system do not tell */
@@ -81,11 +86,17 @@ void aio_engine_free(aio_engine *engine);
 /* How the backend reaches the kernel, in words: a static string. */
 const char *aio_backend_detail(int32_t backend);
 
-/* Takes no ownership of the descriptors; direct_fd is -1 where there is no direct I/O. NULL when
- * there is no memory. */
-aio_file *aio_file_new(int32_t direct_fd, int32_t buffered_fd, uint32_t memory_alignment,
-                       uint32_t offset_alignment, uint64_t size);
-void aio_file_free(aio_file *file);
+/* Opens a path for a descriptor that has none. 0 or -errno, -EINTR among them. */
+int aio_descriptor_open(aio_descriptor *descriptor, const char *path, int32_t flags, uint32_t mode);
+/* Closes it, if it is open, once. 0 or -errno; it is closed after an error, too. */
+int aio_descriptor_close(aio_descriptor *descriptor);
+
+/* Takes no ownership of the descriptors; direct_fd is -1 where there is no direct I/O. 0 and
+ * *file, or -ENOMEM. */
+int aio_file_new(aio_file **file, int32_t direct_fd, int32_t buffered_fd, uint32_t memory_alignment,
+                 uint32_t offset_alignment, uint64_t size);
+/* Frees the file, if there is one. */
+void aio_file_drop(aio_file **file);
 int aio_file_alignment(int32_t fd, aio_alignment *alignment);
 /* Reserves a range and grows the file to its end. -EOPNOTSUPP where the file system cannot. After
  * another error the file has its old length, or that of a write in flight that made it longer. */

@@ -19,11 +19,11 @@
 #define STATX_DIO_MEMORY_AT 152
 #define STATX_DIO_OFFSET_AT 156
 
-aio_file *aio_file_new(int32_t direct_fd, int32_t buffered_fd, uint32_t memory_alignment,
-                       uint32_t offset_alignment, uint64_t size) {
+int aio_file_new(aio_file **result, int32_t direct_fd, int32_t buffered_fd,
+                 uint32_t memory_alignment, uint32_t offset_alignment, uint64_t size) {
     aio_file *file = calloc(1, sizeof *file);
     if (!file)
-        return NULL;
+        return -ENOMEM;
     file->direct_fd = direct_fd;
     file->buffered_fd = buffered_fd;
     file->memory_alignment = memory_alignment;
@@ -31,12 +31,16 @@ aio_file *aio_file_new(int32_t direct_fd, int32_t buffered_fd, uint32_t memory_a
     file->size = size;
     atomic_init(&file->direct_refused, false);
     pthread_mutex_init(&file->lock, NULL);
-    return file;
+    *result = file;
+    return 0;
 }
 
-void aio_file_free(aio_file *file) {
-    pthread_mutex_destroy(&file->lock);
-    free(file);
+void aio_file_drop(aio_file **file) {
+    if (!*file)
+        return;
+    pthread_mutex_destroy(&(*file)->lock);
+    free(*file);
+    *file = NULL;
 }
 
 /* Since 6.6 tmpfs takes O_DIRECT and copies all the same; it reports no alignment. */
@@ -53,8 +57,9 @@ int aio_file_alignment(int32_t fd, aio_alignment *alignment) {
         alignment->known = 1;
         return 0;
     }
+    /* Containers that are older than the call say EPERM for ENOSYS. */
     if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_DIOALIGN_BIT, fields))
-        return errno == ENOSYS ? 0 : -errno;
+        return errno == ENOSYS || errno == EPERM ? 0 : -errno;
     memcpy(&mask, fields + STATX_MASK_AT, sizeof mask);
     if (mask & STATX_DIOALIGN_BIT) {
         alignment->known = 1;

@@ -102,8 +102,9 @@ int main(int argc, char **argv) {
     const int direct = alignment.offset ? open(argv[1], O_RDWR | O_DIRECT) : -1;
     written = malloc(nbytes);
     read_back = calloc(1, nbytes);
-    file = aio_file_new(direct, fd, alignment.memory ? alignment.memory : 1, alignment.offset, 0);
-    check(written && read_back && file, "no memory");
+    const uint32_t memory = alignment.memory ? alignment.memory : 1;
+    check(!aio_file_new(&file, direct, fd, memory, alignment.offset, 0), "no file");
+    check(written && read_back, "no memory");
     for (uint64_t i = 0; i < nbytes; i++)
         written[i] = (uint8_t)((i * 2654435761u) >> 13);
 
@@ -121,7 +122,7 @@ int main(int argc, char **argv) {
     check(!atomic_load(&num_failed), "a request failed");
     check(!memcmp(written, read_back, nbytes), "the bytes differ");
     check(lseek(fd, 0, SEEK_END) == (off_t)nbytes, "the length differs");
-    aio_file_free(file);
+    aio_file_drop(&file);
     free(written);
     free(read_back);
     close(fd);

@@ -137,15 +137,15 @@ def test_block_that_is_no_multiple_of_the_files_alignment_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device with sectors of 64 KiB, which is what the file is made to say."""
-    from aio import files
+    from aio import opening
     from aio.descriptors import Descriptor
 
     path = tmp_path / "data"
     path.touch()
     monkeypatch.setattr(
-        files,
+        opening,
         "_open_direct",
-        lambda *_: files._Direct(Descriptor(path, os.O_RDONLY), 512, 1 << 16, ""),
+        lambda *_: opening.Direct(Descriptor(path, os.O_RDONLY), 512, 1 << 16, ""),
     )
     before = open_descriptors()
     with (

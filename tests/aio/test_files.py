@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from aio import AioError, Backend, Engine, MemoryBackend, _native, files, sync_directory
+from aio import AioError, Backend, Engine, MemoryBackend, _native, opening, sync_directory
 from tests.aio.conftest import Gate, open_descriptors, random_bytes, run_python
 from tests.support import aio_loop
 
@@ -108,7 +108,7 @@ class TestOpen:
         path = make_file(10)
         with plain.open(path) as file:
             reason = file.direct_reason
-        monkeypatch.setattr(files, "_DESCRIPTORS", tmp_path / "missing")
+        monkeypatch.setattr(opening, "_DESCRIPTORS", tmp_path / "missing")
         with plain.open(path) as file:
             assert file.direct_reason == reason
 
@@ -119,9 +119,9 @@ class TestOpen:
         with path.open("rb") as handle:
             other.replace(path)
             before = open_descriptors()
-            monkeypatch.setattr(files, "_DESCRIPTORS", tmp_path / "missing")
+            monkeypatch.setattr(opening, "_DESCRIPTORS", tmp_path / "missing")
             with pytest.raises(OSError, match="the name now means another file"):
-                files._reopen(handle.fileno(), path, os.O_RDONLY)
+                opening._reopen(handle.fileno(), path, os.O_RDONLY)
             assert open_descriptors() == before
 
     def test_descriptors_are_closed_and_none_is_inherited(

@@ -45,10 +45,23 @@ def interrupt(action: Callable[[], object], number: int | None) -> Lines:
 
     What ``action`` raises is passed on, but for the interrupt itself.
     """
+    return _run(action, number, "line", lambda frame: not _ends_with(frame))
+
+
+def interrupt_behind_call(action: Callable[[], object], number: int | None) -> Lines:
+    """As ``interrupt``, but behind the calls within lines, counted together: a signal handler may
+    run there, with what the call has returned in nobody's hands yet.
+    """
+    return _run(action, number, "opcode", _is_behind_call)
+
+
+def _run(
+    action: Callable[[], object], number: int | None, kind: str, counts: Callable[[FrameType], bool]
+) -> Lines:
     lines = Lines()
 
     def within(frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and not _ends_with(frame):
+        if event == kind and counts(frame):
             lines.seen += 1
             if lines.seen - 1 == number:
                 lines.line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -57,7 +70,10 @@ def interrupt(action: Callable[[], object], number: int | None) -> Lines:
 
     def called(frame: FrameType, event: str, argument: Any) -> Any:
         is_ours = frame.f_code.co_filename.startswith(_PACKAGES)
-        return within if is_ours and not _in_finalizer(frame) else None
+        if not is_ours or _in_finalizer(frame):
+            return None
+        frame.f_trace_opcodes = kind == "opcode"
+        return within
 
     before = sys.gettrace()
     sys.settrace(called)
@@ -68,6 +84,13 @@ def interrupt(action: Callable[[], object], number: int | None) -> Lines:
     finally:
         sys.settrace(before)
     return lines
+
+
+def _is_behind_call(frame: FrameType) -> bool:
+    code, at = frame.f_code.co_code, frame.f_lasti - 2
+    while at > 0 and dis.opname[code[at]] == "CACHE":
+        at -= 2
+    return at >= 0 and dis.opname[code[at]] in ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:
