@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from infinity.discovery import Record
 from infinity.parameter import cannot_be_copied
 from infinity.phases import Passes, Phases
-from infinity.refusals import check_call
+from infinity.refusals import check_call, refuse_script
 from infinity.residency import Residency
 from infinity.saved import SavedTensors
 from infinity.versions import Versions
@@ -62,6 +62,7 @@ class ModelHooks:
                 module.register_load_state_dict_pre_hook(self._refuse_load_state_dict).remove
             )
             self._guard_conversion(module, stack)
+            refuse_script(module, stack)
         root = self._model.register_forward_pre_hook(
             self._cast_inputs, prepend=True, with_kwargs=True
         )

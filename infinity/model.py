@@ -25,6 +25,7 @@ from infinity.modifying import Loans, Parameters, records_of
 from infinity.optimizer import OffloadedOptimizer, advance_groups
 from infinity.parameter import become_offloaded, take_grad
 from infinity.phases import Passes, Phases
+from infinity.refusals import check_not_traced
 from infinity.report import Report, make_report, write_trace
 from infinity.residency import Residency
 from infinity.restoring import Restoring, twice
@@ -297,6 +298,7 @@ class OffloadedModel:
     def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
         """Weights of these parameters are in place inside."""
         self._check_open(self.records[min(indices)].name)
+        check_not_traced()
         return self._residency.in_place(indices)
 
     @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 _AVERAGING = "offload the plain model and pass process_group=torch.distributed.group.WORLD"
@@ -14,10 +16,15 @@ _WRAPPERS = {
     "FullyShardedDataParallel": f"{_AVERAGING}, or keep it and use infinity.OffloadedAdamW",
     "FSDPModule": f"{_AVERAGING}, or keep it and use infinity.OffloadedAdamW",
     "OptimizedModule": "offload the model that was compiled (its _orig_mod), uncompiled",
+    "ScriptModule": "offload the model that was traced or scripted, as it was before",
 }
 _COMPILED = (
     "weights come and go while the model computes, which a compiled graph cannot know; run it "
     "without torch.compile inside the block"
+)
+_SCRIPTED = (
+    "weights come and go while the model computes, which a traced or scripted one cannot know; "
+    "trace or script the model outside of the block, and call that outside, too"
 )
 
 
@@ -42,6 +49,7 @@ def check_model(model: nn.Module) -> None:
 
 def check_call() -> None:
     """Raises ``RuntimeError`` when the model is called by a wrapper that it cannot work in."""
+    check_not_traced()
     # Frames that are compiled now, or run between two that are, have a callback.
     if "torch._dynamo" in sys.modules and _get_eval_frame_callback() is not None:
         raise RuntimeError(f"an offloaded model was called under torch.compile: {_COMPILED}")
@@ -50,6 +58,26 @@ def check_call() -> None:
             "an offloaded model was called by DistributedDataParallel, which would average "
             f"nothing: {_AVERAGING}"
         )
+
+
+def check_not_traced() -> None:
+    """Raises ``RuntimeError`` while what is computed on this thread becomes a graph of TorchScript:
+    it would read weights later that it knows by their memory alone.
+    """
+    if torch.jit.is_tracing():
+        raise RuntimeError(f"an offloaded model was called by torch.jit.trace: {_SCRIPTED}")
+
+
+def refuse_script(module: nn.Module, stack: ExitStack) -> None:
+    """Let ``torch.jit.script`` of ``module`` raise ``RuntimeError``, until ``stack`` is left."""
+
+    def prepare() -> NoReturn:
+        raise RuntimeError(
+            f"an offloaded {type(module).__name__} was given to torch.jit.script: {_SCRIPTED}"
+        )
+
+    module.__dict__["__prepare_scriptable__"] = prepare
+    stack.callback(module.__dict__.pop, "__prepare_scriptable__", None)
 
 
 def _get_eval_frame_callback() -> Any:

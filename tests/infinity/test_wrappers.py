@@ -40,6 +40,18 @@ def _compiled_in_place() -> nn.Module:
     return model
 
 
+def _traced(model: nn.Module) -> nn.Module:
+    traced = torch.jit.trace(model, torch.ones(2, 8))
+    assert isinstance(traced, nn.Module)
+    return traced
+
+
+def _scripted(model: nn.Module) -> nn.Module:
+    scripted = torch.jit.script(model)
+    assert isinstance(scripted, nn.Module)
+    return scripted
+
+
 WRAPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "compiled": (lambda: _compiled(_make()), r"OptimizedModule.*_orig_mod"),
     "a compiled layer": (
@@ -51,6 +63,11 @@ WRAPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DDP inside": (
         lambda: nn.Sequential(DistributedDataParallel(_make())),
         r"^0 \(DistributedDataParallel\).*process_group=",
+    ),
+    "traced": (lambda: _traced(_make()), r"TopLevelTracedModule cannot.*was traced or scripted"),
+    "a scripted layer": (
+        lambda: nn.Sequential(_scripted(nn.Linear(8, 8))),
+        r"^0 \(RecursiveScriptModule\)",
     ),
     "DataParallel": (lambda: nn.DataParallel(_make()), r"DataParallel.*process_group="),
     "device_map": (
@@ -64,6 +81,7 @@ WRAPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_wrapped_model_is_refused_by_name(name: str, nvme: Path) -> None:
@@ -104,3 +122,42 @@ def test_an_offloaded_model_called_compiled_is_refused(nvme: Path) -> None:
                 call(torch.ones(2, 8))
         model(torch.ones(2, 8)).sum().backward()
     assert all(same_bits(value, before[key]) for key, value in values_of(model).items())
+
+
+def _weighted(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x @ model[0].weight
+
+
+JIT: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
+    "trace": (_traced, r"called by torch\.jit\.trace: .* outside of the block"),
+    "trace of a layer": (lambda model: _traced(model[1]), r"called by torch\.jit\.trace"),
+    "trace of a function": (
+        lambda model: torch.jit.trace(lambda x: model(x) * 2, torch.ones(2, 8)),
+        r"called by torch\.jit\.trace",
+    ),
+    "trace of a weight": (
+        lambda model: torch.jit.trace(_weighted(model), torch.ones(2, 8)),
+        r"called by torch\.jit\.trace",
+    ),
+    "script": (_scripted, r"an offloaded Sequential was given to torch\.jit\.script: .* outside"),
+    "script of what it is in": (
+        lambda model: _scripted(nn.Sequential(nn.ReLU(), model)),
+        r"an offloaded Sequential was given",
+    ),
+    "script of a layer": (lambda model: _scripted(model[0]), "an offloaded Linear was given"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", JIT)
+def test_an_offloaded_model_is_refused_to_torch_jit(name: str, nvme: Path) -> None:
+    make, match = JIT[name]
+    model = seeded(_make)
+    before = values_of(model)
+    with infinity.offload(model, nvme):
+        with pytest.raises(RuntimeError, match=match):
+            make(model)
+        model(torch.ones(2, 8)).sum().backward()
+    assert all(same_bits(value, before[key]) for key, value in values_of(model).items())
+    for make_jit in (_traced, _scripted):
+        assert torch.equal(make_jit(model)(torch.ones(2, 8)), model(torch.ones(2, 8)))
