@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from infinity.backward_passes import BackwardPasses
 from infinity.discovery import Record
 from infinity.loss_scale import GradientScale, LossScale
 from infinity.parameter import take_grad
@@ -36,6 +37,7 @@ class Accumulated:
         self._sharing = sharing
         self.scale = GradientScale(loss_scale)
         self.clip_factor = 1.0
+        self.passes = BackwardPasses()
         self._consumed: set[int] = set()
         self._adding = threading.Lock()
 
@@ -78,17 +80,23 @@ class Accumulated:
         """Move what autograd accumulated into ``parameter`` to those that are kept; False if there
         is nothing.
 
-        Raises ``RuntimeError`` naming a parameter whose gradient was used and not cleared.
+        Raises ``RuntimeError`` naming a parameter whose gradient was used and not cleared, and for
+        a pass beside another; then no step is taken before all gradients are cleared.
         """
         gradient = take_grad(parameter)
         if gradient is None:
             return False
+        try:
+            self.passes.brings()
+        except RuntimeError as refusal:
+            self._state.gradients.lose(index, refusal)
+            raise
         if index in self._consumed:
             raise RuntimeError(
                 f"{self._records[index].name} got a gradient on top of one that a step has used; "
                 "call offloaded.step(), or optimizer.zero_grad() after optimizer.step()"
             )
-        with self._adding:  # passes may run on several threads
+        with self._adding:  # autograd has several threads for several devices
             self.add(index, gradient)
         return True
 

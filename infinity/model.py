@@ -109,9 +109,12 @@ class OffloadedModel:
         self.optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """``loss.backward()``; float16 is scaled, and a step that overflows skipped."""
+        """``loss.backward()``; float16 is scaled, and a step that overflows skipped. Raises
+        ``RuntimeError`` while another backward pass runs.
+        """
         self._check_open()
-        self._gradients.scale.backward(loss)
+        with self._gradients.passes.alone():
+            self._gradients.scale.backward(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients at the next step so that their norm is at most ``max_norm``; return

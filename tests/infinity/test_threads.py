@@ -106,3 +106,62 @@ def test_a_block_may_end_on_another_thread_than_it_began_on(nvme: Path) -> None:
     block.__exit__(None, None, None)
     assert all(same_bits(value, before[key]) for key, value in values_of(model).items())
     model(vectors(0)).sum().backward()
+
+
+class _Held:
+    """A backward pass on a thread of its own, held up after its first gradients."""
+
+    def __init__(self, model: Stack, *, fails: bool = False) -> None:
+        self._is_held, self._go_on = threading.Event(), threading.Event()
+        self._fails = fails
+        self._pool = ThreadPoolExecutor(1, "held")
+        outputs: list[torch.Tensor] = []
+        hook = model.layers[0].register_forward_hook(lambda *args: outputs.append(args[2]))
+        loss = vector_loss(model, 1)
+        hook.remove()
+        outputs[0].register_hook(self._hold)
+        self._future = self._pool.submit(loss.backward)
+        assert self._is_held.wait(10)
+
+    def _hold(self, gradient: torch.Tensor) -> None:
+        self._is_held.set()
+        assert self._go_on.wait(10)
+        if self._fails:
+            raise ValueError("a hook of the program")
+
+    def end(self) -> None:
+        self._go_on.set()
+        with self._pool:
+            self._future.result()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_backward_passes_at_once_are_refused_and_no_step_taken(scaled: bool, nvme: Path) -> None:
+    results = []
+    for overlapping in (False, True):
+        model = seeded(Stack)
+        with infinity.offload(model, nvme, host_memory=least_budget(Stack, nvme)) as offloaded:
+            if overlapping:
+                held = _Held(model)
+                loss = vector_loss(model, 0)
+                with pytest.raises(RuntimeError, match=r"two threads at once, held_0 and MainTh"):
+                    (offloaded.backward if scaled else torch.Tensor.backward)(loss)
+                held.end()
+                if not scaled:  # which brought no gradient
+                    with pytest.raises(RuntimeError, match=r"lost .*two threads .*zero_grad\(\)"):
+                        offloaded.step()
+                offloaded.optimizer.zero_grad()
+            vector_loss(model, 0).backward()
+            offloaded.step()
+        results.append(values_of(model))
+    assert all(same_bits(value, results[1][key]) for key, value in results[0].items())
+
+
+def test_a_backward_pass_that_failed_is_in_nobodys_way(nvme: Path) -> None:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=least_budget(Stack, nvme)) as offloaded:
+        held = _Held(model, fails=True)
+        with pytest.raises(ValueError, match="a hook of the program"):
+            held.end()
+        vector_loss(model, 0).backward()
+        offloaded.step()

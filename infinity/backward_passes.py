@@ -1,0 +1,86 @@
+"""Which backward passes run now: those that bring gradients are to come one at a time.
+
+Autograd tells nobody when a pass begins or ends. It is taken to begin with its first gradient; what
+it ends with is a callback that autograd drops together with the pass, whatever becomes of that.
+
+On a CPU a pass runs on the thread that began it, and one on the same thread is within it
+(recomputation). Threads of autograd's own work for whichever pass comes: what runs on those is
+neither noticed nor refused.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class BackwardPasses:
+    """Those of one model. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[int, weakref.ref[_End]] = {}
+        """By what autograd numbers them with."""
+        self._alone: list[threading.Thread] = []
+
+    def brings(self) -> None:
+        """A gradient arrives, of the pass that runs on this thread.
+
+        Raises ``RuntimeError`` if one is under way on another.
+        """
+        number = torch._C._current_graph_task_id()
+        if number == -1 or number in self._known:
+            return
+        thread = threading.current_thread()
+        if isinstance(thread, threading._DummyThread):
+            return
+        with self._lock:
+            self._check(thread)
+            end = _End(thread)
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(end)
+            self._known[number] = weakref.ref(end)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A pass is run inside, from its beginning to its end. Raises as ``brings``."""
+        thread = threading.current_thread()
+        with self._lock:
+            self._check(thread)
+            self._alone.append(thread)
+        try:
+            yield
+        finally:
+            self._alone.remove(thread)
+
+    def _check(self, thread: threading.Thread) -> None:
+        for number, end in [*self._known.items()]:
+            if (found := end()) is None or found.has_come:
+                del self._known[number]
+        ends = [end() for end in self._known.values()]
+        for other in [*self._alone, *(end.thread for end in ends if end is not None)]:
+            if other is not thread:
+                raise RuntimeError(
+                    f"backward passes of an offloaded model run on two threads at once, "
+                    f"{other.name} and {thread.name}: in which order their gradients are added up "
+                    "would be a matter of chance; begin one when the other has ended (forward "
+                    "passes may overlap)"
+                )
+
+
+class _End:
+    """Kept by autograd alone, for as long as a pass runs; called when it has succeeded."""
+
+    __slots__ = ("__weakref__", "has_come", "thread")
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self.thread = thread
+        self.has_come = False
+
+    def __call__(self) -> None:
+        self.has_come = True
