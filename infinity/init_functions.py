@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,22 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+MARK = "_is_hf_initialized"
+"""What Hugging Face calls an attribute of modules and parameters that have their values."""
+
+_MAKES_ANYWHERE = re.compile(r"\btorch\.[A-Z][a-z]*Tensor\(|\btorch\.Tensor\(")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
-    """Initialises tensors of ``module``, of modules in it, or none."""
+    """Initialises tensors of ``module``, of modules in it, or none.
+
+    ``skips_meta``: it was not run when the model was built if that was on the meta device.
+    """
 
     run: Callable[[], object]
     module: nn.Module
+    skips_meta: bool = False
 
 
 def functions_of(model: nn.Module) -> list[Function]:
@@ -128,11 +138,41 @@ def _initialising(owner: nn.Module) -> Iterator[Function]:
             inner.update(id(m) for m in module.modules())
     for module in _inside_out(owner):
         if id(module) not in inner:
-            yield Function(_call(owner, module), module)
+            yield Function(_call(owner, module, is_hugging_face), module, is_hugging_face)
 
 
-def _call(owner: Any, module: nn.Module) -> Callable[[], object]:
-    return lambda: owner._init_weights(module)
+def _call(owner: Any, module: nn.Module, is_hugging_face: bool) -> Callable[[], object]:
+    def run() -> None:
+        if not is_hugging_face:
+            owner._init_weights(module)
+            return
+        # Its walk marks what is done, and some functions leave alone what has marked parts.
+        parts = [part for part in module.modules() if part is not module]
+        for part in parts:
+            part.__dict__[MARK] = True
+        try:
+            owner._init_weights(module)
+        finally:
+            for part in parts:
+                part.__dict__.pop(MARK, None)
+
+    return run
+
+
+def makes_anywhere(module: nn.Module) -> bool:
+    """Whether the constructor of ``module`` calls ``torch.Tensor(n)`` or one like it: memory as it
+    comes, on the CPU also where everything else is made on the meta device.
+    """
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] == "torch" or "__init__" not in kind.__dict__:
+            continue
+        try:
+            source = inspect.getsource(kind.__dict__["__init__"])
+        except (OSError, TypeError):
+            continue
+        if _MAKES_ANYWHERE.search(source):
+            return True
+    return False
 
 
 def _has_init_weights(module: Any) -> bool:

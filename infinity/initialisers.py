@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity.init_functions import Function, functions_of
+from infinity.init_functions import MARK, Function, functions_of, makes_anywhere
 from infinity.skeleton import Skeleton, parameter_like
 from infinity.weight_files import listed
 
@@ -62,6 +62,29 @@ class Initialisers:
                 f"{listed(without)} is on the meta device and has no reset_parameters() or "
                 f"_init_weights() that sets it; {_REMEDY}"
             )
+
+    def check_kept(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise ``ValueError`` naming one of these, which are in memory, that nothing was written
+        to: Hugging Face initialises no model that is built on the meta device, be some of its
+        parameters not there.
+        """
+        kept = {id(parameter): parameter for parameter in parameters}
+        for module in self._modules.values():
+            own = [p for p in module._parameters.values() if p is not None and id(p) in kept]
+            unwritten = [p for p in own if p._version == 0 and self._was_skipped(p)]
+            if not unwritten or module.__dict__.get(MARK) or not makes_anywhere(module):
+                continue
+            raise ValueError(
+                f"{listed([self._names[id(p)] for p in unwritten])} has no values: "
+                f"{type(module).__name__} made it in memory although the model was built on the "
+                "meta device, where _init_weights() is not called; call model.to('meta') to have "
+                "all of the model initialised, or pass weights=, or, to keep values that you gave "
+                "it, write them in place: `with torch.no_grad(): parameter.copy_(values)`"
+            )
+
+    def _was_skipped(self, parameter: nn.Parameter) -> bool:
+        writers = self._observed().get(id(parameter), ())
+        return any(self._functions[number].skips_meta for number in writers)
 
     @torch.no_grad()
     def parameters(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:

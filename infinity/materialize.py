@@ -85,6 +85,7 @@ class Initialisation:
         self._initialisers = Initialisers(model)
         self._by_id = {id(record.parameter): record for record in records}
         self._initialisers.check([r.parameter for r in records if r.parameter.is_meta])
+        self._initialisers.check_kept([r.parameter for r in records if not r.parameter.is_meta])
         for name, buffer in model.named_buffers():
             self.buffer(name, buffer)  # raises now, before anything is begun
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.init_functions import MARK
+
 _SMALL_ELEMENTS = 16 * 1024
 """Buffers of up to this many elements are copied with their values; others are on meta."""
 
@@ -83,6 +85,7 @@ class Skeleton:
             return found
         copy: nn.Module = object.__new__(type(module))
         copy.__dict__.update(module.__dict__)
+        copy.__dict__.pop(MARK, None)
         self._copies[id(module)] = copy
         parameters: dict[str, Any] = {}
         buffers: dict[str, Any] = {}
@@ -152,7 +155,7 @@ def parameter_like(parameter: torch.Tensor, device: str) -> nn.Parameter:
     """
     like = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
     attributes = getattr(parameter, "__dict__", {})
-    like.__dict__.update({k: v for k, v in attributes.items() if k != "_is_hf_initialized"})
+    like.__dict__.update({k: v for k, v in attributes.items() if k != MARK})
     return like
 
 

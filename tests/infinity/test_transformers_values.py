@@ -4,6 +4,7 @@ and those of a folder as ``from_pretrained`` reads it."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,17 @@ from torch import nn
 
 pytest.importorskip("transformers", reason="needs transformers: pip install .[examples]")
 
+import transformers as hub
 from transformers import PreTrainedModel
 
 import infinity
 from tests.support.architectures import ARCHITECTURES
 from tests.support.training import same_bits
 
-ONLY_IN_CONSTRUCTORS = {"clip": "logit_scale"}
+ONLY_IN_CONSTRUCTORS = {
+    "clip": ("logit_scale",),
+    "vit mae": ("vit.embeddings.cls_token", "vit.embeddings.position_embeddings"),
+}
 """Parameters to which only the constructor gives a value, lost on meta: refused by name."""
 
 
@@ -59,16 +64,57 @@ def test_model_on_meta_is_initialised_as_in_memory(name: str, nvme: Path) -> Non
     torch.manual_seed(1)
     plain = ARCHITECTURES[name]()
     model = _on_meta(name)
-    lost = ONLY_IN_CONSTRUCTORS.get(name)
-    if lost is not None:
-        with pytest.raises(ValueError, match=rf"{lost} is on the meta device and has no .* before"):
+    if lost := ONLY_IN_CONSTRUCTORS.get(name, ()):
+        message = f"{', '.join(lost)} is on the meta device and has no .* before"
+        with pytest.raises(ValueError, match=message):
             _initialised(model, nvme)
-        setattr(model, lost, nn.Parameter(plain.get_parameter(lost).detach().clone()))
+    for path in lost:
+        owner = model.get_submodule(path.rpartition(".")[0])
+        like = plain.get_parameter(path)
+        kept = nn.Parameter(like.detach().clone(), like.requires_grad)
+        setattr(owner, path.rpartition(".")[2], kept)
     found = _initialised(model, nvme)
     named = dict([*plain.named_parameters(), *plain.named_buffers()])
     assert found.keys() == named.keys()
     for key, expected in named.items():
         _assert_drawn_alike(key, found[key], expected.detach())
+
+
+def test_parameters_made_in_memory_beside_a_model_on_meta_are_refused_unwritten(
+    nvme: Path,
+) -> None:
+    """``torch.FloatTensor(n)`` takes no notice of the device that a model is built on."""
+    torch.manual_seed(1)
+    plain = _xlnet()
+    with torch.device("meta"):
+        model = _xlnet()
+    assert not model.transformer.layer[0].rel_attn.q.is_meta
+    with pytest.raises(ValueError, match=r"mask_emb has no values: XLNetModel .*\.to\('meta'\)"):
+        _initialised(model, nvme)
+    found = _initialised(model.to("meta"), nvme)
+    for key, expected in plain.named_parameters():
+        _assert_drawn_alike(key, found[key], expected.detach())
+
+
+def test_parameters_made_in_memory_beside_a_model_on_meta_are_kept_once_written(
+    nvme: Path,
+) -> None:
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        model = _xlnet()
+    given = {name: p for name, p in model.named_parameters() if not p.is_meta}
+    with torch.no_grad():
+        for parameter in given.values():
+            parameter.normal_()
+    expected = {name: p.detach().clone() for name, p in given.items()}
+    found = _initialised(model, nvme)
+    assert len(expected) > len(found) / 3
+    assert all(same_bits(found[name], value) for name, value in expected.items())
+
+
+def _xlnet() -> Any:
+    config = hub.XLNetConfig(vocab_size=128, d_model=32, n_layer=2, n_head=4, d_inner=48)
+    return hub.XLNetLMHeadModel(config)
 
 
 def _differing(model: PreTrainedModel) -> PreTrainedModel:

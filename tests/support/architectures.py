@@ -117,6 +117,15 @@ ARCHITECTURES: dict[str, Callable[[], hub.PreTrainedModel]] = {
         hub.ModernBertConfig(**_TEXT, cls_token_id=0, sep_token_id=1)
     ),
     "vit": lambda: hub.ViTForImageClassification(hub.ViTConfig(**_VISION)),
+    "vit mae": lambda: hub.ViTMAEForPreTraining(
+        hub.ViTMAEConfig(
+            **_VISION,
+            decoder_hidden_size=16,
+            decoder_intermediate_size=24,
+            decoder_num_hidden_layers=1,
+            decoder_num_attention_heads=2,
+        )
+    ),
     "clip": lambda: hub.CLIPModel(
         hub.CLIPConfig(text_config=_TEXT, vision_config=_VISION, projection_dim=16)
     ),
