@@ -69,9 +69,12 @@ INLINE void store_codes(words codes, uint8_t *to) {
     memcpy(to, &narrow_codes, sizeof narrow_codes);
 }
 
-/* x is finite, infinite, or the NaN of one_nan: none of them is another kind of number after it. */
+/* x is finite, infinite, or the NaN of one_nan: none of them is another kind of number after it.
+ * Between the last finite bf16 and infinity nothing is rounded up. */
 INLINE void store_bf16_randomly(floats x, words random16, uint16_t *to) {
-    narrow(((words)x + random16) >> 16, to);
+    words bits = (words)x;
+    words is_last = (words)(((bits >> 16) & 0x7fffu) == 0x7f7fu);
+    narrow((bits + (random16 & ~is_last)) >> 16, to);
 }
 
 INLINE floats decode(words magnitude, uint32_t bias) {

@@ -284,6 +284,19 @@ def test_what_is_no_number_stays_none_and_spoils_its_block_at_most(
     _assert_same_bits({name: found[available_isas()[0]][name] for name in after}, after)
 
 
+@pytest.mark.parametrize("isa", available_isas())
+def test_finite_moments_beyond_the_last_bf16_stay_finite(isa: str) -> None:
+    set_isa(isa)
+    state = _state("master", torch.bfloat16, 4096)
+    largest = torch.finfo(torch.float32).max
+    state["exp_avg"].fill_(-torch.finfo(torch.bfloat16).max)
+    state["exp_avg_sq"].fill_(0.0)
+    state["grad"].fill_(-largest)
+    after = _stepped(state, replace(HYPER, beta2=0.0, grad_scale=1.0))
+    assert (after["exp_avg"] == -torch.finfo(torch.bfloat16).max).all()
+    assert after["exp_avg_sq"].isposinf().all()  # the square is beyond float32
+
+
 def test_step_refuses_scales_and_origins_that_do_not_fit() -> None:
     n = 300
     state = _state("master", torch.uint8, n)
