@@ -24,6 +24,7 @@ from infinity.separable import (
 )
 from infinity.state_planes import StatePlanes
 from swap.layout import Plane, Segment
+from swap.plain import is_in_place, plain
 from swap.rules import STATE_DTYPES, ParameterUpdate, UpdateRule, master_planes
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -230,8 +231,8 @@ class TorchRule:
         state = kept.state(small, planes, update.shape)
         after = self._step_one(leaf, dict(update.options), state)
         kept.keep(dict(after), planes, small, update.shape)
-        if leaf.data_ptr() != master.data_ptr():  # the optimizer put other data in its place
-            master.copy_(leaf.detach().reshape(-1))
+        if not is_in_place(leaf.detach(), master):  # the optimizer put other data in its place
+            master.copy_(plain(leaf.detach()).reshape(-1))
 
     def _small_state_before(self, update: ParameterUpdate) -> dict[str, Any]:
         """The small state that ``update`` starts from, also when it is computed a second time."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from swap.layout import Plane
+from swap.plain import is_in_place, plain
 
 IN_PLANES = "infinity.planes"
 """Key in the small state of a parameter: the names of its state that the planes hold."""
@@ -68,8 +69,8 @@ class StatePlanes:
                 small[name] = value
                 continue
             held.append(name)
-            if value.data_ptr() != planes[plane.name].data_ptr():
-                planes[plane.name].copy_(value.reshape(-1))
+            if not is_in_place(value, planes[plane.name]):
+                planes[plane.name].copy_(plain(value).reshape(-1))
         small[IN_PLANES] = held
 
     def restore(self, small: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,15 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_plain(tensor) else tensor.clone()
 
 
+def is_in_place(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Whether the values of ``tensor``, in order, are the bytes from the first of ``memory`` on.
+
+    An address alone does not say so: a transposed or negative view has it, too.
+    """
+    has_address = is_plain(tensor) and tensor.data_ptr() == memory.data_ptr()
+    return has_address and tensor.is_contiguous()
+
+
 def memory_fault(tensor: torch.Tensor) -> str | None:
     """Why a tensor has no values to read: it is none of memory, or has less than it needs."""
     if tensor.layout != torch.strided:

@@ -82,6 +82,20 @@ class _Late(_Each):
         p.data = p.data - 0.1 * (p.grad if state["m"] is None else state["m"])
 
 
+class _Turned(_Each):
+    """Leaves parameters and state where they are, and lets other values be read from there."""
+
+    def one(self, p: Any, state: dict[str, Any], name: str) -> None:
+        state["m"] = self._turned(state.get("m", torch.zeros_like(p)).lerp_(p.grad, 0.5))
+        p.sub_(state["m"], alpha=0.1)
+        p.data = self._turned(p.data)
+
+    @staticmethod
+    def _turned(values: torch.Tensor) -> torch.Tensor:
+        is_square = values.dim() == 2 and values.shape[0] == values.shape[1]
+        return torch._neg_view(values.t() if is_square else values)
+
+
 class _Attributes(_Each):
     def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         p.sub_(p.grad * p.mask, alpha=p.lr_scale)
@@ -110,7 +124,7 @@ def _backward(model: nn.Module, step: int) -> None:
     model(x).square().mean().backward()
 
 
-KINDS: list[Any] = [_Double, _Counts, _Half, _Seen, _Turning, _Late, _Attributes, _named]
+KINDS: list[Any] = [_Double, _Counts, _Half, _Seen, _Turning, _Late, _Turned, _Attributes, _named]
 
 
 @pytest.mark.parametrize("factory", KINDS)
