@@ -98,6 +98,8 @@ def assert_same_place(
         alike = alike and before.dtype == other.dtype
     if not (alike and before.numel() and other.numel()):
         return
+    if before._is_zerotensor() or other._is_zerotensor():
+        return
     if before.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return
     (low, high), (other_low, other_high) = extent(before), extent(other)

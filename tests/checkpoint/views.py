@@ -16,6 +16,8 @@ from tests.checkpoint.trees import DTYPES, keys, plain
 # Of 16 bits torch negates NaNs to this one or that, as it comes.
 NEGATED = {torch.float32, torch.float64, torch.int32, torch.int8}
 CONJUGATED = {torch.complex64, torch.complex128}
+ZEROS = {torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool}
+"""Of these, some tensors are zeros without memory."""
 
 
 @st.composite
@@ -44,6 +46,8 @@ def views(draw: st.DrawFn, memory: Sequence[torch.Tensor]) -> torch.Tensor:
     raw = draw(st.sampled_from(memory))
     dtype = draw(st.sampled_from(DTYPES))
     offset, shape, strides = draw(_geometries(len(raw) // dtype.itemsize))
+    if dtype in ZEROS and draw(st.integers(0, 7)) == 0:
+        return torch._efficientzerotensor(shape, dtype=dtype)
     tensor = torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), offset, shape, strides)
     if dtype in CONJUGATED and draw(st.booleans()):
         tensor = tensor.conj()
@@ -90,7 +94,6 @@ REFUSED: tuple[Callable[[], Any], ...] = (
     lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
     lambda: torch.zeros((1,) * 65),
     lambda: torch._neg_view(torch.zeros(2, dtype=torch.uint16)),
-    lambda: torch._efficientzerotensor((2,)),
     lambda: np.zeros(2, object),
     object,
     lambda: {1.5: lambda: None},
@@ -122,7 +125,7 @@ def _described(tree: Any) -> str:
 
 
 def _place(tensor: torch.Tensor) -> str:
-    storage = 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
+    storage = 0 if tensor.is_meta or tensor._is_zerotensor() else tensor.untyped_storage().nbytes()
     offset, shape, strides = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     return f"storage={storage}, offset={offset}, shape={shape}, strides={strides}"
 
@@ -145,6 +148,8 @@ def states_of_views(draw: st.DrawFn) -> Drawn:
 
 def values(tensor: torch.Tensor) -> bytes:
     """The row-major bytes of a tensor's values."""
+    if tensor._is_zerotensor():
+        return bytes(tensor.numel() * tensor.dtype.itemsize)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() == 0:
         return b""
