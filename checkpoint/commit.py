@@ -21,7 +21,7 @@ from checkpoint.changes import Versions
 from checkpoint.collector import paused_collector
 from checkpoint.destination import Destination
 from checkpoint.directory_lock import locked
-from checkpoint.early import EarlyStage
+from checkpoint.early import EarlyStage, copy_errors
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.filling import Filler
 from checkpoint.leftovers import (
@@ -41,6 +41,7 @@ from checkpoint.readable import check_files
 from checkpoint.records import Manifest
 from checkpoint.sheltered import Cancellation
 from checkpoint.staging import Slots
+from checkpoint.writer import Supply
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,8 @@ def commit(
         # 2. Files at their full size: a full disk shows here.
         files.create(engine, undo)
         # 3. and 4. Write; check every completion.
-        supplies = filling_supplies(plan.fillers, plan.slots) if early is None else early.supplies
-        files.write(engine, supplies, draft.prepare, plan.cancellation)
+        with copy_errors(early):
+            files.write(engine, supplies_of(plan, early), draft.prepare, plan.cancellation)
         # 5. The data durable.
         files.sync()
         # 6. Their names durable.
@@ -107,6 +108,11 @@ def commit(
         # 7. is for several ranks. 8. to 11. The manifest.
         publish(destination, draft.raw, undo)
     return draft.manifest
+
+
+def supplies_of(plan: SavePlan, early: EarlyStage | None) -> Sequence[Supply]:
+    """What feeds the writer of each data file."""
+    return filling_supplies(plan.fillers, plan.slots) if early is None else early.supplies
 
 
 def publish(destination: Destination, raw: bytes, undo: ExitStack) -> None:

@@ -5,7 +5,7 @@ Rank 0 locks the checkpoint, makes its directories and publishes the manifest; e
 syncs its own data files. Invariant: whatever fails on one rank ends the save on all of them, with
 what failed first, before the manifest is published; the checkpoint that was there stays. A rank
 that is killed leaves the others with an error at the next meeting; what it left is removed by rank
-0, or by the next save.
+0, or by the next save. So whatever can fail between two meetings is done by `together` or `apart`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from aio import Engine, sync_directory
-from checkpoint.commit import SavePlan, check_replaceable, manifest_of, new_directory, publish
+from checkpoint.commit import (
+    SavePlan,
+    check_replaceable,
+    manifest_of,
+    new_directory,
+    publish,
+    supplies_of,
+)
 from checkpoint.coordinator import Coordinator
 from checkpoint.directory_lock import locked
-from checkpoint.early import EarlyStage
+from checkpoint.early import EarlyStage, copy_errors
 from checkpoint.errors import RankFailedError
 from checkpoint.leftovers import clear_leftovers, create_generation, discard_generation
 from checkpoint.manifest import encode_manifest
-from checkpoint.rank_files import RankFiles, RankRecords, filling_supplies
+from checkpoint.rank_files import RankFiles, RankRecords
 from checkpoint.readable import check_files
 from checkpoint.records import ChunkRecord, FileRecord, Manifest
 
@@ -35,8 +42,10 @@ def commit_ranks(
     coordinator: Coordinator,
     on_staged: Callable[[], None] | None = None,
     early: EarlyStage | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> dict[str, int]:
     """Writes the plan together with the other ranks; gives the fields of a `SaveInfo` in numbers.
+    Every rank calls `begin` first.
 
     Raises what `commit` does on the rank where it happened, RankFailedError on the others.
     """
@@ -47,15 +56,21 @@ def commit_ranks(
     assert ranks is not None
     with ExitStack() as held, ExitStack() as undo:
         # 0. and 1. Room, the lock, directories.
-        together(coordinator, lambda: _prepare(plan, held, undo) if is_first else None)
+        def prepare() -> None:
+            begin()
+            if is_first:
+                _prepare(plan, held, undo)
+
+        together(coordinator, prepare)
         # 2. Files at their full size: a full disk shows here.
         together(coordinator, lambda: _create(files, engine, undo))
         # 3. to 6. Write; the data durable, and their names.
         staged = on_staged or (lambda: None)
-        supplies = filling_supplies(plan.fillers, plan.slots) if early is None else early.supplies
 
         def write() -> Any:
-            files.write(engine, supplies, staged, plan.cancellation)
+            with copy_errors(early):
+                supplies = supplies_of(plan, early)
+                files.write(engine, supplies, staged, plan.cancellation)
             files.sync()
             for directory in destination.data_directories:
                 sync_directory(directory)
@@ -82,6 +97,13 @@ def together(coordinator: Coordinator, step: Callable[[], T]) -> list[T]:
         coordinator.exchange(error)
         raise
     return coordinator.exchange(value)
+
+
+def apart(coordinator: Coordinator, step: Callable[[], T]) -> T:
+    """Takes a step that all ranks take, each for itself. Raises as `together`."""
+    given: list[T] = []
+    together(coordinator, lambda: given.append(step()))
+    return given[0]
 
 
 def _prepare(plan: SavePlan, held: ExitStack, undo: ExitStack) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -163,6 +164,17 @@ class EarlyStage:
         """Stops, and lets go of the memory. Idempotent."""
         self.stop()
         self.supplies = []
+
+
+@contextmanager
+def copy_errors(early: EarlyStage | None) -> Iterator[None]:
+    """Of a writer that was stopped because the copy failed: what the copy failed of."""
+    try:
+        yield
+    except StoppedError:
+        if early is not None:
+            early.check_copied()
+        raise
 
 
 def _shares(sizes: Sequence[int], budget_bytes: int) -> list[int]:

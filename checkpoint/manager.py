@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aio import Engine
-from checkpoint.commit_ranks import together
+from checkpoint.commit_ranks import apart, together
 from checkpoint.coordinator import Coordinator, SingleProcess
 from checkpoint.destination import PathLike
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
@@ -42,7 +42,6 @@ from checkpoint.verdicts import Verdict, is_directory, pass_over, verdict_of
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _MAX_DIGITS = 19
 """Of a step: nanoseconds since 1970 are one too."""
 _NAME = re.compile(rf"step-(0|[1-9][0-9]{{0,{_MAX_DIGITS - 1}}})")
@@ -117,9 +116,8 @@ class Manager:
         """
         path = self.path(step)
         previous = self._settle()
-        before = self._last_saved()
         info = save_after(
-            before,
+            self._last_saved,
             state,
             path,
             self._stripe_dirs,
@@ -151,7 +149,7 @@ class Manager:
             memory=self._memory,
             on_committed=partial(self._known.add, path),
             coordinator=self._ranks,
-            before=self._last_saved(),
+            before=self._last_saved,
         )
         return self._pending
 
@@ -186,7 +184,7 @@ class Manager:
             self._check_same(step)
             if step is not None:
                 path = self.path(step)
-                state = self._together(lambda: self._load(path, options))
+                state = apart(self._ranks, lambda: self._load(path, options))
                 self._tell(step, [])
                 return state
             found: list[Any] = []
@@ -233,12 +231,6 @@ class Manager:
             yield
         finally:
             self._ranks.end()
-
-    def _together(self, step: Callable[[], T]) -> T:
-        """What a step gave here; where it failed on one rank, all raise."""
-        found: list[T] = []
-        together(self._ranks, lambda: found.append(step()))
-        return found[0]
 
     def _check_same(self, step: int | None) -> None:
         for rank, given in enumerate(steps := self._ranks.exchange(step)):
@@ -306,8 +298,6 @@ class Manager:
 
     def _last_saved(self) -> int:
         """When the newest checkpoint was saved, in nanoseconds since 1970; a clock may be wrong."""
-        if self._ranks.rank:
-            return 0  # the manifest is written by rank 0
         saved = (self._known.saved(self.path(step)) for step in self._found())
         return max((when for when in saved if when is not None), default=0)
 

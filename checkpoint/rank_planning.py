@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.boxes import flat_first, range_boxes
-from checkpoint.coordinator import Coordinator
 from checkpoint.planning import FilePlan, StatePlan, plan_part_files
 from checkpoint.rank_files import RankRecords
 from checkpoint.records import ChunkRecord, TensorRecord
@@ -42,18 +41,30 @@ class RankPlan:
         return replace(records, chunks=chunks)
 
 
-def plan_rank(
-    state: StatePlan, coordinator: Coordinator, *, uuid: str, stripes: Sequence[Path]
-) -> RankPlan:
-    """Agrees with the other ranks on who writes what. Raises ValueError on every rank, see
-    `share_out`.
+def account_of(
+    state: StatePlan, target: Path, stripes: Sequence[Path], uuid: str | None
+) -> dict[str, Any]:
+    """What a rank tells the others before a save, as JSON: what it has and where it goes. `uuid` is
+    that of the save, from rank 0.
     """
-    holdings = [_holding(tensor.record, tensor.source) for tensor in state.tensors]
-    every: list[Any] = coordinator.exchange(
-        {"stripes": [str(stripe) for stripe in stripes], "tensors": [list(h) for h in holdings]}
-    )
+    return {
+        "name": target.name,
+        "uuid": uuid,
+        "stripes": [str(stripe) for stripe in stripes],
+        "tensors": [list(_holding(tensor.record, tensor.source)) for tensor in state.tensors],
+    }
+
+
+def plan_rank(
+    state: StatePlan, every: Sequence[dict[str, Any]], rank: int, stripes: Sequence[Path]
+) -> RankPlan:
+    """Which part of the save is this rank's, from the accounts of all. Raises ValueError on every
+    rank where they save to different places, or to stripes only in part, and as `share_out` does.
+    """
+    _check_same_place(every)
+    uuid = every[0]["uuid"]
     ranks = [[_decoded(entry) for entry in theirs["tensors"]] for theirs in every]
-    pieces = share_out(ranks)[coordinator.rank]
+    pieces = share_out(ranks)[rank]
     named = {tensor.record.name: tensor for tensor in state.tensors}
     records: list[TensorRecord] = []
     parts: list[Part] = []
@@ -67,7 +78,7 @@ def plan_rank(
             sources.append(_source_of_box(tensor.record, tensor.source, part))
             tensors.append(piece.tensor)
     weights = [1.0] * max(len(stripes), 1)
-    files = plan_part_files(records, parts, uuid=uuid, rank=coordinator.rank, weights=weights)
+    files = plan_part_files(records, parts, uuid=uuid, rank=rank, weights=weights)
     union = list(dict.fromkeys(stripe for theirs in every for stripe in theirs["stripes"]))
     return RankPlan(
         files=tuple(files),
@@ -78,13 +89,19 @@ def plan_rank(
     )
 
 
-def check_same_place(names: Sequence[str]) -> None:
-    """Raises ValueError, on every rank, where ranks save to directories of different names."""
-    for rank, name in enumerate(names):
-        if name != names[0]:
+def _check_same_place(every: Sequence[dict[str, Any]]) -> None:
+    first = every[0]
+    for rank, theirs in enumerate(every):
+        if theirs["name"] != first["name"]:
             raise ValueError(
-                f"rank 0 saves to {names[0]}, rank {rank} to {name}; every rank has to give the "
-                "same path"
+                f"rank 0 saves to {first['name']}, rank {rank} to {theirs['name']}; every rank has "
+                "to give the same path"
+            )
+        if bool(theirs["stripes"]) != bool(first["stripes"]):
+            with_them, without = (0, rank) if first["stripes"] else (rank, 0)
+            raise ValueError(
+                f"rank {with_them} is given stripe_dirs, rank {without} none; give every rank "
+                "those that it is to write to, or none of them any"
             )
 
 

@@ -3,6 +3,9 @@
 The caller waits: for all of it (`save`), until the tensors may change (`save_async`), or until all
 is planned and held back (`save_async` with a guard). If an interrupt ends that waiting, the save is
 stopped and everything that it made removed, or it is done if it had got so far.
+
+Invariant over ranks: a save begins on all of them or on none. What keeps one from beginning is
+raised by the call on every rank; what fails once it has begun is that of `result()` on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from pathlib import Path
 
 from aio import Engine
 from checkpoint.commit import SavePlan, commit
-from checkpoint.commit_ranks import commit_ranks, numbers_of
+from checkpoint.commit_ranks import apart, commit_ranks, numbers_of
 from checkpoint.coordinator import Coordinator
 from checkpoint.directory_lock import end_given_up
 from checkpoint.early import EarlyStage
@@ -24,7 +27,7 @@ from checkpoint.guard import Gate
 from checkpoint.memory import machine
 from checkpoint.pending import PendingSave, settle
 from checkpoint.records import Manifest, SaveInfo
-from checkpoint.sheltered import Cancellation, StoppedError, Worker, wait_for
+from checkpoint.sheltered import Cancellation, Latch, Worker, wait_for
 from checkpoint.threads import started
 
 
@@ -32,8 +35,8 @@ from checkpoint.threads import started
 class Order:
     """What is to be saved and how. `early` takes the memory for a copy, on a machine with so many
     ranks; without it the tensors are read as they are written. `gate` is that of the guard.
-    `previous` is a save that this one belongs with. `plan` and `early` are called on the thread of
-    the save.
+    `previous` is a save that this one belongs with. `plan`, `early` and `gate` are called on the
+    thread of the save.
     """
 
     path: Path
@@ -41,7 +44,7 @@ class Order:
     engine: Engine | None
     plan: Callable[[Cancellation], SavePlan]
     early: Callable[[SavePlan, int], EarlyStage] | None = None
-    gate: Gate | None = None
+    gate: Callable[[], Gate] | None = None
     previous: PendingSave | None = None
     on_committed: Callable[[Manifest], None] | None = None
 
@@ -51,7 +54,7 @@ def save_now(order: Order) -> SaveInfo:
     end_given_up(order.path)
     pending = PendingSave(order.path)
     worker = Worker(partial(_carry_out, order, pending, False), "checkpoint-save")
-    wait_for(worker, worker.ended)
+    _start(order, worker, worker.ended)
     return pending.result()
 
 
@@ -62,16 +65,29 @@ def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
     end_given_up(order.path)
     pending = PendingSave(order.path, after)
     worker = Worker(partial(_carry_out, order, pending, True), "checkpoint-save")
-    wait_for(worker, pending.has_begun if order.early is None else pending.has_staged)
+    _start(order, worker, pending.has_begun if order.early is None else pending.has_staged)
     pending.check_begun()
     return pending
+
+
+def _start(order: Order, worker: Worker[None], latch: Latch) -> None:
+    """`wait_for`; a rank that finds no thread says so to those that wait for it."""
+    try:
+        wait_for(worker, latch)
+    except OSError as error:
+        if worker.was_withdrawn:
+            order.ranks.begin()
+            try:
+                order.ranks.exchange(error)
+            finally:
+                order.ranks.end()
+        raise
 
 
 def _carry_out(
     order: Order, pending: PendingSave, is_background: bool, cancellation: Cancellation
 ) -> None:
     started = time.perf_counter()
-    early = None
     outcome: SaveInfo | BaseException
     try:
         with ExitStack() as turn:
@@ -79,12 +95,10 @@ def _carry_out(
             turn.callback(order.ranks.end)
             plan = order.plan(cancellation)
             sharing = _settle(order, cancellation)
-            early = None if order.early is None else order.early(plan, sharing)
+            engine, early = apart(order.ranks, lambda: _take(order, plan, sharing, pending, turn))
             if is_background:
-                if order.gate is not None:
-                    order.gate.add(pending)
                 pending.begin()
-            numbers = _write(order, plan, early, pending)
+            numbers = _write(order, plan, engine, early, pending)
         outcome = SaveInfo(
             path=plan.path,
             uuid=plan.destination.uuid,
@@ -93,8 +107,6 @@ def _carry_out(
         )
     except BaseException as error:
         outcome = error
-    if early is not None:
-        early.close()
     # Whoever was interrupted knows.
     pending.finish(outcome, is_told=not is_background or cancellation.is_requested)
 
@@ -105,14 +117,34 @@ def _settle(order: Order, cancellation: Cancellation) -> int:
     """
     try:
         settle(order.path, cancellation, order.previous)
+        here = machine()
     except BaseException as error:
         order.ranks.exchange(error)
         raise
-    return order.ranks.exchange(machine()).count(machine())
+    return order.ranks.exchange(here).count(here)
+
+
+def _take(
+    order: Order, plan: SavePlan, sharing: int, pending: PendingSave, turn: ExitStack
+) -> tuple[Engine, EarlyStage | None]:
+    """What a save needs before it begins; `turn` gives it back."""
+    engine = order.engine
+    if engine is None:
+        engine = turn.enter_context(Engine(lanes=plan.destination.num_stripes))
+    early = None if order.early is None else order.early(plan, sharing)
+    if early is not None:
+        turn.callback(early.close)
+    if order.gate is not None:
+        order.gate().add(pending)
+    return engine, early
 
 
 def _write(
-    order: Order, plan: SavePlan, early: EarlyStage | None, pending: PendingSave
+    order: Order,
+    plan: SavePlan,
+    engine: Engine,
+    early: EarlyStage | None,
+    pending: PendingSave,
 ) -> dict[str, int]:
     if early is None:
 
@@ -120,15 +152,19 @@ def _write(
             plan.versions.check()
             pending.set_staged()
 
-        return _commit(order, plan, staged, None)
-    if early.is_whole:
-        # Nobody waits for the writing yet; it would take cores and bandwidth from the copy.
-        early.copy()
-        early.check_copied()
-        pending.set_staged()
-        return _commit(order, plan, early.check_copied, early)
-    with _Copying(early, pending):
-        return _commit(order, plan, early.check_copied, early)
+        return _commit(order, plan, engine, staged, None)
+    with ExitStack() as stack:
+
+        def copy() -> None:
+            if not early.is_whole:
+                stack.enter_context(_Copying(early, pending))
+                return
+            # Nobody waits for the writing yet; it would take cores and bandwidth from the copy.
+            early.copy()
+            early.check_copied()
+            pending.set_staged()
+
+        return _commit(order, plan, engine, early.check_copied, early, copy)
 
 
 class _Copying:
@@ -151,20 +187,17 @@ class _Copying:
 
 
 def _commit(
-    order: Order, plan: SavePlan, staged: Callable[[], None], early: EarlyStage | None
+    order: Order,
+    plan: SavePlan,
+    engine: Engine,
+    staged: Callable[[], None],
+    early: EarlyStage | None,
+    begin: Callable[[], None] = lambda: None,
 ) -> dict[str, int]:
-    with ExitStack() as stack:
-        engine = order.engine
-        if engine is None:
-            engine = stack.enter_context(Engine(lanes=plan.destination.num_stripes))
-        try:
-            if plan.ranks is not None:
-                return commit_ranks(plan, engine, order.ranks, staged, early)
-            manifest = commit(plan, engine, staged, early)
-        except StoppedError:
-            if early is not None:
-                early.check_copied()  # what the writing was stopped for
-            raise
-        if order.on_committed is not None:
-            order.on_committed(manifest)
-        return numbers_of(manifest)
+    if plan.ranks is not None:
+        return commit_ranks(plan, engine, order.ranks, staged, early, begin)
+    begin()
+    manifest = commit(plan, engine, staged, early)
+    if order.on_committed is not None:
+        order.on_committed(manifest)
+    return numbers_of(manifest)

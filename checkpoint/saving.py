@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from aio import Engine
 from checkpoint.collector import paused_collector
 from checkpoint.commit import SavePlan
-from checkpoint.commit_ranks import together
+from checkpoint.commit_ranks import apart, together
 from checkpoint.coordinator import Coordinator, SingleProcess
 from checkpoint.destination import Destination, PathLike, stripe_paths
 from checkpoint.early import COPY_SLOT_BYTES, EarlyStage
@@ -23,7 +26,7 @@ from checkpoint.manifest import check_limits
 from checkpoint.memory import KeptMemory, available_bytes
 from checkpoint.pending import PendingSave
 from checkpoint.planning import FilePlan, StatePlan, plan_files, plan_state
-from checkpoint.rank_planning import check_same_place, check_whole, plan_rank
+from checkpoint.rank_planning import account_of, check_whole, plan_rank
 from checkpoint.records import Manifest, SaveInfo
 from checkpoint.running import Order, save_behind, save_now
 from checkpoint.sheltered import Cancellation
@@ -70,11 +73,17 @@ def save(
     when everything that it made is removed, or when it is done, if it had got so far.
     """
     ranks = coordinator or SingleProcess()
-    return save_after(0, state, path, stripe_dirs, engine, ranks, staging_bytes=staging_bytes)
+    return save_after(
+        _at_any_time, state, path, stripe_dirs, engine, ranks, staging_bytes=staging_bytes
+    )
+
+
+def _at_any_time() -> int:
+    return 0
 
 
 def save_after(
-    before: int,
+    before: Callable[[], int],
     state: object,
     path: PathLike,
     stripe_dirs: Sequence[PathLike] | None,
@@ -85,13 +94,12 @@ def save_after(
     previous: PendingSave | None = None,
 ) -> SaveInfo:
     """`save`, of which the manifest says that it was later than `before` (nanoseconds since 1970),
-    whatever the clock says. `previous` is a background save whose error this one raises.
+    whatever the clock says; rank 0 asks for it. `previous` is a background save whose error this
+    one raises.
     """
 
     def plan(cancellation: Cancellation) -> SavePlan:
-        return plan_save(
-            state, path, stripe_dirs, ranks, staging_bytes, cancellation, before=before
-        )
+        return plan_save(state, path, stripe_dirs, ranks, staging_bytes, cancellation, before)
 
     order = Order(
         path=Path(path).resolve(), ranks=ranks, engine=engine, plan=plan, previous=previous
@@ -127,6 +135,12 @@ def save_async(
     exit. The interpreter ends after the save does. If an interrupt (Ctrl-C) ends the call the save
     is stopped, unless it has got so far that it is done.
 
+    With a `coordinator` a save begins on every rank or on none. Where one rank cannot begin (a leaf
+    that cannot be saved, no memory, an error of an earlier save) the call raises on every rank:
+    there what is wrong, elsewhere RankFailedError. What fails later is raised by `result()`, on
+    every rank too. A rank that is killed may be missed by the call on one and by `result()` on
+    another.
+
     Raises TypeError and ValueError as `save`, and TypeError for a guard that cannot wait.
     """
     return start_save(
@@ -153,7 +167,7 @@ def start_save(
     memory: KeptMemory | None = None,
     on_committed: Callable[[Manifest], None] | None = None,
     coordinator: Coordinator | None = None,
-    before: int = 0,
+    before: Callable[[], int] = _at_any_time,
 ) -> PendingSave:
     """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
     for its copies that is kept for the next one. `on_committed` is given the manifest of a save by
@@ -164,7 +178,7 @@ def start_save(
     def plan(cancellation: Cancellation) -> SavePlan:
         memory_bytes = staging_bytes or STAGING_BYTES
         planned = plan_save(
-            state, path, stripe_dirs, ranks, memory_bytes, cancellation, guard, before
+            state, path, stripe_dirs, ranks, memory_bytes, cancellation, before, guard
         )
         return planned if guard is None else _with_large_slots(planned, memory_bytes)
 
@@ -183,7 +197,7 @@ def start_save(
         engine=engine,
         plan=plan,
         early=early if guard is None else None,
-        gate=None if guard is None else gate_of(guard),
+        gate=None if guard is None else partial(gate_of, guard),
         previous=previous,
         on_committed=on_committed,
     )
@@ -209,14 +223,14 @@ def plan_save(
     coordinator: Coordinator,
     staging_bytes: int,
     cancellation: Cancellation,
+    before: Callable[[], int],
     guard: Guard | None = None,
-    before: int = 0,
 ) -> SavePlan:
     """Decides everything about a save and touches nothing; raises what `save` does before that."""
-    saved = max(time.time_ns(), before + 1)
     if coordinator.world_size == 1:
         target, stripes, state_plan = _checked(state, path, stripe_dirs, guard)
         check_whole(state_plan)
+        saved = _later_than(before)
         uuid, weights = _new_uuid(target), [1.0] * max(len(stripes), 1)
         files = plan_files(state_plan, uuid=uuid, rank=0, weights=weights)
         sources = [state_plan.sources_of(file) for file in files]
@@ -229,22 +243,31 @@ def plan_save(
             saved,
             cancellation,
         )
-    found: list[tuple[Path, tuple[Path, ...], StatePlan]] = []
+    found: list[tuple[Path, tuple[Path, ...], StatePlan, int]] = []
+    is_first = coordinator.rank == 0
 
-    def check() -> str:
-        found.append(_checked(state, path, stripe_dirs, guard))
-        return found[0][0].name
+    def check() -> dict[str, Any]:
+        target, stripes, state_plan = _checked(state, path, stripe_dirs, guard)
+        found.append((target, stripes, state_plan, _later_than(before) if is_first else 0))
+        return account_of(state_plan, target, stripes, _new_uuid(target) if is_first else None)
 
-    check_same_place(together(coordinator, check))
-    target, stripes, state_plan = found[0]
-    uuid = coordinator.broadcast(_new_uuid(target))
-    ranks = plan_rank(state_plan, coordinator, uuid=uuid, stripes=stripes)
-    destination = Destination(target, uuid, ranks.stripes, ranks.own)
-    sources = [ranks.sources_of(file) for file in ranks.files]
-    plan = _save_plan(
-        destination, state_plan, ranks.files, sources, staging_bytes, saved, cancellation
-    )
-    return replace(plan, ranks=ranks)
+    every = together(coordinator, check)
+    target, stripes, state_plan, saved = found[0]
+
+    def decide() -> SavePlan:
+        ranks = plan_rank(state_plan, every, coordinator.rank, stripes)
+        destination = Destination(target, every[0]["uuid"], ranks.stripes, ranks.own)
+        sources = [ranks.sources_of(file) for file in ranks.files]
+        plan = _save_plan(
+            destination, state_plan, ranks.files, sources, staging_bytes, saved, cancellation
+        )
+        return replace(plan, ranks=ranks)
+
+    return apart(coordinator, decide)
+
+
+def _later_than(before: Callable[[], int]) -> int:
+    return max(time.time_ns(), before() + 1)
 
 
 def _checked(
@@ -253,11 +276,10 @@ def _checked(
     stripe_dirs: Sequence[PathLike] | None,
     guard: Guard | None,
 ) -> tuple[Path, tuple[Path, ...], StatePlan]:
+    if guard is not None:
+        gate_of(guard)  # raises for one that cannot wait
     target = Path(path).resolve()
-    if target.exists() and not target.is_dir():
-        raise NotADirectoryError(
-            errno.ENOTDIR, "a checkpoint is a directory, this is not", str(target)
-        )
+    _check_target(target)
     stripes = stripe_paths(stripe_dirs)
     if stripes:
         _check_name(target)
@@ -266,6 +288,20 @@ def _checked(
         state_plan = replace(state_plan, tensors=copied(state_plan.tensors, guard))
     check_limits(state_plan.tree_text.encode("ascii"))
     return target, stripes, state_plan
+
+
+def _check_target(target: Path) -> None:
+    """Raises NotADirectoryError for what is no directory. It is looked at once: what a failed save
+    made may just be removed, by another rank too.
+    """
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(
+            errno.ENOTDIR, "a checkpoint is a directory, this is not", str(target)
+        )
 
 
 def _save_plan(

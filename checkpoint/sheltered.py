@@ -90,6 +90,8 @@ class Worker(Generic[T]):
     def __init__(self, work: Callable[[Cancellation], T], name: str) -> None:
         self.cancellation = Cancellation()
         self.ended = Latch()
+        self.was_withdrawn = False
+        """It has not begun and never will."""
         self._work: Callable[[Cancellation], T] | None = work
         self._name = name
         self._claim = _thread.allocate_lock()  # taken once, by who begins the work or withdraws it
@@ -118,6 +120,7 @@ class Worker(Generic[T]):
         self.cancellation.request()
         if self._claim.acquire(blocking=False):
             self._work = None
+            self.was_withdrawn = True
             self.ended.set()
 
     def outcome(self) -> T:

@@ -295,8 +295,19 @@ def _reading_source(source: ByteSource) -> Source:
         raise TypeError(f"a byte source of shape {source.shape!r}") from error
     if any(size < 0 for size in shape):
         raise TypeError(f"a byte source of shape {shape}")
-    ranges = source.ranges if isinstance(source, PartialSource) else None
+    ranges = _ranges_of(source) if isinstance(source, PartialSource) else None
     return Source(elements.BY_TORCH[source.dtype], shape, None, source.read, source, ranges)
+
+
+def _ranges_of(source: PartialSource) -> tuple[tuple[int, int], ...]:
+    try:
+        return tuple(
+            (operator.index(first), operator.index(length)) for first, length in source.ranges
+        )
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"a byte source with ranges={source.ranges!r}, which are not pairs (first, length)"
+        ) from error
 
 
 def part_of(source: Source, first_byte: int, shape: Shape) -> Source:

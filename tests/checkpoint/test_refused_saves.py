@@ -54,3 +54,32 @@ def test_one_directory_under_two_names_is_no_two_stripes(
     monkeypatch.setattr(Path, "stat", mounted)
     with pytest.raises(ValueError, match="one directory by a mount"):
         checkpoint.save({"x": torch.zeros(1)}, tmp_path / "step", stripes)
+
+
+def test_a_directory_that_goes_while_it_is_looked_at_is_not_taken_for_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may be removing what a failed save made."""
+    path = tmp_path / "step"
+    path.mkdir()
+    exists = Path.exists
+
+    def exists_no_more(self: Path) -> bool:
+        found = exists(self)
+        if self == path and found and not any(path.iterdir()):
+            path.rmdir()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "exists", exists_no_more)
+        checkpoint.save({"x": 1}, path)
+    assert checkpoint.load(path) == {"x": 1}
+
+
+@pytest.mark.parametrize("ranges", [5, ((0.0, 3),), ((0, 1, 2),)])
+def test_a_byte_source_whose_ranges_are_no_pairs_is_refused(tmp_path: Path, ranges: Any) -> None:
+    source = Source((3,))
+    source.ranges = ranges  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"\['x'\]: a byte source with ranges="):
+        checkpoint.save({"x": source}, tmp_path / "step")
+    assert not (tmp_path / "step").exists()

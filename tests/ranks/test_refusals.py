@@ -1,0 +1,42 @@
+"""A save that fails on one rank: every rank is told in the same place, and the next save works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support import rank_refusals
+from tests.support.ranks import run_ranks
+
+AT_THE_CALL = ("plan", "engine", "memory", "thread", "leaf", "guard")
+BY_THE_RESULT = ("copy", "staging", "write")
+
+
+def test_a_background_save_that_fails_on_one_rank_is_told_in_one_place_on_all(
+    tmp_path: Path,
+) -> None:
+    every = run_ranks(rank_refusals.background_failures, tmp_path, 3)
+    for place, stages in (("call", AT_THE_CALL), ("result", BY_THE_RESULT)):
+        for stage in stages:
+            for rank, told in enumerate(every):
+                where, what = told[stage]
+                assert where == place, (stage, rank, what)
+                failed = "RankFailedError: rank 1 failed: "
+                assert what.startswith(failed) == (rank != 1), (stage, rank, what)
+                assert what.removeprefix(failed) == every[1][stage][1], (stage, rank)
+    for told in every:
+        for stage, outcome in told.items():
+            if stage not in AT_THE_CALL + BY_THE_RESULT:
+                assert outcome == ["result", ""], (stage, outcome)
+
+
+def test_ranks_that_are_given_other_stripes_or_cannot_look_are_told_on_all(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(rank_refusals.differing_calls, tmp_path, 2)
+    for told in (first, second):
+        assert told["stripes on 1"].startswith("ValueError: rank 1 is given stripe_dirs, rank 0")
+        assert told["stripes on 0"].startswith("ValueError: rank 0 is given stripe_dirs, rank 1")
+        assert told["steps"] == "[1, 2]"
+    for name in ("order", "order, behind"):
+        assert first[name] == "OSError: [Errno 5] Input/output error: 'a manifest'"
+        assert second[name] == f"RankFailedError: rank 0 failed: {first[name]}"

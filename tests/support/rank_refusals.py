@@ -1,0 +1,97 @@
+"""Saves that fail on one rank in tests, at each of their stages; run by ``tests.support.ranks``."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import checkpoint
+from checkpoint.known import KnownManifests
+from tests.support.rank_jobs import complaint
+
+_NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "the disk of this rank")
+_FAILING: dict[str, tuple[str, BaseException]] = {
+    "plan": ("checkpoint.rank_planning.plan_part_files", ValueError("the header is too long")),
+    "engine": ("checkpoint.running.Engine", OSError(errno.EAGAIN, "no more requests")),
+    "memory": ("checkpoint.memory.KeptMemory.take", MemoryError("for the copy")),
+    "thread": ("checkpoint.sheltered._thread.start_new_thread", RuntimeError("no more threads")),
+    "copy": ("checkpoint.early.ThreadPoolExecutor", RuntimeError("no more threads")),
+    "staging": ("checkpoint.commit.filling_supplies", MemoryError("for the buffers")),
+    "write": ("checkpoint.rank_files.RankFiles.write", _NO_SPACE),
+}
+"""What fails at a stage, and of what."""
+
+
+class _Unhooked(torch.optim.SGD):
+    """A guard that cannot wait."""
+
+    register_step_pre_hook = None  # type: ignore[assignment]
+
+
+def background_failures(rank: int, folder: Path) -> dict[str, list[str]]:
+    """For each stage at which a background save fails on rank 1: where this rank is told, and what.
+    A save between any two of them succeeds.
+    """
+    coordinator = checkpoint.GroupCoordinator(timeout_seconds=10)
+    odd = rank == 1
+    weight = torch.nn.Parameter(torch.ones(5000))
+    guard = torch.optim.SGD([weight])
+
+    def save(stage: str, leaf: object = 1, guard: Any = None) -> list[str]:
+        tree = {"x": weight, "leaf": leaf}
+        try:
+            with _failing(stage) if odd else nullcontext():
+                pending = checkpoint.save_async(
+                    tree, folder / "step", guard=guard, coordinator=coordinator
+                )
+                pending.wait_done()
+        except Exception as error:
+            return ["call", f"{type(error).__name__}: {error}"]
+        return ["result", complaint(pending.result)]
+
+    told = {"nothing": save("")}
+    for stage in _FAILING:
+        told[stage] = save(stage, guard=guard if stage == "staging" else None)
+        told[f"after {stage}"] = save("")
+    told["leaf"] = save("", leaf=object() if odd else 1)
+    told["guard"] = save("", guard=_Unhooked([weight]) if odd else guard)
+    told["after all"] = save("")
+    return told
+
+
+def _failing(stage: str) -> AbstractContextManager[Any]:
+    if not stage:
+        return nullcontext()
+    target, error = _FAILING[stage]
+    return mock.patch(target, side_effect=error)
+
+
+def differing_calls(rank: int, folder: Path) -> dict[str, str]:
+    """What each rank is told where rank 1 is given something else, or rank 0 cannot look."""
+    coordinator = checkpoint.GroupCoordinator(timeout_seconds=10)
+    manager = checkpoint.Manager(folder / "run", coordinator=coordinator)
+    stripe = folder / "stripe"
+    stripe.mkdir(exist_ok=True)
+    odd = rank == 1
+
+    def save(stripes: list[Path] | None) -> None:
+        checkpoint.save({"x": torch.ones(9)}, folder / "step", stripes, coordinator=coordinator)
+
+    manager.save(1, {"x": 1})
+    told = {
+        "stripes on 1": complaint(lambda: save([stripe] if odd else None)),
+        "stripes on 0": complaint(lambda: save(None if odd else [stripe])),
+    }
+    unreadable = OSError(errno.EIO, "Input/output error", "a manifest")
+    looking = mock.patch.object(KnownManifests, "saved", side_effect=unreadable)
+    with nullcontext() if odd else looking:
+        told["order"] = complaint(lambda: manager.save(2, {"x": 2}))
+        told["order, behind"] = complaint(lambda: manager.save_async(2, {"x": 2}))
+    manager.save(2, {"x": 2})
+    told["steps"] = str(manager.steps())
+    return told
