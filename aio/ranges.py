@@ -2,9 +2,14 @@
 
 Invariants: free ranges never touch one another (neighbours are joined when they come back), free
 and allocated ranges together cover the space, and every boundary is a multiple of the alignment.
+
+What is allocated is kept in one table, and each call changes it in one step. The free ranges are an
+index of the gaps in it. A call that is cut short by an interrupt has therefore happened or not, and
+the index that it may have left half changed is made anew by the next one.
 """
 
 import bisect
+from collections.abc import Collection
 
 
 class RangeAllocator:
@@ -21,8 +26,9 @@ class RangeAllocator:
             raise ValueError(f"nbytes={nbytes} is negative")
         self.alignment = alignment
         self._nbytes = 0
-        self._free_bytes = 0
         self._allocated: dict[int, int] = {}  # offset -> bytes, rounded up
+        self._is_indexed = False  # whether what follows agrees with the table
+        self._free_bytes = 0
         self._by_size: list[tuple[int, int]] = []  # (bytes, offset) of the free ranges, sorted
         self._size_at: dict[int, int] = {}  # offset -> bytes of a free range
         self._start_of_end: dict[int, int] = {}  # end -> offset of a free range
@@ -35,16 +41,23 @@ class RangeAllocator:
 
     @property
     def free_bytes(self) -> int:
+        self._index()
         return self._free_bytes
 
     @property
     def used_bytes(self) -> int:
-        return self._nbytes - self._free_bytes
+        return self._nbytes - self.free_bytes
 
     @property
     def largest_free_bytes(self) -> int:
         """The most that one allocate() can get now."""
+        self._index()
         return self._by_size[-1][0] if self._by_size else 0
+
+    @property
+    def num_allocated(self) -> int:
+        """How many ranges are handed out."""
+        return len(self._allocated)
 
     def rounded(self, nbytes: int) -> int:
         """What a range of `nbytes` takes from the space."""
@@ -54,20 +67,24 @@ class RangeAllocator:
         """The offset of a range of at least `nbytes`, or None when no free range is large enough.
 
         Of those that are, the smallest is taken, and of equal ones that with the lowest offset.
-        Raises ValueError unless nbytes > 0.
+        Raises ValueError unless nbytes > 0. An interrupt on the way back leaves a range that
+        nobody knows of, see `release_others`.
         """
         if nbytes <= 0:
             raise ValueError(f"cannot allocate {nbytes} bytes: ask for one or more")
         wanted = self.rounded(nbytes)
+        self._index()
         position = bisect.bisect_left(self._by_size, (wanted, 0))
         if position == len(self._by_size):
             return None
         size, offset = self._by_size[position]
+        self._is_indexed = False
+        self._allocated[offset] = wanted  # from here on it is taken
         self._remove_free(offset, size)
         if size > wanted:
             self._insert_free(offset + wanted, size - wanted)
-        self._allocated[offset] = wanted
         self._free_bytes -= wanted
+        self._is_indexed = True
         return offset
 
     def release(self, offset: int, nbytes: int) -> None:
@@ -76,9 +93,18 @@ class RangeAllocator:
         if size is None or size != self.rounded(nbytes):
             known = "not allocated" if size is None else f"allocated with {size} bytes"
             raise ValueError(f"cannot release {nbytes} bytes at offset {offset}: it is {known}")
-        del self._allocated[offset]
+        self._index()
+        self._is_indexed = False
+        del self._allocated[offset]  # from here on it is free
         self._free_bytes += size
         self._join_free(offset, size)
+        self._is_indexed = True
+
+    def release_others(self, known: Collection[int]) -> None:
+        """Takes back every range whose offset is not among the `known` ones."""
+        self._is_indexed = False
+        for offset in self._allocated.keys() - set(known):
+            del self._allocated[offset]
 
     def grow(self, nbytes: int) -> None:
         """Adds `nbytes` at the end, in whole multiples of the alignment."""
@@ -86,9 +112,26 @@ class RangeAllocator:
             raise ValueError(f"cannot grow by {nbytes} bytes")
         added = nbytes // self.alignment * self.alignment
         if added:
+            self._index()
+            self._is_indexed = False
+            self._nbytes += added  # from here on it is there
             self._free_bytes += added
-            self._nbytes += added
             self._join_free(self._nbytes - added, added)
+            self._is_indexed = True
+
+    def _index(self) -> None:
+        """Finds the free ranges between the allocated ones, unless they are known."""
+        if self._is_indexed:
+            return
+        self._free_bytes = 0
+        self._by_size, self._size_at, self._start_of_end = [], {}, {}
+        end = 0
+        for offset, size in [*sorted(self._allocated.items()), (self._nbytes, 0)]:
+            if offset > end:
+                self._free_bytes += offset - end
+                self._insert_free(end, offset - end)
+            end = offset + size
+        self._is_indexed = True
 
     def _join_free(self, offset: int, size: int) -> None:
         """Makes a range free, as one with the free ranges it touches."""

@@ -43,8 +43,15 @@ class _Volume:
     directory: SwapDirectory
     share: float
     ranges: RangeAllocator = field(default_factory=lambda: RangeAllocator(0, alignment=ALIGNMENT))
-    nbytes: int = 0
-    used_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return self.ranges.nbytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self.ranges.used_bytes
 
 
 class ExtentStore:
@@ -83,7 +90,8 @@ class ExtentStore:
 
     @property
     def used_bytes(self) -> int:
-        return sum(volume.used_bytes for volume in self._volumes)
+        with self._lock:
+            return self._used_bytes()
 
     @property
     def peak_bytes(self) -> int:
@@ -187,14 +195,14 @@ class ExtentStore:
     def _grow(self, volume: _Volume, nbytes: int) -> None:
         volume.directory.file.allocate(volume.nbytes, nbytes)
         volume.ranges.grow(nbytes)
-        volume.nbytes += nbytes
+
+    def _used_bytes(self) -> int:
+        return sum(volume.used_bytes for volume in self._volumes)
 
     def _taken(self, extent: Extent) -> Extent:
-        self._volumes[extent.directory].used_bytes += extent.nbytes
-        self._peak_bytes = max(self._peak_bytes, self.used_bytes)
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes())
         return extent
 
     def _free(self, extent: Extent) -> None:
         volume = self._volumes[extent.directory]
         volume.ranges.release(extent.offset, extent.nbytes)
-        volume.used_bytes -= extent.nbytes

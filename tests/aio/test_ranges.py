@@ -1,10 +1,14 @@
 """RangeAllocator against a model that keeps one flag per unit of the space."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio import RangeAllocator
+from tests.support.interrupts import interrupt
 
 ALIGNMENT = 8
 Step = tuple[str, int]
@@ -111,3 +115,40 @@ def test_space_that_fills_no_unit_is_never_handed_out() -> None:
 def test_impossible_spaces_are_refused(nbytes: int, alignment: int) -> None:
     with pytest.raises(ValueError, match=r"is not a positive number|is negative"):
         RangeAllocator(nbytes, alignment=alignment)
+
+
+CALLS: dict[str, Callable[[RangeAllocator], object]] = {
+    "allocate": lambda allocator: allocator.allocate(20),
+    "release": lambda allocator: allocator.release(16, 16),
+    "grow": lambda allocator: allocator.grow(24),
+    "release_others": lambda allocator: allocator.release_others({0, 32}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_interrupted_call_has_happened_or_not(call: str) -> None:
+    def make() -> RangeAllocator:
+        made = RangeAllocator(96, alignment=ALIGNMENT)
+        for _ in range(4):
+            made.allocate(16)
+        made.release(48, 16)
+        return made
+
+    def state_of(allocator: RangeAllocator) -> tuple[int, ...]:
+        free, largest = allocator.free_bytes, allocator.largest_free_bytes
+        assert free + allocator.used_bytes == allocator.nbytes
+        return allocator.num_allocated, allocator.nbytes, free, largest
+
+    done = make()
+    before = state_of(done)
+    lines = interrupt(partial(CALLS[call], done), None).seen
+    after = state_of(done)
+    assert before != after
+    for number in range(lines):
+        allocator = make()
+        assert interrupt(partial(CALLS[call], allocator), number).line
+        assert state_of(allocator) in (before, after)
+        allocator.release_others({0})
+        assert state_of(allocator)[2:] == (allocator.nbytes - 16,) * 2
+        allocator.release(0, 16)
+        assert allocator.allocate(allocator.nbytes) == 0
