@@ -67,7 +67,10 @@ class UpdatePipeline:
         self._weights = weights
         self._overlap = overlap
         self._work: queue.SimpleQueue[_Pass | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
+        # Taken itself, in one step: an interrupt that comes into ``Condition.__enter__`` behind the
+        # taking would leave it locked, and the thread below waiting.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._current: _Pass | None = None
         self.early_failure: BaseException | None = None
         self._failure: BaseException | None = None
@@ -97,7 +100,7 @@ class UpdatePipeline:
 
     def join(self) -> None:
         """Wait until the step is finished and at home, or was stopped."""
-        with self._changed:
+        with self._lock:
             while self._current is not None:
                 self._changed.wait()
 
@@ -140,7 +143,7 @@ class UpdatePipeline:
 
     def feed(self, subgroups: Iterable[Subgroup]) -> None:
         """Add subgroups whose gradients are complete to the early pass."""
-        with self._changed:
+        with self._lock:
             if self._current is not None and not self._current.is_dropped:
                 self._add(self._current, subgroups)
                 self._changed.notify_all()
@@ -150,7 +153,7 @@ class UpdatePipeline:
 
         False if an I/O error has stopped the early pass; then nothing of the step is done.
         """
-        with self._changed:
+        with self._lock:
             early = self._current
             if early is None or early.is_dropped:
                 return False
@@ -163,7 +166,7 @@ class UpdatePipeline:
 
     def drop_early(self) -> None:
         """The proposed step is not taken: undo the early pass and wait until it is gone."""
-        with self._changed:
+        with self._lock:
             if self._current is not None and not self._current.is_confirmed:
                 self._current.is_dropped = True
                 self._changed.notify_all()
@@ -210,7 +213,7 @@ class UpdatePipeline:
                 except BaseException as failure:  # kept, and raised to whoever waits for the step
                     self._stop(work, let_go(failure))
                 finally:
-                    with self._changed:
+                    with self._lock:
                         self._current = None
                         self._changed.notify_all()
 
@@ -227,7 +230,7 @@ class UpdatePipeline:
 
     def _wait_for_work(self, work: _Pass) -> bool:
         """Wait until there is something to do; False when the pass is done."""
-        with self._changed:
+        with self._lock:
             while not (work.ahead or work.reading or work.writing):
                 if work.is_dropped or (work.is_confirmed and work.held):
                     return True
@@ -254,7 +257,7 @@ class UpdatePipeline:
 
     def _take_next(self, work: _Pass) -> Subgroup | None:
         """The next subgroup, if it can start; held jobs keep their slots until that is needed."""
-        with self._changed:
+        with self._lock:
             if not work.ahead:
                 return None
             if not self._stages.can_start(work.ahead[0]):
@@ -302,7 +305,7 @@ class UpdatePipeline:
         A failure other than one of I/O may have left arrays in host memory half updated; that
         cannot be repeated.
         """
-        with self._changed:
+        with self._lock:
             work.is_dropped = not work.is_confirmed
         if work.is_dropped:
             self.early_failure = failure

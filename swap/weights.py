@@ -58,7 +58,8 @@ class WeightCache:
         self._pins = self._residents.pins
         self._pending: dict[int, set[int]] = {}
         self._failure: BaseException | None = None
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()  # taken itself: ``Condition.__enter__`` can be cut in two
+        self._changed = threading.Condition(self._lock)
         self._used_bytes = 0
 
     # What a forward or a backward pass does.
@@ -70,7 +71,7 @@ class WeightCache:
         them at once; then none of them is kept.
         """
         wanted = list(parameters)
-        with self._changed:
+        with self._lock:
             self._pins.update(wanted)
         try:
             for parameter in wanted[1:]:
@@ -87,7 +88,7 @@ class WeightCache:
 
     def release(self, parameters: Iterable[int]) -> None:
         """Undo one ``acquire`` of each of ``parameters``."""
-        with self._changed:
+        with self._lock:
             for parameter in parameters:
                 self._pins[parameter] -= 1
                 if self._pins[parameter] <= 0:
@@ -95,7 +96,7 @@ class WeightCache:
 
     def borrow(self, parameter: int) -> torch.Tensor:
         """The current weights of ``parameter``, flat; valid while the caller refers to them."""
-        with self._changed:
+        with self._lock:
             self.schedule.record(parameter)
         weight = self.at_home(parameter)
         if weight is not None:
@@ -108,7 +109,7 @@ class WeightCache:
 
     def end_cycle(self) -> None:
         """A pass of inference is over: what comes now is expected to be another."""
-        with self._changed:
+        with self._lock:
             self.schedule.end_cycle()
 
     # What the update does.
@@ -122,7 +123,7 @@ class WeightCache:
         A parameter that shares a subgroup with an updated one moves with it: no read of its old
         extents may be in flight, or start, until it is published.
         """
-        with self._changed:
+        with self._lock:
             self._failure = None
             for parameter, subgroups in subgroups_of.items():
                 self._pending[parameter] = set(subgroups)
@@ -139,19 +140,19 @@ class WeightCache:
     def take_old(self, segment: Segment, out: torch.Tensor) -> bool:
         """Copy the old weights of ``segment`` into ``out`` if the arena has them."""
         parameter = segment.parameter
-        with self._changed:
+        with self._lock:
             entry = self._stale.get(parameter)
             if entry is None and parameter not in self._pending:
                 entry = self._entries.get(parameter)
         if entry is None or entry.missing or not wait_for(entry):
             return False
         assert self._arena is not None
-        with self._changed:
+        with self._lock:
             self._arrive(entry)
         weight = self._arena.ready(entry)
         copy_values(weight[segment.start : segment.start + segment.length], out)
         if segment.start + segment.length == entry.spec.numel:
-            with self._changed:
+            with self._lock:
                 self._stale.pop(parameter, None)
         return True
 
@@ -159,7 +160,7 @@ class WeightCache:
         """New weights of ``segment``: keep a copy if there is room now that nobody needs sooner."""
         if self.at_home(segment.parameter) is not None:
             return
-        with self._changed:
+        with self._lock:
             entry = self._entries.get(segment.parameter)
             if entry is None and segment.start == 0:
                 entry = self._open_for_refresh(segment.parameter)
@@ -167,13 +168,13 @@ class WeightCache:
             return
         assert self._arena is not None
         self._arena.put(entry, segment.start, weight)
-        with self._changed:
+        with self._lock:
             entry.missing.discard(segment.subgroup)
             self._changed.notify_all()
 
     def published(self, parameter: int, subgroup: int) -> None:
         """The new values of ``parameter`` in ``subgroup`` are at home."""
-        with self._changed:
+        with self._lock:
             pending = self._pending.get(parameter)
             if pending is None:
                 return
@@ -188,7 +189,7 @@ class WeightCache:
 
     def fail(self, failure: BaseException | None) -> None:
         """The update stopped, for now if ``failure`` is None: forget what is not home; wake all."""
-        with self._changed:
+        with self._lock:
             self._failure = failure
             for parameter in self._pending:
                 self._entries.pop(parameter, None)
@@ -197,7 +198,7 @@ class WeightCache:
 
     def drop(self) -> None:
         """Forget everything cached, because values at home were changed by other means."""
-        with self._changed:
+        with self._lock:
             for entry in (*self._entries.values(), *self._stale.values()):
                 wait_for(entry)
             self._entries.clear()
@@ -206,9 +207,7 @@ class WeightCache:
     # How weights are found.
 
     def at_home(self, parameter: int) -> torch.Tensor | None:
-        """The weights of ``parameter``, flat, if they are computed with where they live; they never
-        move then.
-        """
+        """The weights of ``parameter``, flat, if they are computed with where they live."""
         if self._arena is None or self._arena.uses_home:
             return self._planes.host_weight(parameter)
         return None
@@ -218,14 +217,14 @@ class WeightCache:
         stopped.
         """
         if parameter in self._pending:
-            with self._timeline.span("stall", label=self._specs[parameter].name), self._changed:
+            with self._timeline.span("stall", label=self._specs[parameter].name), self._lock:
                 while parameter in self._pending:
                     self._check_failure()
                     self._changed.wait()
 
     def _fetch(self, parameter: int) -> torch.Tensor:
         assert self._arena is not None
-        with self._changed:
+        with self._lock:
             entry = self._entries.get(parameter)
             if entry is not None and not entry.missing and not entry.is_reading:
                 self.hits += 1
@@ -247,7 +246,7 @@ class WeightCache:
 
     def _find_or_start(self, parameter: int) -> Entry | None:
         """None if there is no room; waits for an update that is under way."""
-        with self._changed:
+        with self._lock:
             while True:
                 entry = self._entries.get(parameter)
                 if entry is not None and not entry.missing:
@@ -272,11 +271,11 @@ class WeightCache:
                 operation.result()
         except BaseException:
             wait_for(entry)  # or the rest would keep its memory
-            with self._changed:
+            with self._lock:
                 if self._entries.get(entry.spec.index) is entry:
                     del self._entries[entry.spec.index]
             raise
-        with self._changed:
+        with self._lock:
             self._arrive(entry)
 
     def _arrive(self, entry: Entry) -> None:
@@ -289,7 +288,7 @@ class WeightCache:
 
     def _start_early(self, parameter: int) -> None:
         """Start what a module asks for next, so that its parameters are read together."""
-        with self._changed:
+        with self._lock:
             if self._is_absent(parameter):
                 self._start_read(parameter, sooner_than=self.schedule.distance(parameter))
 
@@ -302,7 +301,7 @@ class WeightCache:
         if self._arena is None or not self.schedule.plan:
             return
         ahead_bytes = 0
-        with self._changed:
+        with self._lock:
             self._send_on()
             self._used_bytes += used_bytes
             if self._used_bytes < self._arena.nbytes // _LOOKS_PER_ARENA:
