@@ -10,11 +10,12 @@ import atexit
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
 from infinity.model import OffloadedModel
+from swap.undo import Undo
 
 _log = logging.getLogger(__name__)
 _entered: dict[int, OffloadBlock] = {}
@@ -29,10 +30,10 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
     Entering raises what ``offload`` says, and ``RuntimeError`` for a block that was entered before.
     """
 
-    def __init__(self, model: Any, begin: Callable[[ExitStack], OffloadedModel]) -> None:
+    def __init__(self, model: Any, begin: Callable[[Undo], OffloadedModel]) -> None:
         self._kind = type(model).__name__
-        self._begin: Callable[[ExitStack], OffloadedModel] | None = begin
-        self._stack = ExitStack()
+        self._begin: Callable[[Undo], OffloadedModel] | None = begin
+        self._undo = Undo()
         self._process = os.getpid()
         self._state_of: OffloadedModel | None = None
 
@@ -43,24 +44,38 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
                 "use; call infinity.offload(...) again"
             )
         begin, self._begin = self._begin, None
-        with ExitStack() as undo:
-            offloaded = begin(undo)
-            self._stack = undo.pop_all()
-        self._state_of, self._process = offloaded, os.getpid()
-        _entered[id(self)] = self
-        return offloaded
+        try:
+            self._process = os.getpid()
+            self._state_of = offloaded = begin(self._undo)
+            _entered[id(self)] = self
+            return offloaded
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> bool | None:
-        if os.getpid() != self._process:  # in a forked child, which has nothing to give back
-            self._stack.pop_all()
-            return None
+    ) -> None:
         try:
-            return self._stack.__exit__(kind, error, trace)
+            self._leave(kind, error, trace)
+        finally:
+            self._leave(kind, error, trace)  # should an interrupt have kept it from beginning
+
+    def _leave(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Idempotent."""
+        if os.getpid() != self._process:  # in a forked child, which has nothing to give back
+            self._undo.forget()
+            return
+        try:
+            self._undo.__exit__(kind, error, trace)
         finally:
             self._state_of = None
             _entered.pop(id(self), None)

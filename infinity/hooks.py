@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,10 +19,22 @@ from infinity.refusals import check_call, refuse_script
 from infinity.residency import Residency
 from infinity.saved import SavedTensors
 from infinity.versions import Versions
+from swap.undo import Undo
+
+_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+)
+"""Where modules have the kinds of hooks that are registered here, each under a number of its own.
+"""
+_MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+"""What they note of some, by that number."""
 
 
 class ModelHooks:
-    """Registers on ``attach``; the stack given there takes everything off again."""
+    """Registers on ``attach``; the ``Undo`` given there takes everything off again."""
 
     def __init__(
         self,
@@ -50,25 +61,30 @@ class ModelHooks:
             for module in model.modules()
         }
 
-    def attach(self, stack: ExitStack) -> None:
+    def attach(self, undo: Undo) -> None:
+        undo.callback(self._detach)
         for module in self._own:
-            for handle in (
-                module.register_forward_pre_hook(self._enter, prepend=True),
-                module.register_forward_hook(self._leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
-            stack.callback(module.register_state_dict_pre_hook(self._refuse_state_dict).remove)
-            stack.callback(
-                module.register_load_state_dict_pre_hook(self._refuse_load_state_dict).remove
-            )
-            self._guard_conversion(module, stack)
-            refuse_script(module, stack)
-        root = self._model.register_forward_pre_hook(
-            self._cast_inputs, prepend=True, with_kwargs=True
-        )
-        stack.callback(root.remove)
+            module.register_forward_pre_hook(self._enter, prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
+            module.register_state_dict_pre_hook(self._refuse_state_dict)
+            module.register_load_state_dict_pre_hook(self._refuse_load_state_dict)
+            self._guard_conversion(module)
+            refuse_script(module, undo)
+        self._model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
 
-    def _guard_conversion(self, module: nn.Module, stack: ExitStack) -> None:
+    def _detach(self) -> None:
+        """Idempotent. By what modules have, not by handles: an interrupt may have taken one."""
+        for module in self._own:
+            for table in _TABLES:
+                hooks = getattr(module, table)
+                for number, hook in list(hooks.items()):
+                    if getattr(getattr(hook, "hook", hook), "__self__", None) is self:
+                        for marks in _MARKS:
+                            getattr(module, marks).pop(number, None)
+                        del hooks[number]
+            module.__dict__.pop("_apply", None)
+
+    def _guard_conversion(self, module: nn.Module) -> None:
         """Whatever converts or moves a module (``to``, ``half``, ``cuda``) goes through ``_apply``.
 
         It would replace the data of parameters, and computing would part from training. What asks
@@ -81,7 +97,6 @@ class ModelHooks:
             return module
 
         module._apply = apply  # type: ignore[method-assign]
-        stack.callback(module.__dict__.pop, "_apply")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise cannot_be_copied()

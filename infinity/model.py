@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from infinity.phases import Passes, Phases
 from infinity.refusals import check_not_traced
 from infinity.report import Report, make_report, write_trace
 from infinity.residency import Residency
-from infinity.restoring import Restoring, twice
+from infinity.restoring import Restoring
 from infinity.saved import SavedTensors
 from infinity.sharing import Sharing
 from infinity.stepping import clip_coefficient, options_of, updates_for
@@ -38,6 +38,7 @@ from swap.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
 from swap.stages import Step
 from swap.tiered import TieredState
 from swap.tiers import Budget
+from swap.undo import Undo
 
 _UNCLIPPED_STEPS = 4
 """After so many steps in a row without clipping, the next one is expected not to clip either."""
@@ -319,12 +320,20 @@ class OffloadedModel:
         if self._gradients.take(self._index_of(parameter), parameter):
             self._phases.backward_works()
 
+    def _leave_gradients(self) -> None:
+        """To autograd, from now on. Not by handles: an interrupt may have taken one."""
+        for record in self.records:
+            hooks = getattr(record.parameter, "_post_accumulate_grad_hooks", None) or {}
+            for number, hook in list(hooks.items()):
+                if getattr(hook, "__self__", None) is self:
+                    del hooks[number]
+
     # Opening and closing, for ``offload``.
 
-    def attach(self, stack: ExitStack) -> None:
-        """Give the model its offloaded face; ``stack`` takes it off again, whatever happens."""
-        stack.push(self._saves.tell_at_end)
-        twice(stack, self._restore)
+    def attach(self, undo: Undo) -> None:
+        """Give the model its offloaded face; ``undo`` takes it off again, whatever happens."""
+        undo.push(self._saves.tell_at_end)
+        undo.callback(self._restore)
         for record in self.records:
             self._restoring.add(record)
             take_grad(record.parameter)
@@ -332,22 +341,22 @@ class OffloadedModel:
                 record.parameter, record.index, self, record.spec.dtype, self.state.device
             )
         self.state.propose = self.propose
-        twice(stack, self._residency.detach)
+        undo.callback(self._residency.detach)
         self._residency.attach(self.model)
-        stack.enter_context(self._saved)
-        self._hooks.attach(stack)
+        undo.enter_context(self._saved)
+        self._hooks.attach(undo)
+        undo.callback(self._leave_gradients)
         for record in self.records:
             if record.spec.trainable:
-                handle = record.parameter.register_post_accumulate_grad_hook(self._take_gradient)
-                stack.callback(handle.remove)
-        stack.callback(self._residency.reset)
-        stack.push(self.sharing.leaving)
+                record.parameter.register_post_accumulate_grad_hook(self._take_gradient)
+        undo.callback(self._residency.reset)
+        undo.push(self.sharing.leaving)
         for index, gradient in self._restoring.gradients.items():
             if self.records[index].spec.trainable:  # accumulated to, as plain PyTorch does
                 self._gradients.add(index, gradient)
         self._versions.watch(self.model)
-        stack.push(self._versions.check_at_end)
-        stack.push(self._loans.end)
+        undo.push(self._versions.check_at_end)
+        undo.push(self._loans.end)
         self._restoring.gradients.clear()
 
     def _restore(self) -> None:

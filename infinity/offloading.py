@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -46,11 +45,12 @@ from infinity.rank_agreement import (
 from infinity.refusals import check_model
 from infinity.sharing import Sharing, Unshared
 from infinity.tiling import Tiling
-from infinity.weak_references import without_weak_references
+from infinity.weak_references import WithoutWeakReferences
 from swap.directory import reclaim
 from swap.placement import Placement
 from swap.rules import FrozenRule, UpdateRule
 from swap.tiered import TieredState
+from swap.undo import Undo
 
 _DEFAULT_OPTIMIZER = AdamW()
 
@@ -123,23 +123,21 @@ def offload(
     return OffloadBlock(model, partial(_begin, model, arguments))
 
 
-def _begin(model: nn.Module, given: Arguments, stack: ExitStack) -> OffloadedModel:
+def _begin(model: nn.Module, given: Arguments, undo: Undo) -> OffloadedModel:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not an nn.Module")
     target = device_of(given.device)
-    ranks = open_ranks(stack, given.process_group, target)
+    ranks = open_ranks(undo, given.process_group, target)
     with together(ranks):
         options = checked(given, target)
     if given.host_memory is None and ranks is not None:
         options = options.among(ranks_here(ranks))
     warn_of(options)
-    return _enter(stack, model, options, ranks)
+    return _enter(undo, model, options, ranks)
 
 
-def _enter(
-    stack: ExitStack, model: nn.Module, options: Options, ranks: Ranks | None
-) -> OffloadedModel:
-    """Offload ``model``; ``stack`` undoes all of it."""
+def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) -> OffloadedModel:
+    """Offload ``model``; ``undo`` undoes all of it."""
     dtype = options.compute_dtype
     with together(ranks):
         check_model(model)
@@ -149,7 +147,7 @@ def _enter(
         values = values_for(model, records, options.weights)
         if options.max_parameter_bytes is not None:
             tiling = Tiling(model, records, options.max_parameter_bytes, dtype)
-            stack.enter_context(tiling)
+            undo.enter_context(tiling)
             records = records_of(model, dtype)
             values = tiling.values(values, records)
         rule, inner = rule_for(options.optimizer, records)
@@ -163,13 +161,13 @@ def _enter(
     with together(ranks):
         demand = demand_of(model, records, rule, options.share, is_partitioned=ranks is not None)
         placed = place_within(demand, options.budget)
-    state = _open_state(stack, placed.placement, rule, options, ranks)
+    state = _open_state(undo, placed.placement, rule, options, ranks)
     with together(ranks):
         activations = activations_for(
             options.share, options.budget.host_bytes, options.directories, state.timeline
         )
-        stack.callback(activations.close)
-    sharing = _sharing(stack, records, state, placed.gathering, options, ranks)
+        undo.callback(activations.close)
+    sharing = _sharing(undo, records, state, placed.gathering, options, ranks)
     offloaded = OffloadedModel(
         model,
         records,
@@ -186,16 +184,16 @@ def _enter(
     with together(ranks):
         fill_all(state, records, values, sharing)
     sharing.agree_on_values()
-    stack.enter_context(BufferConversion(model, options.device, dtype, values))
+    undo.enter_context(BufferConversion(model, options.device, dtype, values))
     activations.leave_alone(model.buffers())
     offloaded.optimizer = optimizer_for(options.optimizer, inner, records, offloaded)
-    stack.enter_context(without_weak_references(model))
-    offloaded.attach(stack)
+    undo.enter_context(WithoutWeakReferences(model))
+    offloaded.attach(undo)
     return offloaded
 
 
 def _open_state(
-    stack: ExitStack, placement: Placement, rule: UpdateRule, options: Options, ranks: Ranks | None
+    undo: Undo, placement: Placement, rule: UpdateRule, options: Options, ranks: Ranks | None
 ) -> TieredState:
     bandwidths = shares(options.directories)
     if ranks is not None:
@@ -210,12 +208,12 @@ def _open_state(
             device_bytes=options.budget.device_bytes,
             overlap=options.overlap,
         )
-        stack.callback(state.close)
+        undo.callback(state.close)
     return state
 
 
 def _sharing(
-    stack: ExitStack,
+    undo: Undo,
     records: Sequence[Record],
     state: TieredState,
     plan: GatherPlan | None,
@@ -226,7 +224,7 @@ def _sharing(
         return Unshared(state)
     capacity = min(ranks.coordinator.exchange(plan.capacity_bytes))
     memory = GatherMemory(plan.nbytes, options.device)
-    stack.callback(memory.close)
+    undo.callback(memory.close)
     return OverRanks(
         ranks, records, state, memory, capacity_bytes=capacity, prefetch=options.overlap
     )

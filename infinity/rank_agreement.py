@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +21,7 @@ from checkpoint.memory import machine
 from infinity.collectives import Ranks
 from infinity.discovery import Record
 from swap.rules import UpdateRule
+from swap.undo import Undo
 
 _SHORT = 200
 
@@ -29,8 +30,8 @@ class RankDifferenceError(ValueError):
     """Ranks have to be given the same, or to do the same, and were not or did not."""
 
 
-def open_ranks(stack: ExitStack, process_group: Any, device: torch.device) -> Ranks | None:
-    """The ranks of ``process_group``; None for no group, or one of this process alone. ``stack``
+def open_ranks(undo: Undo, process_group: Any, device: torch.device) -> Ranks | None:
+    """The ranks of ``process_group``; None for no group, or one of this process alone. ``undo``
     lets go of them, and tells the others if that is because of an error.
     """
     if process_group is None:
@@ -51,7 +52,7 @@ def open_ranks(stack: ExitStack, process_group: Any, device: torch.device) -> Ra
     if dist.get_world_size(process_group) == 1:
         return None
     ranks = Ranks(process_group, device)
-    stack.push(leaving(ranks))
+    undo.push(leaving(ranks))
     return ranks
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+
+from swap.undo import Undo
 
 _AVERAGING = "offload the plain model and pass process_group=torch.distributed.group.WORLD"
 _WRAPPERS = {
@@ -68,8 +69,8 @@ def check_not_traced() -> None:
         raise RuntimeError(f"an offloaded model was called by torch.jit.trace: {_SCRIPTED}")
 
 
-def refuse_script(module: nn.Module, stack: ExitStack) -> None:
-    """Let ``torch.jit.script`` of ``module`` raise ``RuntimeError``, until ``stack`` is left."""
+def refuse_script(module: nn.Module, undo: Undo) -> None:
+    """Let ``torch.jit.script`` of ``module`` raise ``RuntimeError``, until ``undo`` is closed."""
 
     def prepare() -> NoReturn:
         raise RuntimeError(
@@ -77,7 +78,7 @@ def refuse_script(module: nn.Module, stack: ExitStack) -> None:
         )
 
     module.__dict__["__prepare_scriptable__"] = prepare
-    stack.callback(module.__dict__.pop, "__prepare_scriptable__", None)
+    undo.callback(module.__dict__.pop, "__prepare_scriptable__", None)
 
 
 def _get_eval_frame_callback() -> Any:

@@ -14,7 +14,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -82,6 +81,7 @@ class Restoring:
         self._model = model
         self._state = state
         self._sharing = sharing
+        self._first: deque[Callable[[], object]] = deque()
         self._agenda: deque[Callable[[], object]] = deque()
         self._records: dict[int, Record] = {}
         self._now: dict[int, nn.Parameter] = {}
@@ -92,7 +92,7 @@ class Restoring:
         self._interrupt: BaseException | None = None
         self._pauses: Sequence[float] = _PAUSES_SECONDS
         self._is_partitioned = False
-        self._is_concluded = False
+        self._is_told = False
 
     def add(self, record: Record) -> None:
         """From now on the parameter is not itself, and is to be restored."""
@@ -104,9 +104,8 @@ class Restoring:
         self._agenda.append(partial(self._restore, record))
 
     def before(self, steps: Callable[[], int], *waits: Callable[[], object]) -> None:
-        """What is to be done first; ``waits`` can be repeated, and ``steps`` were taken."""
-        meeting = partial(self._meet, steps)
-        self._agenda.extendleft(reversed([*waits, self._finish_step, meeting]))
+        """What ``run`` is to do first; ``waits`` can be repeated, and ``steps`` were taken."""
+        self._first = deque([*waits, self._finish_step, partial(self._meet, steps)])
 
     def run(self) -> None:
         """Restore what is left to restore; once it is, raise what went wrong.
@@ -115,13 +114,16 @@ class Restoring:
         their values, and an interrupt, when everything is done. Called again it does the rest, if
         an interrupt has left some, or nothing.
         """
-        while self._agenda:
+        self._work_off(self._first)
+        self._work_off(self._agenda)
+        self._tell()
+
+    def _work_off(self, agenda: deque[Callable[[], object]]) -> None:
+        while agenda:
             try:
-                self._agenda[0]()
-                self._agenda.popleft()
+                agenda[0]()
             except Exception as failure:
                 self._failures.append(let_go(failure))
-                self._agenda.popleft()
             except BaseException as interrupt:
                 self._interrupt = self._interrupt or let_go(interrupt)
                 _log.warning(
@@ -130,35 +132,41 @@ class Restoring:
                     min(len(self._agenda), len(self._now)),
                     len(self._now),
                 )
-        self._conclude()
+                continue
+            agenda.popleft()
 
-    def _conclude(self) -> None:
-        if self._is_concluded:
+    def _tell(self) -> None:
+        """An error is told when it is on its way; one that an interrupt kept back is told later."""
+        verdict = None if self._is_told else self._verdict()
+        if verdict is None:
             return
-        self._is_concluded = True
-        failures, self._failures = self._failures, []
-        interrupt, self._interrupt = self._interrupt, None
+        try:
+            raise verdict
+        finally:
+            self._is_told = True
+            del verdict  # or it would keep itself, and the swap files
+
+    def _verdict(self) -> BaseException | None:
         if self._missing:
             self._state.is_kept = True
-            raise self._error(failures[0]) from failures[0]
+            error = self._error(self._failures[0])
+            error.__cause__ = self._failures[0]
+            return error
         if self._is_partitioned and not self._sharing.is_whole:
             _log.warning(
                 "parameters that were partitioned over ranks are on the meta device: their values "
                 "went with the rank that failed; load the last checkpoint"
             )
-        if failures:
-            raise failures[0]
-        if interrupt is not None:
-            raise interrupt
+        return self._failures[0] if self._failures else self._interrupt
 
     def _again(self) -> None:
         """What ``RestoreError.retry`` does."""
-        if self._missing:
-            missing, self._missing = self._missing, {}
-            self._pauses, self._is_concluded = _PAUSES_SECONDS, False
-            self._agenda.append(self._finish_step)
-            self._agenda.extend(partial(self._restore, record) for record in missing.values())
-            self.run()
+        if self._missing and not self._agenda:
+            self._pauses, self._is_told = _PAUSES_SECONDS, False
+            self._failures, self._interrupt = [], None
+            again = (partial(self._restore, record) for record in self._missing.values())
+            self._agenda = deque([self._finish_step, *again])
+        self.run()
         self._state.is_kept = False
         self._state.close()
 
@@ -168,6 +176,7 @@ class Restoring:
         """Where that fails, parameters have their values from before the step: not what they should
         have.
         """
+        self._missing.clear()
         try:
             self._insist(self._state.finish_step)
         except OSError:
@@ -257,26 +266,6 @@ class Restoring:
             folders,
             self._again,
         )
-
-
-def twice(stack: ExitStack, undo: Callable[[], None]) -> None:
-    """Have ``stack`` call ``undo``, and once more what an interrupt may have left of it.
-
-    The stack keeps that interrupt until its end, and is not to keep what ``undo`` needs again.
-    """
-    before: list[BaseException | None] = []
-
-    def first(kind: object, error: BaseException | None, trace: object) -> None:
-        before.append(error)
-        undo()
-
-    def again(kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not (before and before[0] is error):
-            let_go(error)
-        undo()
-
-    stack.push(again)
-    stack.push(first)
 
 
 def _listed(names: Sequence[str]) -> str:

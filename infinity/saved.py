@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,16 +83,29 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self.generations = [0] * len(records)
         self._homes = _home_ranges(records, weights)
         self._joined = threading.local()
+        self._thread = 0
+        self._take_off: Iterator[None] = iter(())
 
     def __enter__(self) -> None:
-        super().__enter__()
         self._thread = threading.get_ident()
         _in_use.append(self)
+        try:
+            super().__enter__()
+            # Takes them off at its first call, and nothing at a second one.
+            self._take_off = iter(torch._C._autograd._pop_saved_tensors_default_hooks, None)
+        except BaseException:
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if top is not None and top[0] == self.pack_hook:
+                self._take_off = iter(())
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            raise
 
     def __exit__(self, *error: object) -> None:
-        _in_use.remove(self)
+        """Idempotent."""
+        if self in _in_use:
+            _in_use.remove(self)
         if threading.get_ident() == self._thread:  # or they stay, and keep everything as it is
-            super().__exit__(*error)
+            next(self._take_off, None)
 
     def join_thread(self) -> None:
         """A forward pass begins on this thread."""

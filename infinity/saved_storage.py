@@ -10,7 +10,6 @@ storage) takes it from under a write, too; it is refused afterwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from swap.directory import SwapDirectory
 from swap.extents import Extent, ExtentStore
 from swap.planes import as_bytes, page_aligned
 from swap.timeline import Timeline
+from swap.undo import Undo
 
 _BLOCK_BYTES = 256 * 1024
 ENGINE_BYTES = 8 * _BLOCK_BYTES
@@ -127,15 +127,18 @@ class Volume:
         self._timeline = timeline
         self._leaving: list[SavedStorage] = []
         self._first_bytes = _FIRST_BYTES * len(directories)
-        with ExitStack() as undo:
+        self._undo = Undo()
+        try:
             lanes = ExtentStore.LANES_PER_DIRECTORY * len(directories)
-            engine = undo.enter_context(Engine(lanes=lanes, block_bytes=_BLOCK_BYTES))
+            engine = self._undo.enter_context(Engine(lanes=lanes, block_bytes=_BLOCK_BYTES))
             opened = []
             for directory in directories:
                 opened.append(SwapDirectory(directory, engine))
-                undo.callback(opened[-1].close)
+                self._undo.callback(opened[-1].close)
             self._extents = ExtentStore(opened, engine, shares=shares(directories))
-            self._stack = undo.pop_all()
+        except BaseException:
+            self._undo.close()
+            raise
 
     @property
     def used_bytes(self) -> int:
@@ -217,7 +220,7 @@ class Volume:
 
     def close(self) -> None:
         """Remove the files. Idempotent."""
-        self._stack.close()
+        self._undo.close()
 
     def _let_leave(self) -> None:
         self._leaving = [storage for storage in self._leaving if not self._let_go(storage)]

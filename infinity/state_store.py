@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +32,7 @@ from swap.planes import as_bytes
 from swap.rules import UpdateRule
 from swap.tiers import Tier
 from swap.timeline import Timeline
+from swap.undo import Undo
 
 Work = Callable[[Sequence[Segment], Mapping[str, torch.Tensor]], None]
 """Updates the segments of one block; the planes are those of the whole block."""
@@ -59,7 +59,7 @@ class StateStore:
         self._passage: Passage | None = None
         self._ascending = True
         self._filling = threading.Lock()
-        self._stack = ExitStack()
+        self._undo = Undo()
 
     @property
     def extents(self) -> ExtentStore | None:
@@ -153,13 +153,15 @@ class StateStore:
     def close(self) -> None:
         """Remove the swap files. Idempotent; raises nothing that happened in the background."""
         self._slots.let_end()
-        self._stack.close()
+        self._undo.close()
 
     # Making room.
 
     def _reserve(self, nbytes: int) -> None:
         if self.extents is None:
-            with ExitStack() as undo:
+            undo = Undo()
+            self._undo.push(undo.__exit__)
+            try:
                 lanes = ExtentStore.LANES_PER_DIRECTORY * len(self._directories)
                 engine = undo.enter_context(Engine(lanes=lanes))
                 opened = []
@@ -171,7 +173,9 @@ class StateStore:
                 slab = Slab(PASSAGE_BYTES)
                 undo.callback(slab.close)
                 self._slots.extents, self._passage = extents, Passage(slab)
-                self._stack.push(undo.pop_all())
+            except BaseException:
+                undo.close()
+                raise
         else:
             self.extents.reserve(nbytes)
 
@@ -190,7 +194,7 @@ class StateStore:
     def _take(self, placement: StatePlacement, blocks: list[Block]) -> None:
         if placement.host_bytes:
             slab = Slab(placement.host_bytes)
-            self._stack.callback(slab.close)
+            self._undo.callback(slab.close)
             if placement.num_slots:
                 sizes = [placement.slot_bytes] * placement.num_slots
                 self._slots.replace([slab.allocate(nbytes) for nbytes in sizes])

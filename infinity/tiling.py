@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +30,14 @@ _log = logging.getLogger(__name__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+@dataclass(slots=True, eq=False)
+class _Joining:
+    """``whole`` has the rows of so many tiles."""
+
+    whole: Any
+    num_tiles: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tiled:
     """A layer, what stands for it, and where: modules with the name that they have for it."""
@@ -38,6 +46,8 @@ class _Tiled:
     linear: nn.Linear
     tiled: TiledLinear
     places: list[tuple[nn.Module, str]]
+    joined: dict[int, _Joining] = field(default_factory=dict)
+    """By the parameter's ``id``, on the way out."""
 
     @property
     def is_absent(self) -> bool:
@@ -80,8 +90,7 @@ class Tiling:
 
     def __enter__(self) -> Tiling:
         for name, linear, tiles in self._chosen:
-            layer = self._replace(name, linear, tiles)
-            self._layers.append(layer)
+            self._replace(name, linear, tiles)
         return self
 
     def __exit__(
@@ -91,7 +100,7 @@ class Tiling:
         trace: TracebackType | None,
     ) -> None:
         while self._layers:
-            if self._layers[-1].is_absent:
+            if not self._layers[-1].joined and self._layers[-1].is_absent:
                 _log.warning(
                     "%s stays a TiledLinear: some of its values could not be read",
                     self._layers[-1].name,
@@ -148,7 +157,7 @@ class Tiling:
             return "of a layer with hooks or a forward of its own"
         return None
 
-    def _replace(self, name: str, linear: nn.Linear, tiles: int) -> _Tiled:
+    def _replace(self, name: str, linear: nn.Linear, tiles: int) -> None:
         tiled = TiledLinear.cut(linear, tiles)
         places = [
             (parent, child)
@@ -156,14 +165,14 @@ class Tiling:
             for child, module in parent._modules.items()
             if module is linear
         ]
+        layer = _Tiled(name, linear, tiled, places)
+        self._layers.append(layer)
         for parent, child in places:
             parent._modules[child] = tiled
-        layer = _Tiled(name, linear, tiled, places)
         for parameter, _ in layer.pairs():
             if not parameter.is_meta:
                 parameter.data = placeholder(parameter.shape, parameter.dtype, parameter.device)
         linear.forward = _refuse(name)  # type: ignore[method-assign]
-        return layer
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
@@ -187,21 +196,28 @@ def _refuse(name: str) -> Callable[..., Any]:
 
 
 def _give_back(layer: _Tiled) -> None:
-    """The layer returns to its places with what its tiles hold; those are emptied one by one."""
+    """The layer returns to its places with what its tiles hold; those are emptied one by one. Can
+    be called again after an interrupt.
+    """
     for parameter, tiles in layer.pairs():
         if parameter.is_meta:
             continue
-        parameter.data = _joined(parameter.shape, [tile for tile, _ in tiles])
-    del layer.linear.forward
+        if id(parameter) not in layer.joined:
+            layer.joined[id(parameter)] = _joining(parameter.shape, [tile for tile, _ in tiles])
+        joining = layer.joined[id(parameter)]
+        for tile, (start, stop) in tiles[joining.num_tiles :]:
+            joining.whole[start:stop].copy_(tile.detach())
+            joining.num_tiles += 1
+            tile.data = torch.empty(0, dtype=tile.dtype, device=tile.device)
+        parameter.data = joining.whole
+    layer.linear.__dict__.pop("forward", None)
     layer.linear.train(layer.tiled.training)
     for parent, child in layer.places:
         parent._modules[child] = layer.linear
 
 
-def _joined(shape: torch.Size, tiles: list[Any]) -> Any:
-    """The tiles as one tensor: where they lie if they were never offloaded, or in new memory, into
-    which they are emptied one after the other.
-    """
+def _joining(shape: torch.Size, tiles: list[Any]) -> _Joining:
+    """The tiles as one: where they lie if they were never offloaded, or new memory for them."""
     first = tiles[0].detach()
     ends = [tile.data_ptr() + tile.numel() * tile.element_size() for tile in tiles]
     same_storage = {tile.untyped_storage()._cdata for tile in tiles} == {
@@ -209,14 +225,9 @@ def _joined(shape: torch.Size, tiles: list[Any]) -> Any:
     }
     if same_storage and all(map(operator.eq, ends, (tile.data_ptr() for tile in tiles[1:]))):
         stride = torch.empty(shape, device="meta").stride()
-        return first.as_strided(shape, stride, first.storage_offset())
-    whole = torch.empty(shape, dtype=first.dtype, device=first.device)
-    at = 0
-    for tile in tiles:
-        whole[at : at + tile.shape[0]].copy_(tile.detach())
-        at += tile.shape[0]
-        tile.data = torch.empty(0, dtype=tile.dtype, device=tile.device)
-    return whole
+        whole = first.as_strided(shape, stride, first.storage_offset())
+        return _Joining(whole, num_tiles=len(tiles))
+    return _Joining(torch.empty(shape, dtype=first.dtype, device=first.device))
 
 
 class _TiledValues:

@@ -5,25 +5,25 @@ parameter on meta real data: torch does not swap tensors that are referred to so
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import nn
 
 
-@contextmanager
-def without_weak_references(model: nn.Module) -> Iterator[None]:
-    """Recurrent layers have none of theirs inside; they notice by them that a parameter was
-    replaced, which cannot be inside the block.
+class WithoutWeakReferences:
+    """Context manager: recurrent layers have none of theirs inside; they notice by them that a
+    parameter was replaced, which cannot be inside the block.
     """
-    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    try:
-        for layer in layers:
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+
+    def __enter__(self) -> None:
+        for layer in self._layers:
             # In place: a copy of the layer may have the same list.
             layer._flat_weight_refs[:] = [None] * len(layer._flat_weight_refs)
-        yield
-    finally:
-        for layer in layers:
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._layers:
             # Some may be new ones: see ``parameter.become_plain``.
             layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
             layer._flat_weight_refs = [

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from aio import Engine, File
 from aio.descriptors import Descriptor
+from aio.errors import let_go
 from swap.forks import note
 
 FOLDER = ".infinity"
@@ -89,18 +90,23 @@ class SwapDirectory:
         self._unlock()
 
     def close(self) -> None:
-        """Close the swap file and remove the folder. Idempotent.
+        """Close the swap file and remove the folder. Idempotent; called again after an interrupt,
+        it does the rest.
 
         Where ``nvme`` is gone, unmounted or removed, there is nothing to remove, and one warning.
         """
         if not self._is_open:
             return
-        try:
-            file: File | None = vars(self).get("file")
-            if file is not None:
+        failure: OSError | None = None
+        file: File | None = vars(self).get("file")
+        if file is not None:
+            try:
                 file.close()
-        finally:
-            self._remove()
+            except OSError as error:
+                failure = let_go(error)
+        self._remove()
+        if failure is not None:
+            raise failure
 
     def _remove(self) -> None:
         """Of a folder that is not there, or whose turn does not come, the lock alone."""
@@ -117,9 +123,8 @@ class SwapDirectory:
                 self.path,
                 error,
             )
-        finally:
-            self._unlock()
-            self._is_open = False
+        self._unlock()
+        self._is_open = False
 
     def _unlock(self) -> None:
         if self._lock is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from swap.rules import ParameterUpdate, UpdateRule
 from swap.slabs import slab_of, slab_sizes, slots_of
 from swap.stages import Stages, Step
 from swap.timeline import Timeline
+from swap.undo import Undo
 from swap.update import UpdatePipeline, parts_of
 from swap.weights import WeightCache
 
@@ -69,14 +69,15 @@ class TieredState:
         self.device = device or torch.device("cpu")
         self._process = os.getpid()
         self.is_kept = False  # whether ``close`` does nothing, as values are still to be read
-        self._stack = ExitStack()
-        with ExitStack() as undo:
-            self._build(undo, rule, directories, shares, device_bytes, overlap, link)
-            self._stack = undo.pop_all()
+        self._undo = Undo()
+        try:
+            self._build(rule, directories, shares, device_bytes, overlap, link)
+        except BaseException:
+            self._undo.close()
+            raise
 
     def _build(
         self,
-        undo: ExitStack,
         rule: UpdateRule,
         directories: Sequence[str | os.PathLike[str]],
         shares: Sequence[float] | None,
@@ -88,11 +89,11 @@ class TieredState:
         self.engine: Engine | None = None
         self.extents: ExtentStore | None = None
         if placement.nvme_bytes:
-            self._open_files(undo, directories, shares)
+            self._open_files(directories, shares)
         self.slabs: dict[str, Slab] = {}
         for name, nbytes in slab_sizes(placement).items():
             self.slabs[name] = slab = slab_of(name, nbytes)
-            undo.callback(slab.close)
+            self._undo.callback(slab.close)
         home = self.slabs.get("home")
         aside = self.slabs.get("passage")
         passage = None if aside is None else Passage(aside)
@@ -100,14 +101,14 @@ class TieredState:
         self.gradients = GradientStore(
             placement, home, self.slabs.get("spill"), self.extents, self.timeline
         )
-        self.link = self._make_link(undo) if link is None else link
+        self.link = self._make_link() if link is None else link
         self.inbox: GradientInbox | None = None
         self.arena = self._make_arena(device_bytes)
         if self.link is not None:
             self.inbox = GradientInbox(
                 self.link, self.slabs["inbox"], self._store_gradient, self.gradients.lose
             )
-            undo.callback(self.inbox.close)
+            self._undo.callback(self.inbox.close)
         specs = self.layout.specs
         self.weights = WeightCache(
             specs, self.planes, self.extents, self.arena, self.timeline, prefetch=overlap
@@ -118,7 +119,7 @@ class TieredState:
             self.planes, self.gradients, self.weights, self.extents, rule, slots, self.timeline
         )
         self.pipeline = UpdatePipeline(self.stages, self.weights, overlap=overlap)
-        undo.callback(self.pipeline.close)
+        self._undo.callback(self.pipeline.close)
         self._overlap = overlap
         self._neighbours = neighbours(self.layout)
         self.propose: Callable[[], Step | None] | None = None
@@ -129,24 +130,23 @@ class TieredState:
 
     def _open_files(
         self,
-        undo: ExitStack,
         directories: Sequence[str | os.PathLike[str]],
         shares: Sequence[float] | None,
     ) -> None:
         lanes = ExtentStore.LANES_PER_DIRECTORY * len(directories)
-        self.engine = undo.enter_context(Engine(lanes=lanes))
+        self.engine = self._undo.enter_context(Engine(lanes=lanes))
         opened = []
         for directory in directories:
             opened.append(SwapDirectory(directory, self.engine))
-            undo.callback(opened[-1].close)
+            self._undo.callback(opened[-1].close)
         self.extents = ExtentStore(opened, self.engine, shares=shares)
         self.extents.reserve(self.placement.nvme_bytes)
 
-    def _make_link(self, undo: ExitStack) -> Link | None:
+    def _make_link(self) -> Link | None:
         if self.device.type != "cuda":
             return None
         for slab in self.slabs.values():
-            undo.callback(register_with_cuda(slab))
+            self._undo.callback(register_with_cuda(slab))
         return CudaLink(self.device)
 
     def _make_arena(self, device_bytes: int | None) -> Arena | None:
@@ -386,11 +386,11 @@ class TieredState:
         that happened in the background. Does nothing in a forked child.
         """
         if not self.is_kept and os.getpid() == self._process:
-            self._stack.close()
+            self._undo.close()
 
     def __del__(self) -> None:
         # For whoever was interrupted before it had taken note of this object.
-        if hasattr(self, "_stack"):
+        if hasattr(self, "_undo"):
             self.is_kept = False
             self.close()
 

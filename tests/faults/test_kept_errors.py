@@ -3,7 +3,6 @@
 import errno
 import shutil
 import weakref
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,10 @@ import infinity
 from aio import AioError, Operation, Slab
 from aio.errors import let_go
 from infinity import restoring
-from infinity.restoring import twice
 from swap import passage as passages
 from swap.layout import CHUNK_BYTES, PASSAGE_BYTES
 from swap.passage import Passage
+from swap.undo import Undo
 from tests.support.training import values_of
 
 
@@ -67,8 +66,8 @@ def test_undo_that_was_interrupted_is_repeated_without_what_the_interrupt_held()
         else:
             work()
 
-    with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
-        twice(stack, undo)
+    with pytest.raises(KeyboardInterrupt), Undo() as block:
+        block.callback(undo)
     assert alive == [False]
 
 

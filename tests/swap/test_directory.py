@@ -20,6 +20,7 @@ import pytest
 from aio import AioError, Engine
 from aio.descriptors import Descriptor
 from swap.directory import SwapDirectory, reclaim
+from tests.support.interrupts import interrupt
 from tests.support.tiers import Leftovers
 
 HOLD = """
@@ -315,3 +316,17 @@ def test_directory_that_is_let_go_of_closes_itself(tmp_path: Path, engine: Engin
         gc.collect()
     assert [path.name for path in tmp_path.iterdir()] == []
     assert Leftovers.of(tmp_path) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")
+def test_closing_that_is_interrupted_is_finished_by_closing_again(
+    tmp_path: Path, engine: Engine
+) -> None:
+    lines = interrupt(SwapDirectory(tmp_path, engine).close, None).seen
+    before = Leftovers.of(tmp_path)
+    for number in range(lines):
+        directory = SwapDirectory(tmp_path, engine)
+        line = interrupt(directory.close, number).line
+        assert line
+        directory.close()
+        assert Leftovers.of(tmp_path) == before, line

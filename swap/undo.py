@@ -1,0 +1,120 @@
+"""Undoing what a block did, so that an interrupt costs a repetition and no part of it.
+
+Where ``contextlib.ExitStack`` takes an entry off its list and then calls it, ``Undo`` calls it
+first: one that an interrupt came into, or right behind, is called again. So every entry can be
+called twice, and the second time does what the first has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, TypeAlias, TypeVar
+
+from aio.errors import let_go
+
+T = TypeVar("T")
+Kind: TypeAlias = "type[BaseException] | None"
+Leave: TypeAlias = "Callable[[Kind, BaseException | None, TracebackType | None], object]"
+_MAX_CALLS = 100
+"""Of one entry: an interrupt that comes each time does not come from outside."""
+
+
+class Undo:
+    """Entries that are called when the block ends, the last one first, each with the error that is
+    on its way: that which ends the block, or the last that an entry raised.
+
+    When all have been called, that of an entry is raised, or else an interrupt that came between.
+    Entries cannot keep an error from being raised.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[Leave] = []
+        self._failure: BaseException | None = None
+        self._interrupt: BaseException | None = None
+
+    def push(self, leave: Leave) -> None:
+        """``leave`` is called as ``__exit__`` is; what it returns does not matter."""
+        self._entries.append(leave)
+
+    def callback(self, function: Callable[..., object], *arguments: Any) -> None:
+        self._entries.append(lambda *_: function(*arguments))
+
+    def enter_context(self, manager: AbstractContextManager[T]) -> T:
+        """Its ``__exit__`` is called also where ``__enter__`` raised or did not begin."""
+        self._entries.append(manager.__exit__)
+        return manager.__enter__()
+
+    def forget(self) -> None:
+        """There is nothing to undo any more."""
+        self._entries.clear()
+
+    def close(self) -> None:
+        """End the block. Idempotent."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Undo:
+        return self
+
+    def __exit__(
+        self, kind: Kind, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._run(error)
+        finally:
+            self._run(error)  # the rest, if an interrupt came between two entries
+            self._tell()
+
+    def _run(self, cause: BaseException | None) -> None:
+        calls = 0
+        while self._entries:
+            now = self._failure or self._interrupt or cause
+            calls += 1
+            try:
+                self._entries[-1](*_details(now))
+            except Exception as failure:
+                self._failure = _behind(let_go(failure), now)
+            except BaseException as interrupt:
+                self._interrupt = self._interrupt or let_go(interrupt)
+                if calls < _MAX_CALLS:
+                    continue
+            self._entries.pop()
+            calls = 0
+
+    def _tell(self) -> None:
+        """An error is told when it is on its way; one that an interrupt kept back is told later."""
+        told = self._failure or self._interrupt
+        if told is None:
+            return
+        if self._failure is not None and self._interrupt is not None:
+            _behind(self._failure, self._interrupt)
+        context = told.__context__
+        try:
+            raise told
+        finally:
+            told.__context__ = context  # ``raise`` has set what is being handled here
+            self._failure = self._interrupt = None
+
+
+def _details(
+    error: BaseException | None,
+) -> tuple[Kind, BaseException | None, TracebackType | None]:
+    return (None, None, None) if error is None else (type(error), error, error.__traceback__)
+
+
+def _behind(error: BaseException, before: BaseException | None) -> BaseException:
+    """``error``, with ``before`` as the last of what it came after."""
+    if before is not None:
+        older = _chain(before)
+        newer = [one for one in _chain(error) if one not in older]
+        if newer:
+            newer[-1].__context__ = before
+    return error
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while (context := chain[-1].__context__) is not None and context not in chain:
+        chain.append(context)
+    return chain

@@ -1,0 +1,128 @@
+"""Undoing: all of it, in reverse order, whatever entries raise and whenever Ctrl-C comes."""
+
+import pytest
+
+from swap.undo import Leave, Undo
+from tests.support.interrupts import interrupt
+
+
+class Work:
+    """Things that were done and are to be undone; ``left`` are those that are not yet."""
+
+    def __init__(self, undo: Undo, count: int) -> None:
+        self.left = list(range(count))
+        self.undo = undo
+        for number in self.left:
+            undo.callback(self._undo_one, number)
+
+    def _undo_one(self, number: int) -> None:
+        if number in self.left:
+            assert number == self.left[-1]
+            self.left.remove(number)
+
+
+def test_entries_are_called_once_in_reverse_order() -> None:
+    called: list[int] = []
+    with Undo() as undo:
+        for number in range(3):
+            undo.callback(called.append, number)
+    undo.close()
+    assert called == [2, 1, 0]
+
+
+def test_interrupt_at_any_line_costs_no_entry() -> None:
+    lines = interrupt(Work(Undo(), 3).undo.close, None).seen
+    assert lines > 20
+    for number in range(lines):
+        work = Work(Undo(), 3)
+        assert interrupt(work.undo.close, number).line
+        work.undo.close()  # for an interrupt before its first step
+        assert work.left == []
+
+
+def _leave(*entries: Leave, error: BaseException | None = None) -> None:
+    """A block with these entries, the first of which is called last."""
+    with Undo() as undo:
+        for entry in entries:
+            undo.push(entry)
+        if error is not None:
+            raise error
+
+
+def _failing(name: str) -> Leave:
+    def fail(*_: object) -> None:
+        raise OSError(name)
+
+    return fail
+
+
+def test_error_of_an_entry_is_told_to_those_after_it_and_raised() -> None:
+    told: list[str] = []
+
+    def listen(kind: object, error: BaseException | None, trace: object) -> None:
+        told.append(str(error))
+
+    with pytest.raises(OSError, match="no") as caught:
+        _leave(listen, _failing("no"), listen, error=ValueError("of the block"))
+    assert told == ["of the block", "no"]
+    assert str(caught.value.__context__) == "of the block"
+
+
+def test_errors_of_several_entries_are_chained() -> None:
+    with pytest.raises(OSError, match="third") as caught:
+        _leave(_failing("third"), _failing("second"), error=OSError("first"))
+    second = caught.value.__context__
+    assert second is not None
+    assert [str(second), str(second.__context__)] == ["second", "first"]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_interrupt_gives_way_to_an_error_that_an_entry_raised(is_first: bool) -> None:
+    came: list[None] = []
+
+    def come(*_: object) -> None:
+        if not came:
+            came.append(None)
+            raise KeyboardInterrupt
+
+    entries = (_failing("no"), come) if is_first else (come, _failing("no"))
+    with pytest.raises(OSError, match="no") as caught:
+        _leave(*entries)
+    assert isinstance(caught.value.__context__, KeyboardInterrupt)
+
+
+def test_entry_that_ends_in_an_interrupt_each_time_is_given_up() -> None:
+    calls: list[None] = []
+
+    def interrupted(*_: object) -> None:
+        calls.append(None)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _leave(lambda *_: calls.clear(), interrupted)
+    assert calls == []
+
+
+def test_manager_whose_entering_is_interrupted_is_left() -> None:
+    left: list[None] = []
+
+    class Manager:
+        def __enter__(self) -> None:
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_: object) -> None:
+            left.append(None)
+
+    undo = Undo()
+    with pytest.raises(KeyboardInterrupt):
+        undo.enter_context(Manager())
+    undo.close()
+    assert left == [None]
+
+
+def test_forgotten_entries_are_not_called() -> None:
+    called: list[int] = []
+    with Undo() as undo:
+        undo.callback(called.append, 0)
+        undo.forget()
+    assert called == []
