@@ -95,7 +95,8 @@ class Core:
         slot = self._slot  # keeps the C engine until this call is over
         try:
             self._count(entries)
-            lib.aio_engine_submit(slot[0], batch, len(batch), lane)
+            if lib.aio_engine_submit(slot[0], batch, len(batch), lane) == -errno.ENOMEM:
+                raise MemoryError(f"cannot queue {len(batch)} requests: there is no memory")
         except BaseException:
             # An interrupt may have kept the call from being made. C says what it will report;
             # of the rest nobody has an operation.

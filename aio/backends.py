@@ -2,9 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +19,8 @@ _CODES: dict[str, int] = {
 }
 # What "auto" tries, best first; posix always works.
 _PREFERENCE = ("io_uring", "libaio", "posix")
+# What has nothing to do with a backend: it would only be met again, with the first file.
+_SHORTAGES = (errno.EMFILE, errno.ENFILE)
 _MAX_BLOCK_BYTES = 1 << 30
 _AIO_LIMIT = Path("/proc/sys/fs/aio-max-nr")
 _AIO_USED = Path("/proc/sys/fs/aio-nr")
@@ -114,6 +114,8 @@ def start(backend: Backend | MemoryBackend, limits: Limits) -> Started:
             detail = ffi.string(lib.aio_backend_detail(_CODES[candidate])).decode()
             return Started(slot, candidate, detail, tuple(rejected))
         rejected.append((candidate, _explain(candidate, code, limits)))
+        if code in _SHORTAGES:
+            break
     raise AioError(
         f"cannot start an engine with backend {candidate}: {rejected[-1][1]}", errno=code
     )
@@ -135,15 +137,11 @@ def _create(name: str, limits: Limits, faults: MemoryBackend) -> tuple[Any, int]
     config.faults.error = faults.error
     config.faults.error_number = faults.errno
     config.faults.gate_fd = faults.gate
-    # Freed with the slot, so that there is no moment in which an engine belongs to nobody.
-    slot = ffi.gc(ffi.new("aio_engine **"), partial(_free, os.getpid()))
+    # Freed with the slot, so that there is no moment in which an engine belongs to nobody; and by
+    # C, as Python would swallow an interrupt of its own.
+    slot = ffi.gc(ffi.new("aio_engine **"), lib.aio_engine_drop)
     code = -lib.aio_engine_create(config, slot)
     return slot, code
-
-
-def _free(pid: int, slot: Any, getpid: Callable[[], int] = os.getpid) -> None:
-    if slot[0] != ffi.NULL and pid == getpid():  # a forked child has no threads to wait for
-        lib.aio_engine_free(slot[0])
 
 
 def _explain(name: str, code: int, limits: Limits) -> str:
@@ -155,6 +153,8 @@ def _explain(name: str, code: int, limits: Limits) -> str:
             f" fs.aio-max-nr ({_number(_AIO_USED)} of {_number(_AIO_LIMIT)} events are taken);"
             " raise it, or use fewer lanes or a smaller queue_depth"
         )
+    if code in _SHORTAGES:
+        return f"{reason}: a lane takes up to two; close some, or raise RLIMIT_NOFILE (ulimit -n)"
     if code in (errno.ENOSYS, errno.EPERM):
         return f"{reason}: this kernel or container does not allow it"
     if name == "io_uring" and code == errno.ENOMEM:

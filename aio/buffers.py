@@ -102,7 +102,7 @@ class Slab:
             raise ValueError(f"cannot make a slab of {nbytes} bytes: ask for one or more")
         self._nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         self._mapping = _map(self._nbytes, huge_pages, inherited)
-        self._address = int(ffi.cast("uintptr_t", self._mapping))
+        self._address = int(ffi.cast("uintptr_t", self._mapping.address))
         if lock:
             _lock(self._mapping, self._nbytes, required=lock == "required")
         self._allocator = RangeAllocator(self._nbytes, alignment=_PAGE_BYTES)
@@ -234,14 +234,14 @@ class Slab:
 
 def _map(nbytes: int, huge_pages: bool, inherited: bool) -> Any:
     """An anonymous mapping that unmaps itself with its last reference."""
-    address = ffi.new("uint8_t **")
-    if lib.aio_map(nbytes, huge_pages, inherited, address):
+    mapping = ffi.gc(ffi.new("aio_mapping *"), lib.aio_mapping_drop)
+    if lib.aio_mapping_new(mapping, nbytes, huge_pages, inherited):
         raise MemoryError(f"cannot map {nbytes} bytes: the address space or its limit is spent")
-    return ffi.gc(address[0], lambda mapped: lib.aio_unmap(mapped, nbytes), nbytes)
+    return mapping
 
 
 def _lock(mapping: Any, nbytes: int, *, required: bool) -> None:
-    error = -lib.aio_lock_memory(mapping, nbytes)
+    error = -lib.aio_lock_memory(mapping.address, nbytes)
     if not error:
         return
     message = (

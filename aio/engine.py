@@ -175,8 +175,8 @@ class Engine:
         is met before the first byte; after an error the file may have been made longer.
 
         Nothing is queued when this raises: TypeError for a buffer that cannot be used, ValueError
-        for a bad offset, lane or file and on a closed engine, RuntimeError after a fork. Errors of
-        the transfers themselves are raised by Operation.result().
+        for a bad offset, lane or file and on a closed engine, RuntimeError after a fork,
+        MemoryError. Errors of the transfers themselves are raised by Operation.result().
         """
         if lane is not None and not 0 <= lane < self.lanes:
             raise ValueError(f"lane={lane} is not between 0 and {self.lanes - 1}")

@@ -8,6 +8,7 @@ mistake of the caller.
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import stat
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 # The kernel counts in signed 64-bit integers.
 MAX_OFFSET = (1 << 63) - 1
+# Signals by which one allocation lets itself be interrupted: where each makes the file system start
+# anew, those of a timer could keep it from ever ending.
+_MAX_INTERRUPTIONS = 8
 
 
 class File:
@@ -146,7 +150,12 @@ class File:
         self._check_writable("allocate space in")
         if offset < 0 or not 0 <= nbytes <= MAX_OFFSET - offset:
             raise ValueError(f"cannot allocate {nbytes} bytes at offset {offset} of {self.path}")
-        error = -self._call(lib.aio_file_allocate, offset, nbytes)
+        tries = itertools.count()
+        error = -self._call(
+            lambda native: lib.aio_file_allocate(
+                native, offset, nbytes, next(tries) > _MAX_INTERRUPTIONS
+            )
+        )
         if error == errno.EOPNOTSUPP:
             error = self._extend(offset + nbytes)
         if error:
@@ -161,12 +170,17 @@ class File:
                 " half way and are slower where they make the file longer",
                 self.path,
             )
-        return -self._call(lib.aio_file_extend, end)
+        return -self._call(lambda native: lib.aio_file_extend(native, end))
 
-    def _call(self, function: Callable[..., int], *arguments: int) -> int:
-        """Calls C with the file, which `close` waits for. ValueError when it is closed."""
+    def _call(self, function: Callable[[Any], int]) -> int:
+        """Calls C with the file, which `close` waits for. ValueError when it is closed.
+
+        A call that a signal interrupts is made again once its handler, which may raise, has run.
+        """
         with self._used():
-            return function(self._native[0], *arguments)
+            while (result := function(self._native[0])) == -errno.EINTR:
+                pass
+            return result
 
     @contextlib.contextmanager
     def _used(self) -> Iterator[None]:
@@ -206,7 +220,7 @@ class File:
         self._check_writable("truncate")
         if not 0 <= nbytes <= MAX_OFFSET:
             raise ValueError(f"cannot truncate {self.path} to {nbytes} bytes")
-        if error := -self._call(lib.aio_file_truncate, nbytes):
+        if error := -self._call(lambda native: lib.aio_file_truncate(native, nbytes)):
             message = f"cannot truncate {self.path} to {nbytes} bytes: {os.strerror(error)}"
             raise AioError(message, errno=error, filename=os.fspath(self.path))
 

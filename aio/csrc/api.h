@@ -41,6 +41,13 @@ typedef struct {
     int32_t number;
 } aio_descriptor;
 
+/* Memory that a process has mapped. */
+typedef struct {
+    uint8_t *address; /* NULL: none */
+    uint64_t nbytes;
+    int32_t pid; /* of the only process that has it; 0: forked children have it, too */
+} aio_mapping;
+
 /* What statx says about direct I/O on one file. Zero alignments: there is no direct I/O. */
 typedef struct {
     int32_t known; /* 0: kernel or file system do not tell */
@@ -73,16 +80,20 @@ typedef struct {
  * then nothing is left behind. */
 int aio_engine_create(const aio_config *config, aio_engine **engine);
 /* Queues requests in order on `lane`, or each on the least loaded lane when it is negative. Waits
- * while a lane is over max_pending_bytes. Returns how many were accepted: fewer than `count` only
- * once the engine is stopping. */
-uint64_t aio_engine_submit(aio_engine *engine, aio_request *requests, uint64_t count, int32_t lane);
+ * while a lane is over max_pending_bytes. 0; -ENOMEM, with none queued; or -ECANCELED, with those
+ * queued that are accepted, once the engine is stopping. */
+int aio_engine_submit(aio_engine *engine, aio_request *requests, uint64_t count, int32_t lane);
 /* Waits for completions and returns how many it stored, at most `max`. 0: the engine was stopped
  * and everything it had accepted has been reaped. For one thread at a time. */
 uint64_t aio_engine_reap(aio_engine *engine, aio_completion *completions, uint64_t max);
 /* Refuses new requests and lets the lanes end when they have drained. Returns at once. */
 void aio_engine_stop(aio_engine *engine);
-/* Frees an engine. Stops it and waits for its lanes first, should that not have been done. */
-void aio_engine_free(aio_engine *engine);
+/* The two ways to let go of an engine, if there is one. A forked child has none of its threads:
+ * there they do nothing. */
+/* For the user: stops it. */
+void aio_engine_leave(aio_engine **engine);
+/* For the owner: frees it, once it is stopped and its lanes have ended. */
+void aio_engine_drop(aio_engine **engine);
 /* How the backend reaches the kernel, in words: a static string. */
 const char *aio_backend_detail(int32_t backend);
 
@@ -99,19 +110,21 @@ int aio_file_new(aio_file **file, int32_t direct_fd, int32_t buffered_fd, uint32
 void aio_file_drop(aio_file **file);
 int aio_file_alignment(int32_t fd, aio_alignment *alignment);
 /* Reserves a range and grows the file to its end. -EOPNOTSUPP where the file system cannot. After
- * another error the file has its old length, or that of a write in flight that made it longer. */
-int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes);
-/* Makes the file at least this long, without reserving anything. */
+ * another error, -EINTR among them, the file has its old length, or that of a write in flight that
+ * made it longer. `unhindered` lets signals wait, for a file system that starts anew after each. */
+int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes, int32_t unhindered);
+/* Makes the file at least this long, without reserving anything. -EINTR as any other error. */
 int aio_file_extend(aio_file *file, uint64_t end);
-/* Makes the file exactly this long. */
+/* Makes the file exactly this long. -EINTR as any other error. */
 int aio_file_truncate(aio_file *file, uint64_t size);
 /* 1 once the kernel has refused a direct transfer that kept the stated alignments. */
 int aio_file_direct_refused(const aio_file *file);
 
 /* Anonymous memory at a multiple of 2 MiB, or of the page size when that is smaller. Not inherited:
  * a forked child has nothing there, and the parent's pages are never copied on its account. */
-int aio_map(uint64_t nbytes, int32_t huge_pages, int32_t inherited, uint8_t **address);
-void aio_unmap(uint8_t *address, uint64_t nbytes);
+int aio_mapping_new(aio_mapping *mapping, uint64_t nbytes, int32_t huge_pages, int32_t inherited);
+/* Unmaps it where it is mapped. */
+void aio_mapping_drop(aio_mapping *mapping);
 /* Faults all pages in and keeps them in memory. */
 int aio_lock_memory(uint8_t *address, uint64_t nbytes);
 /* cffi: end */

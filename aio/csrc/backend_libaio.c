@@ -140,10 +140,10 @@ static uint32_t libaio_submit(void *context) {
             block_queue_pop(&queue->prepared);
             queue->in_flight++;
         }
-        if (taken > 0 || taken == -EINTR)
+        if (taken > 0)
             continue;
-        if ((taken == 0 || taken == -EAGAIN) && queue->in_flight)
-            break; /* the next completion makes room */
+        if ((taken == 0 || taken == -EAGAIN || taken == -EINTR) && queue->in_flight)
+            break; /* the next completion makes room; and the lane tries again soon */
         refuse_first(queue, taken ? taken : -EAGAIN);
     }
     return queue->prepared.count;
@@ -159,11 +159,11 @@ static uint32_t libaio_reap(void *context, struct block **done, uint32_t max) {
     if (!queue->in_flight || count == max)
         return count;
     const long room = (long)aio_min(max - count, sizeof events / sizeof *events);
-    int reaped;
-    while ((reaped = calls.getevents(queue->context, 0, room, events, &at_once)) == -EINTR) {
-    }
-    if (reaped < 0) /* the eventfd has been read already: nobody else would ask again */
+    const int reaped = calls.getevents(queue->context, 0, room, events, &at_once);
+    if (reaped < 0) { /* the eventfd has been read already: nobody else would ask again */
+        aio_pause();
         aio_wake(queue->wake_fd);
+    }
     for (int i = 0; i < reaped; i++) {
         struct block *block = (struct block *)(uintptr_t)events[i].data;
         block->result = events[i].res;

@@ -201,12 +201,12 @@ static uint32_t uring_submit(void *context) {
             block_queue_pop(&ring->prepared);
             ring->in_flight++;
         }
-        if (taken > 0 || taken == -EINTR)
+        if (taken > 0)
             continue;
         if (ring->in_flight)
             break; /* short of memory or of room, which the next completion makes */
         struct block *block = block_queue_pop(&ring->prepared);
-        block->result = taken ? taken : -EAGAIN;
+        block->result = taken && taken != -EBUSY ? taken : -EAGAIN; /* EBUSY: no room either */
         block_queue_push(&ring->refused, block);
     }
     return ring->prepared.count;
@@ -225,11 +225,10 @@ static uint32_t uring_reap(void *context, struct block **done, uint32_t max) {
     if (head == tail) {
         /* Lets the kernel post what has ended. The eventfd has been read already, so that a call
          * that failed must see to its own repetition. */
-        int error;
-        while ((error = ring_enter(ring, 0, IORING_ENTER_GETEVENTS)) == -EINTR) {
-        }
-        if (error < 0)
+        if (ring_enter(ring, 0, IORING_ENTER_GETEVENTS) < 0) {
+            aio_pause();
             aio_wake(ring->wake_fd);
+        }
         tail = __atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE);
     }
     for (; count < max && head != tail; head++) {

@@ -59,6 +59,33 @@ static int wait_settled(aio_engine *engine) {
     return error;
 }
 
+void aio_engine_stop(aio_engine *engine) {
+    for (uint32_t i = 0; i < engine->num_lanes; i++)
+        aio_lane_stop(&engine->lanes[i]);
+}
+
+static void jobs_free(struct job_queue *jobs) {
+    struct job *job;
+    while ((job = job_queue_pop(jobs)))
+        free(job);
+}
+
+static void engine_free(aio_engine *engine) {
+    aio_engine_stop(engine);
+    for (uint32_t i = 0; i < engine->num_lanes; i++) {
+        struct lane *lane = &engine->lanes[i];
+        pthread_join(lane->thread, NULL);
+        pthread_cond_destroy(&lane->room);
+        pthread_mutex_destroy(&lane->lock);
+        close(lane->wake_fd);
+    }
+    jobs_free(&engine->finished);
+    pthread_cond_destroy(&engine->ready);
+    pthread_mutex_destroy(&engine->lock);
+    free(engine->lanes);
+    free(engine);
+}
+
 int aio_engine_create(const aio_config *config, aio_engine **result) {
     int error = 0;
     if (!aio_backend_find(config->backend))
@@ -71,6 +98,7 @@ int aio_engine_create(const aio_config *config, aio_engine **result) {
         return -ENOMEM;
     }
     engine->config = *config;
+    engine->pid = getpid();
     engine->lanes = lanes;
     pthread_mutex_init(&engine->lock, NULL);
     pthread_cond_init(&engine->ready, NULL);
@@ -88,7 +116,7 @@ int aio_engine_create(const aio_config *config, aio_engine **result) {
     const int setup_error = wait_settled(engine);
     error = error ? error : setup_error;
     if (error) {
-        aio_engine_free(engine);
+        engine_free(engine);
         return error;
     }
     *result = engine;
@@ -105,22 +133,38 @@ static struct lane *least_loaded(aio_engine *engine) {
     return best;
 }
 
-uint64_t aio_engine_submit(aio_engine *engine, aio_request *requests, uint64_t count,
-                           int32_t index) {
+/* All or none. */
+static int jobs_make(const aio_request *requests, uint64_t count, struct job_queue *jobs) {
+    job_queue_init(jobs);
     for (uint64_t i = 0; i < count; i++) {
-        struct lane *lane = index < 0 ? least_loaded(engine) : &engine->lanes[index];
         struct job *job = calloc(1, sizeof *job);
-        if (!job)
-            return i;
+        if (!job) {
+            jobs_free(jobs);
+            return -ENOMEM;
+        }
         job->request = requests[i];
         job->completion.token = requests[i].token;
+        job_queue_push(jobs, job);
+    }
+    return 0;
+}
+
+int aio_engine_submit(aio_engine *engine, aio_request *requests, uint64_t count, int32_t index) {
+    struct job_queue jobs;
+    const int error = jobs_make(requests, count, &jobs);
+    if (error)
+        return error;
+    for (uint64_t i = 0; i < count; i++) {
+        struct lane *lane = index < 0 ? least_loaded(engine) : &engine->lanes[index];
+        struct job *job = job_queue_pop(&jobs);
         if (!aio_lane_submit(lane, job)) {
             free(job);
-            return i;
+            jobs_free(&jobs);
+            return -ECANCELED;
         }
         requests[i].accepted = 1;
     }
-    return count;
+    return 0;
 }
 
 uint64_t aio_engine_reap(aio_engine *engine, aio_completion *completions, uint64_t max) {
@@ -144,27 +188,19 @@ uint64_t aio_engine_reap(aio_engine *engine, aio_completion *completions, uint64
     return count;
 }
 
-void aio_engine_stop(aio_engine *engine) {
-    for (uint32_t i = 0; i < engine->num_lanes; i++)
-        aio_lane_stop(&engine->lanes[i]);
+static bool is_of_this_process(const aio_engine *engine) {
+    return engine && engine->pid == getpid();
 }
 
-void aio_engine_free(aio_engine *engine) {
-    struct job *job;
-    aio_engine_stop(engine);
-    for (uint32_t i = 0; i < engine->num_lanes; i++) {
-        struct lane *lane = &engine->lanes[i];
-        pthread_join(lane->thread, NULL);
-        pthread_cond_destroy(&lane->room);
-        pthread_mutex_destroy(&lane->lock);
-        close(lane->wake_fd);
-    }
-    while ((job = job_queue_pop(&engine->finished)))
-        free(job);
-    pthread_cond_destroy(&engine->ready);
-    pthread_mutex_destroy(&engine->lock);
-    free(engine->lanes);
-    free(engine);
+void aio_engine_leave(aio_engine **engine) {
+    if (is_of_this_process(*engine))
+        aio_engine_stop(*engine);
+}
+
+void aio_engine_drop(aio_engine **engine) {
+    if (is_of_this_process(*engine))
+        engine_free(*engine);
+    *engine = NULL;
 }
 
 void aio_engine_settled(aio_engine *engine, int error) {

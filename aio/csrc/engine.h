@@ -9,6 +9,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 #include "api.h"
 #include "backend.h"
@@ -94,6 +95,7 @@ struct lane {
 
 struct aio_engine {
     aio_config config;
+    pid_t pid; /* of the process that has the lanes */
     struct lane *lanes;
     uint32_t num_lanes; /* started */
 

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -18,6 +19,7 @@
 #define STATX_MASK_AT 0
 #define STATX_DIO_MEMORY_AT 152
 #define STATX_DIO_OFFSET_AT 156
+#define MAX_INTERRUPTIONS 1000u
 
 int aio_file_new(aio_file **result, int32_t direct_fd, int32_t buffered_fd,
                  uint32_t memory_alignment, uint32_t offset_alignment, uint64_t size) {
@@ -70,12 +72,18 @@ int aio_file_alignment(int32_t fd, aio_alignment *alignment) {
 }
 
 static int allocate(const aio_file *file, uint64_t offset, uint64_t end) {
-    for (;;) {
-        if (!fallocate(file->buffered_fd, 0, (off_t)offset, (off_t)(end - offset)))
-            return 0;
-        if (errno != EINTR)
-            return errno == ENOSYS ? -EOPNOTSUPP : -errno;
-    }
+    if (!fallocate(file->buffered_fd, 0, (off_t)offset, (off_t)(end - offset)))
+        return 0;
+    return errno == ENOSYS ? -EOPNOTSUPP : -errno;
+}
+
+static int allocate_without_signals(const aio_file *file, uint64_t offset, uint64_t end) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = allocate(file, offset, end);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
 }
 
 /* In bytes, or -errno. */
@@ -87,18 +95,21 @@ static int64_t length_of(const aio_file *file) {
 }
 
 static int set_length(const aio_file *file, uint64_t size) {
-    while (ftruncate(file->buffered_fd, (off_t)size))
-        if (errno != EINTR)
-            return -errno;
-    return 0;
+    return ftruncate(file->buffered_fd, (off_t)size) ? -errno : 0;
 }
 
-int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes) {
+int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes, int32_t unhindered) {
+    int error;
     if (!nbytes)
         return 0;
     pthread_mutex_lock(&file->lock);
     const int64_t before = length_of(file);
-    const int error = before < 0 ? (int)before : allocate(file, offset, offset + nbytes);
+    if (before < 0)
+        error = (int)before;
+    else if (unhindered)
+        error = allocate_without_signals(file, offset, offset + nbytes);
+    else
+        error = allocate(file, offset, offset + nbytes);
     if (!error)
         file->size = aio_max(file->size, offset + nbytes);
     else if (before >= 0 && error != -EOPNOTSUPP) {
@@ -106,8 +117,9 @@ int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes) {
          * been promised stays: they make the file longer under this lock and nowhere else. */
         const uint64_t kept = aio_max((uint64_t)before, file->size);
         const int64_t now = length_of(file);
-        if (now > 0 && (uint64_t)now > kept)
-            set_length(file, kept);
+        for (uint32_t i = 0; now > 0 && (uint64_t)now > kept && i < MAX_INTERRUPTIONS; i++)
+            if (set_length(file, kept) != -EINTR)
+                break;
     }
     pthread_mutex_unlock(&file->lock);
     return error;
@@ -152,8 +164,12 @@ int aio_file_grow(aio_file *file, uint64_t offset, uint64_t end) {
     if (end > file->size) {
         /* The lock is held over the call, so that two lanes do not reserve the same range. A hole
          * that lies below `offset` stays a hole. */
-        if (!file->cannot_allocate)
+        for (uint32_t i = 0; !file->cannot_allocate && i < MAX_INTERRUPTIONS; i++) {
             error = allocate(file, aio_max(offset, file->size), end);
+            if (error != -EINTR)
+                break;
+            aio_pause(); /* a lane takes no signals: it is the file system that says so */
+        }
         if (error == -EOPNOTSUPP) {
             file->cannot_allocate = true; /* the writes grow the file, and meet ENOSPC themselves */
             error = 0;

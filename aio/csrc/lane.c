@@ -13,6 +13,10 @@
 /* With a pause of a millisecond each, ten seconds without a byte are no passing shortage. */
 #define MAX_STALLS 10000u
 #define STALL_MILLISECONDS 1
+/* A lane takes no signals: whatever interrupts its calls, a second of it is for good. The first few
+ * need no pause. */
+#define MAX_INTERRUPTIONS 1000u
+#define PROMPT_INTERRUPTIONS 8u
 #define REAP_BATCH 64u
 #define SIDE_THREADS 16u
 #define POSIX_THREADS 64u
@@ -177,12 +181,19 @@ static void job_issued(struct lane *lane) {
 
 /* ---- the lane's thread: results ---- */
 
-static void block_retry(struct lane *lane, struct block *block, bool stalled) {
-    if (stalled && ++block->stalls >= MAX_STALLS) {
-        job_fail(block->job, EAGAIN);
+static void block_retry(struct lane *lane, struct block *block) {
+    block_queue_push(&lane->retries, block);
+}
+
+/* Again, for an error that may pass, as often as it may take. */
+static void block_retry_after(struct lane *lane, struct block *block, int error) {
+    if (++block->stalls >= (error == EINTR ? MAX_INTERRUPTIONS : MAX_STALLS)) {
+        job_fail(block->job, error);
         return;
     }
-    block_queue_push(&lane->retries, block);
+    if (error != EINTR || block->stalls > PROMPT_INTERRUPTIONS)
+        lane->stalled = true;
+    block_retry(lane, block);
 }
 
 /* Accounts for `moved` bytes and says whether some are left. */
@@ -223,12 +234,11 @@ static bool block_goes_on(struct lane *lane, struct block *block) {
          * file will not have; else the error is of another kind, such as a limit on file sizes. */
         block->refused = true;
         block_make_buffered(lane, block);
-        block_retry(lane, block, false);
-    } else if (result > 0 || result == -EINTR) {
-        block_retry(lane, block, result < 0);
-    } else if (result == -EAGAIN) {
-        lane->stalled = true;
-        block_retry(lane, block, true);
+        block_retry(lane, block);
+    } else if (result > 0) {
+        block_retry(lane, block);
+    } else if (result == -EINTR || result == -EAGAIN) {
+        block_retry_after(lane, block, (int)-result);
     } else {
         job_fail(job, (int)-result);
     }

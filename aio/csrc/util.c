@@ -39,6 +39,11 @@ int aio_thread_start(pthread_t *thread, void *(*entry)(void *), void *argument, 
     return -error;
 }
 
+void aio_pause(void) {
+    const struct timespec millisecond = {.tv_nsec = 1000000};
+    nanosleep(&millisecond, NULL);
+}
+
 void aio_wake(int fd) {
     const uint64_t one = 1;
     /* It can fail only when the counter is full, and then the reader is woken anyway. */
@@ -56,7 +61,7 @@ void aio_sleep(int fd, int milliseconds) {
     (void)ignored;
 }
 
-int aio_map(uint64_t nbytes, int32_t huge_pages, int32_t inherited, uint8_t **address) {
+int aio_map(uint64_t nbytes, bool huge_pages, bool inherited, uint8_t **address) {
     const uint64_t alignment = nbytes >= HUGE_PAGE_BYTES ? HUGE_PAGE_BYTES : aio_page_bytes();
     const uint64_t length = aio_round_up(nbytes, aio_page_bytes());
     if (length < nbytes || length + alignment < length)
@@ -85,6 +90,19 @@ int aio_map(uint64_t nbytes, int32_t huge_pages, int32_t inherited, uint8_t **ad
 
 void aio_unmap(uint8_t *address, uint64_t nbytes) {
     munmap(address, aio_round_up(nbytes, aio_page_bytes()));
+}
+
+int aio_mapping_new(aio_mapping *mapping, uint64_t nbytes, int32_t huge_pages, int32_t inherited) {
+    mapping->nbytes = nbytes;
+    mapping->pid = inherited ? 0 : getpid();
+    return aio_map(nbytes, huge_pages, inherited, &mapping->address);
+}
+
+void aio_mapping_drop(aio_mapping *mapping) {
+    /* In a child that did not inherit it, something else may be there by now. */
+    if (mapping->address && (!mapping->pid || mapping->pid == getpid()))
+        aio_unmap(mapping->address, mapping->nbytes);
+    mapping->address = NULL;
 }
 
 int aio_lock_memory(uint8_t *address, uint64_t nbytes) {

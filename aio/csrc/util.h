@@ -21,8 +21,16 @@ uint64_t aio_page_bytes(void);
 /* CLOCK_MONOTONIC in seconds: what Python's time.perf_counter() and time.monotonic() read. */
 double aio_now(void);
 
+/* Memory as aio_mapping_new maps it, for who keeps the size himself. 0 or -errno. */
+int aio_map(uint64_t nbytes, bool huge_pages, bool inherited, uint8_t **address);
+void aio_unmap(uint8_t *address, uint64_t nbytes);
+
 /* Starts a thread that takes no signals, so that Python's handlers stay with Python's threads. */
 int aio_thread_start(pthread_t *thread, void *(*entry)(void *), void *argument, const char *name);
+
+/* What else an interrupted or failed call is for a thread that takes no signals: a reason to try
+ * again, but not at once and without end. */
+void aio_pause(void);
 
 /* Makes an eventfd readable. */
 void aio_wake(int fd);

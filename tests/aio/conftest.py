@@ -1,10 +1,12 @@
 """Engines over every backend, and a gate that keeps operations in flight for as long as needed."""
 
 import os
+import resource
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,27 @@ def random_bytes(nbytes: int, seed: int = 0) -> Bytes:
 def open_descriptors() -> set[int]:
     """Of this process; without the one that the question itself takes."""
     return {int(path.name) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Inside, this process may open `count` more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(open_descriptors()) + 10, hard))
+        while True:
+            try:
+                taken.append(os.dup(0))
+            except OSError:
+                break
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        for number in taken:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def run_python(script: str, *arguments: str, under: Sequence[str] = (), **env: str) -> list[str]:
@@ -97,6 +120,17 @@ class Gate:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class Replaced:
+    """An object with some attributes replaced."""
+
+    def __init__(self, original: object, **replaced: object) -> None:
+        self._original = original
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._original, name)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ static void submit(uint64_t begin, int32_t kind, uint8_t *base) {
             .kind = kind,
         };
     }
-    check(aio_engine_submit(engine, requests, NUM_PIECES, -1) == NUM_PIECES, "not all accepted");
+    check(!aio_engine_submit(engine, requests, NUM_PIECES, -1), "not all accepted");
 }
 
 static void *submit_writes(void *begin) {
@@ -117,7 +117,7 @@ int main(int argc, char **argv) {
     run(submit_reads, 2 * NUM_THREADS * NUM_PIECES);
     aio_engine_stop(engine);
     pthread_join(reaper, NULL);
-    aio_engine_free(engine);
+    aio_engine_drop(&engine);
 
     check(!atomic_load(&num_failed), "a request failed");
     check(!memcmp(written, read_back, nbytes), "the bytes differ");

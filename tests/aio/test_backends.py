@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aio import AioError, Backend, Engine, MemoryBackend, backends
-from tests.aio.conftest import open_descriptors, skip_unless_available
+from tests.aio.conftest import descriptors_left, open_descriptors, skip_unless_available
 
 # More events than fs.aio-max-nr has by default, and than this machine has left.
 _AIO_MAX = Path("/proc/sys/fs/aio-max-nr")
@@ -111,6 +111,21 @@ class TestNamed:
         with Engine("libaio"):  # what the failed one had taken is free again
             pass
 
+    @pytest.mark.parametrize("left", [0, 1])
+    def test_too_many_open_files_are_an_error_and_no_reason_for_a_lesser_backend(
+        self, left: int
+    ) -> None:
+        skip_unless_available("io_uring")
+        before = open_descriptors()
+        with (
+            descriptors_left(left),
+            pytest.raises(AioError, match="backend io_uring: Too many open files") as caught,
+        ):
+            Engine()
+        assert caught.value.errno == errno.EMFILE
+        assert "RLIMIT_NOFILE" in str(caught.value)
+        assert open_descriptors() == before
+
     def test_unknown_backend_is_refused_with_the_known_ones(self) -> None:
         with pytest.raises(ValueError, match=r"backend='spdk' is not one of auto, .*posix"):
             Engine("spdk")  # type: ignore[arg-type]
@@ -195,15 +210,20 @@ class TestFaults:
             f" after {moved} bytes"
         )
 
-    def test_shortage_that_never_ends_becomes_an_error(self, tmp_path: Path) -> None:
+    def test_interruption_that_never_ends_becomes_an_error_after_pauses(
+        self, tmp_path: Path
+    ) -> None:
         (tmp_path / "data").write_bytes(bytes(4096))
         with (
             Engine(MemoryBackend(interrupted=1)) as engine,
             engine.open(tmp_path / "data") as file,
-            pytest.raises(AioError) as caught,
         ):
-            engine.read(file, 0, bytearray(4096)).result()
-        assert caught.value.errno == errno.EAGAIN
+            operation = engine.read(file, 0, bytearray(4096))
+            with pytest.raises(AioError) as caught:
+                operation.result()
+        assert caught.value.errno == errno.EINTR
+        # It paused a millisecond nearly a thousand times.
+        assert operation.finished_at - operation.started_at > 0.5
 
     @pytest.mark.parametrize("field", ["short_transfer", "again", "interrupted", "error"])
     def test_probability_outside_its_range_is_refused(self, field: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from aio import AioError, Backend, Engine, MemoryBackend, _native, opening, sync_directory
-from tests.aio.conftest import Gate, open_descriptors, random_bytes, run_python
+from tests.aio.conftest import Gate, Replaced, open_descriptors, random_bytes, run_python
 from tests.support import aio_loop
 
 MIB = 1 << 20
@@ -324,23 +324,12 @@ class TestBuffered:
     def test_file_system_without_allocation_still_grows_files(
         self, plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        refusing = _Replaced(_native.lib, aio_file_allocate=lambda *_: -errno.EOPNOTSUPP)
+        refusing = Replaced(_native.lib, aio_file_allocate=lambda *_: -errno.EOPNOTSUPP)
         monkeypatch.setattr("aio.files.lib", refusing)
         with plain.open(tmp_path / "data", "w", size=5000) as file:
             assert file.size() == 5000
             file.allocate(0, 100)
             assert file.size() == 5000
-
-
-class _Replaced:
-    """An object with some attributes replaced."""
-
-    def __init__(self, original: object, **replaced: object) -> None:
-        self._original = original
-        self.__dict__.update(replaced)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._original, name)
 
 
 @needs_loop

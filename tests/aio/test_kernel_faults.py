@@ -44,6 +44,31 @@ _ROUND_TRIP = """
 """
 
 
+# Under strace, so that the signal comes within the call.
+_INTERRUPTED = """
+    import signal, sys
+    from aio import Engine
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Engine("posix") as engine:
+        try:
+            engine.open(sys.argv[1], "w", size=1 << 20)
+        except KeyboardInterrupt:
+            print("interrupted")
+"""
+
+_OPENED = """
+    import sys
+    from aio import Engine
+
+    with Engine("posix") as engine:
+        try:
+            engine.open(sys.argv[1], "w")
+        except OSError as error:
+            print(error.errno, error.filename)
+"""
+
+
 def _round_trip(path: Path, backend: str, *faults: str) -> list[str]:
     strace = ["strace", "-f", "-q", "-o", str(path.with_name("trace"))]
     for fault in faults:
@@ -57,10 +82,12 @@ class TestPassingFaults:
         ("backend", "fault"),
         [
             ("libaio", "io_submit:error=EAGAIN:when=1..3"),
+            ("libaio", "io_submit:error=EINTR:when=1..3"),
             ("libaio", "io_submit:error=EINTR:when=2..5"),
             ("libaio", "io_getevents:error=EINTR:when=1+2"),
             ("libaio", "io_getevents:error=EAGAIN:when=1+2"),
             ("io_uring", "io_uring_enter:error=EAGAIN:when=1..3"),
+            ("io_uring", "io_uring_enter:error=EBUSY:when=1..3"),
             ("io_uring", "io_uring_enter:error=EBUSY:when=4..6"),
             ("io_uring", "io_uring_enter:error=EINTR:when=1+3"),
             ("io_uring", "io_uring_enter:error=EAGAIN:when=1+2"),
@@ -106,6 +133,26 @@ class TestLastingFaults:
             f"{errno.EIO} cannot sync {path}: Input/output error; what was written to it may be"
             " lost, write it again to another file"
         )
+
+    def test_interrupt_of_an_allocation_ends_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "data"
+        trace = tmp_path / "trace"
+        fault = "inject=fallocate:error=EINTR:signal=SIGINT:when=1"
+        strace = ["strace", "-f", "-q", "-o", str(trace), "-e", "trace=fallocate", "-e", fault]
+        assert run_python(_INTERRUPTED, str(path), under=strace) == ["interrupted"]
+        assert trace.read_text().count("fallocate(") == 1
+        assert not path.exists()
+
+    @pytest.mark.parametrize("code", ["EMFILE", "ENOMEM", "EIO"])
+    def test_alignment_that_cannot_be_asked_for_is_an_error(
+        self, code: str, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "data"
+        trace = f"inject=statx:error={code}"
+        strace = ["strace", "-f", "-q", "-o", str(tmp_path / "trace"), "-e", trace]
+        (line,) = run_python(_OPENED, str(path), under=strace)
+        assert line == f"{getattr(errno, code)} {path}"
+        assert not path.exists()
 
     @pytest.mark.parametrize(
         ("backend", "fault"),

@@ -2,9 +2,7 @@
 
 import errno
 import os
-import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from aio import Engine, opening
 from aio.descriptors import Descriptor
 from aio.opening import Mode
-from tests.aio.conftest import open_descriptors
+from tests.aio.conftest import descriptors_left, open_descriptors
 from tests.support.interrupts import interrupt_behind_call
 
 
@@ -20,27 +18,6 @@ from tests.support.interrupts import interrupt_behind_call
 def plain() -> Iterator[Engine]:
     with Engine("posix", block_bytes=4096) as engine:
         yield engine
-
-
-@contextmanager
-def descriptors_left(count: int) -> Iterator[None]:
-    """Inside, this process may open `count` more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(open_descriptors()) + 10, hard))
-        while True:
-            try:
-                taken.append(os.dup(0))
-            except OSError:
-                break
-        for _ in range(count):
-            os.close(taken.pop())
-        yield
-    finally:
-        for number in taken:
-            os.close(number)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.timeout(20)

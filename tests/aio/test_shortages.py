@@ -1,0 +1,102 @@
+"""A machine without memory, and calls that signals interrupt."""
+
+import _thread
+import errno
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from aio import Engine, _native
+from tests.aio.conftest import ROOT, Replaced, run_python
+
+# Of the memory for requests there is so much, and no more.
+_NO_MEMORY = """
+#include "engine.h"
+extern void *__libc_calloc(size_t, size_t);
+int requests_left = -1;
+void *calloc(size_t count, size_t nbytes) {
+    if (count == 1 && nbytes == sizeof(struct job) && requests_left >= 0 && !requests_left--) {
+        requests_left = 0;
+        return 0;
+    }
+    return __libc_calloc(count, nbytes);
+}
+"""
+_BATCH = """
+    import ctypes, sys
+    from aio import Engine, Request
+
+    left = ctypes.c_int.in_dll(ctypes.CDLL(None), "requests_left")
+    buffers = [bytearray(b"x" * 100) for _ in range(5)]
+    with Engine("posix") as engine, engine.open(sys.argv[1], "w") as file:
+        batch = [Request("write", file, i * 100, buffer) for i, buffer in enumerate(buffers)]
+        left.value = 3
+        try:
+            engine.submit(batch)
+        except MemoryError as error:
+            print(error)
+        left.value = -1
+        print(file.size())
+        for buffer in buffers:
+            buffer.append(0)  # nothing holds it
+        print(engine.write(file, 0, b"after").result())
+"""
+
+
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="needs its own calloc")
+def test_batch_that_there_is_no_memory_for_is_queued_not_even_in_part(tmp_path: Path) -> None:
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path / "no_memory.so"
+    flags = ["-D_GNU_SOURCE", "-shared", "-fPIC", "-I", str(ROOT / "aio" / "csrc")]
+    built = subprocess.run(
+        [compiler, *flags, "-x", "c", "-", "-o", str(library)],
+        input=_NO_MEMORY,
+        text=True,
+        check=False,
+    )
+    if built.returncode:
+        pytest.skip("needs a C library whose calloc can be replaced")
+    assert run_python(_BATCH, str(tmp_path / "data"), LD_PRELOAD=str(library)) == [
+        "cannot queue 5 requests: there is no memory",
+        "0",
+        "5",
+    ]
+
+
+def test_allocation_that_signals_interrupt_goes_on_and_in_the_end_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hindered: list[bool] = []
+
+    def allocate(native: object, offset: int, nbytes: int, unhindered: int) -> int:
+        hindered.append(not unhindered)
+        return -errno.EINTR if hindered[-1] else 0
+
+    monkeypatch.setattr("aio.files.lib", Replaced(_native.lib, aio_file_allocate=allocate))
+    with Engine("posix") as engine, engine.open(tmp_path / "data", "w", size=4096):
+        assert len(hindered) > 2
+        assert hindered.index(False) == len(hindered) - 1
+
+
+@pytest.mark.parametrize("call", ["aio_file_allocate", "aio_file_truncate"])
+def test_interrupt_while_a_file_changes_its_length_is_raised_before_the_next_try(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def interrupted(*_: object) -> int:
+        calls.append(call)
+        if len(calls) == 3:
+            _thread.interrupt_main()
+        return -errno.EINTR
+
+    with Engine("posix") as engine, engine.open(tmp_path / "data", "w") as file:
+        monkeypatch.setattr("aio.files.lib", Replaced(_native.lib, **{call: interrupted}))
+        with pytest.raises(KeyboardInterrupt):
+            file.allocate(0, 10) if "allocate" in call else file.truncate(10)
+        assert len(calls) == 3
