@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoint.assembly import TensorView, view_of
-from checkpoint.dcp_tree import is_blob
-from checkpoint.names import Path, natural_name
+from checkpoint.dcp_tree import entry_name, is_blob
+from checkpoint.names import Path
 from checkpoint.opened import OpenCheckpoint
 from checkpoint.records import ChunkRecord, Manifest, TensorRecord
 from checkpoint.scalars import decode_dtype
@@ -150,7 +150,7 @@ def _by_name(parts: Iterator[_Part]) -> Iterator[tuple[str, _Part]]:
     """Parts by their names, where only one has it; paths as DCP has them."""
     found: dict[str, _Part | None] = {}
     for path, value in parts:
-        name = natural_name(path)
+        name = entry_name(path)
         keys = tuple(key if type(key) is int else str(key) for key in path)
         found[name] = None if name in found else (keys, value)
     return ((name, part) for name, part in found.items() if part is not None)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from checkpoint.names import natural_name, unique_names
+from checkpoint.names import ROOT_NAME, Path, unique_names
 from checkpoint.scalars import Node
 
 BLOB_DTYPE = "|V1"
+_ESCAPED = "escaped~"
 
 
 def entry_node(index: int, array: Node | None) -> Node:
@@ -21,13 +22,31 @@ def entry_node(index: int, array: Node | None) -> Node:
     return {"tensor": index} if array is None else {"array": index, "dtype": array}
 
 
+def entry_name(path: Path) -> str:
+    """What DCP calls what is at a path: its keys joined by dots. The whole state, which DCP has no
+    name for, is `state`.
+    """
+    return ".".join(str(key) for key in path) if path else ROOT_NAME
+
+
 def data_name(fqn: str) -> str:
     """What an entry is called in data files: its name, unless these keep that for themselves.
 
-    No two entries get the same name, and none of them has to be known for that of another.
+    No two entries get the same name, and none of them has to be known for that of another. Names
+    that are no valid UTF-8 have one beginning of their own: `~escaped~`.
     """
+    if not _is_utf8(fqn):
+        doubled = fqn.replace("\\", "\\\\")
+        return f"~{_ESCAPED}{doubled.encode('utf-8', 'backslashreplace').decode()}"
     bare = fqn.lstrip("~")
-    return natural_name((fqn if unique_names([bare]) == [bare] else f"~{fqn}",))
+    is_taken = not bare or unique_names([bare]) != [bare]
+    is_taken = is_taken or (bare != fqn and bare.startswith(_ESCAPED))
+    return f"~{fqn}" if is_taken else fqn
+
+
+def _is_utf8(text: str) -> bool:
+    """Half of a surrogate pair is a legal Python string and no legal UTF-8."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def is_blob(node: Node) -> bool:
@@ -40,7 +59,7 @@ def build_tree(leaves: Mapping[str, Node], paths: Mapping[str, Any] | None) -> N
     root: dict[Any, Any] = {}
     for name, node in leaves.items():
         path = None if paths is None else paths.get(name)
-        if not _is_path(path) or natural_name(path) != name or not _insert(root, path, node):
+        if not _is_path(path) or entry_name(path) != name or not _insert(root, path, node):
             return {"dict": dict(leaves)}
     return _encode(root)
 

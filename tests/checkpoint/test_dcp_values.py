@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -23,6 +25,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoint
+from checkpoint.dcp_tree import data_name
+from checkpoint.names import unique_names
 from tests.checkpoint.trees import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -185,7 +189,29 @@ def test_a_name_that_two_leaves_share_finds_neither(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "__pad__1", "~__pad__1", "~", "", "\udc80"])
-def test_names_that_data_files_keep_for_themselves_load(tmp_path: Path, name: str) -> None:
-    save({name: torch.ones(2), "v": 1}, tmp_path / "step")
-    assert checkpoint.load(tmp_path / "step")[name].sum() == 2
+@pytest.mark.parametrize("beside", ["state", "~~", "\\udc80"])
+def test_names_that_data_files_keep_for_themselves_load(
+    tmp_path: Path, name: str, beside: str
+) -> None:
+    state = {name: torch.ones(2), "v": {name: 1}, beside: torch.zeros(3)}
+    save(state, tmp_path / "step")
+    loaded = checkpoint.load(tmp_path / "step")
+    assert list(loaded) == list(state)
+    assert loaded["v"] == {name: 1}
     assert checkpoint.verify(tmp_path / "step").ok
+    live = load({name: torch.zeros(2), "v": {name: 0}, beside: torch.ones(3)}, tmp_path / "step")
+    for found in (loaded, live):
+        assert found[name].tolist() == [1, 1]
+        assert found[beside].tolist() == [0, 0, 0]
+    assert live["v"] == {name: 1}
+
+
+@given(st.sets(st.text("~\\ud80\ud800\udc80", max_size=5), min_size=2))
+@example({"escaped~\\ud800", "~escaped~\\ud800", "\ud800", "~escaped~\\\\ud800"})
+@example({"", "~", "~~", "state"})
+def test_no_two_entries_have_the_same_name_in_data_files(fqns: set[str]) -> None:
+    fqns |= {f"~escaped~{fqn}" for fqn in fqns}
+    names = [data_name(fqn) for fqn in fqns]
+    assert len(set(names)) == len(fqns)
+    assert unique_names(names) == names
+    assert all(name and name.encode() for name in names)
