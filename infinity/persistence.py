@@ -32,7 +32,6 @@ from torch import nn
 import checkpoint
 from checkpoint import commit_ranks as steps
 from checkpoint.leftovers import remove_checkpoint
-from checkpoint.locate import peek_saved
 from checkpoint.relocation import StripeDirs
 from infinity import saved_state
 from infinity.discovery import Record
@@ -41,11 +40,13 @@ from infinity.loss_scale import LossScale
 from infinity.optimizer import OffloadedOptimizer, TorchRule
 from infinity.plane_bytes import Saving, planes_of_leaf
 from infinity.rank_state import (
+    check_same_save,
     own_states,
     random_of_ranks,
     random_state,
     restore_own,
     restore_random,
+    saves_seen,
 )
 from infinity.sharing import Sharing
 from swap.kernels import merge_master
@@ -127,23 +128,16 @@ def load(
     """
     read = partial(checkpoint.load, path, stripe_dirs=stripe_dirs)
     for _ in range(_MAX_LOADS):
-        before = _seen(trainee.sharing, path)
+        before = saves_seen(trainee.sharing, path)
         if len(set(before)) > 1:
             continue
         extra = _load(trainee, path, read)
-        if _seen(trainee.sharing, path) == before:
+        if saves_seen(trainee.sharing, path) == before:
             return extra
+    check_same_save(before, path)
     raise BlockingIOError(
         errno.EAGAIN, f"was saved over {_MAX_LOADS} times before it could be loaded", str(path)
     )
-
-
-def _seen(sharing: Sharing, path: str | os.PathLike[str]) -> list[int | None]:
-    """When what is at ``path`` was saved, as every rank sees it: tells saves apart."""
-    saved = peek_saved(Path(path))
-    if sharing.coordinator is None:
-        return [saved]
-    return steps.together(sharing.coordinator, lambda: saved)
 
 
 def _load(trainee: Trainee, path: str | os.PathLike[str], read: Read) -> Any:
@@ -307,15 +301,20 @@ def _load_own(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
     lost = [other for other in own if other >= world_size]
     if rank == 0 and own and (lost or saved_by < world_size):
         logger.warning(
-            "saved by %d ranks, loaded on %d: buffers and extra of ranks %s are not used, ranks "
-            "from %d on begin with those of rank 0",
-            *(saved_by, world_size, lost, saved_by),
+            "saved by %d ranks, loaded on %d: %s", saved_by, world_size, _changed(lost, saved_by)
         )
     if rank in own:
         has_extra, extra = restore_own(read, rank, persistent_buffers(trainee.model))
         if has_extra:
             return extra
     return read(only=["extra.*"])["extra"].get("value")
+
+
+def _changed(lost: list[int], saved_by: int) -> str:
+    """What becomes of buffers and extra on another number of ranks."""
+    if lost:
+        return f"buffers and extra of ranks {lost} are not used"
+    return f"ranks from {saved_by} on begin with the buffers and extra of rank 0"
 
 
 _MASTER = ("weight", "lo", "master")

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from checkpoint.commit_ranks import together
 from checkpoint.coordinator import Coordinator
+from checkpoint.locate import peek_saved
 from checkpoint.packing import pack, unpack
 from infinity.plane_bytes import BytesOfRank
+from infinity.rank_agreement import RankDifferenceError
 from infinity.sharing import Sharing
 
 logger = logging.getLogger(__name__)
@@ -72,6 +76,35 @@ def restore_own(
             if name.startswith(_BUFFER) and name.removeprefix(_BUFFER) in buffers:
                 buffers[name.removeprefix(_BUFFER)].copy_(value)
     return _EXTRA in parts, parts.get(_EXTRA, {}).get("value")
+
+
+def saves_seen(sharing: Sharing, path: str | os.PathLike[str]) -> list[int | None]:
+    """When what is at ``path`` was saved, as every rank sees it: tells saves apart.
+
+    Raises ``RankDifferenceError`` on every rank where they are given different paths.
+    """
+    if sharing.coordinator is None:
+        return [peek_saved(Path(path))]
+    every: list[Any] = together(
+        sharing.coordinator, lambda: [Path(path).resolve().name, peek_saved(Path(path))]
+    )
+    for rank, (name, _) in enumerate(every):
+        if name != every[0][0]:
+            raise RankDifferenceError(
+                f"rank 0 loads {every[0][0]}, rank {rank} {name}; every rank has to give the same "
+                "path"
+            )
+    return [saved for _, saved in every]
+
+
+def check_same_save(seen: Sequence[int | None], path: str | os.PathLike[str]) -> None:
+    """Raises ``RankDifferenceError``, on every rank, where they do not see the same save."""
+    for rank, saved in enumerate(seen):
+        if saved != seen[0]:
+            raise RankDifferenceError(
+                f"rank {rank} sees another save at {path} than rank 0; every rank has to give the "
+                "same path, on a file system that all ranks see"
+            )
 
 
 def random_of_ranks(sharing: Sharing, device: torch.device) -> dict[str, dict[str, BytesOfRank]]:

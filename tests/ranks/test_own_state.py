@@ -22,6 +22,11 @@ def test_buffers_extra_and_random_state_of_every_rank_come_back(tmp_path: Path) 
         assert told["statistics"]
         assert told["again"] == told["losses"]
         assert told["same"] == {"step": 2}
+        assert told["other path"] == (
+            "RankDifferenceError: rank 0 loads checkpoint, rank 1 same; every rank has to give the "
+            "same path"
+        )
+        assert told["other save"].startswith("RankDifferenceError: rank 1 sees another save at ")
     assert every[0]["mean"] != every[1]["mean"]
     path = tmp_path / "checkpoint"
     assert checkpoint.verify(path).ok
@@ -41,9 +46,15 @@ def test_buffers_extra_and_random_state_of_every_rank_come_back(tmp_path: Path) 
     # On fewer ranks and on more.
     assert every[0]["alone"] == 0
     assert every[0]["alone mean"] == every[0]["mean"]
+    assert every[0]["warned"] == [
+        "saved by 2 ranks, loaded on 1: buffers and extra of ranks [1] are not used"
+    ]
     three = run_ranks(rank_states.more, tmp_path / "three", 3, path=str(path))
     assert [told["rank"] for told in three] == [0, 1, 0]
     assert [told["mean"] for told in three] == [every[k]["mean"] for k in (0, 1, 0)]
+    assert three[0]["warned"] == [
+        "saved by 2 ranks, loaded on 3: ranks from 2 on begin with the buffers and extra of rank 0"
+    ]
 
 
 def test_a_buffer_that_one_rank_alone_has_is_restored_there() -> None:

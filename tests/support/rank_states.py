@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import infinity
+from infinity import persistence
 from tests.support.models import seeded
+from tests.support.rank_jobs import complaint
 
 WIDTH = 16
 
@@ -65,12 +70,15 @@ def resume(rank: int, folder: Path) -> dict[str, Any]:
         told["mean"] = statistics.tolist()
         batches.set_state(extra["loader"])
         told["again"] = train(offloaded, model, batches)
+        elsewhere = folder / "elsewhere" / "checkpoint"
+        told["other path"] = complaint(lambda: offloaded.load(folder / "same" if rank else path))
+        told["other save"] = complaint(lambda: offloaded.load(elsewhere if rank else path))
         told["same"] = offloaded.load(folder / "same")
     dist.barrier()
     alone = dist.new_group([0])
     if rank == 0:
         model = seeded(model_with_statistics)
-        with offload(model, folder, alone) as offloaded:
+        with offload(model, folder, alone) as offloaded, _warnings() as told["warned"]:
             told["alone"] = offloaded.load(path)["rank"]
             told["alone mean"] = model.get_buffer("1.running_mean").tolist()
     return told
@@ -79,9 +87,20 @@ def resume(rank: int, folder: Path) -> dict[str, Any]:
 def more(rank: int, folder: Path, *, path: str) -> dict[str, Any]:
     """Load what fewer ranks saved."""
     model = seeded(model_with_statistics)
-    with offload(model, folder, dist.group.WORLD) as offloaded:
+    with offload(model, folder, dist.group.WORLD) as offloaded, _warnings() as warned:
         extra = offloaded.load(path)
-        return {"rank": extra["rank"], "mean": model.get_buffer("1.running_mean").tolist()}
+        mean = model.get_buffer("1.running_mean").tolist()
+        return {"rank": extra["rank"], "mean": mean, "warned": warned}
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What is said of checkpoints meanwhile."""
+    said: list[str] = []
+    with mock.patch.object(
+        persistence.logger, "warning", lambda what, *values: said.append(what % values)
+    ):
+        yield said
 
 
 def offload(model: nn.Module, folder: Path, group: Any) -> Any:
