@@ -104,6 +104,9 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
                     pending.result()
                     manager.retire()
                 pending = offloaded.save(manager.path(step + 1), block=False)
+        if pending is not None:
+            pending.result()
+            manager.retire()
 
 
 def join(backend: str) -> None:

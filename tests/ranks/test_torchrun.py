@@ -17,7 +17,7 @@ def test_a_rank_that_is_killed_is_started_again_and_training_goes_on(tmp_path: P
     run = tmp_path / "run"
     arguments = {"steps": "8", "save-every": "2", "width": "64", "layers": "1"}
     arguments |= {"nvme": str(tmp_path / "nvme"), "checkpoints": str(run)}
-    arguments |= {"host-memory": "256MiB"}
+    arguments |= {"host-memory": "256MiB", "keep": "2"}
     options = [word for name, value in arguments.items() for word in (f"--{name}", value)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=2"]
     command += ["--nproc-per-node=2", str(ROOT / "examples" / "torchrun.py"), *options]
@@ -42,4 +42,5 @@ def test_a_rank_that_is_killed_is_started_again_and_training_goes_on(tmp_path: P
     told = (tmp_path / "output").read_text()
     assert code == 0, told
     assert "step 8: loss" in told
+    assert sorted(step.name for step in run.iterdir()) == ["step-6", "step-8"]
     assert (run / "step-8" / "manifest.json").exists()
