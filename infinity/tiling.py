@@ -8,8 +8,7 @@ has the tiles' values.
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -86,6 +85,7 @@ class Tiling:
         self._records = records
         self._compute_dtype = compute_dtype
         self._layers: list[_Tiled] = []
+        self._strides = {id(record.parameter): record.stride for record in records}
         self._chosen = self._choose(max_parameter_bytes)
 
     def __enter__(self) -> Tiling:
@@ -106,7 +106,7 @@ class Tiling:
                     self._layers[-1].name,
                 )
             else:
-                _give_back(self._layers[-1])
+                _give_back(self._layers[-1], self._strides)
             self._layers.pop()
 
     def values(self, values: Values, records: Sequence[Record]) -> Values:
@@ -195,7 +195,7 @@ def _refuse(name: str) -> Callable[..., Any]:
     return forward
 
 
-def _give_back(layer: _Tiled) -> None:
+def _give_back(layer: _Tiled, strides: Mapping[int, Sequence[int] | None]) -> None:
     """The layer returns to its places with what its tiles hold; those are emptied one by one. Can
     be called again after an interrupt.
     """
@@ -203,7 +203,9 @@ def _give_back(layer: _Tiled) -> None:
         if parameter.is_meta:
             continue
         if id(parameter) not in layer.joined:
-            layer.joined[id(parameter)] = _joining(parameter.shape, [tile for tile, _ in tiles])
+            layer.joined[id(parameter)] = _joining(
+                parameter.shape, strides[id(parameter)], [tile for tile, _ in tiles]
+            )
         joining = layer.joined[id(parameter)]
         for tile, (start, stop) in tiles[joining.num_tiles :]:
             joining.whole[start:stop].copy_(tile.detach())
@@ -216,18 +218,37 @@ def _give_back(layer: _Tiled) -> None:
         parent._modules[child] = layer.linear
 
 
-def _joining(shape: torch.Size, tiles: list[Any]) -> _Joining:
-    """The tiles as one: where they lie if they were never offloaded, or new memory for them."""
+def _joining(
+    shape: torch.Size, stride: Sequence[int] | None, tiles: Sequence[torch.Tensor]
+) -> _Joining:
+    """The tiles as one: where they lie if they were never offloaded, or new memory for them of that
+    ``stride`` (None: contiguous).
+    """
     first = tiles[0].detach()
-    ends = [tile.data_ptr() + tile.numel() * tile.element_size() for tile in tiles]
-    same_storage = {tile.untyped_storage()._cdata for tile in tiles} == {
-        first.untyped_storage()._cdata
-    }
-    if same_storage and all(map(operator.eq, ends, (tile.data_ptr() for tile in tiles[1:]))):
-        stride = torch.empty(shape, device="meta").stride()
-        whole = first.as_strided(shape, stride, first.storage_offset())
+    if _lie_as_cut(tiles):
+        whole = first.as_strided(shape, first.stride(), first.storage_offset())
         return _Joining(whole, num_tiles=len(tiles))
-    return _Joining(torch.empty(shape, dtype=first.dtype, device=first.device))
+    if stride is None:
+        stride = torch.empty(shape, device="meta").stride()
+    whole = torch.empty_strided(shape, stride, dtype=first.dtype, device=first.device)
+    return _Joining(whole)
+
+
+def _lie_as_cut(tiles: Sequence[torch.Tensor]) -> bool:
+    """Whether they are rows of one tensor still, the next behind the last."""
+    kind = _memory_of(tiles[0])
+    at = tiles[0].storage_offset()
+    for tile in tiles:
+        if _memory_of(tile) != kind or tile.storage_offset() != at:
+            return False
+        at += tile.shape[0] * tile.stride(0)
+    return True
+
+
+def _memory_of(tile: torch.Tensor) -> tuple[object, ...]:
+    """Where and how its elements lie, but for where they begin."""
+    where = tile.untyped_storage()._cdata
+    return where, tile.stride(), tile.dtype, tile.is_neg(), tile.is_conj()
 
 
 class _TiledValues:
