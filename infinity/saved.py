@@ -32,6 +32,7 @@ import torch
 from infinity.activations import Activations
 from infinity.discovery import Record
 from infinity.gathered_weights import Weights
+from infinity.parameter import OffloadedParameter
 from infinity.phases import Phases
 from infinity.saved_storage import SavedActivation
 from infinity.views import View, bytes_of, is_whole
@@ -145,7 +146,12 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         """How to fetch ``tensor`` again, if it lies in the weights of a parameter."""
         found = self._locate(tensor)
         if found is not None:
-            return self._saved(found[0], View.of(tensor, found[1]))
+            saved = self._saved(found[0], View.of(tensor, found[1]))
+            leaf = _leaf_of(tensor)
+            if leaf is not None and self._weights.at_home(found[0]) is None:
+                # The graph keeps it, and no hook sees that: in the arena it would keep the room.
+                leaf.data = leaf.detach().clone()
+            return saved
         if is_whole(tensor):
             for index in self._held():
                 if self._is_cast(tensor, self._records[index]):
@@ -225,6 +231,15 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             return None
         first, end, index = homes[position]
         return (index, first) if stop <= end else None
+
+
+def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a program made of weights to have a gradient of its own, such as
+    ``nn.Parameter(weight.T)``, if ``tensor`` is that or a view of it.
+    """
+    leaf = tensor if tensor._base is None else tensor._base
+    is_leaf = leaf.requires_grad and leaf.is_leaf and not isinstance(leaf, OffloadedParameter)
+    return leaf if is_leaf else None
 
 
 def _home_ranges(records: list[Record], weights: Weights) -> dict[int, list[tuple[int, int, int]]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,3 +127,39 @@ def test_a_weight_changed_between_forward_and_backward_is_refused(nvme: Path) ->
                     nn.init.zeros_(parameter)
             with pytest.raises(RuntimeError, match="was changed in place after the forward pass"):
                 loss.backward()
+
+
+class _Leaves(nn.Module):
+    """Makes parameters of its own over its weights in each forward pass, as PEFT's DoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(320, 320) for _ in range(16))
+        self.made: list[nn.Parameter] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            weight: Any = layer.weight
+            leaf = nn.Parameter(weight.T if number % 3 else weight.detach())
+            self.made.append(leaf)
+            x = x + torch.tanh(nn.functional.linear(x, leaf) if number % 2 else x * leaf)
+        return x
+
+
+def test_leaves_made_of_weights_hold_no_memory_of_the_budget(nvme: Path) -> None:
+    def make() -> _Leaves:
+        torch.manual_seed(5)
+        return _Leaves()
+
+    plain, model = make(), make()
+    x = torch.randn(320, 320, generator=torch.Generator().manual_seed(0))
+    plain(x).square().mean().backward()
+    with infinity.offload(model, nvme, host_memory=least_budget(make, nvme)):
+        model(x).square().mean().backward()
+        assert len(model.made) == 16
+        for leaf, expected in zip(model.made, plain.made, strict=True):
+            assert same_bits(leaf.detach(), expected.detach())
+            assert leaf.grad is not None
+            assert expected.grad is not None
+            assert same_bits(leaf.grad, expected.grad)
+        model.made.clear()
