@@ -65,7 +65,7 @@ def check_not_traced() -> None:
     """Raises ``RuntimeError`` while what is computed on this thread becomes a graph of TorchScript:
     it would read weights later that it knows by their memory alone.
     """
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state() is not None:
         raise RuntimeError(f"an offloaded model was called by torch.jit.trace: {_SCRIPTED}")
 
 

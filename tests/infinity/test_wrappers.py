@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import accelerate  # type: ignore[import-untyped]
 import pytest
@@ -125,7 +126,8 @@ def test_an_offloaded_model_called_compiled_is_refused(nvme: Path) -> None:
 
 
 def _weighted(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: x @ model[0].weight
+    weight: Any = model[0].weight
+    return lambda x: x @ weight
 
 
 JIT: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
