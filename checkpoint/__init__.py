@@ -3,24 +3,24 @@
 import importlib
 from types import ModuleType
 
-from checkpoint.coordinator import Coordinator, SingleProcess
 from checkpoint.errors import (
     ChangedTensorError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     RankFailedError,
 )
-from checkpoint.export import export_safetensors, write_safetensors
-from checkpoint.group import GroupCoordinator
-from checkpoint.loading import list_tensors, load
+from checkpoint.format.records import SaveInfo
+from checkpoint.interop.export import export_safetensors, write_safetensors
+from checkpoint.interop.views import open_zarr, write_references
+from checkpoint.loading.api import list_tensors, load
+from checkpoint.loading.verifying import VerifyReport, verify
 from checkpoint.manager import LoadedStep, Manager
-from checkpoint.pending import PendingSave
-from checkpoint.records import SaveInfo
-from checkpoint.saving import save, save_async
-from checkpoint.sources import ByteSink, ByteSource, PartialSink, PartialSource
+from checkpoint.ranks.coordinator import Coordinator, SingleProcess
+from checkpoint.ranks.group import GroupCoordinator
+from checkpoint.saving.api import save, save_async
+from checkpoint.saving.pending import PendingSave
 from checkpoint.streams import open_stream
-from checkpoint.verifying import VerifyReport, verify
-from checkpoint.views import open_zarr, write_references
+from checkpoint.tensors.sources import ByteSink, ByteSource, PartialSink, PartialSource
 
 __all__ = [
     "ByteSink",

@@ -25,20 +25,20 @@ from pathlib import Path
 from typing import Any
 
 from aio import Engine
-from checkpoint.commit_ranks import apart, together
-from checkpoint.coordinator import Coordinator, SingleProcess
-from checkpoint.destination import PathLike
+from checkpoint.directory.destination import PathLike
+from checkpoint.directory.generations import remove_checkpoint
+from checkpoint.directory.relocation import Relocation, searching
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
-from checkpoint.guard import Guard
-from checkpoint.known import KnownManifests
-from checkpoint.leftovers import remove_checkpoint
-from checkpoint.loading import load
-from checkpoint.memory import KeptMemory
-from checkpoint.pending import PendingSave
-from checkpoint.records import SaveInfo
-from checkpoint.relocation import Relocation, searching
-from checkpoint.saving import save_after, start_save
-from checkpoint.verdicts import Verdict, is_directory, pass_over, verdict_of
+from checkpoint.format.records import SaveInfo
+from checkpoint.loading.api import load
+from checkpoint.loading.manifest_cache import KnownManifests
+from checkpoint.loading.verdicts import Verdict, is_directory, pass_over, verdict_of
+from checkpoint.ranks.coordinator import Coordinator, SingleProcess
+from checkpoint.saving.api import save_after, start_save
+from checkpoint.saving.commit_ranks import apart, together
+from checkpoint.saving.guard import Guard
+from checkpoint.saving.pending import PendingSave
+from checkpoint.transfer.memory import KeptMemory
 
 logger = logging.getLogger(__name__)
 

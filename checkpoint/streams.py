@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from aio import Engine, File, Operation
 from checkpoint._native import ffi
-from checkpoint.checksum import copy_ranges
-from checkpoint.destination import PathLike
-from checkpoint.memory import staging_slab
-from checkpoint.replacing import Replacement
+from checkpoint.directory.destination import PathLike
+from checkpoint.directory.replacing import Replacement
+from checkpoint.format.checksum import copy_ranges
 from checkpoint.sheltered import sheltered
+from checkpoint.transfer.memory import staging_slab
 
 _BLOCK_BYTES = 8 << 20
 _NUM_BLOCKS = 8

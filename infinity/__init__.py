@@ -3,15 +3,15 @@ nvme="/mnt"): ...``.
 """
 
 from checkpoint.errors import RankFailedError
+from infinity.adamw.optimizer import OffloadedAdamW, StateReport
 from infinity.model import OffloadedModel
-from infinity.offloaded_adamw import OffloadedAdamW, StateReport
 from infinity.offloading import offload
-from infinity.optimizer import AdamW
-from infinity.planning import Plan, plan
-from infinity.rank_agreement import RankDifferenceError
+from infinity.optim.optimizer import AdamW
+from infinity.planning.plan import Plan, plan
+from infinity.ranks.agreement import RankDifferenceError
 from infinity.report import Report
 from infinity.restoring import RestoreError
-from infinity.tiled import TiledLinear
+from infinity.tiling.tiled_linear import TiledLinear
 from swap.tiers import BudgetError
 
 __all__ = [

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint.memory import available_bytes, machine_bytes
-from infinity.activation_tiers import ActivationShare, mode_of
-from infinity.discovery import RESIDENT_ELEMENTS, Record
-from infinity.optimizer import AdamW, OptimizerFactory
-from infinity.tiling import MIN_TILE_BYTES
-from swap.directory import check_usable
+from checkpoint.transfer.memory import available_bytes, machine_bytes
+from infinity.activations.tiers import ActivationShare, mode_of
+from infinity.optim.optimizer import AdamW, OptimizerFactory
+from infinity.parameters.records import RESIDENT_ELEMENTS, Record
+from infinity.tiling.layers import MIN_TILE_BYTES
+from swap.storage.directory import check_usable
 from swap.tiers import Budget, format_bytes, parse_bytes
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

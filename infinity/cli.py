@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 import checkpoint
-from checkpoint.locate import read_manifest
-from infinity.bandwidth import measure_and_keep
-from infinity.planning import plan
-from swap.directory import reclaim
+from checkpoint.directory.locate import read_manifest
+from infinity.planning.plan import plan
+from swap.storage.bandwidth import measure_and_keep
+from swap.storage.directory import reclaim
 from swap.tiers import format_bytes
 
 MODEL = "model."

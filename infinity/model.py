@@ -11,34 +11,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkpoint.relocation import StripeDirs
-from infinity import persistence
-from infinity.accumulated import Accumulated
-from infinity.activations import Activations
+from checkpoint.directory.relocation import StripeDirs
+from infinity.activations.offloading import Activations
+from infinity.autograd.modifying import Loans, Parameters, records_of
+from infinity.autograd.module_hooks import ModelHooks
+from infinity.autograd.phases import Passes, Phases
+from infinity.autograd.refusals import check_not_traced
+from infinity.autograd.residency import Residency
+from infinity.autograd.saved_tensors import SavedTensors
+from infinity.autograd.versions import Versions
 from infinity.background import BackgroundSaves
-from infinity.collectives import LOAD, SAVE
-from infinity.discovery import Record
-from infinity.endurance import DRIVE_ENDURANCE
-from infinity.hooks import ModelHooks
-from infinity.loss_scale import LossScale
-from infinity.modifying import Loans, Parameters, records_of
-from infinity.optimizer import OffloadedOptimizer, advance_groups
-from infinity.parameter import become_offloaded, take_grad
-from infinity.phases import Passes, Phases
-from infinity.refusals import check_not_traced
+from infinity.optim.accumulated import Accumulated
+from infinity.optim.loss_scale import LossScale
+from infinity.optim.optimizer import OffloadedOptimizer, advance_groups
+from infinity.optim.stepping import clip_coefficient, options_of, updates_for
+from infinity.parameters.parameter import become_offloaded, take_grad
+from infinity.parameters.records import Record
+from infinity.ranks.collectives import LOAD, SAVE
+from infinity.ranks.context import Sharing
 from infinity.report import Report, make_report, write_trace
-from infinity.residency import Residency
 from infinity.restoring import Restoring
-from infinity.saved import SavedTensors
-from infinity.sharing import Sharing
-from infinity.stepping import clip_coefficient, options_of, updates_for
-from infinity.versions import Versions
+from infinity.values import persistence
 from swap.forks import check_process
-from swap.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
-from swap.stages import Step
+from swap.plan.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
+from swap.storage.endurance import DRIVE_ENDURANCE
 from swap.tiered import TieredState
 from swap.tiers import Budget
 from swap.undo import Undo
+from swap.update.stages import Step
 
 _UNCLIPPED_STEPS = 4
 """After so many steps in a row without clipping, the next one is expected not to clip either."""

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from infinity.activation_tiers import activations_for
+from infinity.activations.tiers import activations_for
 from infinity.arguments import (
     Arguments,
     Directories,
@@ -19,21 +19,16 @@ from infinity.arguments import (
     warn_of,
     warn_of_rounding,
 )
-from infinity.bandwidth import shares
+from infinity.autograd.refusals import check_model
 from infinity.block import OffloadBlock
-from infinity.buffers import BufferConversion
-from infinity.chosen_optimizer import optimizer_for, rule_for
-from infinity.collectives import Ranks
-from infinity.discovery import Record, records_of
-from infinity.gather_plan import GatherPlan
-from infinity.gathered_weights import GatherMemory
-from infinity.loss_scale import LossScale
-from infinity.materialize import fill_all, values_for
 from infinity.model import OffloadedModel
-from infinity.optimizer import AdamW, OptimizerFactory, TorchRule
-from infinity.over_ranks import OverRanks
-from infinity.placing import demand_of, place_within
-from infinity.rank_agreement import (
+from infinity.optim.chosen import optimizer_for, rule_for
+from infinity.optim.loss_scale import LossScale
+from infinity.optim.optimizer import AdamW, OptimizerFactory, TorchRule
+from infinity.parameters.records import Record, records_of
+from infinity.parameters.weak_references import WithoutWeakReferences
+from infinity.planning.placing import demand_of, place_within
+from infinity.ranks.agreement import (
     check_devices,
     check_same,
     facts_of,
@@ -42,13 +37,18 @@ from infinity.rank_agreement import (
     shared_shares,
     together,
 )
-from infinity.refusals import check_model
-from infinity.sharing import Sharing, Unshared
-from infinity.tiling import Tiling
-from infinity.weak_references import WithoutWeakReferences
-from swap.directory import reclaim
-from swap.placement import Placement
-from swap.rules import FrozenRule, UpdateRule
+from infinity.ranks.collectives import Ranks
+from infinity.ranks.context import Sharing, Unshared
+from infinity.ranks.gather_plan import GatherPlan
+from infinity.ranks.gathered_weights import GatherMemory
+from infinity.ranks.zero3 import OverRanks
+from infinity.tiling.layers import Tiling
+from infinity.values.buffers import BufferConversion
+from infinity.values.initial.materialize import fill_all, values_for
+from swap.plan.placement import Placement
+from swap.plan.rules import FrozenRule, UpdateRule
+from swap.storage.bandwidth import shares
+from swap.storage.directory import reclaim
 from swap.tiered import TieredState
 from swap.undo import Undo
 
@@ -91,7 +91,7 @@ def offload(
       ``"nvme"`` moves it to ``nvme`` but for the latest, within ``host_memory``; ``"host"`` moves
       it from a GPU to pinned memory, within ``host_memory``, and counts it on a CPU.
     - ``weights``: a safetensors file or folder, or a checkpoint of ours, to take the values from.
-      Without, what is on meta is set as in ``infinity/initialisers.py``.
+      Without, what is on meta is set as in ``infinity/values/initial/initialisers.py``.
     - ``max_parameter_bytes``: weights of ``nn.Linear`` layers that are larger (in the compute
       dtype) are cut into tiles inside the block, see ``TiledLinear``; the layers come back after.
     - ``overlap=False`` does one transfer after the other, for measuring what overlap is worth.

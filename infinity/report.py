@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infinity.activations import Activations
-from infinity.endurance import DRIVE_ENDURANCE, Wear, endurance_of
+from infinity.activations.offloading import Activations
+from swap.plan.traffic import traffic_of
+from swap.storage.endurance import DRIVE_ENDURANCE, Wear, endurance_of
 from swap.tiered import TieredState
 from swap.tiers import Tier, format_bytes
 from swap.timeline import Event, Timeline, busy_seconds, overlap_seconds, without
-from swap.traffic import traffic_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Report:
     ``overlap_seconds``: time in which reading, computing and writing went on at once.
     ``activation_bytes``: saved tensors that ``activations`` keeps, by where they are.
     ``step_read_bytes``, ``step_written_bytes``: training state moved in a step, the mean without
-    the first steps, beside ``formula_...``: what ``swap.traffic`` has for a step of as many
+    the first steps, beside ``formula_...``: what ``swap.plan.traffic`` has for a step of as many
     ``backward_passes`` as the last one; ``seconds_per_step`` is the mean over the same steps. None
     before there are such. ``endurance_bytes``: what the drives are rated for, see ``wear``.
     """

@@ -23,10 +23,10 @@ from torch import nn
 from aio import AioError
 from aio.errors import let_go
 from checkpoint.errors import RankFailedError
-from infinity.collectives import LEAVE
-from infinity.discovery import Record
-from infinity.parameter import become_plain, replace_parameter, take_grad
-from infinity.sharing import Sharing
+from infinity.parameters.parameter import become_plain, replace_parameter, take_grad
+from infinity.parameters.records import Record
+from infinity.ranks.collectives import LEAVE
+from infinity.ranks.context import Sharing
 from swap.tiered import TieredState
 
 _log = logging.getLogger(__name__)

@@ -17,24 +17,24 @@ import torch
 
 from aio import Engine, Slab
 from swap.apart import run_apart
-from swap.arena import Arena, HostArena
-from swap.device import CudaLink, DeviceArena, GradientInbox, Link, register_with_cuda
-from swap.directory import SwapDirectory
-from swap.early import Arrivals, is_as_proposed
-from swap.extents import ExtentStore
-from swap.gradients import GradientStore
-from swap.layout import Layout, Subgroup, neighbours
+from swap.cache.arena import Arena, HostArena
+from swap.cache.device_arena import CudaLink, DeviceArena, GradientInbox, Link, register_with_cuda
+from swap.cache.weight_cache import WeightCache
+from swap.gradients.store import GradientStore
 from swap.masters import planes_from, values_from
-from swap.passage import Passage
-from swap.placement import Placement
-from swap.planes import PlaneStore
-from swap.rules import ParameterUpdate, UpdateRule
-from swap.slabs import slab_of, slab_sizes, slots_of
-from swap.stages import Stages, Step
+from swap.plan.layout import Layout, Subgroup, neighbours
+from swap.plan.placement import Placement
+from swap.plan.rules import ParameterUpdate, UpdateRule
+from swap.storage.directory import SwapDirectory
+from swap.storage.extents import ExtentStore
+from swap.storage.passage import Passage
+from swap.storage.planes import PlaneStore
+from swap.storage.slabs import slab_of, slab_sizes, slots_of
 from swap.timeline import Timeline
 from swap.undo import Undo
-from swap.update import UpdatePipeline, parts_of
-from swap.weights import WeightCache
+from swap.update.pipeline import UpdatePipeline, parts_of
+from swap.update.readiness import Arrivals, is_as_proposed
+from swap.update.stages import Stages, Step
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from simulator.scenario import Outlook, Scenario, look
 from simulator.transformer import Transformer, shape_of
 from simulator.validation import Prediction, predictions
 
-from infinity.endurance import DRIVE_ENDURANCE
+from swap.storage.endurance import DRIVE_ENDURANCE
 from swap.tiers import Tier, format_bytes, parse_bytes
 
 RATES = {

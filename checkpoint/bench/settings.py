@@ -8,7 +8,7 @@ from itertools import product
 
 from aio import Backend, Engine
 from checkpoint.bench.units import format_size
-from checkpoint.staging import STAGING_BYTES
+from checkpoint.plan.write_runs import STAGING_BYTES
 
 DEFAULT_QUEUE_DEPTH = 32
 DEFAULT_BLOCK_BYTES = 1 << 20

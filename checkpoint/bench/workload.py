@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from checkpoint.bench.units import format_size
-from checkpoint.checksum import crc32c
+from checkpoint.format.checksum import crc32c
 
 _NUM_LAYERS = 12
 _ITEM_BYTES = 4

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 
 import checkpoint
 from aio import Engine
-from checkpoint.boxes import span_elements
-from checkpoint.locate import read_manifest
-from checkpoint.tree import data_nodes
-from checkpoint.zarr_layout import node_paths
+from checkpoint.directory.locate import read_manifest
+from checkpoint.format.slices import span_elements
+from checkpoint.format.tree import data_nodes
+from checkpoint.interop.zarr_layout import node_paths
 from tests.checkpoint.trees import assert_same
 from tests.checkpoint.views import Drawn, states_of_views, values
 

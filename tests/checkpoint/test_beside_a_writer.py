@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint import locate, views
+from checkpoint.directory import locate
+from checkpoint.interop import views
 
 
 def state(value: int) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from checkpoint import saving
-from checkpoint.cgroups import memory_limits
+from checkpoint.saving import api as saving
+from checkpoint.transfer.cgroups import memory_limits
 from tests.support import cgroup
 
 MIB = 1 << 20
@@ -79,7 +79,7 @@ def test_a_process_without_groups_has_no_limits(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(cgroup.unavailable_reason() is not None, reason="no memory cgroup can be made")
 def test_memory_to_take_is_less_than_the_limit_of_the_own_group() -> None:
-    program = "from checkpoint.memory import available_bytes, machine_bytes as m; " + (
+    program = "from checkpoint.transfer.memory import available_bytes, machine_bytes as m; " + (
         "print(available_bytes(), m())"
     )
     run = cgroup.run_limited([sys.executable, "-c", program], 700 * MIB)

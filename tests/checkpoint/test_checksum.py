@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint._native import ffi, lib
-from checkpoint.checksum import copy_ranges, copy_with_crc, crc32c
+from checkpoint.format.checksum import copy_ranges, copy_with_crc, crc32c
 
 DATA = np.random.default_rng(0).integers(0, 256, 200_000, np.uint8)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint.checksum import CRC_BLOCK_BYTES
+from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from tests.checkpoint.trees import assert_same
 
 
@@ -53,7 +53,7 @@ def flip(path: Path, offset: int) -> None:
 
 def extents(path: Path) -> dict[str, tuple[int, int]]:
     """Offset and length of every tensor in its file."""
-    from checkpoint.locate import read_manifest
+    from checkpoint.directory.locate import read_manifest
 
     tensors = read_manifest(path).tensors
     return {tensor.name: (tensor.chunks[0].offset, tensor.nbytes) for tensor in tensors}

@@ -118,7 +118,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(
         raise OSError(5, "the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoint.rank_files.RankFiles.sync", fail)
+        patch.setattr("checkpoint.saving.data_files.RankFiles.sync", fail)
         with pytest.raises(CheckpointException, match="the disk is gone"):
             dcp_save(state(2), storage_writer=writer)
     assert sorted(tmp_path.rglob("*")) == before

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint
-from checkpoint.checksum import CRC_BLOCK_BYTES
+from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from tests.checkpoint.trees import bits
 
 

@@ -39,7 +39,7 @@ def data_file_of_the_document() -> bytes:
 def test_a_save_makes_the_bytes_of_the_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("checkpoint.saving._new_uuid", lambda target: "00c0ffee")
+    monkeypatch.setattr("checkpoint.saving.api._new_uuid", lambda target: "00c0ffee")
     monkeypatch.setattr("time.time_ns", lambda: 1_700_000_000_000_000_000)
     checkpoint.save(EXAMPLE, tmp_path / "step")
     data = (tmp_path / "step" / "00c0ffee" / "r0-0.safetensors").read_bytes()
@@ -56,8 +56,8 @@ def test_the_bytes_of_the_document_load(tmp_path: Path) -> None:
 
 
 def test_the_document_names_every_tag_and_limit_of_the_program() -> None:
-    from checkpoint import manifest, records, tree
-    from checkpoint.scalars import scalar_tags
+    from checkpoint.format import manifest, records, tree
+    from checkpoint.format.scalars import scalar_tags
 
     for tag in [*scalar_tags(), *tree.DATA_TAGS, *tree._DECODERS]:
         assert f'"{tag}"' in DOCUMENT, tag

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import checkpoint
-from checkpoint.checksum import CRC_BLOCK_BYTES
+from checkpoint.format.checksum import CRC_BLOCK_BYTES
 
 FOLDER = Path(__file__).parent / "hostile"
 Document = dict[str, Any]

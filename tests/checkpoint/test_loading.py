@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint.checksum import CRC_BLOCK_BYTES
-from checkpoint.dcp_boxes import check_target
+from checkpoint.dcp.slices import check_target
+from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from tests.checkpoint.trees import assert_same, bits
 
 
@@ -95,7 +95,7 @@ def test_only_reads_no_other_data(path: Path) -> None:
 
 
 def _records(path: Path) -> Any:
-    from checkpoint.locate import read_manifest
+    from checkpoint.directory.locate import read_manifest
 
     return read_manifest(path).tensors
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint import known
-from checkpoint.locate import read_manifest
-from checkpoint.records import Manifest
+from checkpoint.directory.locate import read_manifest
+from checkpoint.format.records import Manifest
+from checkpoint.loading import manifest_cache as known
 
 
 def state(step: int) -> dict[str, Any]:

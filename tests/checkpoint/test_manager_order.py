@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import checkpoint
-from checkpoint.directory_lock import locked
-from checkpoint.manifest import MANIFEST_NAME
+from checkpoint.directory.lock import locked
+from checkpoint.format.manifest import MANIFEST_NAME
 from tests.checkpoint.test_manager import damage_data, state
 
 
@@ -183,7 +183,7 @@ def before_the_lock(monkeypatch: pytest.MonkeyPatch, path: Path, action: Any) ->
             waiting.pop()()
         return locked(checkpoint, **options)
 
-    monkeypatch.setattr("checkpoint.leftovers.locked", late)
+    monkeypatch.setattr("checkpoint.directory.generations.locked", late)
 
 
 def test_a_load_beside_a_writer_that_keeps_one_finds_one(

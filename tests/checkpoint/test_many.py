@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint import assembly
+from checkpoint.tensors import assembly
 from tests.checkpoint.trees import assert_same
 
 NUM_FILES = 110

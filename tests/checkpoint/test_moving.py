@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import checkpoint
 from checkpoint.dcp import StorageReader
-from checkpoint.owners import OWNER_NAME
+from checkpoint.directory.owners import OWNER_NAME
 
 
 def state(value: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.packing import pack, unpack
+from checkpoint.interop.packing import pack, unpack
 from tests.checkpoint.trees import assert_same
 
 

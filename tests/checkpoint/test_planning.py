@@ -14,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
-from checkpoint.boxes import (
+from checkpoint.format.checksum import CRC_BLOCK_BYTES
+from checkpoint.format.datafile import ALIGNMENT, Entry, plan_data_file
+from checkpoint.format.names import unique_names
+from checkpoint.format.slices import (
     contiguous_strides,
     flat_first,
     is_contiguous,
@@ -23,13 +26,10 @@ from checkpoint.boxes import (
     range_boxes,
     span_elements,
 )
-from checkpoint.checksum import CRC_BLOCK_BYTES
-from checkpoint.datafile import ALIGNMENT, Entry, plan_data_file
-from checkpoint.gathering import Wanted, plan_reads
-from checkpoint.names import unique_names
-from checkpoint.sharing import Region, Stored, View, plan_sharing
-from checkpoint.staging import ZEROS, Extent, plan_runs, plan_slots
-from checkpoint.striping import Part, plan_stripes
+from checkpoint.plan.aliasing import Region, Stored, View, plan_sharing
+from checkpoint.plan.read_runs import Wanted, plan_reads
+from checkpoint.plan.striping import Part, plan_stripes
+from checkpoint.plan.write_runs import ZEROS, Extent, plan_runs, plan_slots
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

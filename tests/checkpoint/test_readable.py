@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint.manifest import decode_manifest, encode_manifest
-from checkpoint.rank_files import RankFiles
-from checkpoint.records import ChunkRecord, FileRecord, Manifest, TensorRecord
-from checkpoint.sharing_out import Holding, share_out
+from checkpoint.format.manifest import decode_manifest, encode_manifest
+from checkpoint.format.records import ChunkRecord, FileRecord, Manifest, TensorRecord
+from checkpoint.plan.ownership import Holding, share_out
+from checkpoint.saving.data_files import RankFiles
 
 
 def nested_dtype(depth: int) -> np.dtype[Any]:

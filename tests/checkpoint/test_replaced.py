@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint.filling import Filler
-from checkpoint.planning import plan_files, plan_state
-from checkpoint.staging import Run
+from checkpoint.plan.state_plan import plan_files, plan_state
+from checkpoint.plan.write_runs import Run
+from checkpoint.transfer.filling import Filler
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ import torch
 
 import checkpoint
 from checkpoint import manager as manager_module
-from checkpoint.manifest import MANIFEST_NAME
+from checkpoint.format.manifest import MANIFEST_NAME
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import checkpoint
-from checkpoint.elements import BY_TORCH
+from checkpoint.format.elements import BY_TORCH
 from tests.checkpoint.trees import bits
 
 DCP_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -18,9 +18,9 @@ from zarr.storage import FsspecStore
 from zarr.testing.store import StoreTests
 
 import checkpoint
-from checkpoint.elements import BY_TORCH
-from checkpoint.zarr_layout import array_layout, node_paths
-from checkpoint.zarr_store import Blob, BytesBlob, ReadOnlyStore
+from checkpoint.format.elements import BY_TORCH
+from checkpoint.interop.zarr_layout import array_layout, node_paths
+from checkpoint.interop.zarr_store import Blob, BytesBlob, ReadOnlyStore
 from tests.checkpoint.trees import bits
 
 

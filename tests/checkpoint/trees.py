@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from checkpoint.boxes import contiguous_strides
-from checkpoint.elements import BY_TORCH
+from checkpoint.format.elements import BY_TORCH
+from checkpoint.format.slices import contiguous_strides
 
 DTYPES = sorted(BY_TORCH, key=str)
 NUMPY_DTYPES = ("?", "<i2", "<u4", ">f4", "<f8", "<c16", "<M8[ms]", "<m8[D]", "S3", "<U2", "V5")

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from checkpoint.boxes import contiguous_strides, span_elements
-from checkpoint.elements import BY_TORCH
+from checkpoint.format.elements import BY_TORCH
+from checkpoint.format.slices import contiguous_strides, span_elements
 from tests.checkpoint.trees import DTYPES, keys, plain
 
 # Of 16 bits torch negates NaNs to this one or that, as it comes.

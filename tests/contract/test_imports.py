@@ -43,7 +43,7 @@ def test_imports_of_every_module_follow_the_direction(package: str) -> None:
     ("package", "source", "found"),
     [
         ("aio", "def f():\n    import torch.nn", ["torch"]),
-        ("swap", "from checkpoint.manifest import Manifest", ["checkpoint"]),
+        ("swap", "from checkpoint.format.manifest import Manifest", ["checkpoint"]),
         ("checkpoint", "import aio, swap.plan as plan", ["swap"]),
         ("infinity", "import aio, swap, checkpoint, torch\nfrom . import swap", []),
     ],

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import infinity
-from swap.stages import Stages
+from swap.update.stages import Stages
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
 

@@ -17,8 +17,8 @@ from torch import nn
 import infinity
 from aio import AioError
 from infinity import restoring
-from swap.planes import PlaneStore
-from swap.stages import Stages
+from swap.storage.planes import PlaneStore
+from swap.update.stages import Stages
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget, same_bits, values_of
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from aio import AioError
-from swap.layout import pack
-from swap.placement import Placement
-from swap.stages import Step
+from swap.plan.layout import pack
+from swap.plan.placement import Placement
 from swap.tiered import TieredState
+from swap.update.stages import Step
 from tests.support.aio_loop import loop_mount, unavailable_reason
 from tests.support.tiers import (
     RULE,

@@ -19,9 +19,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aio import AioError
-from swap.layout import PIECE, Subgroup, pack
-from swap.stages import Step
+from swap.plan.layout import PIECE, Subgroup, pack
 from swap.tiered import TieredState
+from swap.update.stages import Step
 from tests.support.late_engine import Faults, Kind
 from tests.support.tiers import (
     RULE,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swap.layout import pack
+from swap.plan.layout import pack
 from swap.tiered import TieredState
 from tests.support.tiers import RULE, Plain, assert_same, fill_both, placement_of, specs_of
 

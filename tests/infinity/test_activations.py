@@ -21,16 +21,16 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from aio import AioError, Engine
 from aio.backends import MemoryBackend
-from infinity import saved_storage
-from infinity.activation_tiers import (
+from infinity.activations import storage as saved_storage
+from infinity.activations.offloading import THRESHOLD_BYTES, Activations
+from infinity.activations.storage import SavedActivation
+from infinity.activations.tiers import (
     ActivationShare,
     HostActivations,
     NvmeActivations,
     activations_for,
     mode_of,
 )
-from infinity.activations import THRESHOLD_BYTES, Activations
-from infinity.saved_storage import SavedActivation
 from swap.timeline import Timeline
 
 CPU = torch.device("cpu")
@@ -546,7 +546,7 @@ def test_full_disk_is_an_aio_error_in_forward(
 
     activations = on_nvme(1 * MIB)
     with monkeypatch.context() as patched:
-        patched.setattr("swap.extents.ExtentStore.allocate", full)
+        patched.setattr("swap.storage.extents.ExtentStore.allocate", full)
         with Hooks(activations), pytest.raises(AioError, match="no space"):
             chain(large(0), 4)
     with Hooks(activations):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity import bandwidth
-from infinity.bandwidth import kept, measure, measure_and_keep
+from swap.storage import bandwidth
+from swap.storage.bandwidth import kept, measure, measure_and_keep
 from tests.support.models import Stack
 
 

@@ -7,8 +7,8 @@ import torch
 
 import checkpoint
 import infinity
-from infinity.bandwidth import Bandwidth, kept, shares
 from infinity.cli import main
+from swap.storage.bandwidth import Bandwidth, kept, shares
 from tests.support.models import Stack, vector_loss
 
 

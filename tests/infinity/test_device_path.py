@@ -11,8 +11,8 @@ import torch
 
 import infinity
 from infinity import arguments
-from swap.device import HostLink
-from swap.placement import Placement, place
+from swap.cache.device_arena import HostLink
+from swap.plan.placement import Placement, place
 from swap.tiered import TieredState
 from swap.tiers import Budget
 from tests.support.models import Gpt, token_loss
@@ -42,7 +42,7 @@ def separate_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return HostLink()
 
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.placing.place", place_apart)
+        patch.setattr("infinity.planning.placing.place", place_apart)
         patch.setattr(arguments, "make_budget", bounded)
         patch.setattr(TieredState, "_make_link", link)
         yield

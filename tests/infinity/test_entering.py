@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.hooks import ModelHooks
-from infinity.versions import Versions
+from infinity.autograd.module_hooks import ModelHooks
+from infinity.autograd.versions import Versions
 from swap.tiered import TieredState
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import same_bits, values_of

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import infinity
-from swap.schedule import LONGEST_CYCLE, Schedule
+from swap.plan.schedule import LONGEST_CYCLE, Schedule
 from tests.support.models import Gpt, Stack, seeded, tokens, vectors
 from tests.support.training import least_budget
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity
-from checkpoint.memory import machine_bytes
-from infinity.activation_tiers import ActivationShare
-from infinity.discovery import records_of
-from infinity.placing import demand_of, place_within
-from swap.rules import AdamRule
+from checkpoint.transfer.memory import machine_bytes
+from infinity.activations.tiers import ActivationShare
+from infinity.parameters.records import records_of
+from infinity.planning.placing import demand_of, place_within
+from swap.plan.rules import AdamRule
 from swap.tiers import Budget
 from tests.support.models import Stack, vectors
 

@@ -18,7 +18,9 @@ from torch import nn
 import infinity
 from aio import AioError, Engine
 from aio.backends import MemoryBackend
-from infinity import OffloadedAdamW, arguments, offloaded_state, state_store
+from infinity import OffloadedAdamW, arguments
+from infinity.adamw import state as offloaded_state
+from infinity.adamw import store as state_store
 from infinity.arguments import budget_of_rank
 
 AMPLE = "1GiB"
@@ -623,7 +625,7 @@ def test_full_disk_is_an_error_when_the_optimizer_is_made(
     def full(*_: object) -> None:
         raise AioError("no space", errno=errno.ENOSPC, filename=os.fspath(tmp_path))
 
-    monkeypatch.setattr("swap.extents.ExtentStore.reserve", full)
+    monkeypatch.setattr("swap.storage.extents.ExtentStore.reserve", full)
     with pytest.raises(AioError, match="no space"):
         OffloadedAdamW(make_model().parameters(), nvme=tmp_path, host_memory=SMALL)
     assert files_in(tmp_path) == []

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.optimizer import TorchRule
-from swap.layout import Segment
-from swap.rules import ParameterUpdate
+from infinity.optim.optimizer import TorchRule
+from swap.plan.layout import Segment
+from swap.plan.rules import ParameterUpdate
 from tests.support.models import Gpt, Stack, seeded, token_loss, vector_loss
 from tests.support.training import (
     WHOLE,

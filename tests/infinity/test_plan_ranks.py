@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.discovery import records_of
-from infinity.partition import Share, partition
-from swap.layout import PIECE
+from infinity.parameters.partition import Share, partition
+from infinity.parameters.records import records_of
+from swap.plan.layout import PIECE
 from tests.support.models import Stack
 
 GIB = 1 << 30

@@ -9,9 +9,9 @@ import torch
 
 import checkpoint
 import infinity
-from checkpoint import locate
-from checkpoint.rank_files import RankFiles
-from infinity.plane_bytes import PlaneBytes
+from checkpoint.directory import locate
+from checkpoint.saving.data_files import RankFiles
+from infinity.values.plane_bytes import PlaneBytes
 from tests.support.models import Gpt, seeded, token_loss
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.views import View, bytes_of
+from infinity.autograd.views import View, bytes_of
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
 
 WIDTH = 192

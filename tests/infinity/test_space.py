@@ -9,7 +9,7 @@ import torch
 
 import infinity
 from aio import AioError
-from swap.extents import ExtentStore, _Volume
+from swap.storage.extents import ExtentStore, _Volume
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget, same_bits, values_of
 

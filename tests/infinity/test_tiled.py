@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import infinity
 from infinity import TiledLinear
-from infinity.tiled import rows_of, tiles_within
+from infinity.tiling.tiled_linear import rows_of, tiles_within
 
 BOUND = 256 * 1024
 AMPLE = "1GiB"

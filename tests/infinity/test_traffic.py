@@ -1,4 +1,4 @@
-"""Bytes that a step moves are those that the formula of ``swap.traffic`` has."""
+"""Bytes that a step moves are those that the formula of ``swap.plan.traffic`` has."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.endurance import Wear, endurance_of
 from infinity.report import Report
+from swap.plan.traffic import Traffic, traffic_of
+from swap.storage.endurance import Wear, endurance_of
 from swap.tiers import format_bytes
-from swap.traffic import Traffic, traffic_of
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import WHOLE, Make, least_budget
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint
-from checkpoint.packing import pack, unpack
-from infinity.rank_state import restore_own
+from checkpoint.interop.packing import pack, unpack
+from infinity.values.rank_state import restore_own
 from tests.support import rank_states
 from tests.support.ranks import run_ranks
 

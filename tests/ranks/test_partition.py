@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.partition import Cut, Share, joined, partition
-from swap.layout import PIECE
+from infinity.parameters.partition import Cut, Share, joined, partition
+from swap.plan.layout import PIECE
 
 shares = st.builds(
     lambda rows, row, width, resident: Share(rows * row, width, row, resident),

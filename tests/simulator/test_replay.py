@@ -14,8 +14,8 @@ from simulator.trace import Trace
 from simulator.transformer import Transformer
 
 import infinity
+from swap.plan.traffic import traffic_of
 from swap.tiers import Budget, BudgetError, Tier
-from swap.traffic import traffic_of
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import WHOLE, least_budget
 

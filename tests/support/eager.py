@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from swap.kernels import merge_master, split_master, sum_of_squares
-from swap.layout import Segment
-from swap.rules import AdamRule, ParameterUpdate
+from swap.plan.layout import Segment
+from swap.plan.rules import AdamRule, ParameterUpdate
 from tests.support.models import seeded
 from tests.support.training import LossOf, Make, Outcome, values_of
 

@@ -24,7 +24,7 @@ class LateEvent:
 
 
 class LateLink:
-    """See ``swap.device.Link``. Both directions are queues in order, as CUDA streams are.
+    """See ``swap.cache.device_arena.Link``. Both directions are queues in order, as CUDA streams.
 
     Memory that no copy has filled is full of garbage.
     """

@@ -15,7 +15,7 @@ from torch import nn
 
 import checkpoint
 import infinity
-from checkpoint.rank_files import RankFiles
+from checkpoint.saving.data_files import RankFiles
 from tests.support.models import Gpt, Recompute, Stack, seeded, tokens, vector_loss
 
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}

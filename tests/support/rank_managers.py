@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import checkpoint
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.known import KnownManifests
-from checkpoint.records import Manifest
+from checkpoint.format.records import Manifest
+from checkpoint.loading.manifest_cache import KnownManifests
 from tests.support.rank_jobs import complaint
 
 NUMEL = 100_000

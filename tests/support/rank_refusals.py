@@ -11,18 +11,18 @@ from unittest import mock
 import torch
 
 import checkpoint
-from checkpoint.known import KnownManifests
+from checkpoint.loading.manifest_cache import KnownManifests
 from tests.support.rank_jobs import complaint
 
 _NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "the disk of this rank")
 _FAILING: dict[str, tuple[str, BaseException]] = {
-    "plan": ("checkpoint.rank_planning.plan_part_files", ValueError("the header is too long")),
-    "engine": ("checkpoint.running.Engine", OSError(errno.EAGAIN, "no more requests")),
-    "memory": ("checkpoint.memory.KeptMemory.take", MemoryError("for the copy")),
+    "plan": ("checkpoint.saving.rank_plan.plan_part_files", ValueError("the header is too long")),
+    "engine": ("checkpoint.saving.running.Engine", OSError(errno.EAGAIN, "no more requests")),
+    "memory": ("checkpoint.transfer.memory.KeptMemory.take", MemoryError("for the copy")),
     "thread": ("checkpoint.sheltered._thread.start_new_thread", RuntimeError("no more threads")),
-    "copy": ("checkpoint.early.ThreadPoolExecutor", RuntimeError("no more threads")),
-    "staging": ("checkpoint.commit.filling_supplies", MemoryError("for the buffers")),
-    "write": ("checkpoint.rank_files.RankFiles.write", _NO_SPACE),
+    "copy": ("checkpoint.transfer.snapshot.ThreadPoolExecutor", RuntimeError("no more threads")),
+    "staging": ("checkpoint.saving.commit.filling_supplies", MemoryError("for the buffers")),
+    "write": ("checkpoint.saving.data_files.RankFiles.write", _NO_SPACE),
 }
 """What fails at a stage, and of what."""
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity import persistence
+from infinity.values import persistence
 from tests.support.models import seeded
 from tests.support.rank_jobs import complaint
 

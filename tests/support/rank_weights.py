@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import checkpoint
 import infinity
-from checkpoint.opened import OpenCheckpoint
+from checkpoint.loading.opened import OpenCheckpoint
 from tests.support.models import Stack, vector_loss
 from tests.support.rank_jobs import stack, world
 

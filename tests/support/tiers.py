@@ -14,9 +14,9 @@ from unittest.mock import patch
 import torch
 
 from swap.kernels import merge_master, split_master, sum_of_squares
-from swap.layout import PIECE, Layout, ParameterSpec, Segment, pack
-from swap.placement import Placement, gradient_bytes, planes_of, state_bytes
-from swap.rules import AdamRule, ParameterUpdate
+from swap.plan.layout import PIECE, Layout, ParameterSpec, Segment, pack
+from swap.plan.placement import Placement, gradient_bytes, planes_of, state_bytes
+from swap.plan.rules import AdamRule, ParameterUpdate
 from swap.tiered import TieredState
 from swap.tiers import Tier
 from tests.support.late_engine import Faults, LateEngine

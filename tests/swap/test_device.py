@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from aio import AioError, Slab, SlabFullError
-from swap.device import DeviceArena, GradientInbox, HostLink, Link
-from swap.gradients import GradientStore
-from swap.layout import PIECE, pack
-from swap.stages import Step
+from swap.cache.device_arena import DeviceArena, GradientInbox, HostLink, Link
+from swap.gradients.store import GradientStore
+from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
+from swap.update.stages import Step
 from tests.support.late_engine import Faults
 from tests.support.late_link import LateEvent, LateLink
 from tests.support.tiers import (

@@ -19,14 +19,14 @@ import pytest
 
 from aio import AioError, Engine
 from aio.descriptors import Descriptor
-from swap.directory import SwapDirectory, reclaim
+from swap.storage.directory import SwapDirectory, reclaim
 from tests.support.interrupts import interrupt
 from tests.support.tiers import Leftovers
 
 HOLD = """
 import sys
 from aio import Engine
-from swap.directory import SwapDirectory
+from swap.storage.directory import SwapDirectory
 engine = Engine("posix")
 directory = SwapDirectory(sys.argv[1], engine)
 directory.file.allocate(0, 1 << 20)
@@ -281,7 +281,7 @@ def test_lock_that_is_none_is_neither_waited_for_nor_followed(
 def test_directory_that_stays_locked_is_named_after_a_while(
     tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swap.directory._TURN_SECONDS", 0.0)
+    monkeypatch.setattr("swap.storage.directory._TURN_SECONDS", 0.0)
     before = Leftovers.of(tmp_path)
     with Descriptor(tmp_path, os.O_RDONLY) as held:
         fcntl.flock(held.number, fcntl.LOCK_EX)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio import AioError, Engine
-from swap import extents as module
-from swap.directory import SwapDirectory
-from swap.extents import ALIGNMENT, Extent, ExtentStore
+from swap.storage import extents as module
+from swap.storage.directory import SwapDirectory
+from swap.storage.extents import ALIGNMENT, Extent, ExtentStore
 from tests.support.late_engine import Faults, LateEngine
 
 MIB = 1 << 20

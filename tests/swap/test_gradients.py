@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio import AioError, Slab
-from swap.directory import SwapDirectory
-from swap.extents import ExtentStore
-from swap.gradients import GradientStore
-from swap.layout import PIECE, Layout, pack
+from swap.gradients.store import GradientStore
+from swap.plan.layout import PIECE, Layout, pack
+from swap.storage.directory import SwapDirectory
+from swap.storage.extents import ExtentStore
 from swap.timeline import Timeline
 from tests.support.late_engine import Faults, Kind, LateEngine
 from tests.support.tiers import Plain, placement_of, random_values, same_bits, specs_of
@@ -98,7 +98,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         return rigs[-1]
 
     # Nothing is in flight behind the back of a late engine, so there is nothing to wait for.
-    with patch("swap.spills._RELEASE_SECONDS", 0.0):
+    with patch("swap.gradients.spill._RELEASE_SECONDS", 0.0):
         yield make_rig
     for rig in rigs:
         rig.close()
@@ -126,7 +126,7 @@ def test_store_holds_what_plain_tensors_would(
 ) -> None:
     folder = tmp_path_factory.mktemp("swap")
     rig = Rig(folder, seed=seed, dtype=dtype, gradient_on_nvme=spilled.__contains__)
-    with closing(rig), patch("swap.spills._RELEASE_SECONDS", 0.0):
+    with closing(rig), patch("swap.gradients.spill._RELEASE_SECONDS", 0.0):
         for number, (action, parameter) in enumerate(script):
             rig.act(action, parameter, number)
         rig.check_all()

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap.layout import PIECE, ParameterSpec, Subgroup, neighbours, pack, pad, split_evenly
+from swap.plan.layout import PIECE, ParameterSpec, Subgroup, neighbours, pack, pad, split_evenly
 
 sizes = st.one_of(
     st.sampled_from([0, 1, PIECE - 1, PIECE, PIECE + 1]),

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swap import placement as planner
-from swap.layout import PIECE, ParameterSpec
-from swap.placement import MIN_CHECKPOINT_BYTES, MIN_SLOTS, Placement, gradient_bytes, place
-from swap.rules import AdamRule, FrozenRule, UpdateRule
-from swap.slabs import slab_sizes
+from swap.plan import placement as planner
+from swap.plan.layout import PIECE, ParameterSpec
+from swap.plan.placement import MIN_CHECKPOINT_BYTES, MIN_SLOTS, Placement, gradient_bytes, place
+from swap.plan.rules import AdamRule, FrozenRule, UpdateRule
+from swap.plan.traffic import traffic_of
+from swap.storage.slabs import slab_sizes
 from swap.tiers import Budget, BudgetError, Tier
-from swap.traffic import traffic_of
 
 
 class WholeRule(AdamRule):

@@ -9,7 +9,7 @@ import torch
 from swap.kernels import AdamHyper, adam_step, block_squares, sum_of_squares
 from swap.masters import planes_from
 from swap.plain import check_memory, plain
-from swap.planes import as_bytes, copy_values
+from swap.storage.planes import as_bytes, copy_values
 from tests.support.training import same_bits
 
 HYPER = AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1)

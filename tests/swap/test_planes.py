@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio import AioError
-from swap.layout import PIECE, pack
-from swap.planes import as_bytes, as_tensor
+from swap.plan.layout import PIECE, pack
+from swap.storage.planes import as_bytes, as_tensor
 from swap.tiered import TieredState
 from tests.support.late_engine import Faults, LateEngine
 from tests.support.tiers import (

@@ -5,7 +5,7 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap.schedule import NEVER, Schedule
+from swap.plan.schedule import NEVER, Schedule
 
 uses = st.lists(st.integers(0, 6), min_size=1, max_size=20)
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from aio import AioError
-from swap.layout import PIECE, pack
-from swap.placement import place
-from swap.stages import Step
+from swap.plan.layout import PIECE, pack
+from swap.plan.placement import place
 from swap.tiered import TieredState
 from swap.tiers import Budget, BudgetError
+from swap.update.stages import Step
 from tests.support.late_engine import Faults
 from tests.support.tiers import (
     RULE,
@@ -305,7 +305,9 @@ def test_construction_that_fails_leaves_nothing(tmp_path: Path, failing: str) ->
             before = Leftovers.of(tmp_path)
             expected = NotADirectoryError
         elif failing == "slab":
-            stack.enter_context(patch("swap.slabs.Slab", side_effect=MemoryError("no memory")))
+            stack.enter_context(
+                patch("swap.storage.slabs.Slab", side_effect=MemoryError("no memory"))
+            )
             expected = MemoryError
         else:
             no_threads = RuntimeError("no threads")

@@ -21,11 +21,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from swap.device import HostLink
-from swap.layout import PIECE, pack
-from swap.stages import Step
+from swap.cache.device_arena import HostLink
+from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.tiers import BudgetError
+from swap.update.stages import Step
 from tests.support.late_engine import LateEngine
 from tests.support.late_link import LateLink
 from tests.support.tiers import (
@@ -106,7 +106,7 @@ class TiersMachine(RuleBasedStateMachine):
         for path in self.folders:
             path.mkdir()
         self.before = Leftovers.of(*self.folders)
-        self.stack.enter_context(patch("swap.spills._RELEASE_SECONDS", 5.0))
+        self.stack.enter_context(patch("swap.gradients.spill._RELEASE_SECONDS", 5.0))
         if late:
             self.stack.enter_context(late_engines(seed))
         self.state = TieredState(

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from swap.layout import PIECE, Subgroup, pack
-from swap.schedule import Schedule
-from swap.stages import Job, Step
-from swap.update import UpdatePipeline
+from swap.plan.layout import PIECE, Subgroup, pack
+from swap.plan.schedule import Schedule
+from swap.update.pipeline import UpdatePipeline
+from swap.update.stages import Job, Step
 from tests.support.tiers import specs_of
 
 STEP = Step(updates={}, gradient_scale=1.0)

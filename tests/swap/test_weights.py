@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from aio import AioError
-from swap.device import HostLink
-from swap.layout import PIECE, pack
+from swap.cache.device_arena import HostLink
+from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.tiers import BudgetError
 from tests.support.late_engine import Faults, LateEngine
@@ -98,7 +98,7 @@ Make = Callable[..., Rig]
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     with ExitStack() as stack:
-        stack.enter_context(patch("swap.weights._RELEASE_SECONDS", 0.2))
+        stack.enter_context(patch("swap.cache.weight_cache._RELEASE_SECONDS", 0.2))
         yield lambda **options: Rig(stack, tmp_path, **options)
 
 

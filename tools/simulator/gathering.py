@@ -1,5 +1,5 @@
 """Whole weights that are gathered from all ranks, in simulated time; follows
-``infinity.gathered_weights``. All ranks do the same at the same time, so one stands for all.
+``infinity.ranks.gathered_weights``. All ranks do the same at the same time, so one stands for all.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from simulator.clock import Process, Signal
 from simulator.machine import Machine
 from simulator.weights import Weights
-from swap.layout import ParameterSpec
-from swap.schedule import Schedule
+from swap.plan.layout import ParameterSpec
+from swap.plan.schedule import Schedule
 
 
 @dataclass(slots=True, eq=False)

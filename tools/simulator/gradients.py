@@ -1,5 +1,5 @@
 """Gradients on their way to host memory or to the disk in simulated time; follows
-``swap.gradients`` and ``swap.spills``: four chunks of a spill are under way at once.
+``swap.gradients.store`` and ``swap.gradients.spill``: four chunks of a spill are under way at once.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from collections import defaultdict, deque
 
 from simulator.clock import Process, Signal
 from simulator.machine import Machine
-from swap.layout import PIECE, Segment, Subgroup
-from swap.placement import SPILL_CHUNKS, Placement, gradient_bytes
+from swap.plan.layout import PIECE, Segment, Subgroup
+from swap.plan.placement import SPILL_CHUNKS, Placement, gradient_bytes
 from swap.tiers import Tier
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from infinity.gather_plan import GatherPlan, plans_for
-from infinity.partition import Share, partition
+from infinity.parameters.partition import Share, partition
+from infinity.ranks.gather_plan import GatherPlan, plans_for
 from simulator.trace import Trace
-from swap.layout import PIECE
-from swap.placement import Placement, place
-from swap.rules import AdamRule, UpdateRule
+from swap.plan.layout import PIECE
+from swap.plan.placement import Placement, place
+from swap.plan.rules import AdamRule, UpdateRule
 from swap.tiers import Budget, BudgetError, format_bytes
 
 

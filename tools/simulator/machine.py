@@ -1,8 +1,8 @@
 """One rank's hardware in simulated time: what the replay asks to compute, to move and to keep.
 
-The disk has the three lanes of ``swap.extents``: reads on demand, reads ahead (for updates and for
-weights along the schedule), writes. Each lane does one request after the other; lanes share the
-disk. Transfers between ranks are one lane, too.
+The disk has the three lanes of ``swap.storage.extents``: reads on demand, reads ahead (for updates
+and for weights along the schedule), writes. Each lane does one request after the other; lanes
+share the disk. Transfers between ranks are one lane, too.
 """
 
 from __future__ import annotations

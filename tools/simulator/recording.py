@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.discovery import least_arena_bytes, records_of
+from infinity.parameters.records import least_arena_bytes, records_of
 from simulator.trace import Op, Phase, Trace
 
 

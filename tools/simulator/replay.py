@@ -19,9 +19,9 @@ from simulator.rates import Rates
 from simulator.trace import Op, Trace
 from simulator.update import Update
 from simulator.weights import Weights
-from swap.early import Arrivals
-from swap.layout import Subgroup, neighbours
+from swap.plan.layout import Subgroup, neighbours
 from swap.tiers import Tier
+from swap.update.readiness import Arrivals
 
 _EXCHANGES = 2
 """Gradients on their way between ranks, or from the device, at once."""

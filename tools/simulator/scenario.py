@@ -12,8 +12,8 @@ from simulator.homes import Homes, homes_of
 from simulator.rates import UNLIMITED, Node, Rates
 from simulator.replay import Pattern, StepTimes, simulate
 from simulator.transformer import Transformer
-from swap.layout import Plane
-from swap.placement import planes_of
+from swap.plan.layout import Plane
+from swap.plan.placement import planes_of
 from swap.tiers import Budget, Tier
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from swap.layout import ParameterSpec
+from swap.plan.layout import ParameterSpec
 
 Phase = Literal["forward", "backward"]
 

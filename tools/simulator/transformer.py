@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from simulator.trace import Op, Phase, Trace
-from swap.layout import ParameterSpec
+from swap.plan.layout import ParameterSpec
 
 _PARTS = (("qkv", 3), ("proj", 1), ("up", 4), ("down", 4))
 """The matrices of a layer, in multiples of hidden^2."""

@@ -1,4 +1,4 @@
-"""The update of the optimizer in simulated time; follows ``swap.update`` and ``swap.stages``.
+"""The update of the optimizer in simulated time, after ``swap.update``.
 
 A pass walks the subgroups: reads for as many as there are slots, the kernel on the oldest, writes
 behind it. It may begin early, in the backward pass, and holds then what it has written until the
@@ -15,11 +15,11 @@ from simulator.clock import Process, Signal
 from simulator.gradients import Gradients
 from simulator.machine import Machine
 from simulator.weights import Weights
-from swap.layout import PIECE, Subgroup
-from swap.placement import Placement, planes_of
-from swap.rules import UpdateRule
+from swap.plan.layout import PIECE, Subgroup
+from swap.plan.placement import Placement, planes_of
+from swap.plan.rules import UpdateRule
 from swap.tiers import Tier
-from swap.update import parts_of
+from swap.update.pipeline import parts_of
 
 
 @dataclass(slots=True, eq=False)

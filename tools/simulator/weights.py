@@ -1,5 +1,5 @@
-"""The weights that are resident in simulated time; follows ``swap.weights`` and
-``swap.residents`` step by step, with bytes in place of buffers.
+"""The weights that are resident in simulated time; follows ``swap.cache.weight_cache`` and
+``swap.cache.eviction`` step by step, with bytes in place of buffers.
 
 Its schedule is the real one, so what is evicted and what is read ahead is decided by the same code.
 What it leaves out: fragmentation of the arena, and tensors that autograd holds beyond their use.
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from simulator.clock import Process, Signal
 from simulator.machine import Machine
-from swap.layout import PIECE, Segment
-from swap.placement import Placement
-from swap.schedule import Schedule
+from swap.cache.weight_cache import _LOOKS_PER_ARENA
+from swap.plan.layout import PIECE, Segment
+from swap.plan.placement import Placement
+from swap.plan.schedule import Schedule
 from swap.tiers import Tier
-from swap.weights import _LOOKS_PER_ARENA
 
 
 @dataclass(slots=True, eq=False)

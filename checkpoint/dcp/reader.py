@@ -1,0 +1,210 @@
+"""The storage reader of DCP: gives its planner the boxes it asks for, verified.
+
+A box that is a gapless range of a chunk is read straight to where it goes, if dtype and memory are
+those of the target. Of any other box the bytes from its first to its last element are read, and the
+box is picked out of them as they come, and converted. Nothing is staged but what
+`staging_bytes` allows.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.futures import Future
+
+from checkpoint.dcp.contents import Contents, StoredChunk
+from checkpoint.dcp.slices import BoxPicker, check_target, place_of_box
+from checkpoint.directory.destination import PathLike
+from checkpoint.directory.locate import read_manifest
+from checkpoint.directory.relocation import StripeDirs, relocation
+from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoint.format.checksum import CRC_BLOCK_BYTES
+from checkpoint.format.records import Manifest
+from checkpoint.format.slices import Shape, contiguous_strides, span_elements
+from checkpoint.loading.opened import OpenCheckpoint
+from checkpoint.loading.reading import PlacedRead, read_files
+from checkpoint.plan.write_runs import STAGING_BYTES
+from checkpoint.tensors.changes import count_changes
+from checkpoint.tensors.sources import ByteSource
+from checkpoint.transfer.reader import ChunkRead, ReadOptions
+
+Finish = Callable[[], None]
+
+
+class StorageReader(TorchStorageReader):
+    """Reads what `torch.distributed.checkpoint.load` asks for, on any number of ranks.
+
+    `path` is a checkpoint of `StorageWriter` or of `checkpoint.save`; of the latter, a part of the
+    tree without tensors can be asked for as one value. Every checksum block that is touched is read
+    whole and verified, unless `verify` is false. `stripe_dirs` is as in `checkpoint.load`.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        verify: bool = True,
+        staging_bytes: int = STAGING_BYTES,
+        stripe_dirs: StripeDirs | None = None,
+    ) -> None:
+        super().__init__()
+        self.path = Path(path).resolve()
+        self._options = ReadOptions(engine=None, staging_bytes=staging_bytes, verify=verify)
+        self._moved = relocation(stripe_dirs)
+        self._load_id = secrets.token_hex(8)
+        self._manifest: Manifest | None = None
+        self._storage: dict[Any, Any] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id).resolve()
+        self._manifest = None
+        self._load_id = secrets.token_hex(8)
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Raises what `checkpoint.load` raises for a missing, incomplete or corrupt checkpoint."""
+        self._manifest = read_manifest(self.path, self._moved)
+        metadata = Contents(self._manifest).metadata()
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), load_id=self._load_id)
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any
+    ) -> None:
+        self._storage = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return replace(plan, storage_data=self._known_manifest().uuid)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raises RuntimeError where ranks are about to load different saves."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise _saved_over(self.path)
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Raises CorruptCheckpointError naming file, tensor and extent, or OSError; RuntimeError if
+        another save took the place of the checkpoint after `read_metadata`.
+        """
+        manifest = self._known_manifest()
+        try:
+            self._read(manifest, plan, planner)
+        except (CorruptCheckpointError, OSError) as error:
+            if _uuid_at(self.path) in (manifest.uuid, None):
+                raise
+            raise _saved_over(self.path) from error
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, manifest: Manifest, plan: LoadPlan, planner: LoadPlanner) -> None:
+        by_file: dict[int, list[PlacedRead]] = defaultdict(list)
+        finish: list[Finish] = []
+        others: list[ReadItem] = []
+        written: list[torch.Tensor] = []
+        for item in plan.items:
+            stored = self._storage.get(item.storage_index)
+            if item.type != LoadItemType.BYTE_IO and isinstance(stored, StoredChunk):
+                target = planner.resolve_tensor(item).detach()
+                by_file[stored.chunk.file].append(_plan_read(stored, item, target))
+                written.append(target)
+                finish.append(_committed(planner, item, target))
+            else:
+                others.append(item)
+        count_changes(written)
+        read_files(manifest, self.path, by_file, self._options)
+        count_changes(written)
+        for step in finish:
+            step()
+        if others:
+            self._read_others(manifest, others, planner)
+
+    def _read_others(self, manifest: Manifest, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """Values, and views of other tensors' bytes."""
+        contents = Contents(manifest)
+        with OpenCheckpoint(manifest, self.path, verify=self._options.verify) as opened:
+            for item in items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, contents.serialised(item.storage_index.fqn, opened))
+                    continue
+                view = self._storage[item.storage_index]
+                target = planner.resolve_tensor(item).detach()
+                _copy_part(opened.source(view), item, target)
+                planner.commit_tensor(item, target)
+
+    def _known_manifest(self) -> Manifest:
+        """That of the last `read_metadata`: a plan is made for one save."""
+        if self._manifest is None:
+            self._manifest = read_manifest(self.path, self._moved)
+        return self._manifest
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+
+def _uuid_at(path: Path) -> str | None:
+    """The id of the save that is at a path now; None where there is none to be trusted."""
+    try:
+        return read_manifest(path).uuid
+    except (CorruptCheckpointError, IncompleteCheckpointError, OSError):
+        return None
+
+
+def _saved_over(path: Path) -> RuntimeError:
+    return RuntimeError(
+        f"{path} was saved over while it was being loaded, and what was loaded is of no use; load "
+        "again, and save each step to a path of its own"
+    )
+
+
+def _box(item: ReadItem, whole: Shape, dtype: torch.dtype, target: torch.Tensor) -> BoxPicker:
+    name = item.storage_index.fqn
+    if tuple(target.shape) != tuple(item.lengths):
+        raise ValueError(
+            f"{name}: the planner gives a tensor of shape {tuple(target.shape)} for a box of "
+            f"shape {tuple(item.lengths)}"
+        )
+    check_target(target, dtype, name)
+    return BoxPicker(target, dtype, whole, tuple(item.storage_offsets))
+
+
+def _plan_read(stored: StoredChunk, item: ReadItem, target: torch.Tensor) -> PlacedRead:
+    """What to read for an item, and where it goes."""
+    chunk = stored.chunk
+    box = _box(item, chunk.shape, stored.record.element.torch, target)
+    first, last = _bytes_of(box)
+    return ChunkRead(stored.record.name, chunk, first, last), place_of_box(box)
+
+
+def _copy_part(source: ByteSource, item: ReadItem, target: torch.Tensor) -> None:
+    """Reads a box of a view of another tensor's bytes, a checksum block's length at a time."""
+    box = _box(item, source.shape, source.dtype, target)
+    first, last = _bytes_of(box)
+    for low in range(first, last, CRC_BLOCK_BYTES):
+        raw = np.empty(min(CRC_BLOCK_BYTES, last - low), np.uint8)
+        source.read(low, raw.data)
+        box(low, raw.data)
+
+
+def _bytes_of(box: BoxPicker) -> tuple[int, int]:
+    """Bytes [first, last) of its chunk from the first to the last element of a box."""
+    strides, shape = contiguous_strides(box.whole), tuple(box.target.shape)
+    first = sum(low * step for low, step in zip(box.start, strides, strict=True))
+    itemsize = box.dtype.itemsize
+    return first * itemsize, (first + span_elements(shape, strides)) * itemsize
+
+
+def _committed(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Finish:
+    return lambda: planner.commit_tensor(item, target)

@@ -1,0 +1,87 @@
+"""Where the boxes that DCP asks for go: into live tensors, which may be of another dtype.
+
+A box is picked out of the bytes of its chunk as they come by, so that nothing but the staging
+memory of the load is needed beside the target, whatever the box cuts across.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from checkpoint.format.slices import Shape, flat_first, range_boxes
+from checkpoint.tensors.sources import carrier_view, memory_fault
+from checkpoint.tensors.targets import Place, TensorTarget
+
+
+def place_of_box(box: BoxPicker) -> Place:
+    """Where the bytes of the box's chunk go: straight into the target where they can."""
+    target, shape = box.target, tuple(box.target.shape)
+    first = flat_first(box.whole, box.start, shape)
+    if target.dtype == box.dtype and first is not None:
+        place = TensorTarget(target).place((0,) * len(shape), shape)
+        if place.address is not None:
+            return Place(place.address - first * box.dtype.itemsize, None)
+    return Place(None, box)
+
+
+def check_target(target: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    """Raises TypeError naming the entry for a target that cannot take values of `dtype`."""
+    is_strided = target.layout == torch.strided and not target._is_zerotensor()
+    if target.is_meta or not is_strided or target.is_quantized:
+        raise TypeError(f"{name} has no plain memory to load into; give a strided tensor")
+    fault = memory_fault(target)
+    if fault is not None:
+        raise TypeError(f"{name} is a tensor {fault}")
+    if target.dtype == dtype:
+        return
+    try:
+        torch.empty(1, dtype=target.dtype).copy_(torch.empty(1, dtype=dtype))
+    except (RuntimeError, NotImplementedError) as error:
+        raise TypeError(
+            f"{name} is {target.dtype}, the checkpoint holds {dtype}, and torch does not convert "
+            f"one into the other; give a tensor of {dtype}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class BoxPicker:
+    """Takes bytes of a row-major chunk of shape `whole` and `dtype`; the box at `start` that is as
+    large as `target` goes there, converted if that is of another dtype.
+    """
+
+    target: torch.Tensor
+    dtype: torch.dtype
+    whole: Shape
+    start: Shape
+
+    def __call__(self, first_byte: int, data: memoryview) -> None:
+        target = self.target
+        flat = torch.frombuffer(data, dtype=torch.uint8).view(self.dtype)
+        if target.dtype == self.dtype:
+            target = carrier_view(target)
+            flat = flat.view(target.dtype)
+        first = first_byte // self.dtype.itemsize
+        done = 0
+        with torch.no_grad():
+            for slices, shape in range_boxes(self.whole, first, first + flat.numel()):
+                count = math.prod(shape)
+                met = self._met(slices)
+                if met is not None:
+                    inside, place = met
+                    target[place].copy_(flat[done : done + count].view(shape)[inside])
+                done += count
+
+    def _met(self, slices: Sequence[slice]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """What a part of the chunk shares with the box: its place in the part, and in the box."""
+        inside, place = [], []
+        for part, low, size in zip(slices, self.start, self.target.shape, strict=True):
+            first, last = max(part.start, low), min(part.stop, low + size)
+            if first >= last:
+                return None
+            inside.append(slice(first - part.start, last - part.start))
+            place.append(slice(first - low, last - low))
+        return tuple(inside), tuple(place)

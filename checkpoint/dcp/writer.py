@@ -1,0 +1,367 @@
+"""The storage writer of DCP: each hook does its share of the order in `checkpoint.saving.commit`.
+
+Rank 0 makes the directories when it sees the plans of all, every rank writes and syncs its files,
+and rank 0 publishes the manifest in `finish`. The directory of the checkpoint is locked in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from aio import sync_directory
+from checkpoint.dcp.items import Entry, Items, Written
+from checkpoint.dcp.tree import build_tree, data_name, entry_node
+from checkpoint.directory.destination import Destination, PathLike, stripe_paths
+from checkpoint.directory.generations import (
+    clear_leftovers,
+    create_generation,
+    discard_generation,
+    generations,
+)
+from checkpoint.directory.locate import read_manifest
+from checkpoint.directory.lock import end_given_up, hold, locked
+from checkpoint.errors import IncompleteCheckpointError
+from checkpoint.format.manifest import encode_manifest
+from checkpoint.format.records import ChunkRecord, FileRecord, Manifest, TensorRecord
+from checkpoint.plan.readable import check_files, check_tree
+from checkpoint.plan.write_runs import STAGING_BYTES
+from checkpoint.saving.commit import check_replaceable, make_directory, publish
+from checkpoint.sheltered import sheltered
+from checkpoint.tensors.sources import finish_device_work
+
+
+@dataclass(slots=True)
+class _Order:
+    """What rank 0 tells every rank: the save's id and the rank's number.
+
+    A planner that keeps plans gives an order of an earlier save back, which `is_used` then.
+    """
+
+    uuid: str
+    rank: int
+    is_used: bool = False
+
+
+def manifest_of(
+    destination: Destination, metadata: Metadata, written: Sequence[Written], *, world_size: int
+) -> Manifest:
+    """The manifest of what all ranks wrote.
+
+    Raises ValueError naming an entry that no rank wrote, or several with other dtypes or shapes.
+    """
+    files, chunks, entries = _by_fqn(written)
+    leaves: dict[str, Any] = {}
+    for rank in written:
+        leaves.update(rank.values)
+    tensors: list[TensorRecord] = []
+    for fqn in metadata.state_dict_metadata:
+        if fqn in leaves:
+            continue
+        entry = _only_entry(fqn, entries.get(fqn, []))
+        leaves[fqn] = entry_node(len(tensors), entry.array)
+        record = TensorRecord(data_name(fqn), entry.dtype, entry.shape, tuple(chunks.get(fqn, ())))
+        tensors.append(record)
+    leaves = {fqn: leaves[fqn] for fqn in metadata.state_dict_metadata}
+    return Manifest(
+        uuid=destination.uuid,
+        world_size=world_size,
+        roots=tuple(str(stripe) for stripe in destination.stripes),
+        files=files,
+        storages=(),
+        tensors=tuple(tensors),
+        tree=build_tree(leaves, metadata.planner_data),
+        saved=time.time_ns(),
+    )
+
+
+def _only_entry(fqn: str, entries: list[Entry]) -> Entry:
+    if not entries:
+        raise ValueError(f"cannot save {fqn}: no rank wrote it")
+    if len(entries) > 1:
+        kinds = ", ".join(sorted(f"{entry.dtype} of shape {entry.shape}" for entry in entries))
+        raise ValueError(f"cannot save {fqn}: it is not the same on all ranks, but {kinds}")
+    return entries[0]
+
+
+def _by_fqn(
+    written: Sequence[Written],
+) -> tuple[tuple[FileRecord, ...], dict[str, list[ChunkRecord]], dict[str, list[Entry]]]:
+    """All files, and the chunks and the kinds of every entry of the state dict."""
+    files: list[FileRecord] = []
+    chunks: dict[str, list[ChunkRecord]] = {}
+    entries: dict[str, list[Entry]] = {}
+    for rank in written:
+        for part, own in rank.records.chunks.items():
+            entry = rank.entries[part]
+            moved = [chunk._replace(file=chunk.file + len(files)) for chunk in own]
+            chunks.setdefault(entry.fqn, []).extend(moved)
+        for entry in rank.entries:
+            known = entries.setdefault(entry.fqn, [])
+            if entry not in known:
+                known.append(entry)
+        files.extend(rank.records.files)
+    return tuple(files), chunks, entries
+
+
+_THREAD = "checkpoint-dcp"
+
+
+_SAVE = "save"
+_here = threading.local()
+
+
+def _asked_here() -> WeakKeyDictionary[StorageWriter, Path]:
+    """The paths that this thread gave to writers: DCP resets a writer for each save."""
+    if not hasattr(_here, "asked"):
+        _here.asked = WeakKeyDictionary()
+    asked: WeakKeyDictionary[StorageWriter, Path] = _here.asked
+    return asked
+
+
+def _num_ranks() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+class _Save:
+    """One save of rank 0, from its plan to its end: the lock, and what to undo if it fails."""
+
+    def __init__(self, destination: Destination) -> None:
+        self.destination = destination
+        self._pid, self._thread = os.getpid(), threading.current_thread()
+        self._lock = ExitStack()
+        self._undo = ExitStack()
+
+    def is_over(self) -> bool:
+        """DCP saves from one thread, which is elsewhere or gone when it has given a save up."""
+        return self._thread is threading.current_thread() or not self._thread.is_alive()
+
+    def end_if_given_up(self) -> None:
+        if self.is_over():
+            self.end()
+
+    def begin(self) -> None:
+        """Locks the checkpoint and makes the directories."""
+        path, uuid = self.destination.path, self.destination.uuid
+        if not path.exists():
+            self._undo.callback(_remove_if_empty, path)
+        make_directory(path)
+        self._lock.enter_context(locked(path, make=True))
+        hold(path, self)
+        check_replaceable(path)
+        clear_leftovers(path, self.destination.stripes)
+        self._undo.callback(discard_generation, path, uuid)
+        directories = self.destination.stripe_directories
+        for directory in create_generation(path, uuid, directories):
+            sync_directory(directory)
+
+    def publish(self, raw: bytes) -> None:
+        publish(self.destination, raw, self._undo)
+
+    def end(self) -> None:
+        """Removes what was made and not published, and lets go of the lock."""
+        if self._pid != os.getpid():
+            # In a forked child: what is to be undone is the parent's.
+            self._undo.pop_all()
+            self._lock.pop_all()
+            return
+        self._undo.close()
+        self._lock.close()
+
+
+class StorageWriter(TorchStorageWriter):
+    """Writes what `torch.distributed.checkpoint.save` and `async_save` give it.
+
+    `path` and `stripe_dirs` are as in `checkpoint.save`, the same on every rank and on file systems
+    that all ranks see. A checkpoint at `path` stays whole until the new one takes its place.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        stripe_dirs: Sequence[PathLike] | None = None,
+        *,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        super().__init__()
+        self.path = Path(path).resolve()
+        self._stripes = stripe_paths(stripe_dirs)
+        self._staging_bytes = staging_bytes
+        self._save_id = secrets.token_hex(8)
+        self._running: dict[str, _Save] = {}
+        """The save of rank 0 that runs, if one does: `setdefault` lets one thread begin."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        save = self._save()
+        if save is not None and save.is_over():
+            self._end(save)
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id).resolve()
+            _asked_here()[self] = self.path
+        self._save_id = secrets.token_hex(8)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is made before all plans are known. Raises ValueError for ranks that do not talk
+        to each other: a checkpoint is committed by one of them.
+        """
+        _asked_here().setdefault(self, self.path)
+        if not kwargs.get("use_collectives", True) and _num_ranks() > 1:
+            raise ValueError(
+                "use_collectives=False of torch.distributed.checkpoint.save makes a checkpoint of "
+                "each rank, which a StorageWriter does not: leave it out, or save to a path for "
+                "each rank with no_dist=True"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Rank 0 locks the checkpoint and makes the directories.
+
+        Raises OSError; BlockingIOError while another save to this checkpoint is running.
+        """
+        destination = Destination(self._path_here(), secrets.token_hex(4), self._stripes)
+        save = self._claim(_Save(destination))
+        try:
+            end_given_up(destination.path)
+            sheltered(lambda _: save.begin(), _THREAD)
+        except BaseException:
+            self._give_up(save)
+            raise
+        return [
+            replace(plan, storage_data=_Order(destination.uuid, rank))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def _save(self) -> _Save | None:
+        return self._running.get(_SAVE)
+
+    def _own_save(self) -> _Save | None:
+        """The save that this thread runs, if it is rank 0's."""
+        save = self._save()
+        return save if save is not None and save.is_over() else None
+
+    def _claim(self, save: _Save) -> _Save:
+        """Makes `save` the one that runs. One that DCP gave up, because another rank failed, ends:
+        it tells no writer. Raises BlockingIOError if another one runs.
+        """
+        while (running := self._running.setdefault(_SAVE, save)) is not save:
+            if not running.is_over():
+                raise BlockingIOError(
+                    errno.EAGAIN,
+                    "another save to this checkpoint is still running, by the same StorageWriter",
+                    str(running.destination.path),
+                )
+            self._end(running)
+        return save
+
+    def _path_here(self) -> Path:
+        """Where this thread saves to; another one may have given the writer another path since."""
+        return _asked_here().get(self, self.path)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Every rank writes its items and makes them durable. Raises OSError naming the file."""
+        order: _Order = plan.storage_data
+        save = self._own_save()
+        try:
+            uuid = self._uuid_of(order)
+            destination = Destination(self._path_here(), uuid, self._stripes)
+            items = Items(plan.items, planner)
+            finish_device_work()
+            written = sheltered(
+                lambda asked: items.write(destination, order.rank, self._staging_bytes, asked),
+                _THREAD,
+            )
+        except BaseException:
+            if save is not None:
+                self._give_up(save)
+            raise
+        # One result of a rank carries what all of them would say.
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(
+            [
+                WriteResult(item.index, nbytes, written if number == 0 else None)
+                for number, (item, nbytes) in enumerate(zip(plan.items, items.sizes, strict=True))
+            ]
+        )
+        return future
+
+    def _uuid_of(self, order: _Order) -> str:
+        """The id of the save that runs, which the order of a kept plan does not have."""
+        save, path = self._own_save(), self._path_here()
+        if save is not None:
+            return save.destination.uuid
+        if not order.is_used and (path / order.uuid).is_dir():
+            order.is_used = True
+            return order.uuid
+        try:
+            published = read_manifest(path).uuid
+        except IncompleteCheckpointError:
+            published = None
+        running = [uuid for uuid in generations(path) if uuid != published]
+        if len(running) != 1:
+            raise RuntimeError(
+                f"{path} has {len(running)} saves that are not finished, and the plan that "
+                "the planner kept does not say which one this is; save without "
+                "enable_plan_caching, and on a file system that all ranks see"
+            )
+        return running[0]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Rank 0 makes the checkpoint exist. Raises OSError naming the file."""
+        save = self._own_save()
+        if save is None:
+            raise RuntimeError("finish() without prepare_global_plan(): not the coordinator")
+        try:
+            written = [rank[0].storage_data for rank in results if rank]
+            destination = save.destination
+            manifest = manifest_of(destination, metadata, written, world_size=len(results))
+            check_tree(manifest.tree, manifest.tensors, manifest.storages)
+            check_files(manifest, destination.path)
+            raw = encode_manifest(manifest)
+            sheltered(lambda _: save.publish(raw), _THREAD)
+        finally:
+            self._give_up(save)
+
+    def _give_up(self, save: _Save) -> None:
+        sheltered(lambda _: self._end(save), _THREAD)
+
+    def _end(self, save: _Save) -> None:
+        save.end()
+        if self._save() is save:
+            del self._running[_SAVE]
+
+    def __del__(self) -> None:
+        save = self._save() if hasattr(self, "_running") else None
+        if save is not None:
+            self._end(save)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=str(self._path_here()), save_id=self._save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in os.fspath(checkpoint_id)

@@ -1,0 +1,1 @@
+"""A checkpoint as directories and files: found, owned, locked, replaced, removed."""

@@ -1,0 +1,240 @@
+"""Generations: the data of one save, found and removed by its id alone.
+
+Every save makes `<checkpoint>/<uuid>/`. It holds the data files, or, where stripes go to other
+directories, `stripes.json`, which names the directories made there. It is durable before they are
+made and removed after them, so that nothing a killed save leaves is ever lost from sight.
+
+Invariants: only files with names of data files are deleted, and only in directories that end in the
+id of their generation; elsewhere only in those that say that this generation is their owner. Links
+are not followed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aio import sync_directory
+from checkpoint.directory.locate import is_finished, open_regular_file, read_head, read_manifest
+from checkpoint.directory.lock import locked
+from checkpoint.directory.owners import OWNER_NAME, opened_directory, owner_at, read_owner
+from checkpoint.directory.relocation import folders_of
+from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoint.format.manifest import MANIFEST_NAME
+from checkpoint.format.rules import is_data_file_name, is_uuid
+
+logger = logging.getLogger(__name__)
+
+STRIPES_NAME = "stripes.json"
+_MAX_STRIPES_BYTES = 1 << 20
+
+
+def temporary_manifest(checkpoint: Path, uuid: str) -> Path:
+    """The name that a manifest is written under before it counts."""
+    return checkpoint / f"{MANIFEST_NAME}.{uuid}.tmp"
+
+
+def create_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path]) -> list[Path]:
+    """Makes the directories of a save and gives those whose entries are new and not yet durable.
+
+    `stripes` are the directories to make elsewhere; their parents must exist. Raises OSError.
+    """
+    home = checkpoint / uuid
+    home.mkdir()
+    if not stripes:
+        return [home, checkpoint]
+    write_durably(home / STRIPES_NAME, json.dumps([str(stripe) for stripe in stripes]).encode())
+    sync_directory(home)
+    sync_directory(checkpoint)
+    mark = owner_at(home / STRIPES_NAME).encode()
+    for stripe in stripes:
+        stripe.mkdir()
+        write_durably(stripe / OWNER_NAME, mark)
+    return [*stripes, *sorted({stripe.parent for stripe in stripes})]
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Creates a file with this content and syncs it; its name is the caller's to sync.
+
+    Raises OSError that names the file.
+    """
+    try:
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write: {error.strerror}", str(path)) from error
+
+
+def remove_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path] = ()) -> None:
+    """Removes the data of one save, whole or in part. Raises OSError for what will not go.
+
+    `stripes` are searched for its data too: they may be somewhere else than where they were made.
+    What another checkpoint owns stays, with a warning: this one is a copy of that, or was moved to
+    another file system.
+    """
+    home = checkpoint / uuid
+    listed = _stripes_of(home, uuid)
+    moved = [folder for stripe in stripes for folder in folders_of(stripe, uuid)] if listed else []
+    absent = [folder for folder in listed if not folder.is_dir()]
+    if len(set(moved) - set(listed)) < len(absent) and any(
+        not folder.parent.is_dir() for folder in absent
+    ):
+        what = "%s: data of save %s are not removed, as nothing is mounted there: %s"
+        logger.warning(what, checkpoint, uuid, ", ".join(map(str, absent)))
+    for folder in dict.fromkeys([*listed, *moved]):
+        _remove_stripe(folder, home / STRIPES_NAME)
+    if home.is_dir() and not home.is_symlink():
+        (home / STRIPES_NAME).unlink(missing_ok=True)
+        _remove_data_directory(home)
+    temporary_manifest(checkpoint, uuid).unlink(missing_ok=True)
+
+
+def discard_generation(checkpoint: Path, uuid: str) -> None:
+    """Removes what a failed save made; what will not go is a warning, for its error counts more.
+
+    A save may fail after its manifest took its place, or not know whether it did: what the manifest
+    that is there belongs to, or may belong to, stays.
+    """
+    try:
+        if is_published(checkpoint, uuid):
+            logger.warning("%s: the save failed after it had taken its place", checkpoint)
+        else:
+            remove_generation(checkpoint, uuid)
+    except OSError as error:
+        logger.warning("%s: cannot remove what a failed save left: %s", checkpoint, error)
+
+
+def is_published(checkpoint: Path, uuid: str) -> bool:
+    """Whether the manifest that is there is that of this save, damaged or not.
+
+    Raises OSError if that cannot be found out.
+    """
+    try:
+        return f'"uuid":"{uuid}"'.encode() in read_head(checkpoint / MANIFEST_NAME)
+    except (FileNotFoundError, CorruptCheckpointError):  # none, or a pipe, or a device
+        return False
+
+
+def prune(checkpoint: Path, keep: str | None, stripes: Sequence[Path] = ()) -> None:
+    """Removes every generation but one, or all of them; see `remove_generation`.
+
+    What cannot be removed is a warning: the save itself is done.
+    """
+    for uuid in generations(checkpoint):
+        if uuid == keep:
+            continue
+        try:
+            remove_generation(checkpoint, uuid, stripes)
+        except OSError as error:
+            logger.warning("%s: cannot remove what save %s left: %s", checkpoint, uuid, error)
+
+
+def clear_leftovers(checkpoint: Path, stripes: Sequence[Path] = ()) -> None:
+    """Removes what killed saves left; nothing where a damaged manifest hides what counts."""
+    found = generations(checkpoint)
+    if not found or (len(found) == 1 and is_finished(checkpoint)):
+        return  # the usual case, in which no manifest has to be read
+    try:
+        prune(checkpoint, read_manifest(checkpoint).uuid, stripes)
+    except IncompleteCheckpointError:
+        prune(checkpoint, None, stripes)
+    except CorruptCheckpointError as error:
+        logger.warning("%s is damaged and will be replaced: %s", checkpoint, error)
+
+
+def generations(checkpoint: Path) -> list[str]:
+    """Ids of all saves of which there is anything in a checkpoint's directory."""
+    found = set()
+    for entry in os.scandir(checkpoint):
+        if entry.is_dir(follow_symlinks=False) and is_uuid(entry.name):
+            found.add(entry.name)
+        parts = entry.name.split(".")
+        if entry.name.startswith(f"{MANIFEST_NAME}.") and parts[-1] == "tmp" and is_uuid(parts[-2]):
+            found.add(parts[-2])
+    return sorted(found)
+
+
+def _stripes_of(home: Path, uuid: str) -> list[Path]:
+    """Directories elsewhere that a generation lists; damaged lists give what can be used."""
+    try:
+        with open_regular_file(home / STRIPES_NAME, follow=False) as (file, _):
+            content: Any = json.loads(file.read(_MAX_STRIPES_BYTES))
+    except (OSError, ValueError, RecursionError):
+        # There are none; or it was cut off before it was durable, and none had been made.
+        return []
+    if not isinstance(content, list):
+        return []
+    paths = [Path(item) for item in content if isinstance(item, str) and "\0" not in item]
+    return [path for path in paths if path.is_absolute() and path.name.endswith(f".{uuid}")]
+
+
+def _remove_stripe(folder: Path, stripes: Path) -> None:
+    """Removes a directory elsewhere if the list at `stripes` is its owner."""
+    with opened_directory(folder) as descriptor:
+        if descriptor is None:
+            if os.path.lexists(folder):
+                logger.warning("%s: %s is no directory; it stays", stripes.parent.parent, folder)
+            return
+        owner = read_owner(descriptor)
+        has_data = any(is_data_file_name(name) for name in _names(descriptor))
+        if has_data and (owner is None or not owner.is_at(stripes)):
+            logger.warning(
+                "%s does not own the data in %s and leaves them: %s",
+                stripes.parent.parent,
+                folder,
+                "nothing says whose they are" if owner is None else f"{owner.checkpoint} made them",
+            )
+            return
+    _remove_data_directory(folder)
+
+
+def _names(directory: int) -> list[str]:
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries]
+
+
+def _remove_data_directory(directory: Path) -> None:
+    with opened_directory(directory) as descriptor:
+        if descriptor is None:
+            return
+        for name in _names(descriptor):
+            if is_data_file_name(name):
+                os.unlink(name, dir_fd=descriptor)
+        if _names(descriptor) == [OWNER_NAME]:
+            os.unlink(OWNER_NAME, dir_fd=descriptor)
+    directory.rmdir()
+
+
+def remove_checkpoint(checkpoint: Path, uuid: str | None, stripes: Sequence[Path] = ()) -> bool:
+    """Removes the checkpoint of this id (None: what saves that never finished left), its data
+    wherever they are, and its directory if nothing else is there. Gives whether it did. `stripes`
+    are searched for data, see `remove_generation`.
+
+    What is there is looked at under the lock: where a save has put something else in the meantime,
+    nothing is removed. The manifest goes first, durably: what is left of an interrupted removal is
+    no checkpoint. Raises BlockingIOError if a save to it is running, FileNotFoundError if it is
+    gone, CorruptCheckpointError if its manifest is damaged by now, OSError for what will not go.
+    """
+    with locked(checkpoint):
+        if _uuid_of(checkpoint) != uuid:
+            return False
+        (checkpoint / MANIFEST_NAME).unlink(missing_ok=True)
+        sync_directory(checkpoint)
+        for generation in generations(checkpoint):
+            remove_generation(checkpoint, generation, stripes)
+        if not any(checkpoint.iterdir()):
+            checkpoint.rmdir()
+    return True
+
+
+def _uuid_of(checkpoint: Path) -> str | None:
+    try:
+        return read_manifest(checkpoint).uuid
+    except IncompleteCheckpointError:
+        return None

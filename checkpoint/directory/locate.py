@@ -1,0 +1,155 @@
+"""Finding what is on disk: manifests, data files, and what saves that never finished left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from checkpoint.directory.relocation import AS_SAVED, Relocation
+from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoint.format.manifest import FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode_manifest
+from checkpoint.format.records import FileRecord, Manifest
+
+T = TypeVar("T")
+_HEAD_BYTES = 4096
+_MAX_RETRIES = 20
+"""Saves in a row that may each take the place of the checkpoint between a look at its manifest and
+the opening of its files. On a busy machine a few of them did."""
+_SAVED = re.compile(rb'^"saved":([0-9]{1,19}),$', re.MULTILINE)
+
+
+def read_manifest(checkpoint: Path, moved: Relocation = AS_SAVED) -> Manifest:
+    """Reads and checks the manifest of the checkpoint at a path; its files are where `moved` says.
+
+    Raises FileNotFoundError if the path is missing, NotADirectoryError if it is a file,
+    IncompleteCheckpointError if it holds no manifest, CorruptCheckpointError if the manifest is not
+    to be trusted, other OSErrors as they come.
+    """
+    path = checkpoint / MANIFEST_NAME
+    try:
+        raw = _read_regular_file(path, MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        if not checkpoint.exists():
+            raise FileNotFoundError(
+                errno.ENOENT, "there is no checkpoint", str(checkpoint)
+            ) from None
+        raise IncompleteCheckpointError(
+            f"{checkpoint} holds no {MANIFEST_NAME}: no save to it has finished"
+        ) from None
+    return moved.apply(decode_manifest(raw, path))
+
+
+def with_current_manifest(
+    checkpoint: Path, attempt: Callable[[Manifest], T], moved: Relocation = AS_SAVED
+) -> T:
+    """What `attempt` gives for the manifest; it is read again, and tried again, if a save took the
+    checkpoint's place, and its files, meanwhile. Raises BlockingIOError if that goes on.
+    """
+    manifest = read_manifest(checkpoint, moved)
+    for remaining in reversed(range(_MAX_RETRIES)):
+        try:
+            return attempt(manifest)
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            newer = read_manifest(checkpoint, moved)
+            if newer.uuid != manifest.uuid:
+                if not remaining:
+                    what = f"was saved over {_MAX_RETRIES} times before it could be read"
+                    raise BlockingIOError(errno.EAGAIN, what, str(checkpoint)) from error
+                manifest = newer
+            elif isinstance(error, CorruptCheckpointError):
+                raise error.in_file(checkpoint / MANIFEST_NAME) from error
+            else:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def peek_saved(checkpoint: Path) -> int | None:
+    """When the checkpoint at a path was saved, from the beginning of its manifest, unchecked.
+
+    None where nothing of the kind can be read.
+    """
+    try:
+        with open_regular_file(checkpoint / MANIFEST_NAME) as (file, _):
+            match = _SAVED.search(file.read(_HEAD_BYTES))
+    except (OSError, CorruptCheckpointError):
+        return None
+    return None if match is None else int(match[1])
+
+
+def _read_regular_file(path: Path, limit: int) -> bytes:
+    with open_regular_file(path) as (file, nbytes):
+        if nbytes > limit:
+            raise CorruptCheckpointError(
+                f"{nbytes} bytes, more than the {limit} that a manifest may have", path=path
+            )
+        return file.read(limit + 1)
+
+
+@contextmanager
+def open_regular_file(path: Path, *, follow: bool = True) -> Iterator[tuple[BinaryIO, int]]:
+    """A file to read, and its size. A pipe or a device of this name would block or never end, so
+    the kind is looked at first; without `follow` a link is not a file.
+
+    Raises CorruptCheckpointError for what is no regular file, OSError.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError("not a regular file", path=path)
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file, status.st_size
+    finally:
+        os.close(descriptor)
+
+
+def is_finished(checkpoint: Path) -> bool:
+    """Whether some save to this path has finished, whatever has become of it since."""
+    return (checkpoint / MANIFEST_NAME).exists()
+
+
+def is_own_manifest(path: Path) -> bool:
+    """Whether a file that may be damaged began its life as the manifest of a checkpoint."""
+    try:
+        head = read_head(path)
+    except CorruptCheckpointError:
+        return False
+    return head.startswith(b'{"sha256":"') or f'"format":"{FORMAT}"'.encode() in head
+
+
+def read_head(path: Path) -> bytes:
+    """The first bytes of a manifest: its checksum, format and id.
+
+    Raises CorruptCheckpointError for what is no regular file, and OSError.
+    """
+    with open_regular_file(path) as (file, _):
+        return file.read(_HEAD_BYTES)
+
+
+def check_data_file(manifest: Manifest, checkpoint: Path, file: FileRecord) -> Path:
+    """The path of a data file whose kind and size are what the manifest says.
+
+    Raises CorruptCheckpointError if it is missing, not a regular file, or of another size.
+    """
+    path = manifest.file_path(checkpoint, file)
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        what = "the data file is missing"
+        if file.root is not None:
+            what += "; if its directory was moved, say where to with stripe_dirs="
+        raise CorruptCheckpointError(what, path=path) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptCheckpointError("the data file is not a regular file", path=path)
+    if status.st_size != file.nbytes:
+        raise CorruptCheckpointError(
+            f"the data file has {status.st_size} bytes, the manifest says {file.nbytes}", path=path
+        )
+    return path

@@ -1,0 +1,127 @@
+"""Where the data of a checkpoint are now, whose stripe directories were moved since it was saved.
+
+A manifest names the directories that took the data. They may be mounted elsewhere by now, or be
+copies: what the reader gives is looked at first, what the manifest says after it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from checkpoint.directory.destination import PathLike
+from checkpoint.format.records import FileRecord, Manifest
+
+StripeDirs = Sequence[PathLike] | Mapping[PathLike, PathLike]
+"""Directories that are searched for the data of a save, by its id; or, by the directory that the
+manifest names, the one that has its data now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relocation:
+    """Stripe directories as a reader gives them."""
+
+    searched: tuple[Path, ...] = ()
+    moved: Mapping[str, Path] = field(default_factory=dict)
+
+    def apply(self, manifest: Manifest) -> Manifest:
+        """The manifest with its data files where they are now; files that are not found stay.
+
+        Raises ValueError for a directory that `moved` names and the manifest does not.
+        """
+        if not self:
+            return manifest
+        moved = {
+            old if old in manifest.roots else str(Path(old).resolve()): new
+            for old, new in self.moved.items()
+        }
+        unknown = moved.keys() - set(manifest.roots)
+        if unknown:
+            raise ValueError(
+                f"stripe_dirs moves {sorted(unknown)}, where this checkpoint has no data; "
+                f"its data are in {list(manifest.roots) or 'its own directory'}"
+            )
+        roots = list(manifest.roots)
+        files = []
+        for file in manifest.files:
+            place = None
+            if file.root is not None and manifest.roots[file.root] in moved:
+                directory = moved[manifest.roots[file.root]]
+                # Where it is not there either, that is the place to name.
+                place = directory, _find(directory, file.path, manifest.uuid) or file.path
+            elif file.root is not None:
+                place = self._search(file, manifest)
+            if place is not None:
+                root = str(place[0])
+                if root not in roots:
+                    roots.append(root)
+                file = replace(file, root=roots.index(root), path=place[1])
+            files.append(file)
+        return replace(manifest, roots=tuple(roots), files=tuple(files))
+
+    def _search(self, file: FileRecord, manifest: Manifest) -> tuple[Path, str] | None:
+        """Where it was saved comes first if that is among the directories."""
+        root = None if file.root is None else manifest.roots[file.root]
+        for directory in sorted(self.searched, key=lambda directory: str(directory) != root):
+            path = _find(directory, file.path, manifest.uuid)
+            if path is not None:
+                return directory, path
+        return None
+
+    def __bool__(self) -> bool:
+        return bool(self.searched or self.moved)
+
+
+AS_SAVED = Relocation()
+"""Where the manifest says."""
+
+
+def relocation(stripe_dirs: StripeDirs | None) -> Relocation:
+    """Raises TypeError for a single path, NotADirectoryError for a directory that is missing."""
+    if stripe_dirs is None:
+        return Relocation()
+    if isinstance(stripe_dirs, str | os.PathLike):
+        raise TypeError(f"stripe_dirs={stripe_dirs!r} is one path; give a list of directories")
+    if isinstance(stripe_dirs, Mapping):
+        given = stripe_dirs.items()
+        found = Relocation(
+            moved={str(Path(old).absolute()): Path(new).resolve() for old, new in given}
+        )
+    else:
+        found = searching(stripe_dirs)
+    for directory in [*found.searched, *found.moved.values()]:
+        if not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "a stripe directory must exist", str(directory))
+    return found
+
+
+def searching(stripe_dirs: Sequence[PathLike] | None) -> Relocation:
+    """Directories to search, of which some may be missing."""
+    return Relocation(searched=tuple(Path(stripe).resolve() for stripe in stripe_dirs or ()))
+
+
+def folders_of(directory: Path, uuid: str) -> list[Path]:
+    """The folders of a save in a stripe directory, `<name>.<uuid>`; links are not among them."""
+    try:
+        entries = list(os.scandir(directory))
+    except OSError:
+        return []
+    return sorted(
+        Path(entry.path)
+        for entry in entries
+        if entry.name.endswith(f".{uuid}") and entry.is_dir(follow_symlinks=False)
+    )
+
+
+def _find(directory: Path, path: str, uuid: str) -> str | None:
+    """The path of a data file in a directory: where it was, or in a folder that was renamed."""
+    if (directory / path).exists():
+        return path
+    name = path.rpartition("/")[2]
+    for folder in folders_of(directory, uuid):
+        if (folder / name).exists():
+            return f"{folder.name}/{name}"
+    return None

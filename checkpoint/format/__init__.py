@@ -1,0 +1,1 @@
+"""What the bytes of a checkpoint mean: pure, no I/O."""

@@ -1,0 +1,1 @@
+"""Checkpoints as other libraries know them: safetensors, zarr, references, bytes."""

@@ -1,0 +1,207 @@
+"""Plain safetensors shards with an index, as Hugging Face keeps models, of tensors or checkpoints.
+
+The files hold the tensors one after the other and nothing else. They are written under temporary
+names, synced and renamed, the index last.
+
+Invariants: one export at a time writes to a folder; of what was there before, only files that the
+index of an earlier export names are removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from aio import Engine, sync_directory
+from checkpoint.directory.destination import PathLike
+from checkpoint.directory.generations import write_durably
+from checkpoint.directory.lock import locked
+from checkpoint.directory.relocation import StripeDirs, relocation
+from checkpoint.format.datafile import Entry, plan_packed_file
+from checkpoint.format.tree import data_nodes
+from checkpoint.loading.opened import open_current
+from checkpoint.plan.selection import Selection
+from checkpoint.plan.state_plan import FilePlan
+from checkpoint.plan.striping import Shard
+from checkpoint.plan.write_runs import STAGING_BYTES, plan_slots
+from checkpoint.tensors.assembly import view_of
+from checkpoint.tensors.sources import Source, source_of
+from checkpoint.transfer.filling import Filler
+from checkpoint.transfer.memory import staging_slab
+from checkpoint.transfer.writer import FileJob, FillingSupply, Writer
+
+MAX_SHARD_BYTES = 5_000_000_000
+INDEX_NAME = "model.safetensors.index.json"
+WHOLE_NAME = "model.safetensors"
+_OURS = {"made_by": "infinity-offload"}
+"""In the metadata of our indexes: what they name may be replaced by what a later export makes."""
+_NAME = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
+_TEMPORARY = re.compile(rf"({_NAME.pattern}|{re.escape(INDEX_NAME)})\.tmp")
+
+
+def export_safetensors(
+    path: PathLike,
+    folder: PathLike,
+    *,
+    only: str | Sequence[str] | None = None,
+    prefix: str = "",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    stripe_dirs: StripeDirs | None = None,
+) -> list[Path]:
+    """Writes the tensors of a checkpoint to `folder` as Hugging Face shards; gives the files.
+
+    `only` and `stripe_dirs` are as in `load`. `prefix` selects the names that begin with it and is
+    taken off them: `prefix="model."` gives what the model itself calls its weights. Every byte is
+    verified on the way.
+
+    Raises what `load` and `write_safetensors` raise, ValueError if nothing is left to write.
+    """
+    checkpoint = Path(path).resolve()
+    selection = Selection(only)
+    with open_current(checkpoint, relocation(stripe_dirs)) as opened:
+        manifest = opened.manifest
+        tensors = {}
+        for name, (where, node) in data_nodes(manifest.tree).items():
+            if selection.wants(name) and name.startswith(prefix):
+                view = view_of(manifest, where, node)
+                tensors[name.removeprefix(prefix)] = opened.source(view)
+        selection.check_matched()
+        if not tensors:
+            raise ValueError(f"prefix={prefix!r} is the beginning of no name in {checkpoint}")
+        return write_safetensors(tensors, folder, max_shard_bytes=max_shard_bytes)
+
+
+def write_safetensors(
+    tensors: Mapping[str, Any],
+    folder: PathLike,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    staging_bytes: int = STAGING_BYTES,
+) -> list[Path]:
+    """Writes tensors, arrays and byte sources to `folder` as Hugging Face shards; gives the files.
+
+    The shards are `model-00001-of-00003.safetensors` and so on, or `model.safetensors` if one is
+    enough, and `model.safetensors.index.json` says which holds what. A shard is at most
+    `max_shard_bytes` long unless a single tensor is longer. Files of these names are replaced, and
+    other files of an earlier export to this folder are removed.
+
+    Raises, before anything is written, TypeError for a value that cannot be saved, FileExistsError
+    where there are several shards and a `model.safetensors` of somebody else, which readers would
+    take instead, and BlockingIOError while another export to this folder runs: of several ranks,
+    one makes it. Raises OSError naming the file; the files of an unfinished call are removed.
+    """
+    sources = {name: _source(name, value) for name, value in tensors.items()}
+    target = Path(folder).resolve()
+    shards = _plan_shards(sources, max_shard_bytes)
+    files = [_file_name(number, len(shards)) for number in range(len(shards))]
+    total = sum(source.nbytes for source in sources.values())
+    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    metadata = {"total_size": total, **_OURS}
+    index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+    target.mkdir(parents=True, exist_ok=True)
+    with locked(target, by="export to this folder"), ExitStack() as undo:
+        stale = _stale(target, files)
+        _remove_temporaries(target)
+        undo.callback(_remove_temporaries, target)
+        written = [target / f"{file}.tmp" for file in [*files, INDEX_NAME]]
+        with Engine() as engine:
+            for file, names in zip(written, shards, strict=False):
+                _write_shard(engine, file, {name: sources[name] for name in names}, staging_bytes)
+        write_durably(written[-1], (index + "\n").encode())
+        final = [target / file for file in [*files, INDEX_NAME]]
+        for temporary, file in zip(written, final, strict=True):
+            temporary.replace(file)
+        for file in stale:
+            file.unlink(missing_ok=True)
+        sync_directory(target)
+    return final
+
+
+def _stale(folder: Path, files: Sequence[str]) -> list[Path]:
+    """What an earlier export left that `files` do not replace: readers would take it, or take it as
+    well. Raises FileExistsError for what readers would take and we did not make.
+    """
+    made = _made_before(folder)
+    whole = folder / WHOLE_NAME
+    if WHOLE_NAME not in [*files, *made] and os.path.lexists(whole):
+        what = "would be loaded instead of the shards; remove it, or export to another folder"
+        raise FileExistsError(errno.EEXIST, what, str(whole))
+    return [folder / name for name in sorted(made - set(files))]
+
+
+def _made_before(folder: Path) -> set[str]:
+    """Names of the files that the index of an earlier export to a folder says were made."""
+    try:
+        index: Any = json.loads((folder / INDEX_NAME).read_bytes())
+        if not _OURS.items() <= index["metadata"].items():
+            return set()
+        names = list(index["weight_map"].values())
+    except (FileNotFoundError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return set()  # there was none, or somebody else made it
+    return {name for name in names if isinstance(name, str) and _NAME.fullmatch(name)}
+
+
+def _remove_temporaries(folder: Path) -> None:
+    """Of an export that did not finish."""
+    for file in folder.iterdir():
+        if _TEMPORARY.fullmatch(file.name):
+            file.unlink(missing_ok=True)
+
+
+def _source(name: str, value: Any) -> Source:
+    try:
+        return source_of(value)
+    except TypeError as error:
+        raise TypeError(f"cannot write {name!r}: {error}") from error
+
+
+def _plan_shards(sources: Mapping[str, Source], max_shard_bytes: int) -> list[list[str]]:
+    """Names by shard, in order; a new shard begins where the last one would grow too long."""
+    shards: list[list[str]] = [[]]
+    nbytes = 0
+    for name, source in sources.items():
+        if shards[-1] and nbytes + source.nbytes > max_shard_bytes:
+            shards.append([])
+            nbytes = 0
+        shards[-1].append(name)
+        nbytes += source.nbytes
+    return shards
+
+
+def _file_name(number: int, count: int) -> str:
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _write_shard(
+    engine: Engine, path: Path, sources: Mapping[str, Source], staging_bytes: int
+) -> None:
+    entries = [
+        Entry(
+            name,
+            source.element.file_code,
+            source.shape + source.element.file_suffix,
+            (0,) * len(source.shape + source.element.file_suffix),
+            source.nbytes,
+        )
+        for name, source in sources.items()
+    ]
+    layout = plan_packed_file(entries, metadata={"format": "pt"})
+    shards = [
+        Shard(index, (0,) * len(source.shape), source.shape, 0, source.nbytes)
+        for index, source in enumerate(sources.values())
+    ]
+    with engine.open(path, "x", size=layout.nbytes) as file:
+        filler = Filler(FilePlan(0, tuple(shards), layout, tuple(sources)), list(sources.values()))
+        slots = plan_slots(layout.nbytes, staging_bytes)
+        with staging_slab(slots.count * slots.nbytes) as slab:
+            supply = FillingSupply(filler, slots, slab)
+            Writer(engine, [FileJob(supply, file, 0)]).run()
+        file.sync()

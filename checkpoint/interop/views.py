@@ -1,0 +1,123 @@
+"""Checkpoints as other libraries see them: zarr groups, and references for fsspec."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpoint.directory.destination import PathLike
+from checkpoint.directory.relocation import StripeDirs, relocation
+from checkpoint.directory.replacing import replace_durably
+from checkpoint.format.records import Manifest
+from checkpoint.format.slices import flat_first
+from checkpoint.format.tree import data_nodes
+from checkpoint.interop.zarr_layout import GROUP_METADATA, ArrayLayout, array_layout, node_paths
+from checkpoint.loading.opened import OpenCheckpoint, open_current
+from checkpoint.tensors.assembly import TensorView, view_of
+
+if TYPE_CHECKING:
+    import zarr
+
+
+def open_zarr(
+    path: PathLike, *, verify: bool = True, stripe_dirs: StripeDirs | None = None
+) -> zarr.Group:
+    """A checkpoint as a read-only zarr group; dots in names are levels of groups.
+
+    Nothing is read but the manifest until an array is indexed; then whole checksum blocks are read
+    and verified, unless `verify` is false. Types that zarr lacks (bfloat16, float8) appear as
+    unsigned integers of their size, with torch's name of the type in the attribute `dtype`. The
+    group stands for the save that it was opened of: another one at the same path does not change
+    it, and a copy that was pickled raises FileNotFoundError if another save has come. `stripe_dirs`
+    is as in `load`.
+
+    Raises what `load` raises for a missing, incomplete or corrupt checkpoint; indexing raises
+    CorruptCheckpointError. Needs zarr 3.
+    """
+    from checkpoint.interop.zarr_store import open_group
+
+    return open_group(Path(path).resolve(), verify=verify, moved=relocation(stripe_dirs))
+
+
+def write_references(
+    path: PathLike, file: PathLike, *, stripe_dirs: StripeDirs | None = None
+) -> Path:
+    """Writes a reference file with which fsspec and zarr read a checkpoint without this library.
+
+    Open it with `zarr.open_group(fsspec.filesystem("reference", fo=..., asynchronous=True) ...)`;
+    paths in it are absolute. Nothing verifies the bytes then. Leaves whose bytes lie apart in
+    another tensor are not in it. `stripe_dirs` is as in `load`. `file` is replaced when all is
+    written; it stands for the save that it was made of, whose files go when another save takes its
+    place.
+
+    Raises what `load` raises for a missing, incomplete or corrupt checkpoint, OSError for `file`.
+    """
+    checkpoint = Path(path).resolve()
+    with open_current(checkpoint, relocation(stripe_dirs)) as opened:
+        manifest = opened.manifest
+        references = _references(opened)
+    # Every file was there when the checkpoint was opened; a save may take its place at any time.
+    templates = {
+        f"f{number}": str(manifest.file_path(checkpoint, record))
+        for number, record in enumerate(manifest.files)
+    }
+    target = Path(file)
+    document = {"version": 1, "templates": templates, "refs": references}
+    replace_durably(target, json.dumps(document).encode())
+    return target
+
+
+def _references(opened: OpenCheckpoint) -> dict[str, Any]:
+    manifest = opened.manifest
+    nodes = data_nodes(manifest.tree)
+    references: dict[str, Any] = {"zarr.json": GROUP_METADATA}
+    for name, place in node_paths(nodes).items():
+        view = view_of(manifest, *nodes[name])
+        if not view.is_row_major:
+            continue
+        layout = array_layout(view.dtype, view.shape)
+        for end in [index for index, char in enumerate(place) if char == "/"]:
+            references[f"{place[:end]}/zarr.json"] = GROUP_METADATA
+        references[f"{place}/zarr.json"] = layout.metadata()
+        for index in itertools.product(*map(range, layout.grid)):
+            key = "/".join([place, "c", *map(str, index)])
+            references[key] = _reference(opened, view, layout, index)
+    return references
+
+
+def _reference(
+    opened: OpenCheckpoint, view: TensorView, layout: ArrayLayout, index: tuple[int, ...]
+) -> Any:
+    """Where a chunk lies; the bytes themselves if it does not lie in one piece.
+
+    A chunk at the edge of its array must be as long as the others. What follows it in the file does
+    for the rest, since nobody looks at it.
+    """
+    first, nbytes = layout.chunk_range(index)
+    extent = _extent(opened.manifest, view, first, nbytes, layout.chunk_nbytes)
+    if extent is not None:
+        number, offset = extent
+        return [f"{{{{f{number}}}}}", offset, layout.chunk_nbytes]
+    data = bytearray(layout.chunk_nbytes)
+    opened.source(view).read(first, memoryview(data)[:nbytes])
+    return "base64:" + base64.b64encode(data).decode("ascii")
+
+
+def _extent(
+    manifest: Manifest, view: TensorView, first: int, nbytes: int, padded: int
+) -> tuple[int, int] | None:
+    record = manifest.tensors[view.index]
+    first += view.offset
+    for chunk in record.chunks:
+        start = flat_first(record.shape, chunk.start, chunk.shape)
+        if start is None:
+            continue
+        into = first - start * record.element.itemsize
+        if into >= 0 and into + nbytes <= chunk.nbytes:
+            offset = chunk.offset + into
+            fits = offset + padded <= manifest.files[chunk.file].nbytes
+            return (chunk.file, offset) if fits else None
+    return None

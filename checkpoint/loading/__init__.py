@@ -1,0 +1,1 @@
+"""`load`, `verify` and tensors read one by one."""

@@ -1,0 +1,169 @@
+"""`load` and `list_tensors`: from a checkpoint back to a state tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aio import Engine
+from checkpoint.collector import paused_collector
+from checkpoint.directory.destination import PathLike
+from checkpoint.directory.locate import with_current_manifest
+from checkpoint.directory.relocation import StripeDirs, relocation
+from checkpoint.format.records import Manifest
+from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree
+from checkpoint.loading.into import IntoPlan, count_whole_targets, plan_into
+from checkpoint.loading.reading import TensorRead, read_tensors, read_while_assembling
+from checkpoint.plan.selection import Selection
+from checkpoint.plan.write_runs import STAGING_BYTES
+from checkpoint.sheltered import Cancellation, sheltered
+from checkpoint.tensors.assembly import Assembler
+from checkpoint.tensors.sources import finish_device_work
+from checkpoint.tensors.targets import Target, TensorTarget
+from checkpoint.transfer.reader import ReadOptions
+
+
+def load(
+    path: PathLike,
+    only: str | Sequence[str] | None = None,
+    into: Any = None,
+    map_location: str | torch.device | None = "cpu",
+    verify: bool = True,
+    *,
+    stripe_dirs: StripeDirs | None = None,
+    engine: Engine | None = None,
+    staging_bytes: int = STAGING_BYTES,
+) -> Any:
+    """Loads the state tree that was saved at `path`, equal in every type and value; scalars and
+    dtypes of numpy come back as plain ones, without subclasses, alignment flags and metadata.
+
+    `only`: shell patterns over the names of leaves; the tree then holds what matched, and lists
+    close up over what did not. `into`: a tree whose tensors, arrays and byte sinks are written in
+    place, found by their keys; it is returned, its other values replaced by the saved ones; what
+    the checkpoint holds beyond it is not read. One tensor at several keys takes the value of the
+    first of them. `map_location`: device of new tensors; None for the
+    one that each was saved from. `verify=False` skips the checksums of data.
+
+    `stripe_dirs`: where data on stripes are, if not where they were saved: directories that are
+    searched for them first, or a mapping from each that moved to where it is now.
+
+    Beyond the tensors themselves it takes `staging_bytes` of memory. `engine` is used and left
+    open; without one, an engine with a lane per data file lives for the call.
+
+    Raises FileNotFoundError for a missing path, IncompleteCheckpointError for one without manifest,
+    CorruptCheckpointError naming file, tensor and extent for damage, ValueError for a pattern that
+    matches nothing, for no pattern at all and for an `into` that does not fit, OSError for what
+    cannot be read. After an error, or an interrupt, tensors of `into` may hold old and new values.
+    """
+    checkpoint = Path(path).resolve()
+    moved = relocation(stripe_dirs)
+    device = None if map_location is None else _indexed(torch.device(map_location))
+    selection = Selection(only)
+    is_inference = torch.is_inference_mode_enabled()
+
+    def work(cancellation: Cancellation) -> Any:
+        options = ReadOptions(
+            engine=engine, staging_bytes=staging_bytes, verify=verify, cancellation=cancellation
+        )
+
+        def attempt(manifest: Manifest) -> Any:
+            if into is not None:
+                return _load_into(manifest, checkpoint, into, selection, options)
+            return _load_new(manifest, checkpoint, selection, device, options)
+
+        with torch.inference_mode(is_inference):
+            return with_current_manifest(checkpoint, attempt, moved)
+
+    finish_device_work()
+    return sheltered(work, "checkpoint-load")
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Each thread has a current device of its own, and loads have threads of their own."""
+    if device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def list_tensors(path: PathLike) -> list[str]:
+    """Names of all tensors and arrays, in the order of the tree. Reads the manifest alone.
+
+    Raises what `load` raises for a missing, incomplete or corrupt checkpoint.
+    """
+    checkpoint = Path(path).resolve()
+    return with_current_manifest(checkpoint, lambda manifest: list(data_nodes(manifest.tree)))
+
+
+def _load_new(
+    manifest: Manifest,
+    checkpoint: Path,
+    selection: Selection,
+    device: torch.device | None,
+    options: ReadOptions,
+) -> Any:
+    assemble = partial(_assemble, manifest, selection, device)
+    if selection.is_everything:
+        return read_while_assembling(manifest, checkpoint, assemble, options)
+    tree, targets = assemble()
+    reads = [TensorRead(index, target) for index, target in targets.items()]
+    read_tensors(manifest, checkpoint, reads, options)
+    return tree
+
+
+@paused_collector()
+def _assemble(
+    manifest: Manifest, selection: Selection, device: torch.device | None
+) -> tuple[Any, dict[int, TensorTarget]]:
+    """The tree that was asked for, its memory still to be filled, and what of it is to be read."""
+    names = {path: name for name, (path, _) in data_nodes(manifest.tree).items()}
+    assembler = Assembler(manifest, device)
+
+    def data(path: tuple[object, ...], node: DataNode) -> Any:
+        return assembler.build(path, node) if selection.wants(names[path]) else MISSING
+
+    wanted = None if selection.is_everything else selection.wants
+    tree = decode_tree(manifest.tree, data, wanted)
+    selection.check_matched()
+    return tree, {index: TensorTarget(tensor) for index, tensor in assembler.tensors.items()}
+
+
+def _load_into(
+    manifest: Manifest, checkpoint: Path, into: Any, selection: Selection, options: ReadOptions
+) -> Any:
+    def planned() -> IntoPlan:
+        plan = plan_into(manifest, into, selection)
+        selection.check_matched()
+        return plan
+
+    if selection.is_everything and count_whole_targets(into) == len(manifest.tensors):
+        plan, rest = _read_while_planning(manifest, checkpoint, planned, options)
+    else:
+        plan = planned()
+        rest = plan.reads
+    if rest:
+        read_tensors(manifest, checkpoint, rest, options)
+    return plan.finish()
+
+
+def _read_while_planning(
+    manifest: Manifest, checkpoint: Path, planned: Callable[[], IntoPlan], options: ReadOptions
+) -> tuple[IntoPlan, list[TensorRead]]:
+    """Reads all that the checkpoint holds, beginning before it is known where it goes.
+
+    Gives the plan, and of its reads those of tensors that others take too, which remain.
+    """
+    rest: list[TensorRead] = []
+
+    def assemble() -> tuple[IntoPlan, dict[int, Target]]:
+        plan = planned()
+        targets: dict[int, Target] = {}
+        for read in plan.reads:
+            if targets.setdefault(read.index, read.target) is not read.target:
+                rest.append(read)
+        return plan, targets
+
+    return read_while_assembling(manifest, checkpoint, assemble, options), rest

@@ -1,0 +1,289 @@
+"""Loading into a tree that is there: which leaf of it takes which leaf of the checkpoint.
+
+Leaves belong together by their keys; where keys differ (`{"a": {"b": t}}` and `{"a.b": t}`) by
+their names. Nothing is written before everything fits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoint.format import elements
+from checkpoint.format.names import Path, closest, natural_name, render
+from checkpoint.format.records import Manifest
+from checkpoint.format.slices import may_overlap_itself
+from checkpoint.format.tree import DataNode, decode_tree, encode_tree
+from checkpoint.loading.reading import TensorRead
+from checkpoint.plan.selection import Selection
+from checkpoint.tensors.assembly import Assembler, TensorView, array_dtype, view_of
+from checkpoint.tensors.changes import count_changes
+from checkpoint.tensors.sources import (
+    ByteSink,
+    PartialSink,
+    can_resolve,
+    carrier_view,
+    local_tensor,
+    memory_fault,
+)
+from checkpoint.tensors.targets import SinkTarget, Target, TensorTarget
+
+Finish = Callable[[], None]
+
+
+@dataclass(slots=True)
+class IntoPlan:
+    """What to read into the live tree, and what remains to do when that has been read.
+
+    `written` are the live tensors, whose changes are counted before the first byte and after the
+    last one: whoever looks in between has seen a change, too.
+    """
+
+    reads: list[TensorRead]
+    copies: list[Finish]
+    replace: Callable[[], Any]
+    written: list[torch.Tensor] = field(default_factory=list)
+
+    def finish(self) -> Any:
+        """Copies what could not be read in place, replaces plain values, gives the tree."""
+        for copy in self.copies:
+            copy()
+        count_changes(self.written)
+        return self.replace()
+
+
+def is_target(value: object) -> bool:
+    """Whether a leaf of a live tree takes tensor data."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return True
+    return isinstance(value, ByteSink) and not isinstance(value, type)
+
+
+def count_whole_targets(tree: Any) -> int:
+    """How many leaves of a live tree take all of a tensor."""
+    if type(tree) in _CONTAINERS:
+        return sum(count_whole_targets(item) for _, item in _items(tree))
+    return int(is_target(tree) and not isinstance(tree, PartialSink))
+
+
+def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
+    """Matches a live tree with a checkpoint.
+
+    Raises ValueError naming the leaf that the checkpoint lacks or that has another dtype or shape,
+    TypeError for a live tree that holds what no checkpoint holds.
+    """
+    saved = _Saved(manifest)
+    live = encode_tree(into, is_target)
+    assembler = Assembler(manifest, None)
+    plan = IntoPlan([], [], lambda: _replace((), into, saved, selection))
+    for name, leaf in live.by_name.items():
+        if not selection.wants(name):
+            continue
+        path, node = saved.data(leaf.path, name)
+        view = view_of(manifest, path, node)
+        target = _target(leaf.path, leaf.value, view, array_dtype(node))
+        plan.written.extend(_tensors_of(leaf.value, target))
+        if view.is_whole:
+            plan.reads.append(TensorRead(view.index, target))
+        else:
+            # Part of another tensor's bytes: read that one whole, then copy.
+            plan.copies.append(_copy(assembler.build(path, node), target))
+    plan.reads.extend(
+        TensorRead(index, TensorTarget(tensor)) for index, tensor in assembler.tensors.items()
+    )
+    _check_values((), into, saved, selection)
+    count_changes(plan.written)
+    return plan
+
+
+def _tensors_of(value: Any, target: Target) -> Iterator[torch.Tensor]:
+    """A live tensor, and the local one behind it where that is another."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    if isinstance(target, TensorTarget) and target.tensor is not value:
+        yield target.tensor
+
+
+_DATA = object()
+"""Stands for a tensor in a tree that is decoded for its other leaves."""
+
+
+class _Saved:
+    """The leaves of a checkpoint by path and by name."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._data: dict[Path, DataNode] = {}
+        tree = decode_tree(manifest.tree, self._note)
+        self._values = dict(_plain_leaves((), tree))
+        self._data_paths = _by_name(self._data)
+        self._value_paths = _by_name(self._values)
+
+    def _note(self, path: Path, node: DataNode) -> Any:
+        self._data[path] = node
+        return _DATA
+
+    def data(self, path: Path, name: str) -> tuple[Path, DataNode]:
+        found = path if path in self._data else self._data_paths.get(name)
+        if found is None:
+            raise _missing(path, name, self._data_paths)
+        return found, self._data[found]
+
+    def value(self, path: Path) -> Any:
+        name = natural_name(path)
+        found = path if path in self._values else self._value_paths.get(name)
+        if found is None:
+            raise _missing(path, name, self._value_paths)
+        return self._values[found]
+
+
+def _by_name(paths: dict[Path, Any]) -> dict[str, Path]:
+    """Paths by natural name, where only one has it."""
+    names: dict[str, Path | None] = {}
+    for path in paths:
+        name = natural_name(path)
+        names[name] = None if name in names else path
+    return {name: path for name, path in names.items() if path is not None}
+
+
+def _missing(path: Path, name: str, names: dict[str, Path]) -> ValueError:
+    similar = closest(name, names)
+    hint = f"; it has {', '.join(map(repr, similar))}" if similar else ""
+    return ValueError(f"{render(path, 'into')} is not in the checkpoint{hint}")
+
+
+def _plain_leaves(path: Path, tree: Any) -> Iterator[tuple[Path, Any]]:
+    """Leaves of a decoded tree that are not tensor data."""
+    kind = type(tree)
+    if kind in (dict, OrderedDict):
+        for key, item in tree.items():
+            yield from _plain_leaves((*path, key), item)
+    elif kind in (list, tuple):
+        for index, item in enumerate(tree):
+            yield from _plain_leaves((*path, index), item)
+    elif tree is not _DATA:
+        yield path, tree
+
+
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+
+
+def _items(tree: Any) -> list[tuple[object, Any]]:
+    return list(tree.items() if isinstance(tree, dict) else enumerate(tree))
+
+
+def _check_values(path: Path, into: Any, saved: _Saved, selection: Selection) -> None:
+    """Raises ValueError for a plain value of the live tree that the checkpoint lacks."""
+    if type(into) in _CONTAINERS:
+        for key, item in _items(into):
+            _check_values((*path, key), item, saved, selection)
+    elif not is_target(into) and selection.wants(natural_name(path)):
+        saved.value(path)
+
+
+def _replace(path: Path, into: Any, saved: _Saved, selection: Selection) -> Any:
+    """Puts saved plain values where the live tree has old ones; tuples are made anew if need be."""
+    kind = type(into)
+    if kind in _CONTAINERS:
+        changed = [
+            (key, item, _replace((*path, key), item, saved, selection))
+            for key, item in _items(into)
+        ]
+        if kind is tuple:
+            same = all(old is new for _, old, new in changed)
+            return into if same else tuple(new for _, _, new in changed)
+        for key, old, new in changed:
+            if old is not new:
+                into[key] = new
+        return into
+    if is_target(into) or not selection.wants(natural_name(path)):
+        return into
+    return saved.value(path)
+
+
+def _target(path: Path, value: Any, view: TensorView, saved: np.dtype[Any] | None = None) -> Target:
+    """The target that a live leaf is. `saved` is the dtype of an array, None for a tensor.
+
+    Raises ValueError if it does not fit what was saved.
+    """
+    where = render(path, "into")
+    _check_carried(where, value, saved)
+    try:
+        value = local_tensor(value)
+    except TypeError as error:
+        raise ValueError(f"{where} is {error}") from error
+    if isinstance(value, np.ndarray):
+        value = _array_as_tensor(where, value)
+    dtype, shape = value.dtype, tuple(value.shape)
+    if dtype != view.dtype or shape != view.shape:
+        raise ValueError(
+            f"{where} is {dtype} of shape {shape}, the checkpoint holds {view.dtype} of shape "
+            f"{view.shape}"
+        )
+    if not isinstance(value, torch.Tensor):
+        return SinkTarget(value, shape, dtype.itemsize)
+    is_strided = value.layout == torch.strided and not value._is_zerotensor()
+    if value.is_meta or not is_strided or value.is_quantized:
+        raise ValueError(f"{where} has no plain memory to load into; give a strided tensor")
+    fault = memory_fault(value)
+    if fault is not None:
+        raise ValueError(f"{where} is a tensor {fault}")
+    if not can_resolve(value):
+        raise ValueError(f"{where} is a negated tensor of {dtype}, which torch cannot write to")
+    if may_overlap_itself(shape, value.stride()):
+        raise ValueError(
+            f"{where} is a tensor whose elements share memory with each other, as expanded ones do"
+        )
+    return TensorTarget(value)
+
+
+def _check_carried(where: str, value: Any, saved: np.dtype[Any] | None) -> None:
+    """Where torch lacks a dtype of numpy's, bytes are stored, and what takes them must be of the
+    very dtype: bytes of another one are as many and mean something else.
+    """
+    live = value.dtype if isinstance(value, np.ndarray) else None
+    if any(_is_carried(dtype) for dtype in (live, saved)) and live != saved:
+        raise ValueError(
+            f"{where} is {_kind(live)}, the checkpoint holds {_kind(saved)}; such an array is "
+            "loaded into one of the same dtype only"
+        )
+
+
+def _is_carried(dtype: np.dtype[Any] | None) -> bool:
+    return dtype is not None and bool(elements.of_numpy(dtype)[1])
+
+
+def _kind(dtype: np.dtype[Any] | None) -> str:
+    return "no array" if dtype is None else f"an array of {dtype!r}"
+
+
+def _array_as_tensor(where: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        raise ValueError(f"{where} is an array that is read-only or runs backwards; give a copy")
+    _, extra = elements.of_numpy(array.dtype)
+    return torch.from_numpy(array[..., None].view(np.uint8) if extra else array)
+
+
+def _copy(loaded: torch.Tensor, target: Target) -> Finish:
+    def copy() -> None:
+        if isinstance(target, TensorTarget):
+            live = target.tensor
+            with torch.no_grad():
+                # A negated tensor has no carrier; what is copied to it must be of its own dtype.
+                values = loaded if live.is_neg() else carrier_view(loaded)
+                carrier_view(live).copy_(values)
+            return
+        values = carrier_view(loaded.detach())
+        # A row of one element may have any stride, and is no row of bytes then.
+        row = torch.empty(values.numel(), dtype=values.dtype).copy_(values.reshape(-1))
+        flat = row.view(torch.uint8).numpy()
+        shape = tuple(loaded.shape)
+        place = target.place((0,) * len(shape), shape)
+        if flat.size and place.deliver is not None:
+            place.deliver(0, flat.data)
+
+    return copy

@@ -1,0 +1,88 @@
+"""What is found of a checkpoint: whether it can be loaded, and which errors say that it cannot."""
+
+from __future__ import annotations
+
+import enum
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoint.format.rules import is_data_file_name
+
+logger = logging.getLogger(__name__)
+
+_OF_A_FILE = frozenset(
+    {
+        errno.EACCES,
+        errno.EBADMSG,
+        errno.EIO,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENODATA,
+        errno.ENOTCONN,
+        errno.ENOTDIR,
+        errno.ENXIO,
+        errno.EPERM,
+        errno.EREMOTEIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EUCLEAN,
+    }
+)
+"""Others, such as too many open files, are as likely with any checkpoint."""
+
+
+class Verdict(enum.StrEnum):
+    """What is found of a step: the weakest of what the ranks find counts."""
+
+    WHOLE = "whole"
+    ABSENT = "absent"
+    """Removed since it was listed; or a save that runs or was killed, which is no damage."""
+    DAMAGED = "damaged"
+    """Or it cannot be read, which is no better here."""
+
+
+def verdict_of(path: Path, look: Callable[[], object]) -> Verdict:
+    """What becomes of a look at a step. Raises what is wrong with more than that step."""
+    try:
+        look()
+    except (FileNotFoundError, IncompleteCheckpointError):
+        return Verdict.ABSENT
+    except CorruptCheckpointError as error:
+        pass_over(path, error)
+        return Verdict.DAMAGED
+    except OSError as error:
+        if not _is_unreadable(path, error):
+            raise
+        pass_over(path, error)
+        return Verdict.DAMAGED
+    return Verdict.WHOLE
+
+
+def _is_unreadable(checkpoint: Path, error: OSError) -> bool:
+    """Whether an error says that this checkpoint cannot be read, and others perhaps can.
+
+    It names a file of the checkpoint then; one of something that is loaded into does not count.
+    """
+    if error.errno not in _OF_A_FILE or not isinstance(error.filename, str | bytes):
+        return False
+    file = Path(os.fsdecode(error.filename))
+    homes = {checkpoint, Path(os.path.realpath(checkpoint))}
+    return bool(homes & {file, *file.parents}) or is_data_file_name(file.name)
+
+
+def is_directory(path: Path) -> bool:
+    """Whether there is one; of what cannot be looked at a warning says why."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        logger.warning("%s is passed over: %s", path, error)
+        return False
+
+
+def pass_over(path: Path, error: Exception) -> None:
+    """Says why a step is not loaded."""
+    logger.warning("%s is passed over: %s", path, error)

@@ -1,0 +1,1 @@
+"""Who writes and reads which bytes: decided before anything is touched."""

@@ -1,0 +1,260 @@
+"""From a state tree to everything that a save has to write, decided before anything is touched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from checkpoint.format.datafile import DataFileLayout, Entry, plan_data_file
+from checkpoint.format.manifest import encode_node
+from checkpoint.format.names import render
+from checkpoint.format.records import TensorRecord
+from checkpoint.format.scalars import encode_dtype
+from checkpoint.format.slices import contiguous_strides, is_dense
+from checkpoint.format.tree import Leaf, encode_tree
+from checkpoint.plan.aliasing import Region, Stored, View, plan_sharing
+from checkpoint.plan.readable import check_tree
+from checkpoint.plan.striping import Part, Shard, plan_stripes
+from checkpoint.tensors.changes import Versions
+from checkpoint.tensors.sources import Source, is_data_leaf, local_tensor, source_of
+
+
+class TensorPlan(NamedTuple):
+    """A tensor to store: its record, still without chunks, and where its bytes come from."""
+
+    record: TensorRecord
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """A state tree taken apart: tensors to store, storages that several share, the tree's JSON."""
+
+    tensors: tuple[TensorPlan, ...]
+    storages: tuple[int, ...]
+    tree_text: str
+    tree: Any
+
+    def versions(self) -> Versions:
+        """How often each tensor has been changed by now."""
+        return Versions((tensor.record.name, tensor.source) for tensor in self.tensors)
+
+    def sources_of(self, file: FilePlan) -> list[Source]:
+        """Where the shards of a file come from, one source per shard."""
+        return [self.tensors[shard.tensor].source for shard in file.shards]
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One data file, of this number among its rank's: the shards in it, where each begins.
+
+    `names` are those of the shards' tensors.
+    """
+
+    number: int
+    shards: tuple[Shard, ...]
+    layout: DataFileLayout
+    names: tuple[str, ...]
+
+
+def plan_state(state: object) -> StatePlan:
+    """Takes a state tree apart.
+
+    Raises TypeError naming the path of a leaf that cannot be saved, ValueError for a tree that
+    holds itself, is too deep, or would not load for another reason.
+    """
+    encoded = encode_tree(state, is_data_leaf)
+    leaves = encoded.leaves
+    sources = [_source(leaf) for leaf in leaves]
+    sharing = plan_sharing(_regions(leaves))
+    stored = [index for index, place in enumerate(sharing.places) if isinstance(place, Stored)]
+    number = {index: position for position, index in enumerate(stored)}
+    tensors: list[TensorPlan] = []
+    for index in stored:
+        record = _record(leaves[index], sources[index], sharing.places[index])
+        tensors.append(TensorPlan(record, sources[index]))
+    for index, (leaf, place) in enumerate(zip(leaves, sharing.places, strict=True)):
+        if isinstance(place, View):
+            _fill_view(leaf, place, number[place.base], tensors[number[place.base]].record)
+        else:
+            _fill_node(leaf, number[index])
+    check_tree(encoded.node, [tensor.record for tensor in tensors], sharing.storages)
+    return StatePlan(tuple(tensors), sharing.storages, encode_node(encoded.node), encoded.node)
+
+
+def _source(leaf: Leaf) -> Source:
+    try:
+        leaf.value = local_tensor(leaf.value)
+        return source_of(leaf.value)
+    except TypeError as error:
+        raise TypeError(f"cannot save {render(leaf.path)}: {error}") from error
+
+
+def _regions(leaves: Sequence[Leaf]) -> list[Region | None]:
+    """Where tensors lie in their storages, for those that are not alone in theirs."""
+    keys = [_storage_key(leaf.value) for leaf in leaves]
+    members = Counter(keys)
+    return [
+        _region(leaf.value, key) if key is not None and members[key] > 1 else None
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+
+
+def _storage_key(value: Any) -> object:
+    """Tells storages apart; None for what has none and shares nothing.
+
+    What is saved of conjugated and negated tensors are their values, which are not the bytes in
+    memory. They share with their like alone, of one dtype.
+    """
+    if not isinstance(value, torch.Tensor) or value._is_zerotensor():
+        return None
+    address = value.untyped_storage().data_ptr()
+    key: object = address if value.is_cpu else (str(value.device), address)
+    if value.is_conj() or value.is_neg():
+        return key, value.is_conj(), value.is_neg(), value.dtype
+    return key
+
+
+def _region(value: torch.Tensor, key: object) -> Region:
+    itemsize = value.element_size()
+    offset = int(value.storage_offset()) * itemsize
+    return Region(key, offset, itemsize, tuple(value.shape), value.stride(), value.dtype)
+
+
+def _record(leaf: Leaf, source: Source, place: Stored | View) -> TensorRecord:
+    assert isinstance(place, Stored)
+    storage = None if place.storage is None else (place.storage, place.offset)
+    # What is read by address lies row by row already.
+    strides = None if source.read is None else _strides_to_keep(leaf.value, place)
+    return TensorRecord(leaf.name, source.element.name, source.shape, (), strides, storage)
+
+
+def _strides_to_keep(value: Any, place: Stored) -> tuple[int, ...] | None:
+    """Strides matter in a shared storage, and where they are a mere order of dimensions."""
+    if not isinstance(value, torch.Tensor) or value.is_contiguous():
+        return None
+    strides = tuple(value.stride())
+    if place.storage is None and not is_dense(value.shape, strides):
+        return None
+    return strides
+
+
+def _fill_view(leaf: Leaf, place: View, number: int, base: TensorRecord) -> None:
+    """Says in the tree that a leaf is a view of tensor `number`."""
+    value, node = leaf.value, leaf.node
+    strides = value.stride()
+    if place.is_twin:
+        strides = base.strides or contiguous_strides(base.shape)
+    node["view"] = [number, place.offset]
+    node["dtype"] = str(value.dtype).removeprefix("torch.")
+    node["shape"] = list(value.shape)
+    node["strides"] = list(strides)
+    _add_flags(node, value)
+
+
+def _fill_node(leaf: Leaf, number: int) -> None:
+    """Says in the tree that a leaf is tensor `number`."""
+    value, node = leaf.value, leaf.node
+    if type(value) is np.ndarray:
+        node["array"] = number
+        node["dtype"] = _array_dtype(leaf)
+        return
+    node["tensor"] = number
+    if isinstance(value, torch.Tensor):
+        _add_flags(node, value)
+
+
+def _array_dtype(leaf: Leaf) -> Any:
+    try:
+        return encode_dtype(leaf.value.dtype)
+    except TypeError as error:
+        raise TypeError(f"cannot save {render(leaf.path)}: {error}") from error
+
+
+def _add_flags(node: dict[str, Any], value: torch.Tensor) -> None:
+    if value.requires_grad:
+        node["requires_grad"] = True
+    if type(value) is torch.nn.Parameter:
+        node["parameter"] = True
+    if not value.is_cpu:
+        node["device"] = str(value.device)
+
+
+def plan_files(
+    state: StatePlan, *, uuid: str, rank: int, weights: Sequence[float]
+) -> list[FilePlan]:
+    """Lays the tensors of a state out in one data file per stripe; stripes left empty get none.
+
+    Raises ValueError if a data file's header would be longer than safetensors allows.
+    """
+    records = [tensor.record for tensor in state.tensors]
+    return plan_part_files(
+        records, [whole_part(record) for record in records], uuid=uuid, rank=rank, weights=weights
+    )
+
+
+def plan_part_files(
+    records: Sequence[TensorRecord],
+    parts: Sequence[Part],
+    *,
+    uuid: str,
+    rank: int,
+    weights: Sequence[float],
+) -> list[FilePlan]:
+    """Lays parts of tensors out in data files; `records` name the tensor of each part.
+
+    A file holds one part of a tensor at most, so that a second one goes to files of its own. Each
+    rank has a file 0, be it empty. `Shard.tensor` is the index of the part.
+    """
+    files = []
+    for layer, indices in enumerate(_layers(records)):
+        stripes = plan_stripes([parts[index] for index in indices], weights)
+        for stripe, own in enumerate(stripes):
+            number = layer * len(weights) + stripe
+            if own or number == 0:
+                shards = own
+                if not isinstance(indices, range):
+                    shards = [shard._replace(tensor=indices[shard.tensor]) for shard in own]
+                files.append(_plan_file(records, shards, f"r{rank}-{number}", number, uuid))
+    return files
+
+
+def _layers(records: Sequence[TensorRecord]) -> list[Sequence[int]]:
+    """Indices of the first part of every tensor, then those of the second ones, and so on."""
+    if len({record.name for record in records}) == len(records):
+        return [range(len(records))]
+    times = Counter[str]()
+    layers: dict[int, list[int]] = {}
+    for index, record in enumerate(records):
+        layers.setdefault(times[record.name], []).append(index)
+        times[record.name] += 1
+    return [layers[layer] for layer in sorted(layers)] or [[]]
+
+
+def _plan_file(
+    records: Sequence[TensorRecord], shards: Sequence[Shard], label: str, number: int, uuid: str
+) -> FilePlan:
+    entries = [_entry(records[shard.tensor], shard) for shard in shards]
+    layout = plan_data_file(entries, label=label, metadata={"checkpoint": uuid, "file": label})
+    return FilePlan(number, tuple(shards), layout, tuple(entry.name for entry in entries))
+
+
+def whole_part(record: TensorRecord) -> Part:
+    """All of a tensor."""
+    return Part(record.element.itemsize, (0,) * len(record.shape), record.shape)
+
+
+def _entry(record: TensorRecord, shard: Shard) -> Entry:
+    element = record.element
+    return Entry(
+        record.name,
+        element.file_code,
+        shard.shape + element.file_suffix,
+        shard.start + (0,) * len(element.file_suffix),
+        shard.nbytes,
+    )

@@ -1,0 +1,1 @@
+"""Agreement between the processes that save one checkpoint."""

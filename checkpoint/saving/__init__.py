@@ -1,0 +1,1 @@
+"""`save` and `save_async`, from the state to the durable checkpoint."""

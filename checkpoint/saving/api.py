@@ -1,0 +1,347 @@
+"""`save` and `save_async`: from a state tree to a durable checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aio import Engine
+from checkpoint.collector import paused_collector
+from checkpoint.directory.destination import Destination, PathLike, stripe_paths
+from checkpoint.format.manifest import check_limits
+from checkpoint.format.records import Manifest, SaveInfo
+from checkpoint.plan.state_plan import FilePlan, StatePlan, plan_files, plan_state
+from checkpoint.plan.write_runs import LARGE_SLOT_BYTES, LARGE_SLOTS, STAGING_BYTES, plan_slots
+from checkpoint.ranks.coordinator import Coordinator, SingleProcess
+from checkpoint.saving.commit import SavePlan
+from checkpoint.saving.commit_ranks import apart, together
+from checkpoint.saving.guard import Guard, gate_of
+from checkpoint.saving.pending import PendingSave
+from checkpoint.saving.rank_plan import account_of, check_whole, plan_rank
+from checkpoint.saving.running import Order, save_behind, save_now
+from checkpoint.saving.unguarded import copied
+from checkpoint.sheltered import Cancellation
+from checkpoint.tensors.sources import Source, finish_device_work
+from checkpoint.transfer.filling import Filler
+from checkpoint.transfer.memory import KeptMemory, available_bytes
+from checkpoint.transfer.snapshot import COPY_SLOT_BYTES, EarlyStage
+
+_MAX_NAME_BYTES = 246
+"""File systems take 255; `<name>.<uuid>` is the directory on a stripe."""
+
+
+def save(
+    state: object,
+    path: PathLike,
+    stripe_dirs: Sequence[PathLike] | None = None,
+    engine: Engine | None = None,
+    *,
+    staging_bytes: int = STAGING_BYTES,
+    coordinator: Coordinator | None = None,
+) -> SaveInfo:
+    """Saves a state tree at `path`, a directory, and returns when it is durable.
+
+    A checkpoint that is there already stays whole until the new one takes its place at once. With
+    `stripe_dirs` (which must exist, one per SSD) the data goes there, evenly by bytes. `engine` is
+    used and left open; without one, an engine with a lane per stripe lives for the call.
+
+    The tensors must not change during the call. If one does in a way that torch counts, is given
+    other memory, or changes while it is written from where it lies, the save fails and the
+    checkpoint before it stays; a change through numpy, `.data` or another library may go unnoticed
+    otherwise. Beyond them it takes `staging_bytes` of memory.
+
+    With a `coordinator` (see `GroupCoordinator`) several ranks save one checkpoint together: every
+    rank calls with a tree of the same names, that of rank 0 is kept. A tensor that all ranks have
+    is taken to be the same on each, and written once, by all of them in parts; of a `PartialSource`
+    every rank writes what it has. `stripe_dirs` may be others on each rank, where all ranks see
+    them. If a rank fails or dies none of the checkpoint counts, and all raise.
+
+    Raises TypeError naming the path of a leaf that cannot be saved and ValueError for a tree that
+    holds itself, both before anything is touched; BlockingIOError if another save to the same
+    path is running; OSError naming the file if writing fails, after removing all it had written;
+    ChangedTensorError naming a tensor that was changed; RankFailedError if another rank failed.
+
+    An interrupt (KeyboardInterrupt, or what a handler of yours raises) stops the save and is raised
+    when everything that it made is removed, or when it is done, if it had got so far.
+    """
+    ranks = coordinator or SingleProcess()
+    return save_after(
+        _at_any_time, state, path, stripe_dirs, engine, ranks, staging_bytes=staging_bytes
+    )
+
+
+def _at_any_time() -> int:
+    return 0
+
+
+def save_after(
+    before: Callable[[], int],
+    state: object,
+    path: PathLike,
+    stripe_dirs: Sequence[PathLike] | None,
+    engine: Engine | None,
+    ranks: Coordinator,
+    *,
+    staging_bytes: int = STAGING_BYTES,
+    previous: PendingSave | None = None,
+) -> SaveInfo:
+    """`save`, of which the manifest says that it was later than `before` (nanoseconds since 1970),
+    whatever the clock says; rank 0 asks for it. `previous` is a background save whose error this
+    one raises.
+    """
+
+    def plan(cancellation: Cancellation) -> SavePlan:
+        return plan_save(state, path, stripe_dirs, ranks, staging_bytes, cancellation, before)
+
+    order = Order(
+        path=Path(path).resolve(), ranks=ranks, engine=engine, plan=plan, previous=previous
+    )
+    finish_device_work()
+    return save_now(order)
+
+
+def save_async(
+    state: object,
+    path: PathLike,
+    stripe_dirs: Sequence[PathLike] | None = None,
+    guard: Guard | None = None,
+    engine: Engine | None = None,
+    *,
+    staging_bytes: int | None = None,
+    coordinator: Coordinator | None = None,
+) -> PendingSave:
+    """Saves a state tree in the background; see `save` for what and where.
+
+    With `guard`, an optimizer, the call returns at once: bytes are read from the live tensors, with
+    `staging_bytes` (default 256 MiB) of memory beside them, and the guard's next `step()` waits
+    until they have been read. Tensors below 1 MiB that are no parameter or state of the guard, such
+    as running averages, are copied during the call; a larger one must not change before the step
+    does, and none of them be given other memory (`p.data = ...`, `module.to`, a resized storage)
+    before `staged()`: ChangedTensorError. Without one, the tensors are copied first and the call
+    returns when they may change. The copy takes at most `staging_bytes` (default: what the state
+    needs, but no more than half of the memory that is free); a larger state is copied in waves,
+    behind the writing.
+
+    An earlier background save to the same path is waited for. An error is raised by `result()`, or
+    else by the next save to the same path, or logged, when a save to another one begins or at
+    exit. The interpreter ends after the save does. If an interrupt (Ctrl-C) ends the call the save
+    is stopped, unless it has got so far that it is done.
+
+    With a `coordinator` a save begins on every rank or on none. Where one rank cannot begin (a leaf
+    that cannot be saved, no memory, an error of an earlier save) the call raises on every rank:
+    there what is wrong, elsewhere RankFailedError. What fails later is raised by `result()`, on
+    every rank too. A rank that is killed may be missed by the call on one and by `result()` on
+    another.
+
+    Raises TypeError and ValueError as `save`, and TypeError for a guard that cannot wait.
+    """
+    return start_save(
+        state,
+        path,
+        stripe_dirs,
+        guard,
+        engine,
+        staging_bytes=staging_bytes,
+        coordinator=coordinator,
+    )
+
+
+def start_save(
+    state: object,
+    path: PathLike,
+    stripe_dirs: Sequence[PathLike] | None,
+    guard: Guard | None,
+    engine: Engine | None,
+    *,
+    staging_bytes: int | None = None,
+    after: Callable[[], None] | None = None,
+    previous: PendingSave | None = None,
+    memory: KeptMemory | None = None,
+    on_committed: Callable[[Manifest], None] | None = None,
+    coordinator: Coordinator | None = None,
+    before: Callable[[], int] = _at_any_time,
+) -> PendingSave:
+    """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
+    for its copies that is kept for the next one. `on_committed` is given the manifest of a save by
+    one process. `before` and `previous` are as in `save_after`.
+    """
+    ranks = coordinator or SingleProcess()
+
+    def plan(cancellation: Cancellation) -> SavePlan:
+        memory_bytes = staging_bytes or STAGING_BYTES
+        planned = plan_save(
+            state, path, stripe_dirs, ranks, memory_bytes, cancellation, before, guard
+        )
+        return planned if guard is None else _with_large_slots(planned, memory_bytes)
+
+    def early(plan: SavePlan, sharing: int) -> EarlyStage:
+        return EarlyStage(
+            plan.fillers,
+            _budget(plan, staging_bytes, sharing),
+            memory,
+            plan.versions.check,
+            plan.cancellation,
+        )
+
+    order = Order(
+        path=Path(path).resolve(),
+        ranks=ranks,
+        engine=engine,
+        plan=plan,
+        early=early if guard is None else None,
+        gate=None if guard is None else partial(gate_of, guard),
+        previous=previous,
+        on_committed=on_committed,
+    )
+    finish_device_work()
+    return save_behind(order, after)
+
+
+def _budget(plan: SavePlan, staging_bytes: int | None, sharing: int) -> int:
+    """Memory for a copy of the state: what was given, else what it needs if this rank's part of
+    the memory that so many share has that much.
+    """
+    if staging_bytes is not None:
+        return staging_bytes
+    needed = sum(filler.plan.layout.nbytes + 2 * COPY_SLOT_BYTES for filler in plan.fillers)
+    return min(needed, max(available_bytes() // 2 // sharing, STAGING_BYTES))
+
+
+@paused_collector()
+def plan_save(
+    state: object,
+    path: PathLike,
+    stripe_dirs: Sequence[PathLike] | None,
+    coordinator: Coordinator,
+    staging_bytes: int,
+    cancellation: Cancellation,
+    before: Callable[[], int],
+    guard: Guard | None = None,
+) -> SavePlan:
+    """Decides everything about a save and touches nothing; raises what `save` does before that."""
+    if coordinator.world_size == 1:
+        target, stripes, state_plan = _checked(state, path, stripe_dirs, guard)
+        check_whole(state_plan)
+        saved = _later_than(before)
+        uuid, weights = _new_uuid(target), [1.0] * max(len(stripes), 1)
+        files = plan_files(state_plan, uuid=uuid, rank=0, weights=weights)
+        sources = [state_plan.sources_of(file) for file in files]
+        return _save_plan(
+            Destination(target, uuid, stripes),
+            state_plan,
+            files,
+            sources,
+            staging_bytes,
+            saved,
+            cancellation,
+        )
+    found: list[tuple[Path, tuple[Path, ...], StatePlan, int]] = []
+    is_first = coordinator.rank == 0
+
+    def check() -> dict[str, Any]:
+        target, stripes, state_plan = _checked(state, path, stripe_dirs, guard)
+        found.append((target, stripes, state_plan, _later_than(before) if is_first else 0))
+        return account_of(state_plan, target, stripes, _new_uuid(target) if is_first else None)
+
+    every = together(coordinator, check)
+    target, stripes, state_plan, saved = found[0]
+
+    def decide() -> SavePlan:
+        ranks = plan_rank(state_plan, every, coordinator.rank, stripes)
+        destination = Destination(target, every[0]["uuid"], ranks.stripes, ranks.own)
+        sources = [ranks.sources_of(file) for file in ranks.files]
+        plan = _save_plan(
+            destination, state_plan, ranks.files, sources, staging_bytes, saved, cancellation
+        )
+        return replace(plan, ranks=ranks)
+
+    return apart(coordinator, decide)
+
+
+def _later_than(before: Callable[[], int]) -> int:
+    return max(time.time_ns(), before() + 1)
+
+
+def _checked(
+    state: object,
+    path: PathLike,
+    stripe_dirs: Sequence[PathLike] | None,
+    guard: Guard | None,
+) -> tuple[Path, tuple[Path, ...], StatePlan]:
+    if guard is not None:
+        gate_of(guard)  # raises for one that cannot wait
+    target = Path(path).resolve()
+    _check_target(target)
+    stripes = stripe_paths(stripe_dirs)
+    if stripes:
+        _check_name(target)
+    state_plan = plan_state(state)
+    if guard is not None:
+        state_plan = replace(state_plan, tensors=copied(state_plan.tensors, guard))
+    check_limits(state_plan.tree_text.encode("ascii"))
+    return target, stripes, state_plan
+
+
+def _check_target(target: Path) -> None:
+    """Raises NotADirectoryError for what is no directory. It is looked at once: what a failed save
+    made may just be removed, by another rank too.
+    """
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(
+            errno.ENOTDIR, "a checkpoint is a directory, this is not", str(target)
+        )
+
+
+def _save_plan(
+    destination: Destination,
+    state_plan: StatePlan,
+    files: Sequence[FilePlan],
+    sources: Sequence[Sequence[Source]],
+    staging_bytes: int,
+    saved: int,
+    cancellation: Cancellation,
+) -> SavePlan:
+    share = staging_bytes // len(files)
+    return SavePlan(
+        destination=destination,
+        state=state_plan,
+        fillers=tuple(Filler(file, own) for file, own in zip(files, sources, strict=True)),
+        slots=tuple(plan_slots(file.layout.nbytes, share) for file in files),
+        saved=saved,
+        versions=state_plan.versions(),
+        cancellation=cancellation,
+    )
+
+
+def _with_large_slots(plan: SavePlan, staging_bytes: int) -> SavePlan:
+    share = staging_bytes // len(plan.fillers)
+    slots = [
+        plan_slots(filler.plan.layout.nbytes, share, LARGE_SLOTS, LARGE_SLOT_BYTES)
+        for filler in plan.fillers
+    ]
+    return replace(plan, slots=tuple(slots))
+
+
+def _check_name(target: Path) -> None:
+    """Raises OSError for a name that leaves no room for the id of a save behind it."""
+    if len(os.fsencode(target.name)) > _MAX_NAME_BYTES:
+        what = f"with stripes a name has at most {_MAX_NAME_BYTES} bytes"
+        raise OSError(errno.ENAMETOOLONG, what, str(target))
+
+
+def _new_uuid(target: Path) -> str:
+    while (target / (uuid := secrets.token_hex(4))).exists():
+        continue
+    return uuid

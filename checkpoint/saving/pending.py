@@ -1,0 +1,212 @@
+"""Saves that run in the background: their state, and what becomes of their errors.
+
+Invariants: at most one background save to a path runs at a time, the next one waits for it; an
+error is told once, by `result()`, by the next save to the same path, or in the log, when another
+save begins or the interpreter ends, whichever comes first. Everything of a save happens in the
+process that began it: to a forked child it is over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from aio.errors import let_go
+from aio.threads import say
+from checkpoint.format.records import SaveInfo
+from checkpoint.sheltered import Cancellation, Latch
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.1
+"""How often one who waits for another save looks whether he is to stop."""
+
+
+class PendingSave:
+    """A save on its way to `path`.
+
+    `after`, if given, is called on the save's own thread when it has succeeded, before it is done.
+    """
+
+    def __init__(self, path: Path, after: Callable[[], None] | None = None) -> None:
+        self.path = path
+        self.has_begun = Latch()
+        """It runs in the background; or it never will, and has ended."""
+        self.has_staged = Latch()
+        self._done = Latch()
+        self._is_refused = False
+        self._info: SaveInfo | None = None
+        self._error: BaseException | None = None
+        self._is_told = False
+        self._after = after
+        self._pid = os.getpid()
+
+    def done(self) -> bool:
+        """Whether the save has ended, in a durable checkpoint or in an error. Never blocks."""
+        return self._done.is_set()
+
+    def staged(self) -> bool:
+        """Whether the tensors may change: their bytes have been read, or the save has failed."""
+        return self.has_staged.is_set() or self._is_elsewhere()
+
+    def wait_staged(self, timeout: float | None = None) -> bool:
+        """Waits until `staged()`; False when that took longer than `timeout` seconds."""
+        return self._is_elsewhere() or self.has_staged.wait(timeout)
+
+    def wait_done(self, timeout: float | None = None) -> bool:
+        """Waits until `done()`; False when that took longer than `timeout` seconds.
+
+        Raises RuntimeError in a forked child, as `result` does.
+        """
+        if not self.done() and self._is_elsewhere():
+            raise RuntimeError(
+                f"the save to {self.path} runs in process {self._pid}, and not in {os.getpid()}, "
+                "which was forked from it: wait for it there"
+            )
+        return self._done.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> SaveInfo:
+        """Waits until the checkpoint is durable.
+
+        Raises what `save` would have raised, and TimeoutError when the save is still running after
+        `timeout` seconds; it goes on.
+        """
+        if not self.wait_done(timeout):
+            raise TimeoutError(f"the save to {self.path} has not ended after {timeout} s")
+        self.tell()
+        assert self._info is not None
+        return self._info
+
+    def tell(self) -> None:
+        """Raises the error of a save that is done, if it has one; it then counts as told."""
+        if self._error is not None:
+            self._is_told = True
+            raise self._error
+
+    def begin(self) -> None:
+        """For the save itself: from now on it runs in the background."""
+        _registry.started(self)
+        self.has_begun.set()
+
+    def check_begun(self) -> None:
+        """Raises the error that kept it from beginning, if one did."""
+        if self._is_refused:
+            self.tell()
+
+    def set_staged(self) -> None:
+        """For the save itself: no tensor will be read again."""
+        self.has_staged.set()
+
+    def finish(self, outcome: SaveInfo | BaseException, *, is_told: bool = False) -> None:
+        """For the save itself: how it ended; `is_told` if its caller knows of an error anyhow."""
+        if isinstance(outcome, BaseException):
+            self._error = let_go(outcome)
+            self._is_refused = not self.has_begun.is_set()
+            self._is_told = is_told or self._is_refused
+            if not self._is_refused:
+                outcome.add_note(f"raised by the background save to {self.path}")
+        else:
+            self._info = outcome
+        self.has_staged.set()
+        if self._after is not None and self._error is None:
+            try:
+                self._after()
+            except BaseException:  # as below: somebody waits for the end
+                say(logger.exception, "after the background save to %s", self.path)
+        _registry.ended(self)
+        self._done.set()
+        self.has_begun.set()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether it has failed and nobody knows."""
+        return self._error is not None and not self._is_told
+
+    def log(self) -> None:
+        """Tells its error in the log."""
+        self._is_told = True
+        logger.error(
+            "the background save to %s failed, and nobody asked for its result",
+            self.path,
+            exc_info=self._error,
+        )
+
+    def _is_elsewhere(self) -> bool:
+        return os.getpid() != self._pid
+
+
+class _Registry:
+    """The background saves of this process that run, and those that failed without being asked.
+
+    Only threads of saves use it, which no interrupt meets with its lock held.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[Path, PendingSave] = {}
+        self._failed: list[PendingSave] = []
+
+    def started(self, pending: PendingSave) -> None:
+        with self._lock:
+            self._running[pending.path] = pending
+
+    def ended(self, pending: PendingSave) -> None:
+        with self._lock:
+            if self._running.get(pending.path) is pending:
+                del self._running[pending.path]
+            if pending.is_untold:
+                self._failed.append(pending)
+
+    def running(self, path: Path) -> PendingSave | None:
+        with self._lock:
+            return self._running.get(path)
+
+    def take_untold(self) -> list[PendingSave]:
+        with self._lock:
+            failed, self._failed = self._failed, []
+        return [pending for pending in failed if pending.is_untold]
+
+    def forget(self) -> None:
+        """In a forked child: these saves are the parent's, and so may be the lock."""
+        self._lock = threading.Lock()
+        self._running, self._failed = {}, []
+
+
+_registry = _Registry()
+os.register_at_fork(after_in_child=_registry.forget)
+
+
+def settle(path: Path, cancellation: Cancellation, before: PendingSave | None = None) -> None:
+    """Waits for the background save to this path; `before` is one that belongs with it.
+
+    Raises the error of either if nobody has been told of it; those of saves to other paths are no
+    matter of this one, and logged. Raises StoppedError when it is to stop.
+    """
+    running = _registry.running(path)
+    for pending in (running, before):
+        while pending is not None and not pending.wait_done(_LOOK_SECONDS):
+            cancellation.check()
+    own: list[PendingSave] = []
+    for pending in _registry.take_untold():
+        if pending is before or pending.path == path:
+            own.append(pending)
+        else:
+            pending.log()
+    for pending in own[:-1]:
+        pending.log()
+    for pending in own[-1:]:
+        pending.tell()
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    for pending in _registry.take_untold():
+        pending.log()

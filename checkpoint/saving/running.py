@@ -1,0 +1,203 @@
+"""A save from its order to its end, on a thread of its own where no signal handler runs.
+
+The caller waits: for all of it (`save`), until the tensors may change (`save_async`), or until all
+is planned and held back (`save_async` with a guard). If an interrupt ends that waiting, the save is
+stopped and everything that it made removed, or it is done if it had got so far.
+
+Invariant over ranks: a save begins on all of them or on none. What keeps one from beginning is
+raised by the call on every rank; what fails once it has begun is that of `result()` on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from aio import Engine
+from checkpoint.directory.lock import end_given_up
+from checkpoint.format.records import Manifest, SaveInfo
+from checkpoint.ranks.coordinator import Coordinator
+from checkpoint.saving.commit import SavePlan, commit
+from checkpoint.saving.commit_ranks import apart, commit_ranks, numbers_of
+from checkpoint.saving.guard import Gate
+from checkpoint.saving.pending import PendingSave, settle
+from checkpoint.sheltered import Cancellation, Latch, Worker, wait_for
+from checkpoint.threads import started
+from checkpoint.transfer.memory import machine
+from checkpoint.transfer.snapshot import EarlyStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be saved and how. `early` takes the memory for a copy, on a machine with so many
+    ranks; without it the tensors are read as they are written. `gate` is that of the guard.
+    `previous` is a save that this one belongs with. `plan`, `early` and `gate` are called on the
+    thread of the save.
+    """
+
+    path: Path
+    ranks: Coordinator
+    engine: Engine | None
+    plan: Callable[[Cancellation], SavePlan]
+    early: Callable[[SavePlan, int], EarlyStage] | None = None
+    gate: Callable[[], Gate] | None = None
+    previous: PendingSave | None = None
+    on_committed: Callable[[Manifest], None] | None = None
+
+
+def save_now(order: Order) -> SaveInfo:
+    """Carries an order out. Raises what `save` does."""
+    end_given_up(order.path)
+    pending = PendingSave(order.path)
+    worker = Worker(partial(_carry_out, order, pending, False), "checkpoint-save")
+    _start(order, worker, worker.ended)
+    return pending.result()
+
+
+def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
+    """Carries an order out in the background. Returns when the tensors may change or their guard is
+    held back. Raises what `save_async` does.
+    """
+    end_given_up(order.path)
+    pending = PendingSave(order.path, after)
+    worker = Worker(partial(_carry_out, order, pending, True), "checkpoint-save")
+    _start(order, worker, pending.has_begun if order.early is None else pending.has_staged)
+    pending.check_begun()
+    return pending
+
+
+def _start(order: Order, worker: Worker[None], latch: Latch) -> None:
+    """`wait_for`; a rank that finds no thread says so to those that wait for it."""
+    try:
+        wait_for(worker, latch)
+    except OSError as error:
+        if worker.was_withdrawn:
+            order.ranks.begin()
+            try:
+                order.ranks.exchange(error)
+            finally:
+                order.ranks.end()
+        raise
+
+
+def _carry_out(
+    order: Order, pending: PendingSave, is_background: bool, cancellation: Cancellation
+) -> None:
+    started = time.perf_counter()
+    outcome: SaveInfo | BaseException
+    try:
+        with ExitStack() as turn:
+            order.ranks.begin()
+            turn.callback(order.ranks.end)
+            plan = order.plan(cancellation)
+            sharing = _settle(order, cancellation)
+            engine, early = apart(order.ranks, lambda: _take(order, plan, sharing, pending, turn))
+            if is_background:
+                pending.begin()
+            numbers = _write(order, plan, engine, early, pending)
+        outcome = SaveInfo(
+            path=plan.path,
+            uuid=plan.destination.uuid,
+            **numbers,
+            seconds=time.perf_counter() - started,
+        )
+    except BaseException as error:
+        outcome = error
+    # Whoever was interrupted knows.
+    pending.finish(outcome, is_told=not is_background or cancellation.is_requested)
+
+
+def _settle(order: Order, cancellation: Cancellation) -> int:
+    """`settle`; an error that one rank has not been told yet ends the save on all of them. Gives
+    how many ranks are on this machine.
+    """
+    try:
+        settle(order.path, cancellation, order.previous)
+        here = machine()
+    except BaseException as error:
+        order.ranks.exchange(error)
+        raise
+    return order.ranks.exchange(here).count(here)
+
+
+def _take(
+    order: Order, plan: SavePlan, sharing: int, pending: PendingSave, turn: ExitStack
+) -> tuple[Engine, EarlyStage | None]:
+    """What a save needs before it begins; `turn` gives it back."""
+    engine = order.engine
+    if engine is None:
+        engine = turn.enter_context(Engine(lanes=plan.destination.num_stripes))
+    early = None if order.early is None else order.early(plan, sharing)
+    if early is not None:
+        turn.callback(early.close)
+    if order.gate is not None:
+        order.gate().add(pending)
+    return engine, early
+
+
+def _write(
+    order: Order,
+    plan: SavePlan,
+    engine: Engine,
+    early: EarlyStage | None,
+    pending: PendingSave,
+) -> dict[str, int]:
+    if early is None:
+
+        def staged() -> None:
+            plan.versions.check()
+            pending.set_staged()
+
+        return _commit(order, plan, engine, staged, None)
+    with ExitStack() as stack:
+
+        def copy() -> None:
+            if not early.is_whole:
+                stack.enter_context(_Copying(early, pending))
+                return
+            # Nobody waits for the writing yet; it would take cores and bandwidth from the copy.
+            early.copy()
+            early.check_copied()
+            pending.set_staged()
+
+        return _commit(order, plan, engine, early.check_copied, early, copy)
+
+
+class _Copying:
+    """Copies in waves beside the writing."""
+
+    def __init__(self, early: EarlyStage, pending: PendingSave) -> None:
+        self._early = early
+        self._pending = pending
+
+    def _copy(self) -> None:
+        if self._early.copy():
+            self._pending.set_staged()
+
+    def __enter__(self) -> None:
+        self._thread = started(self._copy, "checkpoint-stage")
+
+    def __exit__(self, *_: object) -> None:
+        self._early.stop()
+        self._thread.join()
+
+
+def _commit(
+    order: Order,
+    plan: SavePlan,
+    engine: Engine,
+    staged: Callable[[], None],
+    early: EarlyStage | None,
+    begin: Callable[[], None] = lambda: None,
+) -> dict[str, int]:
+    if plan.ranks is not None:
+        return commit_ranks(plan, engine, order.ranks, staged, early, begin)
+    begin()
+    manifest = commit(plan, engine, staged, early)
+    if order.on_committed is not None:
+        order.on_committed(manifest)
+    return numbers_of(manifest)

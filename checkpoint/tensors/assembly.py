@@ -1,0 +1,249 @@
+"""Turns the nodes of a tree into tensors and arrays: memory first, bytes later.
+
+An `Assembler` allocates what nodes describe and notes which stored tensors have to be read into
+what; it reads nothing itself. Leaves that shared memory when they were saved share it again, and a
+leaf that was one object at several places is one object again, or, if it was a view of another
+leaf, several over the same memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoint.errors import CorruptCheckpointError
+from checkpoint.format import elements
+from checkpoint.format.names import Path, render
+from checkpoint.format.records import MAX_DIMENSIONS, Manifest, TensorRecord
+from checkpoint.format.scalars import decode_dtype
+from checkpoint.format.slices import Shape, contiguous_strides, is_contiguous, span_elements
+from checkpoint.format.tree import DataNode
+from checkpoint.tensors.arenas import Arenas
+
+MIN_MAPPED_BYTES = 1 << 20
+"""From here on memory is mapped page by page, so that the device can read into it directly."""
+
+_CPU = torch.device("cpu")
+_MAX_SIZE = (1 << 63) - 1
+_FLAGS = {"requires_grad", "parameter", "device"}
+_VIEW_KEYS = {"view", "dtype", "shape", "strides"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """What a node stands for: stored tensor `index`, or a view `offset` bytes into it.
+
+    `strides` are in elements; None for row-major. `is_whole` if it is all of the stored tensor as
+    it was saved.
+    """
+
+    index: int
+    offset: int
+    dtype: torch.dtype
+    shape: Shape
+    strides: Shape | None
+    is_whole: bool
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its bytes lie in a row, from `offset` of the stored tensor on."""
+        whole = self.is_whole or self.strides is None
+        return whole or is_contiguous(self.shape, self.strides or ())
+
+
+def view_of(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
+    """Checks everything that a tensor's node says. Raises CorruptCheckpointError."""
+    if "array" in node:
+        return _checked_array(manifest, path, node)
+    if "view" in node:
+        _check_keys(path, node, _VIEW_KEYS, _VIEW_KEYS | _FLAGS)
+        view = _checked_view(manifest, path, node)
+    else:
+        _check_keys(path, node, {"tensor"}, {"tensor"} | _FLAGS)
+        view = _whole(node["tensor"], _record(manifest, path, node["tensor"]))
+    _check_flags(path, node, view.dtype)
+    return view
+
+
+def array_dtype(node: DataNode) -> np.dtype[Any] | None:
+    """The dtype of an array, of a node that `view_of` has checked; None of a tensor."""
+    return decode_dtype(node["dtype"]) if "array" in node else None
+
+
+def _whole(index: int, record: TensorRecord) -> TensorView:
+    return TensorView(index, 0, record.element.torch, record.shape, record.strides, True)
+
+
+def _checked_array(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
+    _check_keys(path, node, {"array", "dtype"}, {"array", "dtype"})
+    record = _record(manifest, path, node["array"])
+    try:
+        dtype = decode_dtype(node["dtype"])
+    except ValueError as error:
+        raise _corrupt(path, str(error)) from error
+    element, extra = elements.of_numpy(dtype)
+    fits = record.dtype == element.name and record.shape[len(record.shape) - len(extra) :] == extra
+    if not fits or record.strides is not None or record.storage is not None:
+        raise _corrupt(path, f"an array of {dtype} over {record.dtype} of shape {record.shape}")
+    return _whole(node["array"], record)
+
+
+def _check_flags(path: Path, node: DataNode, dtype: torch.dtype) -> None:
+    requires_grad = node.get("requires_grad", False)
+    if type(requires_grad) is not bool or type(node.get("parameter", False)) is not bool:
+        raise _corrupt(path, "a flag that is not true or false")
+    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise _corrupt(path, f"a gradient for {dtype}")
+    try:
+        torch.device(node.get("device", _CPU))
+    except (RuntimeError, TypeError) as error:
+        raise _corrupt(path, "not a device") from error
+
+
+def _checked_view(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
+    place = _sizes(path, node["view"])
+    shape, strides = _sizes(path, node["shape"]), _sizes(path, node["strides"])
+    element = elements.BY_NAME.get(node["dtype"]) if isinstance(node["dtype"], str) else None
+    if len(place) != 2 or len(shape) != len(strides) or element is None:
+        raise _corrupt(path, "not the description of a view")
+    index, offset = place
+    record = _record(manifest, path, index)
+    reach = span_elements(shape, strides) * element.itemsize
+    same = record.dtype == element.name and record.shape == shape
+    if record.strides is None:
+        fits = offset + reach <= record.nbytes
+        same = same and strides == contiguous_strides(shape)
+    else:
+        # What lies between the elements of a strided tensor was not saved.
+        fits = same = same and offset == 0 and strides == record.strides
+    start = offset + (record.storage[1] if record.storage else 0)
+    if not fits or start % element.itemsize:
+        raise _corrupt(path, f"a view beyond tensor {record.name[:200]!r}")
+    return TensorView(index, offset, element.torch, shape, strides, same and offset == 0)
+
+
+def _record(manifest: Manifest, path: Path, index: Any) -> TensorRecord:
+    if type(index) is not int or not 0 <= index < len(manifest.tensors):
+        raise _corrupt(path, "no such tensor in the manifest")
+    return manifest.tensors[index]
+
+
+def _sizes(path: Path, value: Any) -> Shape:
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        raise _corrupt(path, "not a list of sizes")
+    if not all(type(item) is int and 0 <= item <= _MAX_SIZE for item in value):
+        raise _corrupt(path, "not a list of sizes")
+    return tuple(value)
+
+
+def _check_keys(path: Path, node: DataNode, needed: set[str], allowed: set[str]) -> None:
+    if not needed <= node.keys() <= allowed:
+        raise _corrupt(path, "not a node that this version knows")
+
+
+def _corrupt(path: Path, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{render(path)}: {what}")
+
+
+class Assembler:
+    """Builds the leaves of one checkpoint on `device` (None: where each was saved from).
+
+    `tensors` are the stored tensors asked for so far, by their index: what has to be read.
+    """
+
+    def __init__(self, manifest: Manifest, device: torch.device | None) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._manifest = manifest
+        self._device = device
+        self._leaves: dict[tuple[str, int], Any] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._arenas = Arenas()
+
+    def build(self, path: Path, node: DataNode) -> Any:
+        """The leaf of a node, its content yet to be read. Raises CorruptCheckpointError."""
+        if len(node) == 1 and "tensor" in node:  # as most are
+            _record(self._manifest, path, node["tensor"])
+            return self._stored(node["tensor"], self._device_of(node))
+        view = view_of(self._manifest, path, node)
+        if "view" in node:
+            return _flagged(node, self._view(view, self._device_of(node)))
+        kind = "array" if "array" in node else "tensor"
+        leaf = self._leaves.get((kind, view.index))
+        if leaf is None:
+            stored = self._stored(view.index, self._device_of(node))
+            leaf = _flagged(node, stored) if kind == "tensor" else _array(node, stored)
+            self._leaves[kind, view.index] = leaf
+        return leaf
+
+    def _device_of(self, node: DataNode) -> torch.device:
+        if "array" in node:
+            return _CPU
+        return torch.device(node.get("device", _CPU)) if self._device is None else self._device
+
+    def _view(self, view: TensorView, device: torch.device) -> torch.Tensor:
+        base = self._stored(view.index, device)
+        offset = int(base.storage_offset()) * base.element_size() + view.offset
+        strides = contiguous_strides(view.shape) if view.strides is None else view.strides
+        return _typed(base.untyped_storage(), view.dtype, offset, view.shape, strides)
+
+    def _stored(self, index: int, device: torch.device) -> torch.Tensor:
+        tensor = self.tensors.get(index)
+        if tensor is None:
+            tensor = self.tensors[index] = self._allocate(self._manifest.tensors[index], device)
+        return tensor
+
+    def _allocate(self, record: TensorRecord, device: torch.device) -> torch.Tensor:
+        element = record.element
+        dtype = element.torch
+        if record.storage is None:
+            nbytes = math.prod(record.shape) * element.itemsize
+            if nbytes >= MIN_MAPPED_BYTES and device == _CPU:
+                strides = record.strides or contiguous_strides(record.shape)
+                return _typed(self._mapped(nbytes), dtype, 0, record.shape, strides)
+            if record.strides is None:
+                return torch.empty(record.shape, dtype=dtype, device=device)
+            return torch.empty_strided(record.shape, record.strides, dtype=dtype, device=device)
+        index, offset = record.storage
+        if index not in self._storages:
+            self._storages[index] = self._storage(self._manifest.storages[index], device)
+        strides = record.strides or contiguous_strides(record.shape)
+        return _typed(self._storages[index], dtype, offset, record.shape, strides)
+
+    def _mapped(self, nbytes: int) -> torch.UntypedStorage:
+        """Zeroed pages, given back when the last tensor over them is gone."""
+        return torch.from_numpy(self._arenas.allocate(nbytes)).untyped_storage()
+
+    def _storage(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Zeroed, for what lies between the tensors of a shared storage."""
+        if device == _CPU and nbytes >= MIN_MAPPED_BYTES:
+            return self._mapped(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+
+def _typed(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Shape, strides: Shape
+) -> torch.Tensor:
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset // dtype.itemsize, shape, strides)
+
+
+def _flagged(node: DataNode, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a Parameter and with gradients, where it was saved so."""
+    requires_grad = node.get("requires_grad", False)
+    if node.get("parameter", False):
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _array(node: DataNode, stored: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A numpy array over the memory of a stored tensor."""
+    dtype = decode_dtype(node["dtype"])
+    _, extra = elements.of_numpy(dtype)
+    shape = tuple(stored.shape)[: stored.dim() - len(extra)]
+    if stored.numel() == 0:
+        return np.zeros(shape, dtype)
+    return stored.numpy().reshape(-1).view(dtype).reshape(shape)

@@ -1,0 +1,135 @@
+"""Where loaded bytes go: tensors of any strides on any device, and byte sinks.
+
+A target stands for a whole row-major tensor and gives a place for each box of it. Places are
+written from several threads at once, each byte by one of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from checkpoint.format.slices import Shape, contiguous_strides, flat_first, range_boxes
+from checkpoint.tensors.sources import ByteSink, PartialSink, carrier_view, is_plain
+
+
+class Place(NamedTuple):
+    """Where the bytes of one box go: to an address, if they lie in a row there, else to a function.
+
+    `deliver(first, data)` takes bytes of the row-major box from byte `first` on.
+    """
+
+    address: int | None
+    deliver: Callable[[int, memoryview], None] | None
+
+
+class Target(Protocol):
+    """What a stored tensor is loaded into."""
+
+    def place(self, start: Shape, shape: Shape) -> Place: ...
+
+    def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
+        """Bytes [first, last) of a box that are to be read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTarget:
+    """A tensor in memory, of any strides, on any device."""
+
+    tensor: torch.Tensor
+
+    def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
+        return [(0, math.prod(shape) * self.tensor.element_size())]
+
+    def place(self, start: Shape, shape: Shape) -> Place:
+        part = self.tensor.detach() if self.tensor.requires_grad else self.tensor
+        if shape != tuple(part.shape):
+            for axis, (low, size) in enumerate(zip(start, shape, strict=True)):
+                part = part.narrow(axis, low, size)
+        if part.is_cpu and part.is_contiguous() and is_plain(part):
+            return Place(part.data_ptr(), None)
+        return Place(None, _BoxWriter(part, shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _BoxWriter:
+    part: torch.Tensor
+    shape: Shape
+
+    def __call__(self, first_byte: int, data: memoryview) -> None:
+        part = carrier_view(self.part)
+        flat = torch.frombuffer(data, dtype=part.dtype)
+        first = first_byte // part.element_size()
+        done = 0
+        with torch.no_grad():
+            for slices, shape in range_boxes(self.shape, first, first + flat.numel()):
+                count = math.prod(shape)
+                _write(part[slices], flat[done : done + count].view(shape))
+                done += count
+
+
+def _write(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies. What lies at one place, by strides of 0, had one value, and is written once."""
+    for axis, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, values = target.narrow(axis, 0, 1), values.narrow(axis, 0, 1)
+    target.copy_(values)
+
+
+@dataclass(frozen=True, slots=True)
+class SinkTarget:
+    """A byte sink; a box that is no gapless range of the whole is handed over row by row."""
+
+    sink: ByteSink
+    shape: Shape
+    itemsize: int
+
+    def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
+        """Bytes [first, last) of a box that the sink takes."""
+        nbytes = math.prod(shape) * self.itemsize
+        first = flat_first(self.shape, start, shape)
+        if not isinstance(self.sink, PartialSink) or first is None:
+            return [(0, nbytes)]
+        found = []
+        for begin, length in self.sink.ranges:
+            low = max(0, (begin - first) * self.itemsize)
+            high = min(nbytes, (begin + length - first) * self.itemsize)
+            if low < high:
+                found.append((low, high))
+        return found
+
+    def place(self, start: Shape, shape: Shape) -> Place:
+        first = flat_first(self.shape, start, shape)
+        if first is None:
+            return Place(None, _RowWriter(self, start, shape))
+        base = first * self.itemsize
+        return Place(None, lambda first_byte, data: self.sink.write(base + first_byte, data))
+
+
+@dataclass(frozen=True, slots=True)
+class _RowWriter:
+    target: SinkTarget
+    start: Shape
+    shape: Shape
+
+    def __call__(self, first_byte: int, data: memoryview) -> None:
+        itemsize = self.target.itemsize
+        strides = contiguous_strides(self.target.shape)
+        first = first_byte // itemsize
+        done = 0
+        for slices, shape in range_boxes(self.shape, first, first + len(data) // itemsize):
+            row_bytes = shape[-1] * itemsize
+            low = [start + part.start for start, part in zip(self.start, slices, strict=True)]
+            for index in itertools.product(*(range(size) for size in shape[:-1])):
+                place = sum(
+                    (begin + step) * stride
+                    for begin, step, stride in zip(low, (*index, 0), strides, strict=True)
+                )
+                self.target.sink.write(place * itemsize, data[done : done + row_bytes])
+                done += row_bytes

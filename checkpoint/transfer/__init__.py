@@ -1,0 +1,1 @@
+"""Bytes in flight between tensors and data files."""

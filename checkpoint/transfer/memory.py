@@ -1,0 +1,66 @@
+"""Host memory for saves and loads: how much there is to take, and taking it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+from aio import Slab
+from checkpoint.transfer.cgroups import memory_limits
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def available_bytes() -> int:
+    """Bytes that can be taken without swapping and without breaking a limit of the control group
+    of this process or of one above it.
+    """
+    left = (limit.left_bytes for limit in memory_limits())
+    return min([int(psutil.virtual_memory().available), *left])
+
+
+def machine_bytes() -> int:
+    """Bytes that this process could take if it had the machine, or what its control groups allow
+    of it, to itself.
+    """
+    limits = (limit.limit_bytes for limit in memory_limits())
+    return min([int(psutil.virtual_memory().total), *limits])
+
+
+def machine() -> str:
+    """Tells machines apart; containers of one machine are on the same."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename
+
+
+def staging_slab(nbytes: int) -> Slab:
+    """Memory that many transfers pass through: in huge pages, which made them twice as fast."""
+    return Slab(nbytes)
+
+
+def plain_slab(nbytes: int) -> Slab:
+    """Page-aligned memory in pages of the ordinary size, touched when it is used.
+
+    For much memory at once: when memory is fragmented the kernel moves other pages about to make
+    huge ones, in the middle of a fault.
+    """
+    return Slab(nbytes, huge_pages=False)
+
+
+class KeptMemory:
+    """A slab that is kept from one use to the next, so that its pages are touched only once.
+
+    Not for two uses at a time: what is still in use is left to it, and new memory taken.
+    """
+
+    def __init__(self) -> None:
+        self._slab: Slab | None = None
+
+    def take(self, nbytes: int) -> Slab:
+        """A slab with at least `nbytes` free."""
+        slab = self._slab
+        if slab is None or slab.largest_free_bytes < nbytes:
+            slab = self._slab = None  # gives the old memory back before there is more
+            slab = self._slab = plain_slab(nbytes)
+        return slab

@@ -1,0 +1,184 @@
+"""Copies a state into staging memory ahead of its writing, so that its owner can go on.
+
+The thread that wants its tensors back copies, with helpers; the writer sums and writes behind it.
+Where the state is larger than the memory, buffers come back from the writer and the copying goes on
+in waves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from aio import File, Slab
+from checkpoint.format.datafile import ALIGNMENT
+from checkpoint.plan.write_runs import Run, Slots, plan_slots
+from checkpoint.sheltered import Cancellation, StoppedError
+from checkpoint.threads import run_all
+from checkpoint.transfer.filling import Buffer, Filler
+from checkpoint.transfer.memory import KeptMemory
+from checkpoint.transfer.writer import Reap
+
+COPY_SLOT_BYTES = 8 << 20
+"""Of a buffer: large, because nothing has to wait for it to be full."""
+
+_MAX_COPY_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A run on its way into a buffer."""
+
+    run: Run
+    buffer: Buffer
+    done: Future[None]
+
+
+class EarlySupply:
+    """The runs of one file, copied by `copy_all` and taken by the writer."""
+
+    def __init__(
+        self, filler: Filler, slots: Slots, slab: Slab, cancellation: Cancellation
+    ) -> None:
+        self.filler = filler
+        self._cancellation = cancellation
+        self._slots = slots
+        self._free: SimpleQueue[Buffer | None] = SimpleQueue()
+        self._copies: SimpleQueue[_Copy | StoppedError | None] = SimpleQueue()
+        for _ in range(self._slots.count):
+            self._free.put(slab.allocate(self._slots.nbytes))
+
+    def copy_all(self, pool: ThreadPoolExecutor) -> None:
+        """Copies every run as buffers become free. Raises StoppedError after `stop`."""
+        copies: list[Future[None]] = []
+        try:
+            for run in self.filler.runs(self._slots.nbytes, memory_alignment=0):
+                self._cancellation.check()
+                buffer = self._free.get()
+                if buffer is None:
+                    raise StoppedError
+                done = pool.submit(self.filler.copy, run, buffer)
+                copies.append(done)
+                self._copies.put(_Copy(run, buffer, done))
+        except BaseException:
+            self._copies.put(StoppedError("the copy of the tensors was given up"))
+            raise
+        self._copies.put(None)
+        for done in copies:
+            done.exception()  # waits; what a source raised is the writer's to tell
+
+    def runs(self, file: File, reap: Reap) -> Iterator[tuple[Run, Buffer | None]]:
+        while (copy := self._next(reap)) is not None:
+            copy.done.result()
+            self.filler.sum(copy.run, copy.buffer)
+            yield copy.run, copy.buffer
+
+    def _next(self, reap: Reap) -> _Copy | None:
+        """The next copy; while there is none, buffers are brought back for it."""
+        copy: _Copy | StoppedError | None
+        while True:
+            try:
+                copy = self._copies.get_nowait()
+            except Empty:
+                if reap():
+                    continue
+                copy = self._copies.get()
+            if isinstance(copy, StoppedError):
+                raise copy
+            return copy
+
+    def take_back(self, buffer: Buffer) -> None:
+        self._free.put(buffer)
+
+    def stop(self) -> None:
+        self._free.put(None)
+
+
+class EarlyStage:
+    """Staging memory for a state, at most `budget_bytes` of it, with a supply per file.
+
+    `memory` is where it is taken from, if it is to be kept for the next one. `check` is called when
+    everything has been copied; what it raises is the copy's error.
+    """
+
+    def __init__(
+        self,
+        fillers: Sequence[Filler],
+        budget_bytes: int,
+        memory: KeptMemory | None,
+        check: Callable[[], None],
+        cancellation: Cancellation,
+    ) -> None:
+        self._check = check
+        self._copied: Future[None] = Future()
+        shares = _shares([filler.plan.layout.nbytes for filler in fillers], budget_bytes)
+        slots = [
+            plan_slots(filler.plan.layout.nbytes, share, None, COPY_SLOT_BYTES)
+            for filler, share in zip(fillers, shares, strict=True)
+        ]
+        self.is_whole = all(
+            each.count * each.nbytes >= filler.plan.layout.nbytes
+            for filler, each in zip(fillers, slots, strict=True)
+        )
+        """The memory takes all of the state, so that copying it does not have to wait."""
+        # Ranges of a slab end on pages, and so do buffers.
+        slab = (memory or KeptMemory()).take(sum(each.count * each.nbytes for each in slots))
+        self.supplies = [
+            EarlySupply(filler, each, slab, cancellation)
+            for filler, each in zip(fillers, slots, strict=True)
+        ]
+
+    def copy(self) -> bool:
+        """Copies the state; gives whether its tensors may change. Errors are the writer's."""
+        try:
+            self._copy()
+            self._check()
+        except BaseException as error:
+            self._copied.set_exception(error)
+            self.stop()
+            return False
+        self._copied.set_result(None)
+        return True
+
+    def _copy(self) -> None:
+        threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-copy") as pool:
+            tasks = [partial(supply.copy_all, pool) for supply in self.supplies]
+            run_all(tasks, self.stop, "checkpoint-stage")
+
+    def check_copied(self) -> None:
+        """Waits until everything has been copied. Raises the copy's error."""
+        self._copied.result()
+
+    def stop(self) -> None:
+        """Nothing will be taken any more."""
+        for supply in self.supplies:
+            supply.stop()
+
+    def close(self) -> None:
+        """Stops, and lets go of the memory. Idempotent."""
+        self.stop()
+        self.supplies = []
+
+
+@contextmanager
+def copy_errors(early: EarlyStage | None) -> Iterator[None]:
+    """Of a writer that was stopped because the copy failed: what the copy failed of."""
+    try:
+        yield
+    except StoppedError:
+        if early is not None:
+            early.check_copied()
+        raise
+
+
+def _shares(sizes: Sequence[int], budget_bytes: int) -> list[int]:
+    """Of the budget for each file, by size; also a small one gets two buffers, if there is room."""
+    least = 2 * ALIGNMENT if budget_bytes >= 2 * ALIGNMENT * len(sizes) else 0
+    rest = budget_bytes - least * len(sizes)
+    return [least + rest * nbytes // sum(sizes) for nbytes in sizes]

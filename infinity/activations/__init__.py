@@ -1,0 +1,1 @@
+"""Saved tensors that are not weights: kept, in host memory, or on NVMe."""

@@ -1,0 +1,216 @@
+"""Saved tensors of autograd that are not weights: which of them are taken, and how they are met
+again. What is done with them is decided in ``activation_tiers``.
+
+Invariants:
+- A storage is kept once, however many saved tensors lie in it, unless it was changed in between.
+- A saved tensor comes back with the bits it had. One that was changed in place since is refused, as
+  autograd does: its version counter is kept, without its memory.
+- What a graph that is gone had saved is free after the next call; nothing waits for a backward pass
+  that never comes.
+
+A change behind autograd's back (through ``.data``) while a tensor is saved is not seen. Inside
+``torch.utils.checkpoint`` its own hooks are at work instead of these.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from infinity.activations.storage import SavedActivation, SavedStorage, witness_of
+from swap.plain import is_plain
+
+THRESHOLD_BYTES = 256 * 1024
+"""Smaller storages stay: as single transfers they cost more time than their memory is worth."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A storage that is saved, as it can be met again: alive, and at that version."""
+
+    where: StorageWeakRef
+    witness: torch.Tensor
+    version: int
+    storage: SavedStorage
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        return (
+            not self.where.expired()
+            and self.witness._version == self.version
+            and tensor._version == self.version
+        )
+
+
+class Activations:
+    """Saved tensors that are not weights: ``"keep"``, which leaves all to autograd.
+
+    ``held_bytes`` of host memory are kept for saved tensors now, ``peak_bytes`` at most so far,
+    of ``budget_bytes`` that are set aside (0 where the memory is not the library's).
+    Thread-safe; every call may be made from any thread.
+    """
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self.budget_bytes = 0
+        self._lock = threading.Lock()
+        # Finalizers run anywhere, also inside the lock; put() is made to be called there.
+        self._dead: queue.SimpleQueue[SavedStorage] = queue.SimpleQueue()
+        self._alive: dict[int, SavedStorage] = {}
+        self._known: dict[int, _Known] = {}
+        self._keys: dict[int, int] = {}
+        self._left_alone: set[int] = set()
+        self._next = 0
+        self._closed = False
+
+    @property
+    def peak_budget_bytes(self) -> int:
+        """Host memory of the library's budget that was in use, at most so far."""
+        return self.peak_bytes if self.budget_bytes else 0
+
+    def counts(self) -> dict[str, int]:
+        """Bytes of what is saved for graphs that are alive, by where they are."""
+        with self._lock:
+            self._drop_dead()
+            return {
+                "in host": self.held_bytes,
+                "in host, peak": self.peak_bytes,
+                "on nvme": self._nvme_bytes(),
+            }
+
+    def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are in memory for as long as the model is offloaded, saved or not."""
+        self._left_alone.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def save(self, tensor: torch.Tensor) -> SavedActivation | None:
+        """Take ``tensor``; None leaves it to autograd. Raises ``AioError`` when something could
+        not be written; it is kept then, and tried again by the next call.
+        """
+        if not self._is_worth_it(tensor):
+            return None
+        with self._lock:
+            self._drop_dead()
+            storage = self._find(tensor) or self._admit(tensor)
+            if storage is None:
+                return None
+            saved = SavedActivation(tensor, storage)
+            storage.uses += 1
+            weakref.finalize(saved, self._dead.put, storage).atexit = False
+            self._saved(storage)
+            self.peak_bytes = max(self.peak_bytes, self._taken_bytes())
+        return saved
+
+    def restore(self, saved: SavedActivation) -> torch.Tensor:
+        """The tensor with the bits it had. Raises ``AioError``, after which it can be asked for
+        again, and ``RuntimeError`` if it was changed in place since.
+        """
+        saved.check_version()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(
+                    "a backward pass needs what its forward pass saved inside the offload block; "
+                    "call backward inside the block"
+                )
+            self._drop_dead()
+            tensor = saved.view(self._memory_of(saved.storage))
+            self._restored(saved.storage)
+            self.peak_bytes = max(self.peak_bytes, self._taken_bytes())
+            return tensor
+
+    def close(self) -> None:
+        """Forget everything, remove the files. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._drop_dead()
+            for storage in self._alive.values():
+                storage.memory = None
+            self._alive.clear()
+            self._known.clear()
+            self.held_bytes = 0
+
+    # What a mode decides, with the lock held.
+
+    def _is_worth_it(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def _admit(self, tensor: torch.Tensor) -> SavedStorage | None:
+        """A new storage for ``tensor``; None leaves it to autograd."""
+        return None
+
+    def _saved(self, storage: SavedStorage) -> None:
+        """``storage`` was saved, for the first time or again."""
+
+    def _nvme_bytes(self) -> int:
+        """Bytes that are on NVMe."""
+        return 0
+
+    def _taken_bytes(self) -> int:
+        """Memory in use for saved tensors, also what is not counted to any of them."""
+        return self.held_bytes
+
+    def _memory_of(self, storage: SavedStorage) -> torch.Tensor:
+        assert storage.memory is not None
+        storage.check_whole()
+        return storage.memory
+
+    def _restored(self, storage: SavedStorage) -> None:
+        """A tensor over the memory of ``storage`` is on its way to a backward pass."""
+
+    def _forget(self, storage: SavedStorage) -> None:
+        """Nobody needs ``storage`` any more."""
+        if storage.memory is not None:
+            self._hold(-storage.nbytes)
+        storage.memory = None
+
+    # What they share.
+
+    def _add(self, tensor: torch.Tensor, memory: torch.Tensor) -> SavedStorage:
+        where = tensor.untyped_storage()
+        storage = SavedStorage(self._next, memory.numel(), memory, memory.data_ptr())
+        self._next += 1
+        self._alive[storage.number] = storage
+        self._known[where._cdata] = _Known(
+            StorageWeakRef(where), witness_of(tensor), tensor._version, storage
+        )
+        self._keys[storage.number] = where._cdata
+        self._hold(storage.nbytes)
+        return storage
+
+    def _find(self, tensor: torch.Tensor) -> SavedStorage | None:
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return known.storage if known is not None and known.is_still(tensor) else None
+
+    def _hold(self, nbytes: int) -> None:
+        self.held_bytes += nbytes
+
+    def _drop_dead(self) -> None:
+        while True:
+            try:
+                storage = self._dead.get_nowait()
+            except queue.Empty:
+                return
+            storage.uses -= 1
+            if storage.uses or storage.number not in self._alive:
+                continue
+            del self._alive[storage.number]
+            key = self._keys.pop(storage.number)
+            if key in self._known and self._known[key].storage is storage:
+                del self._known[key]
+            self._forget(storage)
+
+    def _is_large_and_plain(self, tensor: torch.Tensor) -> bool:
+        """Strided, no parameter, over a storage that is not small and not in memory anyway."""
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.layout == torch.strided
+            and not (tensor.is_quantized or tensor.is_inference())
+            and is_plain(tensor)
+            and tensor.untyped_storage().nbytes() >= THRESHOLD_BYTES
+            and tensor.untyped_storage()._cdata not in self._left_alone
+        )

@@ -1,0 +1,264 @@
+"""Storages that autograd saved, and their way to NVMe and back.
+
+A storage is written from where it lies and read into new memory. While its bytes are in memory they
+are its *memory*; a storage without memory is on NVMe as a whole.
+
+Whoever frees or resizes the memory of a saved tensor behind autograd's back (``resize_`` of its
+storage) takes it from under a write, too; it is refused afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aio import AioError, Engine, Operation
+from swap.storage.bandwidth import shares
+from swap.storage.directory import SwapDirectory
+from swap.storage.extents import Extent, ExtentStore
+from swap.storage.planes import as_bytes, page_aligned
+from swap.timeline import Timeline
+from swap.undo import Undo
+
+_BLOCK_BYTES = 256 * 1024
+ENGINE_BYTES = 8 * _BLOCK_BYTES
+"""Memory that the engine takes for each directory: it copies what torch did not align, eight blocks
+at a time.
+"""
+_FIRST_BYTES = 64 * 1024 * 1024
+"""Size that swap files are given, on average, when the first storage is written."""
+_LABEL = "activation"
+
+
+@dataclass(slots=True, eq=False)
+class SavedStorage:
+    """One storage as it was at one version; ``number`` counts in the order of saving.
+
+    ``memory``: its bytes, flat, on the CPU; ``address`` is where they were. ``uses`` counts the
+    saved tensors that lie in it.
+    """
+
+    number: int
+    nbytes: int
+    memory: torch.Tensor | None
+    address: int
+    uses: int = 0
+    extent: Extent | None = None
+    write: Operation | None = None
+    read: Operation | None = None
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a transfer is under way."""
+        return any(o is not None and not o.done() for o in (self.write, self.read))
+
+    def check_whole(self) -> None:
+        """Raises ``RuntimeError`` if the memory was freed or resized since it was saved."""
+        memory = self.memory
+        if memory is not None and (
+            memory.untyped_storage().nbytes() < self.nbytes or memory.data_ptr() != self.address
+        ):
+            raise RuntimeError(
+                f"the storage of a saved tensor, {self.nbytes} bytes, was resized before the "
+                "backward pass that needs it"
+            )
+
+
+class SavedActivation:
+    """What autograd holds instead of a tensor. ``witness`` shares its version counter."""
+
+    __slots__ = (
+        "__weakref__",
+        "device",
+        "dtype",
+        "offset",
+        "size",
+        "storage",
+        "stride",
+        "version",
+        "witness",
+    )
+
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage) -> None:
+        self.storage = storage
+        self.witness = witness_of(tensor)
+        self.version = tensor._version
+        self.device = tensor.device
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = int(tensor.storage_offset())
+
+    def check_version(self) -> None:
+        """Raises ``RuntimeError`` if the tensor was changed in place since it was saved."""
+        if self.witness._version != self.version:
+            raise RuntimeError(
+                f"a {self.dtype} tensor of shape {tuple(self.size)} that is needed for the "
+                f"gradient was modified in place: it is at version {self.witness._version}, "
+                f"version {self.version} was saved"
+            )
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor, over ``memory`` or over a copy of it on the tensor's device."""
+        empty: Any = torch.empty(0, dtype=self.dtype, device=self.device)
+        there = memory.to(self.device, non_blocking=True)
+        tensor: torch.Tensor = empty.set_(
+            there.untyped_storage(), self.offset, self.size, self.stride
+        )
+        return tensor
+
+
+def witness_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that has the version counter of ``tensor``."""
+    witness = tensor.detach()
+    # Setting the data keeps the counter, which detach() shares.
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return witness
+
+
+class Volume:
+    """The swap files that saved storages go to. Not thread-safe."""
+
+    def __init__(self, directories: Sequence[str], timeline: Timeline) -> None:
+        """Raises ``OSError`` subclasses naming a directory that cannot be used."""
+        self._timeline = timeline
+        self._leaving: list[SavedStorage] = []
+        self._first_bytes = _FIRST_BYTES * len(directories)
+        self._undo = Undo()
+        try:
+            lanes = ExtentStore.LANES_PER_DIRECTORY * len(directories)
+            engine = self._undo.enter_context(Engine(lanes=lanes, block_bytes=_BLOCK_BYTES))
+            opened = []
+            for directory in directories:
+                opened.append(SwapDirectory(directory, engine))
+                self._undo.callback(opened[-1].close)
+            self._extents = ExtentStore(opened, engine, shares=shares(directories))
+        except BaseException:
+            self._undo.close()
+            raise
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of extents in use."""
+        self._let_leave()
+        return self._extents.used_bytes
+
+    def start_write(self, storage: SavedStorage) -> None:
+        """Start writing ``storage`` from its memory. Raises ``AioError`` when the disk is full.
+
+        The engine holds the memory until it is written.
+        """
+        assert storage.memory is not None
+        assert storage.write is None
+        storage.check_whole()
+        if self._first_bytes:
+            # Room in every directory, or the first would take all until it is full.
+            self._extents.reserve(self._first_bytes)
+            self._first_bytes = 0
+        storage.extent = self._extents.allocate(storage.nbytes)
+        write = self._extents.write(storage.extent, 0, as_bytes(storage.memory))
+        storage.write = self._timeline.watch(write, _LABEL, purpose="activations")
+
+    def finish_write(self, storage: SavedStorage) -> None:
+        """Wait until ``storage`` is on NVMe, writing it now if it is not. Raises ``AioError``; its
+        memory stays then, and a further call writes it elsewhere.
+        """
+        if storage.write is None and storage.extent is None:
+            self.start_write(storage)
+        if storage.write is None:
+            return
+        try:
+            self._result(storage.write)
+            storage.check_whole()
+        except (AioError, RuntimeError):
+            self._release(storage)
+            storage.write = None
+            raise
+        storage.write = None
+
+    def start_read(self, storage: SavedStorage, *, urgent: bool) -> None:
+        """Give ``storage`` new memory, and start reading into it."""
+        assert storage.extent is not None
+        storage.memory = page_aligned(storage.nbytes)
+        storage.address = storage.memory.data_ptr()
+        read = self._extents.read(storage.extent, 0, as_bytes(storage.memory), urgent=urgent)
+        storage.read = self._timeline.watch(read, _LABEL, purpose="activations")
+
+    def finish_read(self, storage: SavedStorage) -> None:
+        """Wait until the memory of ``storage`` holds its bytes. Raises ``AioError``; it has no
+        memory then, and may be read again.
+        """
+        if storage.read is None:
+            return
+        try:
+            self._result(storage.read)
+        except AioError:
+            storage.memory = None
+            storage.read = None
+            raise
+        storage.read = None
+
+    def discard(self, storage: SavedStorage) -> None:
+        """Nobody needs ``storage``: its extent is free as soon as no transfer is under way."""
+        storage.memory = None
+        self._leaving.append(storage)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of discarded storages that the engine is still at work on."""
+        self._let_leave()
+        return sum(storage.nbytes for storage in self._leaving)
+
+    def wait_for_leaving(self) -> None:
+        """Wait for the oldest of them, whatever comes of it."""
+        if self._leaving:
+            for operation in (self._leaving[0].write, self._leaving[0].read):
+                _look_at(operation)
+
+    def close(self) -> None:
+        """Remove the files. Idempotent."""
+        self._undo.close()
+
+    def _let_leave(self) -> None:
+        self._leaving = [storage for storage in self._leaving if not self._let_go(storage)]
+
+    def _let_go(self, storage: SavedStorage) -> bool:
+        if storage.is_moving:
+            return False
+        for operation in (storage.write, storage.read):
+            _look_at(operation)
+        if storage.extent is not None:
+            self._release(storage)
+        return True
+
+    def _release(self, storage: SavedStorage) -> None:
+        assert storage.extent is not None
+        self._extents.release(storage.extent)
+        storage.extent = None
+
+    def _result(self, operation: Operation) -> None:
+        if operation.done():
+            operation.result()
+            return
+        with self._timeline.span("stall", label=_LABEL):
+            operation.result()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage that ``tensor`` lies in, flat, in place."""
+    empty: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    flat: torch.Tensor = empty.set_(tensor.untyped_storage())
+    return flat
+
+
+def _look_at(operation: Operation | None) -> None:
+    """Take note of a failure that no longer matters, or the engine reports it."""
+    if operation is None:
+        return
+    try:
+        operation.result()
+    except AioError:
+        return

@@ -1,0 +1,293 @@
+"""Where saved tensors are between forward and backward: ``activations="keep" | "host" | "nvme"``.
+
+A backward pass asks for saved tensors in the opposite of the order in which they were saved. So the
+latest ones stay in memory, the oldest go to NVMe, and while a backward pass works on one tensor,
+those that were saved before it are read. Nothing is written before half of the budget is full: what
+fits costs no I/O.
+
+Invariant: the memory held is at most the budget when a call returns, with what the engine still
+writes of storages that nobody needs any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from aio import AioError
+from infinity.activations.malloc import give_back_freed_memory
+from infinity.activations.offloading import Activations
+from infinity.activations.storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of
+from swap.storage.planes import page_aligned
+from swap.tiers import Budget
+from swap.timeline import Timeline
+
+Mode = Literal["keep", "host", "nvme"]
+MODES: tuple[Mode, ...] = ("keep", "host", "nvme")
+MIN_BUDGET_BYTES = 4 * 1024 * 1024
+"""Least memory for saved tensors, beside what the engine takes."""
+_BUDGET_SHARES = {"host": 0.25, "nvme": 0.125}
+_UNWRITTEN_SHARE = 0.5
+"""Part of the budget that may be unwritten; what is more is being written."""
+_FREED_SHARE = 0.5
+"""So much is let go, in parts of the budget, before freed memory is given back to the system."""
+_LOOKAHEAD = 64
+"""So many storages before the one that is asked for may be read ahead."""
+
+
+class HostActivations(Activations):
+    """Saved tensors in host memory. On a CPU they are there already, and are counted.
+
+    From a GPU they are copied to pinned memory, up to ``budget_bytes``; beyond that they stay.
+    """
+
+    def __init__(self, device: torch.device, budget_bytes: int) -> None:
+        super().__init__()
+        self._device = device
+        self.budget_bytes = budget_bytes
+
+    def _is_worth_it(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._device.type and self._is_large_and_plain(tensor)
+
+    def _admit(self, tensor: torch.Tensor) -> SavedStorage | None:
+        whole = bytes_of(tensor)
+        if not tensor.is_cuda:
+            return self._add(tensor, whole)
+        if self.held_bytes + self._cost(whole.numel()) > self.budget_bytes:
+            return None
+        memory = torch.empty(whole.numel(), dtype=torch.uint8, pin_memory=True)
+        return self._add(tensor, memory.copy_(whole))
+
+    def _hold(self, nbytes: int) -> None:
+        super()._hold(self._cost(nbytes) if nbytes > 0 else -self._cost(-nbytes))
+
+    def _cost(self, nbytes: int) -> int:
+        """The allocator of pinned memory takes powers of two."""
+        return nbytes if self._device.type == "cpu" else 1 << (nbytes - 1).bit_length()
+
+
+class NvmeActivations(Activations):
+    """Saved tensors on NVMe but for the latest ``budget_bytes``.
+
+    Raises ``OSError`` subclasses naming a directory that cannot be used.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        directories: Sequence[str],
+        timeline: Timeline,
+    ) -> None:
+        super().__init__()
+        self._device = device
+        self.budget_bytes = budget_bytes
+        self._volume = Volume(directories, timeline)
+        self._engine_bytes = ENGINE_BYTES * len(directories)
+        self._in_memory: dict[int, SavedStorage] = {}
+        self._current = 0
+        self._freed_bytes = 0
+
+    @property
+    def peak_budget_bytes(self) -> int:
+        return self.peak_bytes + self._engine_bytes
+
+    def close(self) -> None:
+        super().close()
+        self._in_memory.clear()
+        self._volume.close()
+
+    def _is_worth_it(self, tensor: torch.Tensor) -> bool:
+        return (
+            not self._closed
+            and tensor.device.type == self._device.type
+            and self._is_large_and_plain(tensor)
+        )
+
+    def _admit(self, tensor: torch.Tensor) -> SavedStorage | None:
+        whole = bytes_of(tensor)
+        memory = whole if not tensor.is_cuda else page_aligned(whole.numel()).copy_(whole)
+        storage = self._add(tensor, memory)
+        self._in_memory[storage.number] = storage
+        return storage
+
+    def _saved(self, storage: SavedStorage) -> None:
+        self._current = max(self._current, storage.number)
+        self._write_behind()
+        self._fit(0)
+        self._give_back()
+
+    def _nvme_bytes(self) -> int:
+        return self._volume.used_bytes
+
+    def _taken_bytes(self) -> int:
+        return self.held_bytes + self._volume.leaving_bytes
+
+    def _memory_of(self, storage: SavedStorage) -> torch.Tensor:
+        self._current = storage.number
+        if storage.memory is None:
+            self._fit(min(storage.nbytes, self.budget_bytes))
+            self._start_read(storage, urgent=True)
+        try:
+            self._volume.finish_read(storage)
+        except AioError:
+            self._out_of_memory(storage)
+            raise
+        return super()._memory_of(storage)
+
+    def _restored(self, storage: SavedStorage) -> None:
+        self._fit(0)
+        self._read_ahead()
+        self._give_back()
+
+    def _forget(self, storage: SavedStorage) -> None:
+        if storage.memory is not None:
+            self._out_of_memory(storage)
+        self._volume.discard(storage)
+
+    # Moving.
+
+    def _distance(self, number: int) -> tuple[bool, int]:
+        """How far ahead the use of a storage is when a backward pass is at the current one: below
+        it, the older the farther; those above it were used already.
+        """
+        return number > self._current, abs(number - self._current)
+
+    def _farthest(self) -> SavedStorage:
+        return self._in_memory[max(self._in_memory, key=self._distance)]
+
+    def _fit(self, nbytes: int) -> None:
+        """Make room for ``nbytes`` more, waiting for writes. Raises ``AioError``; what could not
+        be written stays in memory.
+        """
+        while self._taken_bytes() + nbytes > self.budget_bytes:
+            if self._volume.leaving_bytes:
+                self._volume.wait_for_leaving()
+            elif self._in_memory:
+                self._evict(self._farthest())
+            else:
+                return
+
+    def _has_room(self, storage: SavedStorage) -> bool:
+        """Make room for ``storage`` without waiting, by what is used later; False if that fails."""
+        while self._taken_bytes() + storage.nbytes > self.budget_bytes:
+            if not self._in_memory:
+                return False
+            victim = self._farthest()
+            later = self._distance(victim.number) > self._distance(storage.number)
+            if not later or victim.is_moving or victim.extent is None:
+                return False
+            try:
+                self._evict(victim)
+            except AioError:  # it stays, and is reported when there is no other way
+                return False
+        return True
+
+    def _evict(self, storage: SavedStorage) -> None:
+        try:
+            self._volume.finish_read(storage)
+        except AioError:  # whoever needs it reads it again, and is told then
+            self._out_of_memory(storage)
+            return
+        self._volume.finish_write(storage)
+        self._out_of_memory(storage)
+
+    def _write_behind(self) -> None:
+        """Start writing the oldest, so that no more than a part of the budget is unwritten."""
+        unwritten = [s for s in self._in_memory.values() if s.extent is None]
+        nbytes = sum(storage.nbytes for storage in unwritten)
+        for storage in unwritten:
+            if nbytes <= self.budget_bytes * _UNWRITTEN_SHARE:
+                return
+            self._volume.start_write(storage)
+            nbytes -= storage.nbytes
+
+    def _read_ahead(self) -> None:
+        for number in range(self._current - 1, max(-1, self._current - 1 - _LOOKAHEAD), -1):
+            storage = self._alive.get(number)
+            if storage is None or storage.memory is not None:
+                continue
+            if not self._has_room(storage):
+                return
+            self._start_read(storage, urgent=False)
+
+    def _start_read(self, storage: SavedStorage, *, urgent: bool) -> None:
+        self._volume.start_read(storage, urgent=urgent)
+        self._in_memory[storage.number] = storage
+        self._hold(storage.nbytes)
+
+    def _out_of_memory(self, storage: SavedStorage) -> None:
+        storage.memory = None
+        if self._in_memory.pop(storage.number, None) is not None:
+            self._hold(-storage.nbytes)
+            self._freed_bytes += storage.nbytes
+
+    def _give_back(self) -> None:
+        """Memory that was let go shall be memory that is free."""
+        if self._freed_bytes > self.budget_bytes * _FREED_SHARE:
+            give_back_freed_memory()
+            self._freed_bytes = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationShare:
+    """The part of the host budget that is for saved tensors, and what is left for the rest.
+
+    On a CPU ``"host"`` takes none: what is kept there is the program's own memory.
+    """
+
+    mode: Mode
+    device: torch.device
+    num_directories: int
+
+    def bytes_of(self, host_bytes: int) -> int:
+        """The part of a budget of ``host_bytes``."""
+        if self.mode == "keep" or (self.mode == "host" and self.device.type == "cpu"):
+            return 0
+        least = MIN_BUDGET_BYTES + self.engine_bytes
+        return max(least, int(host_bytes * _BUDGET_SHARES[self.mode]))
+
+    @property
+    def engine_bytes(self) -> int:
+        """What the engine takes of it."""
+        return self.num_directories * ENGINE_BYTES if self.mode == "nvme" else 0
+
+    def rest_of(self, budget: Budget) -> Budget:
+        """The budget for everything else."""
+        rest = max(0, budget.host_bytes - self.bytes_of(budget.host_bytes))
+        return Budget(host_bytes=rest, device_bytes=budget.device_bytes)
+
+    def least_for(self, rest_bytes: int) -> int:
+        """The least budget that leaves ``rest_bytes`` for everything else."""
+        least = rest_bytes
+        while least - self.bytes_of(least) < rest_bytes:
+            least = rest_bytes + self.bytes_of(least)
+        return least
+
+
+def activations_for(
+    share: ActivationShare,
+    host_bytes: int,
+    directories: Sequence[str],
+    timeline: Timeline,
+) -> Activations:
+    """What the mode means, within its share of ``host_bytes``. Raises ``OSError`` subclasses naming
+    a directory that cannot be used.
+    """
+    budget_bytes = share.bytes_of(host_bytes) - share.engine_bytes
+    if share.mode == "nvme":
+        return NvmeActivations(share.device, budget_bytes, directories, timeline)
+    if share.mode == "host":
+        return HostActivations(share.device, budget_bytes)
+    return Activations()
+
+
+def mode_of(activations: str) -> Mode:
+    """The argument of ``offload``. Raises ``ValueError`` for what is no mode."""
+    for mode in MODES:
+        if activations == mode:
+            return mode
+    raise ValueError(f"activations={activations!r} is not one of {', '.join(map(repr, MODES))}")

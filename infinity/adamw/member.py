@@ -1,0 +1,121 @@
+"""What an ``OffloadedAdamW`` knows of one parameter, and of the options of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from infinity.adamw.local_tensors import Layout, flat, layout_of, local
+from infinity.optim.optimizer import AdamW
+from swap.plain import check_memory
+from swap.plan.layout import ParameterSpec
+from swap.plan.rules import UNKNOWN_OPTIONS, check_options
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Held(Enum):
+    """What the room of a parameter in the store holds. It goes on from one to a later one, and back
+    to NOTHING when a state without the parameter is loaded.
+    """
+
+    NOTHING = 0
+    """Anything: there is no state yet."""
+    ZEROS = 1
+    """Anything; there is a state, that of before the first step, which is zeros."""
+    VALUES = 2
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A parameter that has room for its state in the store, as parameter ``number``.
+
+    ``shape``, ``layout``, ``dtype`` and ``device`` are those of the local tensor when it got it.
+    """
+
+    parameter: torch.Tensor
+    name: str
+    number: int
+    shape: torch.Size
+    layout: Layout
+    dtype: torch.dtype
+    device: torch.device
+    steps: int = 0
+    held: Held = Held.NOTHING
+
+    def weight(self) -> torch.Tensor:
+        """The weights, flat, in place. Raises ``RuntimeError`` if they are not what they were."""
+        tensor = local(self.parameter)
+        now = (tensor.shape, tensor.dtype, tensor.device, layout_of(tensor))
+        if now != (self.shape, self.dtype, self.device, self.layout):
+            raise RuntimeError(
+                f"{self.name} was {self.dtype} on {self.device}, shape {tuple(self.shape)}, when "
+                f"the optimizer was made, and is {tensor.dtype} on {tensor.device}, shape "
+                f"{tuple(tensor.shape)} now; convert and move a model before making its optimizer"
+            )
+        check_memory(self.name, tensor)
+        return flat(tensor, self.layout)
+
+
+_NEEDED = ("lr", "betas", "eps", "weight_decay")
+_KNOWN = (*_NEEDED, "maximize", "decoupled_weight_decay", *UNKNOWN_OPTIONS)
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group as they are now.
+
+    Raises ``ValueError`` for one that is missing, out of range, or asks for what is not computed.
+    """
+    missing = [name for name in _NEEDED if name not in group]
+    if missing:
+        raise ValueError(f"a parameter group has no {' and no '.join(missing)}, as AdamW's have")
+    needed = {name: group[name] for name in _NEEDED}
+    try:
+        AdamW(**needed)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"the options {needed} of a parameter group: {error}") from error
+    options = {name: group[name] for name in _KNOWN if name in group}
+    check_options(options)
+    return options | {"lr": float(options["lr"])}
+
+
+def torch_defaults() -> dict[str, Any]:
+    """What groups of torch's AdamW have, so that state dicts have the same entries."""
+    return dict(torch.optim.AdamW([torch.zeros(1)]).defaults)
+
+
+def member_of(parameter: torch.Tensor, name: str, number: int) -> Member:
+    tensor = local(parameter)
+    if tensor.is_meta:
+        raise ValueError(
+            f"parameter {name} is on the meta device; make an optimizer of real parameters, or "
+            "use infinity.offload"
+        )
+    if tensor.dtype not in WEIGHT_DTYPES:
+        raise ValueError(
+            f"parameter {name} is {tensor.dtype}; OffloadedAdamW updates float32, bfloat16 and "
+            "float16: convert it, or give it to another optimizer"
+        )
+    return Member(
+        parameter=parameter,
+        name=name,
+        number=number,
+        shape=tensor.shape,
+        layout=layout_of(tensor),
+        dtype=tensor.dtype,
+        device=tensor.device,
+    )
+
+
+def spec_of(member: Member, index: int) -> ParameterSpec:
+    return ParameterSpec(
+        index=index,
+        name=member.name,
+        numel=member.shape.numel(),
+        dtype=member.dtype,
+        trainable=True,
+    )

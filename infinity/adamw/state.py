@@ -1,0 +1,263 @@
+"""The state of an ``OffloadedAdamW`` out of its tiers and back: as tensors, and as checkpoints.
+
+A checkpoint is the tree
+
+    optimizer.<plane>.<name>    lo or master, exp_avg, exp_avg_sq, the shape of the local parameter
+    infinity                    step counts, groups, and what the parameters were
+    extra                       whatever the caller gave
+
+with the dimensions of a parameter in the order in which they lie in memory. It is streamed: nothing
+but the staging of the checkpoint is in memory. Parameters are not in it, they are the model's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import checkpoint
+from checkpoint.transfer.memory import available_bytes
+from infinity.adamw.local_tensors import flat, like, local, shape_in, unflat
+from infinity.adamw.member import Held, Member
+from infinity.adamw.store import StateStore
+from swap.plain import plain
+from swap.plan.rules import AdamRule
+from swap.tiers import format_bytes
+
+KIND = "OffloadedAdamW"
+FORMAT = 1
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_RULE = AdamRule()
+
+
+def plane_dtypes(member: Member) -> dict[str, torch.dtype]:
+    """Name and dtype of what is kept for a parameter."""
+    return {plane.name: plane.dtype for plane in _RULE.planes(member.dtype)}
+
+
+# As tensors.
+
+
+def check_memory(members: Sequence[Member]) -> None:
+    """Raises ``MemoryError`` when the state of ``members`` would not fit as tensors."""
+    nbytes = sum(
+        member.shape.numel() * sum(dtype.itemsize for dtype in plane_dtypes(member).values())
+        for member in members
+        if member.held is not Held.NOTHING
+    )
+    available = available_bytes()
+    if nbytes > available:
+        raise MemoryError(
+            f"the optimizer state takes {format_bytes(nbytes)} as tensors, and "
+            f"{format_bytes(available)} of memory are free; call optimizer.save(path), which "
+            "streams it"
+        )
+
+
+def tensors_of(member: Member, store: StateStore) -> dict[str, Any]:
+    """The state of a parameter as tensors of its shape, on the CPU, and ``step``."""
+    return {name: tensor_of(member, store, name) for name in ("step", *plane_dtypes(member))}
+
+
+def tensor_of(member: Member, store: StateStore, name: str) -> torch.Tensor:
+    """One entry of the state of a parameter; zeros, and the weights as master, if it has none."""
+    if name == "step":
+        return torch.tensor(float(member.steps))
+    values = torch.zeros(member.shape.numel(), dtype=plane_dtypes(member)[name])
+    if member.held is Held.VALUES:
+        store.read(member.number, name, 0, values)
+    elif name == "master":
+        values.copy_(member.weight())
+    return like(unflat(values, member.layout, member.shape), member.parameter)
+
+
+def check_tensors(member_name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` when ``state`` is not that of AdamW for a parameter of ``shape``."""
+    whose = f"the state of parameter {member_name}"
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{whose} is a {type(state).__name__}, not a dict of tensors")
+    for name in ("step", *_MOMENTS):
+        if name not in state:
+            raise ValueError(f"{whose} has no {name}")
+    step_of(member_name, state["step"])
+    for name, value in state.items():
+        if name == "step":
+            continue
+        if name not in (*_MOMENTS, "lo", "master"):
+            raise ValueError(
+                f"{whose} has {name}, which OffloadedAdamW does not keep (it has no amsgrad)"
+            )
+        _check_values(f"{name} of parameter {member_name}", value, shape, is_bits=name == "lo")
+
+
+def step_of(member_name: str, value: Any) -> int:
+    """The count of steps in a state. Raises ``ValueError`` for what is none."""
+    try:
+        step = float(local(value) if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"step of parameter {member_name} is no number: {error}") from error
+    if not (step >= 0 and step.is_integer()):
+        raise ValueError(f"step of parameter {member_name} is {step}, not a count")
+    return int(step)
+
+
+def _check_values(what: str, value: Any, shape: torch.Size, *, is_bits: bool) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{what} is a {type(value).__name__}, not a tensor")
+    tensor = local(value)
+    if tensor.is_meta:
+        raise ValueError(f"{what} is on the meta device, and has no values")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{what} is {tensor.layout}; make it dense with .to_dense()")
+    if tensor.is_complex() or tensor.is_floating_point() == is_bits:
+        raise ValueError(f"{what} is {tensor.dtype}; {'int16' if is_bits else 'float32'} is kept")
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)}, the parameter has {tuple(shape)} on this rank"
+        )
+
+
+def take_tensors(member: Member, store: StateStore, state: Mapping[str, Any]) -> None:
+    """Set the state of a parameter from tensors, converting them. Raises ``AioError``.
+
+    A master that is there is kept whatever the weights are now, which may be loaded later: the next
+    step has it follow them. One that is not there is made of the weights.
+    """
+    for name, dtype in plane_dtypes(member).items():
+        if name in state:
+            values = flat(plain(local(state[name])), member.layout).to("cpu", dtype)
+        else:
+            values = torch.zeros(member.shape.numel(), dtype=dtype)
+        if name == "master" and name not in state:
+            values.copy_(member.weight())
+        store.write(member.number, name, 0, values.contiguous())
+    member.steps = step_of(member.name, state["step"])
+    member.held = Held.VALUES
+
+
+# As checkpoints.
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """One plane of one parameter: a ``checkpoint.ByteSource`` and ``ByteSink``."""
+
+    store: StateStore
+    number: int
+    plane: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
+        self.store.read(self.number, self.plane, start // self.dtype.itemsize, self._elements(out))
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Take ``data`` as the bytes from byte ``start``; whole elements. Raises ``AioError``."""
+        self.store.write(
+            self.number, self.plane, start // self.dtype.itemsize, self._elements(data)
+        )
+
+    def _elements(self, data: memoryview) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
+
+
+def save(
+    path: str | os.PathLike[str],
+    members: Mapping[str, Member],
+    store: StateStore,
+    groups: list[dict[str, Any]],
+    extra: Any,
+) -> Any:
+    """Write a checkpoint of a settled store. ``groups`` have the names of ``members``."""
+    stepped = {name: member for name, member in members.items() if member.held is Held.VALUES}
+    state = {
+        "optimizer": _leaves(stepped, store),
+        "infinity": {
+            "kind": KIND,
+            "format": FORMAT,
+            "groups": groups,
+            "parameters": {name: _described(member) for name, member in stepped.items()},
+        },
+        "extra": {"value": extra},
+    }
+    return checkpoint.save(state, path, staging_bytes=store.checkpoint_bytes)
+
+
+def read_header(path: str | os.PathLike[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a checkpoint holds beside the state. Raises ``ValueError`` for one of other groups."""
+    foreign = f"{path} was not saved by an OffloadedAdamW"
+    try:
+        header: Any = checkpoint.load(path, only=["infinity.*"])["infinity"]
+    except checkpoint.CorruptCheckpointError:
+        raise
+    except ValueError as error:
+        raise ValueError(foreign) from error
+    if not isinstance(header, dict) or header.get("kind") != KIND:
+        raise ValueError(foreign)
+    if header["format"] != FORMAT:
+        raise ValueError(f"{path} has format {header['format']}; this version reads {FORMAT}")
+    theirs, ours = ([group["params"] for group in all_] for all_ in (header["groups"], groups))
+    if theirs != ours:
+        raise ValueError(
+            f"{path} has parameter groups of {[len(names) for names in theirs]} parameters, the "
+            f"optimizer of {[len(names) for names in ours]}, or their names differ"
+        )
+    strangers = set(header["parameters"]).difference(*theirs)
+    if strangers:
+        raise ValueError(
+            f"{path} has state of {', '.join(sorted(strangers))}, which no parameter group of then "
+            "has: it cannot be said whose it is"
+        )
+    return header
+
+
+def load(
+    path: str | os.PathLike[str],
+    members: Mapping[str, Member],
+    store: StateStore,
+    parameters: Mapping[str, Mapping[str, Any]],
+) -> Any:
+    """Read into a settled store what ``save`` wrote of ``parameters``; returns ``extra``.
+
+    Raises ``ValueError`` naming a parameter that is another one here, before anything is changed.
+    """
+    for name, described in parameters.items():
+        ours = _described(members[name])
+        for key in ("shape", "layout", "dtype"):
+            if described[key] != ours[key]:
+                raise ValueError(
+                    f"{key} of parameter {name} is {described[key]} in {path}, {ours[key]} here"
+                )
+    leaves = _leaves({name: members[name] for name in parameters}, store)
+    if leaves:
+        checkpoint.load(path, into={"optimizer": leaves}, staging_bytes=store.checkpoint_bytes)
+    for name, member in members.items():
+        is_there = name in parameters
+        member.steps = parameters[name]["steps"] if is_there else 0
+        member.held = Held.VALUES if is_there else Held.NOTHING
+    return checkpoint.load(path, only=["extra.*"])["extra"]["value"]
+
+
+def _leaves(members: Mapping[str, Member], store: StateStore) -> dict[str, dict[str, StateBytes]]:
+    leaves: dict[str, dict[str, StateBytes]] = {}
+    for name, member in members.items():
+        shape = shape_in(member.layout, member.shape)
+        for plane, dtype in plane_dtypes(member).items():
+            leaf = StateBytes(store, member.number, plane, dtype, shape)
+            leaves.setdefault(plane, {})[name] = leaf
+    return leaves
+
+
+def _described(member: Member) -> dict[str, Any]:
+    return {
+        "steps": member.steps,
+        "shape": list(member.shape),
+        "layout": list(member.layout),
+        "dtype": member.dtype,
+    }

@@ -1,0 +1,213 @@
+"""One step of an ``OffloadedAdamW``: what it depends on, fixed, and how it changes a parameter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from infinity.adamw.local_tensors import flat, is_distributed, local
+from infinity.adamw.member import Held, Member
+from infinity.adamw.placement import TRANSFER_ELEMENTS
+from swap.plain import check_memory, is_plain, plain
+from swap.plan.layout import Segment
+from swap.plan.rules import AdamRule, ParameterUpdate
+
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemberUpdate:
+    """The update of one parameter: where its weights and its gradient are, and the options."""
+
+    member: Member
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    source: torch.Tensor
+    version: int
+    update: ParameterUpdate
+    begins: bool
+    """Whether the store holds no values of the parameter yet."""
+
+    def check_unchanged(self) -> None:
+        """Raises ``RuntimeError`` if the gradient was changed in place since the step was taken."""
+        if self.source._version != self.version:
+            raise RuntimeError(
+                f"the gradient of {self.member.name} was changed before the step that an error had "
+                "stopped was finished; load the last checkpoint"
+            )
+
+
+def makes_state_only(updates: Iterable[MemberUpdate]) -> bool:
+    """Whether a step is that by which ``torch.distributed.checkpoint.state_dict`` makes the state
+    of an optimizer that has none: the first of all, with learning rates and gradients of zero, from
+    there. Training may begin with such a step, too, and it counts.
+    """
+    return _is_asked_by_torch() and all(
+        update.member.held is Held.NOTHING
+        and update.update.options["lr"] == 0.0
+        and not update.gradient.any()
+        for update in updates
+    )
+
+
+def _is_asked_by_torch() -> bool:
+    """Whether a caller is torch's function that makes state. Nothing else tells its step."""
+    asking = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = getattr(getattr(asking, "_init_optim_state", None), "__code__", None)
+    frame = sys._getframe() if code is not None else None
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A step that was taken. ``left`` are the blocks to be worked on, ``done`` the finished parts
+    of those that an error interrupted.
+    """
+
+    updates: Mapping[int, MemberUpdate]
+    left: set[int]
+    done: set[Segment] = field(default_factory=set)
+
+
+def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
+    """Fix the update of a parameter that has a gradient. Changes nothing.
+
+    Raises ``RuntimeError`` for a sparse gradient and ``TypeError`` for one of another kind than
+    that of its parameter, and ``ValueError`` for one whose memory has been freed.
+    """
+    source = member.parameter.grad
+    assert source is not None
+    if source.layout != torch.strided:
+        raise RuntimeError(
+            f"{member.name} has a sparse gradient, which OffloadedAdamW does not take; make it "
+            "dense (sparse=False of nn.Embedding), or use torch.optim.SparseAdam for it"
+        )
+    _check_placements(member, source)
+    gradient = local(source)
+    check_memory(f"the gradient of {member.name}", gradient)
+    if gradient.dtype not in GRADIENT_DTYPES:
+        raise TypeError(f"the gradient of {member.name} is {gradient.dtype}; use float32 at most")
+    weight = member.weight()
+    return MemberUpdate(
+        member=member,
+        weight=weight,
+        gradient=flat(gradient, member.layout),
+        source=source,
+        version=source._version,
+        update=ParameterUpdate(
+            parameter=member.number, step=member.steps + 1, shape=member.shape, options=options
+        ),
+        begins=member.held is not Held.VALUES,
+    )
+
+
+def _check_placements(member: Member, gradient: Any) -> None:
+    parameter: Any = member.parameter
+    same = is_distributed(parameter) == is_distributed(gradient)
+    if same and is_distributed(parameter):
+        same = parameter.placements == gradient.placements
+    if not same:
+        raise TypeError(
+            f"the gradient of {member.name} is not sharded as the parameter is; redistribute it "
+            "to the parameter's placements first"
+        )
+
+
+class Updater:
+    """Applies a rule to weights wherever they are; those of another device in pieces by way of
+    two buffers on the host.
+    """
+
+    def __init__(self, rule: AdamRule) -> None:
+        self._rule = rule
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def work(
+        self, step: Step, segments: Sequence[Segment], planes: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Update every segment of a block that has an update and is not done yet."""
+        for segment in segments:
+            update = step.updates.get(segment.parameter)
+            if update is None or segment in step.done:
+                continue
+            stop = segment.offset + segment.length
+            mine = {name: plane[segment.offset : stop] for name, plane in planes.items()}
+            self._segment(segment, update, mine)
+            step.done.add(segment)
+
+    def _segment(
+        self, segment: Segment, update: MemberUpdate, planes: Mapping[str, torch.Tensor]
+    ) -> None:
+        part = slice(segment.start, segment.start + segment.length)
+        weight, gradient = update.weight[part], update.gradient[part]
+        if update.begins:
+            for plane in planes.values():
+                plane.zero_()
+        for piece in _pieces(segment.length, weight, gradient):
+            self._piece(
+                segment,
+                update,
+                weight[piece],
+                gradient[piece],
+                {name: plane[piece] for name, plane in planes.items()},
+            )
+
+    def _piece(
+        self,
+        segment: Segment,
+        update: MemberUpdate,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        planes: dict[str, torch.Tensor],
+    ) -> None:
+        here = self._on_host(0, weight)
+        gradient = self._on_host(1, gradient)
+        if "master" in planes:
+            follow_weight(planes["master"], here)
+        self._rule.apply(segment, update.update, planes | {"weight": here}, gradient, 1.0)
+        if here is not weight:
+            weight.copy_(here)
+
+    def _on_host(self, which: int, values: torch.Tensor) -> torch.Tensor:
+        """``values`` themselves, or a copy on the host whose bytes are the values."""
+        if values.device.type == "cpu":
+            return plain(values)
+        if self._buffers is None:
+            nbytes = TRANSFER_ELEMENTS * 4
+            self._buffers = (
+                torch.empty(nbytes, dtype=torch.uint8),
+                torch.empty(nbytes, dtype=torch.uint8),
+            )
+        buffer = self._buffers[which].view(values.dtype)[: values.numel()]
+        buffer.copy_(values)
+        return buffer
+
+
+def _pieces(length: int, weight: torch.Tensor, gradient: torch.Tensor) -> Iterator[slice]:
+    """All at once where nothing is copied; a master is compared to its weights by copies."""
+    is_copied = not (_is_plain_on_host(weight) and _is_plain_on_host(gradient))
+    whole = not is_copied and weight.dtype != torch.float16
+    size = max(1, length) if whole else TRANSFER_ELEMENTS
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def _is_plain_on_host(values: torch.Tensor) -> bool:
+    return values.device.type == "cpu" and is_plain(values)
+
+
+def follow_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
+    """Set the elements of ``master`` whose weights were changed by somebody else, exactly.
+
+    The others keep what the master has beyond the weights.
+    """
+    changed = master.to(weight.dtype).view(torch.int16) != weight.view(torch.int16)
+    torch.where(changed, weight.to(master.dtype), master, out=master)

@@ -1,0 +1,1 @@
+"""What a model looks like inside the block: hooks, weights in place, saved weights."""

@@ -1,0 +1,136 @@
+"""Real tensors in parameters for as long as a program asks for them, and what becomes of its
+changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from infinity.autograd.residency import Residency
+from infinity.autograd.versions import Versions
+from infinity.parameters.records import Record
+from infinity.ranks.context import Sharing
+
+Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor | None
+
+
+class Loans:
+    """Parameters that hold whole weights of their own, which are the program's to change.
+
+    Who asks for a parameter that is lent already shares its tensor. It goes back when the last who
+    asked for it is done; its values are taken when the last is who asked to modify them.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        residency: Residency,
+        sharing: Sharing,
+        versions: Versions,
+    ) -> None:
+        self._records = records
+        self._residency = residency
+        self._sharing = sharing
+        self._versions = versions
+        self._asked: Counter[int] = Counter()
+        self._modified: Counter[int] = Counter()
+        self._is_over = False
+
+    @contextmanager
+    def lend(self, chosen: Iterable[Record], modify: bool) -> Iterator[None]:
+        """Real tensors in the ``chosen`` parameters inside.
+
+        Raises ``RuntimeError`` naming what else was changed inside; nothing is taken back then.
+        """
+        indices = sorted({record.index for record in chosen})
+        new = [index for index in indices if not self._asked[index]]
+        self._asked.update(indices)
+        self._modified.update(indices if modify else ())
+        try:
+            self._hand_out(new)
+            yield
+            self._check_open()
+            self._versions.check()
+            self._residency.check_faces(indices)
+            if modify:
+                for index in indices:
+                    if self._modified[index] == 1:
+                        self._sharing.write_back(self._records[index])
+        finally:
+            self._modified.subtract(indices if modify else ())
+            self._asked.subtract(indices)
+            self._take_in([index for index in indices if not self._asked[index]])
+
+    def check_none(self, what: str) -> None:
+        """Raises ``RuntimeError`` if a parameter is lent: ``what`` would change it at home."""
+        self._refuse(self._residency.kept_out, what, "would not see its values, nor it those")
+
+    def check_unmodified(self, what: str) -> None:
+        """Raises ``RuntimeError`` if a parameter is lent to be modified: ``what`` reads it at
+        home.
+        """
+        self._refuse(+self._modified, what, "would write the values from before")
+
+    def _refuse(self, indices: Collection[int], what: str, why: str) -> None:
+        if indices:
+            raise RuntimeError(
+                f"{what} inside gathered(), where {self._listed(indices)} is the program's to "
+                f"change, {why}; leave the gathered block first"
+            )
+
+    def end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Everything goes back as the model is offloaded no longer, for an ``ExitStack``.
+
+        Raises ``RuntimeError`` if something was still lent, unless an error is on its way.
+        """
+        lent = sorted(self._residency.kept_out)
+        self._is_over = True
+        self._residency.let_in(lent)
+        self._versions.note(lent)
+        if lent and kind is None:
+            raise RuntimeError(
+                f"the offload block ended inside gathered() of {self._listed(lent)}, and what was "
+                "changed there is lost; leave the gathered block first"
+            )
+
+    def _hand_out(self, indices: Sequence[int]) -> None:
+        self._residency.keep_out(indices)
+        with torch.inference_mode(False):  # or changes would not be counted
+            for index in indices:
+                self._residency.put(index, self._sharing.weight_of(self._records[index]))
+
+    def _take_in(self, indices: Sequence[int]) -> None:
+        if not self._is_over:
+            try:
+                self._residency.let_in(indices)
+            finally:
+                self._versions.note(indices)
+
+    def _check_open(self) -> None:
+        if self._is_over:
+            raise RuntimeError(
+                "the offload block ended inside gathered(), and what was changed there is lost; "
+                "leave the gathered block first"
+            )
+
+    def _listed(self, indices: Collection[int]) -> str:
+        more = f" (and {len(indices) - 1} more)" if len(indices) > 1 else ""
+        return self._records[min(indices)].name + more
+
+
+def records_of(
+    params: Parameters, records: Sequence[Record], index_of: Callable[[torch.Tensor], int]
+) -> Sequence[Record]:
+    """What ``params`` means: a module, a parameter, several, or None for all."""
+    if params is None:
+        return records
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, torch.Tensor):
+        params = [params]
+    return [records[index_of(parameter)] for parameter in params]

@@ -1,0 +1,175 @@
+"""Hooks on every module: weights in before forward, out after it, inputs in the compute dtype,
+honest state dicts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from infinity.autograd.phases import Passes, Phases
+from infinity.autograd.refusals import check_call, refuse_script
+from infinity.autograd.residency import Residency
+from infinity.autograd.saved_tensors import SavedTensors
+from infinity.autograd.versions import Versions
+from infinity.parameters.parameter import cannot_be_copied
+from infinity.parameters.records import Record
+from swap.undo import Undo
+
+_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+)
+"""Where modules have the kinds of hooks that are registered here, each under a number of its own.
+"""
+_MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+"""What they note of some, by that number."""
+
+
+class ModelHooks:
+    """Registers on ``attach``; the ``Undo`` given there takes everything off again."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        records: list[Record],
+        residency: Residency,
+        phases: Phases,
+        versions: Versions,
+        saved: SavedTensors,
+        compute_dtype: torch.dtype | None = None,
+        passes: Passes | None = None,
+    ) -> None:
+        self._passes = passes
+        self._autocast = threading.local()
+        self._model = model
+        self._versions = versions
+        self._saved = saved
+        self._residency = residency
+        self._phases = phases
+        self._compute_dtype = compute_dtype
+        index = {id(record.parameter): record.index for record in records}
+        self._own = {
+            module: [index[id(p)] for p in module.parameters(recurse=False)]
+            for module in model.modules()
+        }
+
+    def attach(self, undo: Undo) -> None:
+        undo.callback(self._detach)
+        for module in self._own:
+            module.register_forward_pre_hook(self._enter, prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
+            module.register_state_dict_pre_hook(self._refuse_state_dict)
+            module.register_load_state_dict_pre_hook(self._refuse_load_state_dict)
+            self._guard_conversion(module)
+            refuse_script(module, undo)
+        self._model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+
+    def _detach(self) -> None:
+        """Idempotent. By what modules have, not by handles: an interrupt may have taken one."""
+        for module in self._own:
+            for table in _TABLES:
+                hooks = getattr(module, table)
+                for number, hook in list(hooks.items()):
+                    if getattr(getattr(hook, "hook", hook), "__self__", None) is self:
+                        for marks in _MARKS:
+                            getattr(module, marks).pop(number, None)
+                        del hooks[number]
+            module.__dict__.pop("_apply", None)
+
+    def _guard_conversion(self, module: nn.Module) -> None:
+        """Whatever converts or moves a module (``to``, ``half``, ``cuda``) goes through ``_apply``.
+
+        It would replace the data of parameters, and computing would part from training. What asks
+        for the dtype and the device that the module has changes nothing and is let through.
+        """
+
+        def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+                _check_unchanged(fn, tensor)
+            return module
+
+        module._apply = apply  # type: ignore[method-assign]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_copied()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        own = self._own.get(module)
+        if own is None:
+            raise RuntimeError(
+                f"a copy of an offloaded {type(module).__name__} was called (DataParallel makes "
+                "some), which has no weights; call the model itself"
+            )
+        if not self._residency.is_computing:
+            check_call()
+            self._saved.join_thread()
+            self._autocast.kept = torch.is_autocast_cache_enabled()
+            if self._passes is not None:
+                self._passes.begins(module)
+        if torch.is_autocast_cache_enabled():
+            # It would keep a cast of every weight until the region ends, beside the budget.
+            torch.set_autocast_cache_enabled(False)
+        if module is self._model:
+            self._versions.check_values()
+            self._phases.forward_begins()
+        self._residency.enter(module, own)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._residency.leave(module)
+        if module is self._model:
+            self._phases.forward_ends()
+        if not self._residency.is_computing:
+            torch.set_autocast_cache_enabled(getattr(self._autocast, "kept", True))
+            self._saved.leave_thread()
+
+    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Floating-point inputs of the model take the dtype of its weights, or no operation would
+        accept them.
+        """
+        dtype = self._compute_dtype
+        if dtype is None:
+            return None
+
+        def cast(value: Any) -> Any:
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(dtype) if is_float else value
+
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._residency.is_gathered(self._all_of(module)):
+            raise RuntimeError(
+                "state_dict() of an offloaded model would hold placeholders; call "
+                "offloaded.save(path) or offloaded.export(folder), or ask inside `with "
+                "offloaded.gathered():`"
+            )
+
+    def _refuse_load_state_dict(self, module: nn.Module, *_: Any) -> None:
+        if not self._residency.is_gathered(self._all_of(module)):
+            raise RuntimeError(
+                "load_state_dict() cannot reach the values of an offloaded model; call "
+                "offloaded.load(path), pass weights= to offload, or ask inside `with "
+                "offloaded.gathered(modify=True):`"
+            )
+
+    def _all_of(self, module: nn.Module) -> set[int]:
+        return {index for inner in module.modules() for index in self._own.get(inner, ())}
+
+
+def _check_unchanged(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:
+    """Raise unless ``fn`` leaves a tensor like ``tensor`` as it is; tries it on a small one."""
+    small = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+    was_shared = small.is_shared()
+    if fn(small) is not small or small.is_shared() != was_shared:
+        raise RuntimeError(
+            f"an offloaded model stays {tensor.dtype} on {tensor.device}, where it is; convert it "
+            "before the block, or pass compute_dtype= and device= to offload"
+        )

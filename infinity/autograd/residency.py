@@ -1,0 +1,310 @@
+"""Which parameters have their weights in place right now: module hooks around forward, and access
+by attribute.
+
+A *frame* is one running forward of one module on one thread. It holds the weights of the module's
+own parameters from before its forward until after it. A parameter that is reached through attribute
+access instead (``self.out_proj.weight`` in the parent's forward) is a *visitor*: it is fetched on
+access and stays until the frame that reached for it ends, or until newer visitors need the room.
+
+Whoever gets hold of a parameter in another way, or outside of all forward passes
+(``model.head.weight`` in a loss function), can use it all the same: its weights are fetched for
+each operation (see ``parameter``). Parameters whose weights are at home in host memory and computed
+from there are always in place; they are only waited for.
+
+Forward passes may run on several threads at once. A parameter has its weights in place for as long
+as one of them holds it; no lock is held while weights are waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Iterable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.parameters.parameter import (
+    OffloadedParameter,
+    cannot_be_copied,
+    mark_absent,
+    placeholder,
+    put_data,
+)
+from infinity.parameters.records import Record
+from infinity.ranks.gathered_weights import Weights
+from swap.forks import check_process, note
+
+
+@dataclass(slots=True, eq=False)
+class _Frame:
+    module: nn.Module
+    own: list[int]
+    visitors: dict[int, int] = field(default_factory=dict)
+    """Their bytes, the oldest first."""
+
+
+class Residency:
+    """Puts weights into parameters and takes them out again."""
+
+    def __init__(
+        self, records: list[Record], weights: Weights, device: torch.device, visitor_bytes: int
+    ) -> None:
+        self._records = records
+        self._weights = weights
+        self._visitor_bytes = visitor_bytes
+        self._process = os.getpid()
+        self._frames_of: dict[int, list[_Frame]] = {}
+        """By thread; none is empty."""
+        self._lock = threading.Lock()
+        self._held: dict[int, int] = {}
+        self._kept_out: set[int] = set()
+        self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._placeholders = [
+            placeholder(record.shape, record.spec.dtype, device) for record in records
+        ]
+        self.at_home = [self._home_view(record) for record in records]
+
+    # Putting the model under watch, and releasing it.
+
+    def attach(self, model: nn.Module) -> None:
+        """Swap every parameter's data for what it is while offloaded, and watch access to it."""
+        note(self)
+        self._put_out(record.index for record in self._records)
+        for module in model.modules():
+            if module._parameters:
+                self._watched.append((module, module._parameters))
+                module._parameters = WatchedParameters(module._parameters, self)
+
+    def detach(self) -> None:
+        """Give every module its own dictionary of parameters back. Idempotent; can be called again
+        after an interrupt.
+        """
+        while self._watched:
+            module, parameters = self._watched[-1]
+            if module._parameters is not parameters:
+                parameters.update(dict.items(module._parameters))
+                for name in parameters.keys() - dict.keys(module._parameters):
+                    del parameters[name]
+                module._parameters = parameters
+            self._watched.pop()
+
+    # What hooks and access call.
+
+    @property
+    def held(self) -> list[int]:
+        """Parameters whose weights are in place now, for whichever thread."""
+        with self._lock:
+            return [*self._held]
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward runs on this thread."""
+        return threading.get_ident() in self._frames_of
+
+    def enter(self, module: nn.Module, own: list[int]) -> None:
+        """``module`` begins its forward: its own parameters are fetched and held."""
+        self._hold(own)
+        self._frames_of.setdefault(threading.get_ident(), []).append(_Frame(module, own))
+
+    def leave(self, module: nn.Module) -> None:
+        """``module`` ended its forward, or failed in it, or ``enter`` failed."""
+        thread = threading.get_ident()
+        frames = self._frames_of.get(thread, [])
+        if any(frame.module is module for frame in frames):
+            while self._end_last(thread).module is not module:
+                pass
+
+    def _end_last(self, thread: int) -> _Frame:
+        frames = self._frames_of[thread]
+        frame = frames.pop()
+        if not frames:
+            del self._frames_of[thread]
+        self._release(frame.own)
+        self._release(frame.visitors)
+        return frame
+
+    def visit(self, index: int) -> None:
+        """Somebody reached for a parameter that no forward running on this thread may hold."""
+        frames = self._frames_of.get(threading.get_ident())
+        if frames is None or index in self._kept_out:
+            return  # each operation fetches it
+        if any(index in frame.visitors or index in frame.own for frame in frames):
+            return
+        # Weights at home take no room, and nobody has to leave for them.
+        nbytes = 0 if self.at_home[index] is not None else self._records[index].weight_bytes
+        if nbytes:
+            self._make_room(frames, nbytes)
+        self._hold([index])
+        frames[-1].visitors[index] = nbytes
+
+    def _make_room(self, frames: list[_Frame], nbytes: int) -> None:
+        """Dismiss the oldest visitors of a thread for one of ``nbytes``."""
+        used_bytes = sum(sum(frame.visitors.values()) for frame in frames)
+        for frame in frames:
+            while frame.visitors and used_bytes + nbytes > self._visitor_bytes:
+                oldest = next(iter(frame.visitors))
+                used_bytes -= frame.visitors.pop(oldest)
+                self._release([oldest])
+
+    def reset(self) -> None:
+        """Forget the frames of this thread and of those that ended, after an exception that went
+        past the hooks.
+        """
+        alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        for thread in [*self._frames_of]:
+            while thread not in alive and thread in self._frames_of:
+                self._end_last(thread)
+
+    def keep_out(self, indices: Iterable[int]) -> None:
+        """Leave these parameters alone (their data is somebody else's) until ``let_in``."""
+        self.reset()
+        self._kept_out.update(indices)
+
+    def is_gathered(self, indices: Iterable[int]) -> bool:
+        """Whether all of these parameters hold real tensors of their own."""
+        return self._kept_out.issuperset(indices)
+
+    @property
+    def kept_out(self) -> Set[int]:
+        """Parameters whose data is the program's now."""
+        return self._kept_out
+
+    def let_in(self, indices: Iterable[int]) -> None:
+        """Undo ``keep_out``: the parameters have their offloaded face again."""
+        let_in = list(indices)
+        self._kept_out.difference_update(let_in)
+        self._put_out(let_in)
+
+    def put(self, index: int, data: torch.Tensor) -> None:
+        """Let a parameter that is kept out hold ``data``, which is the program's to change."""
+        put_data(self._parameter(index), data, absent=False)
+
+    @contextmanager
+    def in_place(self, indices: Collection[int]) -> Iterator[None]:
+        """Weights of these parameters are in place inside."""
+        held = [index for index in indices if index not in self._kept_out]
+        self._hold(held)
+        try:
+            yield
+        finally:
+            self._release(held)
+
+    def after_fork(self) -> None:
+        """In a child every use of a parameter is refused, also where its weights are in place; what
+        is gathered stays the program's.
+        """
+        self._lock = threading.Lock()  # another thread may have had it
+        self._frames_of.clear()
+        for record in self._records:
+            is_ours = isinstance(record.parameter, OffloadedParameter)
+            if is_ours and record.index not in self._kept_out:
+                mark_absent(self._parameter(record.index))
+
+    def _hold(self, indices: list[int]) -> None:
+        if indices:
+            check_process(self._process, f"the offloaded {self._records[indices[0]].name}")
+        wanted = [index for index in indices if index not in self._kept_out]
+        # Tensors made in inference mode count no versions, and changes in them would go unseen.
+        with torch.inference_mode(False):
+            weights = self._weights.acquire(wanted)
+        with self._lock, torch.inference_mode(False):
+            for index, weight in zip(wanted, weights, strict=True):
+                self._held[index] = self._held.get(index, 0) + 1
+                if self._held[index] == 1:
+                    home = self.at_home[index]
+                    data = weight.view(self._records[index].shape) if home is None else home
+                    put_data(self._parameter(index), data, absent=False)
+
+    def _release(self, indices: Iterable[int]) -> None:
+        with self._lock:
+            released = [index for index in indices if index in self._held]
+            for index in released:
+                self._held[index] -= 1
+                if not self._held[index]:
+                    del self._held[index]
+                    if index not in self._kept_out:
+                        self._take_out(index)
+        self._weights.release(released)
+
+    def _home_view(self, record: Record) -> torch.Tensor | None:
+        weight = self._weights.at_home(record.index)
+        return None if weight is None else weight.view(record.shape)
+
+    def _put_out(self, indices: Iterable[int]) -> None:
+        """Whatever data these parameters have, they have their offloaded face now.
+
+        Raises ``RuntimeError`` for one that cannot have it; all others have theirs then.
+        """
+        strangers = []
+        for index in indices:
+            home = self.at_home[index]
+            if not isinstance(self._records[index].parameter, OffloadedParameter):
+                strangers.append(index)
+                continue
+            if home is not None:
+                put_data(self._parameter(index), home, absent=True)
+            self._take_out(index)
+        self.check_faces(strangers)
+
+    def _take_out(self, index: int) -> None:
+        if self.at_home[index] is None:
+            put_data(self._parameter(index), self._placeholders[index], absent=True)
+        else:
+            mark_absent(self._parameter(index))
+
+    def check_faces(self, indices: Iterable[int]) -> None:
+        """Raises ``RuntimeError`` naming one of these parameters that is no offloaded one."""
+        for index in indices:
+            self._parameter(index)
+
+    def _parameter(self, index: int) -> OffloadedParameter:
+        parameter = self._records[index].parameter
+        if not isinstance(parameter, OffloadedParameter):
+            raise RuntimeError(
+                f"{self._records[index].name} was swapped for another tensor while it was "
+                "offloaded (by torch.utils.swap_tensors), and what it got is lost; change its "
+                "values inside `with offloaded.gathered([parameter], modify=True):`"
+            )
+        return parameter
+
+
+class WatchedParameters(dict[str, Any]):
+    """A module's parameters; looking one up by name makes its weights resident."""
+
+    def __init__(self, parameters: dict[str, Any], residency: Residency) -> None:
+        super().__init__(parameters)
+        self._residency = residency
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if isinstance(parameter, OffloadedParameter):
+            self._residency.visit(parameter.offload_index)
+        return parameter
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is not dict.get(self, name):
+            raise RuntimeError(
+                f"{self._full_name(name)} cannot be replaced while the model is offloaded; change "
+                "its values inside `with offloaded.gathered([parameter], modify=True)`, or replace "
+                "it (resize_token_embeddings does) before the block"
+            )
+
+    def __delitem__(self, name: str) -> None:
+        raise RuntimeError(
+            f"{self._full_name(name)} cannot be removed while the model is offloaded; change the "
+            "model before the block"
+        )
+
+    def _full_name(self, name: str) -> str:
+        """Of a parameter that is here now; a new one has no other than its own."""
+        parameter = dict.get(self, name)
+        if isinstance(parameter, OffloadedParameter):
+            return parameter.offload_owner.name_of(parameter.offload_index)
+        return f"parameter {name!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_copied()

@@ -1,0 +1,255 @@
+"""Saved tensors of autograd: weights are remembered by name and fetched again, everything else is
+kept, or taken by ``activations``.
+
+Between forward and backward, autograd keeps what operations saved. A saved tensor that lies in a
+parameter's weights is packed as (parameter, generation, size, stride, offset) and unpacked by
+fetching the weights, so a graph holds no weights. A cast of weights is packed as theirs and cast
+again. A nested ``saved_tensors_hooks`` (activation
+checkpointing has one) hides these from us; autograd then keeps the buffer itself, which costs
+memory and changes nothing else.
+
+Of nested hooks only the innermost is called, and leaving one takes off whichever is innermost. So
+where several models are offloaded at once, the hooks of each serve all of them.
+
+The hooks are those of one thread. A forward pass on another one has them for as long as it lasts,
+unless others are at work there already.
+
+Plain PyTorch refuses a backward pass through something that was changed in place since it was
+saved. So do we: the generation of a parameter counts its updates, and the version of other tensors
+is compared.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.activations.offloading import Activations
+from infinity.activations.storage import SavedActivation
+from infinity.autograd.phases import Phases
+from infinity.autograd.views import View, bytes_of, is_whole
+from infinity.parameters.parameter import OffloadedParameter
+from infinity.parameters.records import Record
+from infinity.ranks.gathered_weights import Weights
+
+_SAMPLE = 16
+"""Elements that are compared before all are."""
+
+_in_use: list[SavedTensors] = []
+"""Those of all models that are offloaded now."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedWeight:
+    """A view of a parameter's weights, as they were at a generation and a version."""
+
+    owner: SavedTensors
+    index: int
+    generation: int
+    version: int
+    view: View
+    cast: torch.dtype | None = None
+    """The dtype that the weights were cast to, if it is not they that were saved."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SavedTensor:
+    tensor: torch.Tensor
+    version: int
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """The hooks, to be entered for as long as the model is offloaded."""
+
+    def __init__(
+        self,
+        records: list[Record],
+        weights: Weights,
+        phases: Phases,
+        activations: Activations,
+        held: Callable[[], Iterable[int]],
+    ) -> None:
+        """``held``: parameters whose weights are in place now."""
+        super().__init__(self._pack, self._unpack)
+        self._activations = activations
+        self._held = held
+        self._records = records
+        self._weights = weights
+        self._phases = phases
+        self.generations = [0] * len(records)
+        self._homes = _home_ranges(records, weights)
+        self._joined = threading.local()
+        self._thread = 0
+        self._take_off: Iterator[None] = iter(())
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        _in_use.append(self)
+        try:
+            super().__enter__()
+            # Takes them off at its first call, and nothing at a second one.
+            self._take_off = iter(torch._C._autograd._pop_saved_tensors_default_hooks, None)
+        except BaseException:
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if top is not None and top[0] == self.pack_hook:
+                self._take_off = iter(())
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        """Idempotent."""
+        if self in _in_use:
+            _in_use.remove(self)
+        if threading.get_ident() == self._thread:  # or they stay, and keep everything as it is
+            next(self._take_off, None)
+
+    def join_thread(self) -> None:
+        """A forward pass begins on this thread."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            self._joined.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._joined.hooks.__enter__()
+
+    def leave_thread(self) -> None:
+        """It ended."""
+        hooks = self._joined.__dict__.pop("hooks", None)
+        if hooks is not None:
+            hooks.__exit__()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        for hooks in _in_use:
+            weight = hooks.find(tensor)
+            if weight is not None:
+                return weight
+        taken = self._activations.save(tensor) if self in _in_use else None
+        if taken is not None:
+            return taken
+        version = 0 if tensor.is_inference() else tensor._version
+        # A leaf comes as the parameter itself, whose data may be swapped under it.
+        return _SavedTensor(tensor.detach() if tensor.requires_grad else tensor, version)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _SavedTensor):
+            self._phases.backward_works()
+            return self._check_version(packed)
+        if isinstance(packed, SavedActivation):
+            self._phases.backward_works()
+            return self._activations.restore(packed)
+        weight: torch.Tensor = packed.owner.fetch(packed)
+        return weight
+
+    def find(self, tensor: torch.Tensor) -> SavedWeight | None:
+        """How to fetch ``tensor`` again, if it lies in the weights of a parameter."""
+        found = self._locate(tensor)
+        if found is not None:
+            saved = self._saved(found[0], View.of(tensor, found[1]))
+            leaf = _leaf_of(tensor)
+            if leaf is not None and self._weights.at_home(found[0]) is None:
+                # The graph keeps it, and no hook sees that: in the arena it would keep the room.
+                leaf.data = leaf.detach().clone()
+            return saved
+        if is_whole(tensor):
+            for index in self._held():
+                if self._is_cast(tensor, self._records[index]):
+                    return self._saved(index, View.of(tensor, 0), tensor.dtype)
+        return None
+
+    def _saved(self, index: int, view: View, cast: torch.dtype | None = None) -> SavedWeight:
+        version = self._records[index].parameter._version
+        return SavedWeight(self, index, self.generations[index], version, view, cast)
+
+    def _is_cast(self, tensor: torch.Tensor, record: Record) -> bool:
+        """Whether ``tensor`` has the bits of the weights of ``record`` in another dtype, so that it
+        can be made again: what autocast, or ``weight.to(x.dtype)`` in a module, leaves to autograd.
+        """
+        if (
+            record.numel != tensor.numel()
+            or record.spec.resident
+            or record.spec.dtype == tensor.dtype
+            or not record.spec.dtype.is_floating_point
+        ):
+            return False
+        weight = record.parameter.detach().view(-1)
+        cast = tensor.detach().as_strided((tensor.numel(),), (1,))
+        return all(  # a few elements first: most tensors of that size are something else
+            torch.equal(
+                weight[:count].to(cast.dtype).view(torch.uint8), cast[:count].view(torch.uint8)
+            )
+            for count in (_SAMPLE, tensor.numel())
+        )
+
+    def fetch(self, packed: SavedWeight) -> torch.Tensor:
+        """Fetch what ``find`` found. Raises ``RuntimeError`` if it is not the same any more."""
+        name = self._records[packed.index].name
+        if self not in _in_use:
+            raise RuntimeError(
+                f"this backward pass needs {name}, which is not offloaded any more; call backward "
+                "inside the `with` block that its forward pass was in"
+            )
+        if packed.generation != self.generations[packed.index]:
+            raise RuntimeError(
+                f"{name} was updated by an optimizer step after the forward pass that this "
+                "backward pass belongs to; call backward before step"
+            )
+        if packed.version != self._records[packed.index].parameter._version:
+            raise RuntimeError(
+                f"{name}, which is needed for the gradient, was changed in place after the forward "
+                "pass that this backward pass belongs to"
+            )
+        self._phases.backward_works()
+        weight = self._weights.borrow(packed.index)
+        return packed.view.over(weight if packed.cast is None else weight.to(packed.cast))
+
+    def _check_version(self, saved: _SavedTensor) -> torch.Tensor:
+        tensor = saved.tensor
+        if not tensor.is_inference() and tensor._version != saved.version:
+            raise RuntimeError(
+                f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that is needed for the "
+                f"gradient was modified in place: it is at version {tensor._version}, version "
+                f"{saved.version} was saved"
+            )
+        return tensor
+
+    def _locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(parameter, first byte of its weights) if ``tensor`` lies in the weights of one."""
+        if tensor.layout != torch.strided or not tensor.numel():
+            return None
+        storage = tensor.untyped_storage()
+        index = self._weights.owner(storage._cdata)
+        if index is not None:
+            return index, 0
+        homes = self._homes.get(storage._cdata)
+        if homes is None:
+            return None
+        start, stop = bytes_of(tensor)
+        position = bisect_right(homes, start, key=lambda home: home[0]) - 1
+        if position < 0:
+            return None
+        first, end, index = homes[position]
+        return (index, first) if stop <= end else None
+
+
+def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a program made of weights to have a gradient of its own, such as
+    ``nn.Parameter(weight.T)``, if ``tensor`` is that or a view of it.
+    """
+    leaf = tensor if tensor._base is None else tensor._base
+    is_leaf = leaf.requires_grad and leaf.is_leaf and not isinstance(leaf, OffloadedParameter)
+    return leaf if is_leaf else None
+
+
+def _home_ranges(records: list[Record], weights: Weights) -> dict[int, list[tuple[int, int, int]]]:
+    """For each storage that weights at home lie in: sorted (first byte, end, parameter)."""
+    ranges: dict[int, list[tuple[int, int, int]]] = {}
+    for record in records:
+        weight = weights.at_home(record.index)
+        if weight is not None and weight.numel():
+            storage = weight.untyped_storage()._cdata
+            ranges.setdefault(storage, []).append((*bytes_of(weight), record.index))
+    for homes in ranges.values():
+        homes.sort()
+    return ranges

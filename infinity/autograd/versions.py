@@ -1,0 +1,82 @@
+"""Version counters: updates count, and changes behind the library's back are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+import torch
+from torch import nn
+
+from infinity.parameters.records import Record
+from infinity.parameters.structure import Structure
+
+
+class Versions:
+    """The version of every parameter as it was when it was last known to be meant so."""
+
+    def __init__(self, records: Sequence[Record], lent: Set[int]) -> None:
+        """``lent``: parameters that are the program's to change, now."""
+        self._records = records
+        self._lent = lent
+        self._noted: list[int] = []
+        self._structure: Structure | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """From now on ``model`` has these parameters, where they are, with the values they have."""
+        self._structure = Structure(model)
+        self.note()
+
+    def note(self, indices: Iterable[int] | None = None) -> None:
+        """Whatever changed these parameters (default: all) in place until now was meant to."""
+        if indices is None:
+            self._noted = self._now()
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in indices:
+                self._noted[index] = self._records[index].parameter._version
+
+    def count_updates(self, indices: Sequence[int]) -> None:
+        """Tell autograd, as an in-place update would: a graph from before it is refused."""
+        torch.autograd.graph.increment_version([self._records[i].parameter for i in indices])
+        self.note(indices)
+
+    def check(self) -> None:
+        """What a program writes into weights may or may not reach their home.
+
+        Raises ``RuntimeError`` naming a parameter that was changed in place, once for each change,
+        or one that was put into the model.
+        """
+        if self._structure is not None:
+            self._structure.check()
+        self.check_values()
+
+    def check_at_end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """As ``check``, for an ``ExitStack``: an error that is on its way goes first."""
+        if kind is None:
+            self.check()
+
+    def check_values(self) -> None:
+        """The part of ``check`` that is about changes in place."""
+        expected, now = self._noted, self._now()
+        if expected == now:
+            return
+        changed = [
+            index
+            for index, version in enumerate(now)
+            if version != expected[index] and index not in self._lent
+        ]
+        self.note(changed)
+        if changed:
+            names = [self._records[index].name for index in changed]
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise RuntimeError(
+                f"{names[0]}{more} was changed in place while it was offloaded (by an "
+                "initialisation, an assignment, a merge of adapters, or a module that changes its "
+                "weights in forward, such as nn.Embedding with max_norm), and what it holds now is "
+                "not defined; change values inside `with offloaded.gathered([parameter], "
+                "modify=True):`"
+            )
+
+    def _now(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [record.parameter._version for record in self._records]

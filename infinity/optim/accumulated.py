@@ -1,0 +1,139 @@
+"""The gradients since the last step, and what they are still to be multiplied by.
+
+Clipping and the scale of the loss are not done to gradients where they lie: the next step does both
+in passing.
+
+Invariant: the pending factors are of all gradients that are there, and of no other. A gradient that
+joins them is brought to their scale, after they were clipped; both go with the last of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from infinity.backward_passes import BackwardPasses
+from infinity.optim.loss_scale import GradientScale, LossScale
+from infinity.parameters.parameter import take_grad
+from infinity.parameters.records import Record
+from infinity.ranks.context import Sharing
+from swap.tiered import TieredState
+
+
+class Accumulated:
+    """``scale`` is that of the loss; ``clip_factor`` is what clipping wants of the gradients."""
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        state: TieredState,
+        sharing: Sharing,
+        loss_scale: LossScale | None,
+    ) -> None:
+        self._records = records
+        self._state = state
+        self._sharing = sharing
+        self.scale = GradientScale(loss_scale)
+        self.clip_factor = 1.0
+        self.passes = BackwardPasses()
+        self._consumed: set[int] = set()
+        self._adding = threading.Lock()
+
+    @property
+    def present(self) -> frozenset[int]:
+        """Parameters with a gradient, once all that are on their way have arrived."""
+        self._sharing.finish_gradients()
+        self._state.collect_gradients()
+        return self._state.gradients.present
+
+    def norm(self) -> float:
+        """The 2-norm over all, unscaled and before clipping."""
+        return self._sharing.norm() / self.scale.value
+
+    def read(self, index: int) -> torch.Tensor | None:
+        """A copy on the CPU, clipped and scaled; or None."""
+        if index not in self.present:
+            return None
+        gradient = self._sharing.gradient(self._records[index])
+        return gradient if self.clip_factor == 1.0 else gradient.mul_(self.clip_factor)
+
+    def has(self, index: int) -> bool:
+        """Whether there is one that was not cleared, be it that a step has used it."""
+        if index in self._consumed or self._sharing.has_gradient(index):
+            return True
+        return self._state.has_gradient(index)
+
+    def set(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Replace the gradient of a parameter by one that a program made, or clear it."""
+        self._sharing.drop_gradients(index)
+        self._state.clear_gradients(index)
+        self._consumed.discard(index)
+        if gradient is not None:
+            self._settle()
+            self._sharing.add_gradient(index, self.scale.assigned(gradient))
+        elif not self._has_any():
+            self._forget_factors()
+
+    def take(self, index: int, parameter: torch.Tensor) -> bool:
+        """Move what autograd accumulated into ``parameter`` to those that are kept; False if there
+        is nothing.
+
+        Raises ``RuntimeError`` naming a parameter whose gradient was used and not cleared, and for
+        a pass beside another; then no step is taken before all gradients are cleared.
+        """
+        gradient = take_grad(parameter)
+        if gradient is None:
+            return False
+        try:
+            self.passes.brings()
+        except RuntimeError as refusal:
+            self._state.gradients.lose(index, refusal)
+            raise
+        if index in self._consumed:
+            raise RuntimeError(
+                f"{self._records[index].name} got a gradient on top of one that a step has used; "
+                "call offloaded.step(), or optimizer.zero_grad() after optimizer.step()"
+            )
+        with self._adding:  # autograd has several threads for several devices
+            self.add(index, gradient)
+        return True
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """A gradient that arrives, of the pass that runs now."""
+        self._settle()
+        self._sharing.add_gradient(index, self.scale.taken(gradient))
+
+    def consume(self, indices: Iterable[int]) -> None:
+        """A step has used these, or was skipped because of them: they are to be cleared."""
+        self.clip_factor = 1.0
+        self._consumed.update(indices)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._sharing.drop_gradients()
+        self._state.clear_gradients()
+        self._consumed.clear()
+        self._forget_factors()
+
+    def _settle(self) -> None:
+        """Clip the gradients now, in their own dtype, as ``torch.nn.utils`` does."""
+        if self.clip_factor == 1.0:
+            return
+        self._state.collect_gradients()
+        factor, self.clip_factor = self.clip_factor, 1.0
+        for index in sorted(self._state.gradients.present):
+            clipped = self._state.gradients.read(index).mul_(factor)
+            self._state.clear_gradients(index)
+            self._state.add_gradient(index, clipped)
+
+    def _has_any(self) -> bool:
+        gradients = self._state.gradients
+        if self._consumed or gradients.present or gradients.lost:
+            return True
+        return any(self._sharing.has_gradient(record.index) for record in self._records)
+
+    def _forget_factors(self) -> None:
+        self.scale.clear()
+        self.clip_factor = 1.0

@@ -1,0 +1,75 @@
+"""What the ``optimizer`` argument of ``offload`` means: a rule for updates, and what users hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.optim.optimizer import (
+    AdamW,
+    OffloadedOptimizer,
+    OptimizerFactory,
+    StepTaker,
+    TorchRule,
+)
+from infinity.parameters.records import Record
+from swap.plan.rules import AdamRule, FrozenRule, UpdateRule
+
+
+def rule_for(
+    optimizer: AdamW | OptimizerFactory | None, records: Sequence[Record]
+) -> tuple[UpdateRule, torch.optim.Optimizer | None]:
+    """The rule for updates, and the user's own optimizer when a factory made one."""
+    trained = [record for record in records if record.spec.trainable]
+    if optimizer is None or not trained:
+        return FrozenRule(), None
+    if isinstance(optimizer, AdamW):
+        for record in trained:
+            if record.spec.dtype == torch.float64:
+                raise ValueError(
+                    f"{record.name} is float64, which infinity.AdamW does not compute in; pass "
+                    "compute_dtype=torch.float32, or a factory such as torch.optim.AdamW"
+                )
+        return AdamRule(state_dtype=optimizer.state_dtype), None
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, AdamW)
+    if is_class or not callable(optimizer):
+        raise TypeError(
+            f"optimizer={optimizer!r} is neither infinity.AdamW(...), a factory params -> "
+            "Optimizer, nor None"
+        )
+    inner = optimizer([record.parameter for record in trained])
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise TypeError(f"the optimizer factory returned {type(inner).__name__}, not an Optimizer")
+    _check_groups(inner, trained)
+    return TorchRule(inner), inner
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, trained: Sequence[Record]) -> None:
+    """Raises ``ValueError`` unless the optimizer has the trained parameters and no others."""
+    grouped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for record in trained:
+        if grouped.pop(id(record.parameter), None) is None:
+            raise ValueError(
+                f"{record.name} is in no group of the optimizer that the factory made; add it, or "
+                "call requires_grad_(False) if it is not to be trained"
+            )
+    for parameter in grouped.values():
+        raise ValueError(
+            f"the optimizer that the factory made has a parameter of shape "
+            f"{tuple(parameter.shape)}, which is not one of those that it was given"
+        )
+
+
+def optimizer_for(
+    optimizer: AdamW | OptimizerFactory | None,
+    inner: torch.optim.Optimizer | None,
+    records: Sequence[Record],
+    owner: StepTaker,
+) -> OffloadedOptimizer:
+    """The optimizer of the model: of all trained parameters, with the groups of ``inner``."""
+    trained = [record.parameter for record in records if record.spec.trainable]
+    if inner is not None:
+        return OffloadedOptimizer(trained, inner.defaults, owner, param_groups=inner.param_groups)
+    options = (optimizer if isinstance(optimizer, AdamW) else AdamW()).defaults()
+    return OffloadedOptimizer(trained or [records[0].parameter], options, owner)

@@ -1,0 +1,245 @@
+"""Whether an optimizer updates every parameter by itself, as an offloaded model needs it, and what
+it keeps of all of them in its groups.
+
+What a group holds may change with every step (a count of steps, a weight of averages) as long as
+that does not depend on gradients: it is carried on with a throw-away parameter. Everything else
+that parameters have in common (a norm over all, a rate estimated from all, attributes of the
+optimizer) is found by a trial: a few steps of several small parameters together must give the bits
+of the same steps with each one alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity.parameters.parameter import attributes_of
+
+Step = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any]]]
+"""A step of one parameter, by group options and state: the state after it, and the options."""
+
+_SCALES = (30.0, 0.01, 1.0)
+"""Of gradients in the trial: with norms above and below what optimizers clip to."""
+
+
+def options_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of all that a group holds but its parameters."""
+    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+
+
+def options_at(options: Mapping[str, Any], position: int) -> Mapping[str, Any]:
+    """The options of a group for the parameter at ``position`` of it alone."""
+    if options.get("param_names") is None:
+        return options
+    return {**options, "param_names": [options["param_names"][position]]}
+
+
+def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter of ``values`` with the attributes of ``parameter``; tensors among them that have
+    its shape get that of ``values``.
+    """
+    leaf = torch.nn.Parameter(values)
+    for name, value in attributes_of(parameter).items():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape != values.shape:
+            places = torch.arange(values.numel()) % max(1, value.numel())
+            value = value.detach().reshape(-1)[places].view(values.shape)
+        setattr(leaf, name, value)
+    return leaf
+
+
+def shape_like(dimensions: int) -> tuple[int, ...]:
+    """Of a throw-away parameter of as many dimensions."""
+    return (8, 4, *[2] * dimensions)[:dimensions]
+
+
+def advance(step: Step, group: dict[str, Any], *, has_gradients: bool) -> set[str]:
+    """Let ``group`` be as a step leaves it that some of its parameters took part in, or none; gives
+    the keys that changed.
+    """
+    if not group["params"]:
+        return set()
+    position, model = max(enumerate(group["params"]), key=lambda found: found[1].dim())
+    leaf = like(model, torch.zeros(shape_like(max(1, model.dim()))))
+    leaf.grad = torch.ones_like(leaf) if has_gradients else None
+    before = options_at(options_in(group), position)
+    _, after = step(leaf, {**options_at(options_in(group), position)}, {})
+    changed = {key for key in after if key not in before or not _same(before[key], after[key])}
+    group.update({key: after[key] for key in changed})
+    return changed
+
+
+def check_separable(
+    optimizer: torch.optim.Optimizer,
+    trial: Step,
+    step: Step,
+    prepare: Callable[[], object],
+    *,
+    has_state: bool,
+) -> set[str]:
+    """Raise ``ValueError`` for an optimizer of which parameters cannot be updated one at a time;
+    gives the keys of groups that its steps change.
+
+    ``trial`` updates a parameter as it is done at home, which ``prepare`` makes ready; ``step``
+    says what becomes of options.
+    """
+    name = type(optimizer).__name__
+    if all(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
+        raise ValueError(
+            f"{name} has train() and eval(), which change all weights between steps (schedule-free "
+            "optimizers do); weights of an offloaded model change in step() alone, "
+            f"{_REMEDY}"
+        )
+    groups = [_small_group(group) for group in optimizer.param_groups]
+    try:
+        prepare()
+        together = _Together(optimizer, groups, has_state=has_state)
+        alone = _Alone(groups, trial, step)
+        rng = torch.Generator().manual_seed(0)
+        for number, scale in enumerate(_SCALES):
+            gradients = [_gradients(group["params"], rng, scale) for group in groups]
+            if number == 1:  # not every parameter has a gradient in every step
+                for found in gradients:
+                    found[0] = None
+            together.take(gradients)
+            alone.take(gradients)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot take a step with dense gradients and without a closure "
+            f"({type(error).__name__}: {error}); {_REMEDY}"
+        ) from error
+    if not alone.is_like(together):
+        raise ValueError(
+            f"{name} does not update every parameter by itself: two of them together become "
+            "something else than each of them alone (through a norm over all of them, say, or what "
+            "it keeps in a group, or in an attribute of its own or of a parameter); an offloaded "
+            f"model is updated one parameter at a time, {_REMEDY}"
+        )
+    return alone.changed
+
+
+_REMEDY = (
+    "so use infinity.AdamW(...), an optimizer of torch.optim, or this one without what couples "
+    "parameters; offload(max_grad_norm=) clips by the norm over all"
+)
+
+
+class _Together:
+    """The optimizer as it is, with throw-away parameters in the places of all that it has."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], *, has_state: bool
+    ) -> None:
+        memo: dict[int, Any] = {}
+        self.groups = []
+        for group, real in zip(groups, optimizer.param_groups, strict=True):
+            leaves = [like(leaf, leaf.detach().clone()) for leaf in group["params"]]
+            memo |= {id(parameter): leaves[0] for parameter in real["params"]}
+            self.groups.append(options_in(group) | {"params": leaves})
+        self._worker = object.__new__(type(optimizer))
+        memo[id(optimizer)] = self._worker
+        self._worker.__dict__.update(
+            (key, _copied(value, memo))
+            for key, value in optimizer.__dict__.items()
+            if key not in ("param_groups", "state")
+        )
+        self._worker.param_groups = self.groups
+        self._worker.state = defaultdict(dict)
+        if has_state:
+            make: Any = type(optimizer)
+            again = [options_in(group) | {"params": group["params"]} for group in self.groups]
+            self._worker.state = make(again, **optimizer.defaults).state
+
+    def take(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        for group, found in zip(self.groups, gradients, strict=True):
+            for leaf, gradient in zip(group["params"], found, strict=True):
+                leaf.grad = None if gradient is None else gradient.clone()
+        plain_step(self._worker)
+
+
+class _Alone:
+    """Each parameter in a step of its own, as ``TorchRule`` has it."""
+
+    def __init__(self, groups: list[dict[str, Any]], trial: Step, step: Step) -> None:
+        self._trial = trial
+        self._step = step
+        self._groups = groups
+        self._states: dict[int, dict[str, Any]] = defaultdict(dict)
+        self.changed: set[str] = set()
+
+    def take(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        for group, found in zip(self._groups, gradients, strict=True):
+            options = options_in(group)
+            for position, leaf in enumerate(group["params"]):
+                gradient = found[position]
+                if gradient is None:
+                    continue
+                leaf.grad = gradient.clone()
+                own = copy.deepcopy({**options_at(options, position)})
+                state, _ = self._trial(leaf, own, self._states[id(leaf)])
+                self._states[id(leaf)] = dict(state)
+            has_gradients = any(gradient is not None for gradient in found)
+            self.changed |= advance(self._step, group, has_gradients=has_gradients)
+
+    def is_like(self, other: _Together) -> bool:
+        for ours, theirs in zip(self._groups, other.groups, strict=True):
+            if not all(map(torch.equal, ours["params"], theirs["params"])):
+                return False
+            if not _same(options_in(ours), options_in(theirs)):
+                return False
+        return True
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """The step of the class: hooks and schedulers are on the optimizer that users hold."""
+    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+    step(optimizer)
+
+
+def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """With two throw-away parameters for each number of dimensions in it."""
+    rng = torch.Generator().manual_seed(1)
+    parameters = group["params"]
+    by_dimensions: dict[int, list[int]] = defaultdict(list)
+    for position, parameter in enumerate(parameters):
+        by_dimensions[max(1, parameter.dim())].append(position)
+    chosen = [
+        at for d in sorted(by_dimensions) for at in (by_dimensions[d][0], by_dimensions[d][-1])
+    ]
+    leaves = []
+    for at in chosen:
+        shape = shape_like(max(1, parameters[at].dim()))
+        leaves.append(like(parameters[at], torch.randn(shape, generator=rng)))
+    small = options_in(group) | {"params": leaves}
+    if small.get("param_names") is not None:
+        small["param_names"] = [small["param_names"][at] for at in chosen]
+    return small
+
+
+def _gradients(
+    leaves: Iterable[torch.Tensor], rng: torch.Generator, scale: float
+) -> list[torch.Tensor | None]:
+    return [scale * torch.randn(leaf.shape, generator=rng) for leaf in leaves]
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # a lock or a handle: what is no state
+        return value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return tensors and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)

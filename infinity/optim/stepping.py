@@ -1,0 +1,57 @@
+"""What a step is made of: options by parameter, step counts, the clipping coefficient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity.optim.separable import options_at
+from infinity.parameters.parameter import attributes_of
+from infinity.parameters.records import Record
+from swap.plan.rules import ParameterUpdate
+
+
+def options_of(
+    groups: Sequence[Mapping[str, Any]], index_of: Callable[[torch.Tensor], int]
+) -> dict[int, Mapping[str, Any]]:
+    """The options of every parameter's group, copied: later changes are for later steps."""
+    options: dict[int, Mapping[str, Any]] = {}
+    for group in groups:
+        frozen = {key: copy.deepcopy(group[key]) for key in group if key != "params"}
+        for position, parameter in enumerate(group["params"]):
+            options[index_of(parameter)] = options_at(frozen, position)
+    return options
+
+
+def updates_for(
+    indices: Sequence[int] | None,
+    options: Mapping[int, Mapping[str, Any]],
+    records: Sequence[Record],
+    steps: Sequence[int],
+) -> dict[int, ParameterUpdate]:
+    """An update for each of ``indices`` (None: all that have options); ``steps`` counts those done.
+
+    Raises ``ValueError`` naming a parameter that is in no group.
+    """
+    updates = {}
+    for index in options if indices is None else indices:
+        record = records[index]
+        if index not in options:
+            raise ValueError(f"{record.name} is in no group of offloaded.optimizer.param_groups")
+        updates[index] = ParameterUpdate(
+            parameter=index,
+            step=steps[index] + 1,
+            shape=record.kept_shape,
+            options=options[index],
+            first=record.first,
+            attributes=attributes_of(record.parameter),
+        )
+    return updates
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """As ``torch.nn.utils.clip_grad_norm_``; a norm that is not finite makes the update so, too."""
+    return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm

@@ -1,0 +1,63 @@
+"""The values that parameters begin with, handed from where they are found to the tiers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from checkpoint.tensors.sources import ByteSource
+from infinity.parameters.records import Record
+
+
+class Values(Protocol):
+    """A source of first values."""
+
+    def parameters(
+        self, records: Sequence[Record]
+    ) -> Iterator[tuple[Record, torch.Tensor | StoredValues]]:
+        """Every record with its values, in any order."""
+
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """The real values of a buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValues:
+    """A tensor, or rows of one, whose values are in a checkpoint until they are read.
+
+    ``origin`` tells them from other values, and is the same on every rank that reads the same ones.
+    """
+
+    source: ByteSource
+    shape: tuple[int, ...]
+    origin: str
+    first: int = 0
+
+    def __getitem__(self, rows: slice) -> StoredValues:
+        """Rows of it."""
+        start, stop, _ = rows.indices(self.shape[0])
+        row = math.prod(self.shape[1:])
+        return replace(
+            self,
+            shape=(stop - start, *self.shape[1:]),
+            origin=f"{self.origin}[{start}:{stop}]",
+            first=self.first + start * row,
+        )
+
+    def read(self, first: int, numel: int) -> torch.Tensor:
+        """Elements ``[first, first + numel)`` in a row. Raises ``CorruptCheckpointError``,
+        ``AioError``.
+        """
+        out = torch.empty(numel, dtype=self.source.dtype)
+        if numel:
+            start = (self.first + first) * out.itemsize
+            self.source.read(start, out.view(torch.uint8).numpy().data)
+        return out
+
+    def whole(self) -> torch.Tensor:
+        """All of it."""
+        return self.read(0, math.prod(self.shape)).view(self.shape)

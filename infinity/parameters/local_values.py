@@ -1,0 +1,42 @@
+"""Values of offloaded parameters as real tensors, and back: those that this rank keeps."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.parameters.records import Record
+from swap.plain import check_memory
+from swap.tiered import TieredState
+
+
+def weight_of(state: TieredState, record: Record) -> torch.Tensor:
+    """A copy of the weights, in the shape of what this rank keeps, on the compute device."""
+    weight = torch.empty(record.spec.numel, dtype=record.spec.dtype)
+    state.planes.read(record.index, "weight", 0, weight)
+    return weight.view(record.kept_shape).to(state.device)
+
+
+def write_back(state: TieredState, record: Record) -> None:
+    """Take what a program made of the weights of ``record``.
+
+    Elements that were changed become the master exactly; the others keep the master's low bits.
+    """
+    before = weight_of(state, record).view(-1)
+    kept = slice(record.first, record.first + record.spec.numel)
+    check_memory(f"the value of {record.name}", record.parameter.data)
+    after = record.parameter.data.reshape(-1)[kept].to(before.dtype)
+    if torch.equal(before, after):
+        return
+    master = state.read_values(record.index, 0, record.spec.numel)
+    changed = before != after
+    master = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
+    state.fill(record.index, master)
+    state.weights.drop()
+
+
+def read_values(state: TieredState, record: Record, out: torch.Tensor) -> None:
+    """Fill ``out``, contiguous, with what was computed with, or the master where that says more."""
+    if record.dtype == record.spec.dtype:
+        out.copy_(weight_of(state, record))
+    else:
+        state.read_all(record.index, out.view(-1))

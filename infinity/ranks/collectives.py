@@ -1,0 +1,157 @@
+"""How ranks pass slices of parameters and of gradients to one another.
+
+Every transfer begins with a meeting (see ``checkpoint.ranks.group``): all ranks say which parameter
+they are about to gather or reduce, and only if they agree does a transfer start. So ranks that run
+different modules, or the same ones in another order, get an error that names both, and neither hang
+nor mixed-up values. The transfers themselves go through the process group that was given, in the
+background; bytes are moved and never added up by it, so that sums are taken in the order of the
+ranks, whatever the backend.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoint.ranks.group import EXCHANGE, GroupCoordinator
+from swap.plain import check_plain
+
+GATHER, REDUCE, NORM, STEP, VALUES, SAVE, LOAD, LEAVE = range(1, 9)
+_KINDS = {
+    GATHER: "fetches the weights of",
+    REDUCE: "has a gradient of",
+    VALUES: "reads or changes the values of",
+    NORM: "takes the norm of gradients after step",
+    STEP: "takes the step after step",
+    SAVE: "saves after step",
+    LOAD: "loads a checkpoint after step",
+    LEAVE: "leaves the offload block after step",
+}
+SMALL = -1
+"""The number of a meeting about a bucket of small gradients."""
+
+
+class Transfer:
+    """A transfer under way into ``target``, which is copied to ``out`` if that is another tensor.
+    It holds the tensors that it reads and writes.
+    """
+
+    def __init__(
+        self,
+        owner: Ranks,
+        works: Sequence[Any],
+        target: torch.Tensor,
+        out: torch.Tensor,
+        *held: torch.Tensor,
+    ) -> None:
+        self._owner = owner
+        self._works = list(works)
+        self._target = target
+        self._out = out
+        self._held = held
+        self._done = False
+
+    def wait(self) -> None:
+        """Wait until it is done; idempotent. Raises ``RankFailedError``."""
+        if self._done:
+            return
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._owner.coordinator.failure_of(error) from error
+        if self._target is not self._out:
+            self._out.copy_(self._target)
+        self._done = True
+        self._works, self._held = [], ()
+
+
+class Ranks:
+    """The ranks that share a model: this one's number, and transfers between all of them.
+
+    ``names`` are those of the parameters. Making one is collective. ``leave`` takes this rank out;
+    nobody waits for it then.
+    """
+
+    def __init__(self, process_group: Any, device: torch.device) -> None:
+        self.group = process_group
+        self.names: Sequence[str] = ()
+        self.coordinator = GroupCoordinator(process_group, name=self._name)
+        self.saving = GroupCoordinator(process_group)
+        """For checkpoints, which may be written on another thread."""
+        self.rank = self.coordinator.rank
+        self.world_size = self.coordinator.world_size
+        self._global_ranks = dist.get_process_group_ranks(process_group)
+        # gloo moves host memory alone: what is on a GPU goes by way of that.
+        self._staged = device.type == "cuda" and dist.get_backend(process_group) == "gloo"
+
+    def meet(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
+        """Wait until all ranks are at this point. Raises ``RankFailedError``."""
+        return self.coordinator.meet(kind, number, 0, digest)
+
+    def gather(self, part: torch.Tensor, whole: torch.Tensor, offsets: Sequence[int]) -> Transfer:
+        """Bring the slices of all ranks together in ``whole``: rank ``r`` has elements
+        ``[offsets[r], offsets[r + 1])`` of it, this one's being ``part``; at a point where all have
+        met.
+        """
+        target = torch.empty(whole.shape, dtype=whole.dtype) if self._staged else whole
+        own = as_bytes(part.cpu() if self._staged else part)
+        slices = [as_bytes(target[low:high]) for low, high in itertools.pairwise(offsets)]
+        if len({piece.numel() for piece in slices}) == 1:
+            all_of_it = as_bytes(target[: offsets[-1]])
+            works = [_gather_into(all_of_it, own, group=self.group, async_op=True)]
+        else:
+            slices[self.rank].copy_(own)
+            works = [
+                dist.broadcast(piece, source, group=self.group, async_op=True)
+                for piece, source in zip(slices, self._global_ranks, strict=True)
+            ]
+        return Transfer(self, works, target, whole, own)
+
+    def exchange(self, whole: torch.Tensor, out: torch.Tensor, lengths: Sequence[int]) -> Transfer:
+        """Give each rank its slice of ``whole``, ``lengths[r]`` elements for rank ``r``; ``out``
+        gets this rank's slices of all ranks, one after the other; at a point where all have met.
+        """
+        target = torch.empty(out.shape, dtype=out.dtype) if self._staged else out
+        given = as_bytes(whole.cpu() if self._staged else whole)
+        itemsize = whole.dtype.itemsize
+        work = dist.all_to_all_single(
+            as_bytes(target),
+            given,
+            output_split_sizes=[lengths[self.rank] * itemsize] * self.world_size,
+            input_split_sizes=[length * itemsize for length in lengths],
+            group=self.group,
+            async_op=True,
+        )
+        return Transfer(self, [work], target, out, given)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Take this rank out; with ``error`` the others are told why. Idempotent."""
+        self.coordinator.leave(error)
+        self.saving.leave(error)
+
+    def _name(self, kind: int, number: int) -> str:
+        if kind == EXCHANGE:
+            return "compares notes"
+        what = _KINDS[kind]
+        if kind not in (GATHER, REDUCE, VALUES):
+            return f"{what} {number}"
+        return f"{what} {'small parameters' if number < 0 else self.names[number]}"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a flat contiguous tensor: every backend can move these. Raises ``ValueError``
+    for one whose values are not its bytes.
+    """
+    check_plain("a tensor to be sent", tensor)
+    return tensor.view(torch.uint8)
+
+
+_gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
+)
+"""The same under the names that it has in different releases of torch."""

@@ -1,0 +1,284 @@
+"""Whole weights of parameters that are partitioned over ranks: gathered when they are used, kept
+while that is worth it.
+
+It stands before the ``WeightCache`` of this rank's slices and has the same methods. Gathering is
+collective, so what is gathered when must not depend on anything that differs between ranks: it
+follows from the order of uses alone, never from what has arrived already or which memory is free.
+Memory that somebody still holds is waited for.
+
+A use fetches the slice (which was read along the schedule), meets the other ranks, and starts the
+transfer; then the same is done for the parameter that comes next by the recorded order, so that its
+slices travel while this one is computed with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from aio import Slab, SlabFullError
+from infinity.parameters.records import Record
+from infinity.ranks.collectives import GATHER, Ranks, Transfer
+from swap.cache.weight_cache import WeightCache
+from swap.plan.schedule import Schedule
+from swap.storage.planes import as_tensor
+from swap.tiers import BudgetError, format_bytes
+from swap.timeline import Timeline
+
+_RELEASE_SECONDS = 2.0
+"""How long a gather waits for memory that autograd or the program is about to drop."""
+
+
+class Weights(Protocol):
+    """What computing needs of weights, see ``swap.cache.weight_cache.WeightCache``."""
+
+    def acquire(self, parameters: Iterable[int]) -> list[torch.Tensor]: ...
+
+    def release(self, parameters: Iterable[int]) -> None: ...
+
+    def borrow(self, parameter: int) -> torch.Tensor: ...
+
+    def owner(self, storage: int) -> int | None: ...
+
+    def at_home(self, parameter: int) -> torch.Tensor | None: ...
+
+    def drop(self) -> None: ...
+
+
+class GatherMemory:
+    """Memory for what is gathered and exchanged: ranges of a slab, which come back when the last
+    tensor over them is gone; on a GPU torch's own.
+
+    Which ranges are free may differ between ranks, by what programs and garbage collectors still
+    hold. So ranks take memory together: all of them get it or none does.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self._device = device
+        self._slab = Slab(nbytes) if device.type == "cpu" else None
+        self.make_room: list[Callable[[], None]] = []
+        """Called, on all ranks, when memory is short on one of them; each gives some back."""
+
+    def take(
+        self, numel: int, dtype: torch.dtype, meet: Callable[[int], list[list[int]]]
+    ) -> torch.Tensor | None:
+        """A flat tensor on every rank, or None on every rank, where ranks meet about it (see
+        ``Ranks.meet``; what is given is the digest).
+        """
+        found = self._new(numel, dtype, wait=False)
+        if not any(row[3] for row in meet(found is None)):
+            return found
+        for give_back in self.make_room:
+            give_back()
+        if found is None:
+            found = self._new(numel, dtype, wait=True)
+        return None if any(row[3] for row in meet(found is None)) else found
+
+    def error(self, nbytes: int, what: str) -> BudgetError:
+        """What to raise when ``take`` found nothing."""
+        return BudgetError(
+            f"no room for {what} ({format_bytes(nbytes)}) on one of the ranks: the "
+            f"{format_bytes(self.nbytes)} for gathered weights and gradients are held by modules "
+            "at work, by autograd (a checkpointed block keeps its weights until its backward is "
+            "over) or by the program; give more host_memory, or checkpoint smaller blocks"
+        )
+
+    def _new(self, numel: int, dtype: torch.dtype, *, wait: bool) -> torch.Tensor | None:
+        if self._slab is None:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        while True:
+            try:
+                return as_tensor(self._slab.allocate(numel * dtype.itemsize), dtype)
+            except SlabFullError:
+                if not wait or not self._slab.wait_for_release(_RELEASE_SECONDS):
+                    return None
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most host memory that was in use at once."""
+        return 0 if self._slab is None else self._slab.peak_bytes
+
+    def close(self) -> None:
+        """No more is given out; what is held stays."""
+        if self._slab is not None:
+            self._slab.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """Whole weights, flat, or on their way."""
+
+    weight: torch.Tensor
+    transfer: Transfer
+    nbytes: int
+
+
+class GatheredWeights:
+    """The whole weights of partitioned parameters, and those of the others as they are here.
+
+    ``capacity_bytes`` of whole weights are kept at most, the same number on every rank.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        slices: WeightCache,
+        ranks: Ranks,
+        memory: GatherMemory,
+        *,
+        capacity_bytes: int,
+        timeline: Timeline,
+        prefetch: bool = True,
+    ) -> None:
+        self._records = records
+        self._slices = slices
+        self._ranks = ranks
+        self._memory = memory
+        self._capacity = capacity_bytes
+        self._timeline = timeline
+        self._prefetch = prefetch
+        self._schedule = Schedule()
+        self._entries: dict[int, _Entry] = {}
+        self._owners: dict[int, int] = {}
+        self._pins: Counter[int] = Counter()
+        self._used_bytes = 0
+        self.gathered_bytes = 0
+        memory.make_room.append(self._forget_idle)
+
+    def acquire(self, parameters: Iterable[int]) -> list[torch.Tensor]:
+        """As ``borrow``, kept until ``release``. Raises as that; then none of them is kept."""
+        wanted = list(parameters)
+        self._pins.update(wanted)
+        kept = [index for index in wanted if not self._records[index].is_partitioned]
+        try:
+            whole = dict(zip(kept, self._slices.acquire(kept), strict=True))
+        except BaseException:
+            self._unpin(wanted)
+            raise
+        try:
+            return [whole[i] if i in whole else self._borrow(i) for i in wanted]
+        except BaseException:
+            self.release(wanted)
+            raise
+
+    def release(self, parameters: Iterable[int]) -> None:
+        """Undo one ``acquire`` of each of ``parameters``."""
+        released = list(parameters)
+        self._unpin(released)
+        self._slices.release(i for i in released if not self._records[i].is_partitioned)
+
+    def borrow(self, parameter: int) -> torch.Tensor:
+        """The current weights, flat and whole; valid for as long as the caller refers to them.
+
+        Raises ``RankFailedError``, and what ``WeightCache.borrow`` raises.
+        """
+        if not self._records[parameter].is_partitioned:
+            return self._slices.borrow(parameter)
+        return self._borrow(parameter)
+
+    def owner(self, storage: int) -> int | None:
+        """The parameter whose weights, gathered or in the arena, have the storage ``_cdata``."""
+        found = self._owners.get(storage)
+        return self._slices.owner(storage) if found is None else found
+
+    def at_home(self, parameter: int) -> torch.Tensor | None:
+        """The weights, flat, if they are whole on this rank and computed with where they live."""
+        if self._records[parameter].is_partitioned:
+            return None
+        return self._slices.at_home(parameter)
+
+    def drop(self) -> None:
+        """Forget everything cached, because values at home were changed."""
+        for index in list(self._entries):
+            self._forget(index)
+        self._slices.drop()
+
+    def end_step(self, updated: Iterable[int]) -> None:
+        """A step was taken: what is cached of the ``updated`` parameters is out of date."""
+        self._schedule.end_cycle()
+        for index in updated:
+            self._forget(index)
+
+    def _unpin(self, parameters: Iterable[int]) -> None:
+        for index in parameters:
+            self._pins[index] -= 1
+            if self._pins[index] <= 0:
+                del self._pins[index]
+
+    def _borrow(self, parameter: int) -> torch.Tensor:
+        self._schedule.record(parameter)
+        entry = self._entries.get(parameter)
+        if entry is None:
+            has_room = self._make_room(self._nbytes(parameter), sooner_than=None)
+            entry = self._start(parameter) if has_room else None
+        if entry is None:
+            raise self._memory.error(self._nbytes(parameter), self._records[parameter].name)
+        with self._timeline.span("stall", label=self._records[parameter].name):
+            entry.transfer.wait()
+        if self._prefetch:
+            self._start_next()
+        return entry.weight
+
+    def _start_next(self) -> None:
+        """Start gathering what is expected next, if there is room that is not needed sooner."""
+        if self._schedule.is_at_start:
+            return  # what comes next is after a step, and has other values then
+        for parameter in self._schedule.upcoming():
+            distance = self._schedule.distance(parameter)
+            if parameter not in self._entries and self._make_room(
+                self._nbytes(parameter), sooner_than=distance
+            ):
+                self._start(parameter)
+            return
+
+    def _start(self, parameter: int) -> _Entry | None:
+        """None where there is no memory for it on some rank."""
+        record = self._records[parameter]
+        part = self._slices.borrow(parameter)
+        weight = self._memory.take(
+            record.numel, record.spec.dtype, partial(self._ranks.meet, GATHER, parameter)
+        )
+        if weight is None:
+            return None
+        transfer = self._ranks.gather(part, weight, record.cut.offsets)
+        entry = _Entry(weight, transfer, self._nbytes(parameter))
+        self._entries[parameter] = entry
+        self._owners[weight.untyped_storage()._cdata] = parameter
+        self._used_bytes += entry.nbytes
+        self.gathered_bytes += entry.nbytes
+        return entry
+
+    def _nbytes(self, parameter: int) -> int:
+        return self._records[parameter].weight_bytes
+
+    def _make_room(self, nbytes: int, *, sooner_than: int | None) -> bool:
+        """Forget what is used farthest in the future, until ``nbytes`` fit."""
+        while self._used_bytes + nbytes > self._capacity:
+            candidates = [index for index in self._entries if index not in self._pins]
+            victim = max(
+                candidates, key=lambda index: (self._schedule.distance(index), index), default=None
+            )
+            if victim is None:
+                return False
+            if sooner_than is not None and self._schedule.distance(victim) <= sooner_than:
+                return False
+            self._forget(victim)
+        return True
+
+    def _forget_idle(self) -> None:
+        for index in [index for index in self._entries if index not in self._pins]:
+            self._forget(index)
+
+    def _forget(self, parameter: int) -> None:
+        entry = self._entries.pop(parameter, None)
+        if entry is None:
+            return
+        entry.transfer.wait()
+        self._owners.pop(entry.weight.untyped_storage()._cdata, None)
+        self._used_bytes -= entry.nbytes

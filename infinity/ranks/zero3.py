@@ -1,0 +1,233 @@
+"""A model whose parameters are partitioned over ranks: ZeRO-3 over what each rank's tiers hold.
+
+Each rank's ``TieredState`` holds its slices of the large parameters and all of the small ones, and
+knows nothing of other ranks. Here whole weights are gathered from slices, gradients are reduced to
+slices, and what a step depends on is made the same on all ranks.
+
+The norm is added up from the sums of squares of blocks of a fixed size in the order of the
+parameters' elements, so it has the same bits on every rank, and on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoint.format.checksum import crc32c
+from infinity.parameters.first_values import StoredValues
+from infinity.parameters.local_values import read_values, weight_of, write_back
+from infinity.parameters.records import Record
+from infinity.ranks.agreement import RankDifferenceError, check_same
+from infinity.ranks.collectives import NORM, STEP, VALUES, Ranks, as_bytes
+from infinity.ranks.gathered_weights import GatheredWeights, GatherMemory, Weights
+from infinity.ranks.reductions import Reductions
+from swap.plain import plain
+from swap.plan.layout import PIECE
+from swap.tiered import TieredState
+
+
+class OverRanks:
+    """See ``sharing.Sharing``. Raises ``RankFailedError`` when another rank failed or is gone."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        records: Sequence[Record],
+        state: TieredState,
+        memory: GatherMemory,
+        *,
+        capacity_bytes: int,
+        prefetch: bool,
+    ) -> None:
+        self.ranks = ranks
+        self.rank = ranks.rank
+        self.world_size = ranks.world_size
+        self.coordinator = ranks.saving
+        self._gathered = GatheredWeights(
+            records,
+            state.weights,
+            ranks,
+            memory,
+            capacity_bytes=capacity_bytes,
+            timeline=state.timeline,
+            prefetch=prefetch,
+        )
+        self.weights: Weights = self._gathered
+        self._records = records
+        self._state = state
+        state.gradients.keep_blocks = True
+        self._memory = memory
+        self._reductions = Reductions(records, ranks, memory, state.add_gradient)
+        self.visitor_bytes = capacity_bytes // 2
+        self._sums: dict[str, int] = {}
+        self._step = 0
+        ranks.names = [record.name for record in records]
+
+    def leaving(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.ranks.leave(error)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.ranks.coordinator.is_open
+
+    @property
+    def peak_host_bytes(self) -> int:
+        return self._memory.peak_host_bytes
+
+    # Values.
+
+    def note(self, record: Record, values: torch.Tensor | StoredValues) -> torch.Tensor:
+        if isinstance(values, StoredValues):
+            self._sums[f"the values of {record.name}"] = zlib.crc32(values.origin.encode())
+            return values.read(record.first, record.spec.numel)
+        flat = values.detach().reshape(-1)
+        self._sums[f"the values of {record.name}"] = _sum_of(flat)
+        return flat[record.first : record.first + record.spec.numel]
+
+    def agree_on_values(self) -> None:
+        try:
+            check_same(self.ranks, self._sums)
+        except RankDifferenceError as error:
+            raise RankDifferenceError(
+                f"{error} (these are checksums); make the model alike on every rank, for example "
+                "with the same torch.manual_seed before, or pass weights="
+            ) from None
+        self._sums.clear()
+
+    def weight_of(self, record: Record) -> torch.Tensor:
+        if not record.is_partitioned:
+            return weight_of(self._state, record)
+        part = torch.empty(record.spec.numel, dtype=record.spec.dtype)
+        self._state.planes.read(record.index, "weight", 0, part)
+        whole = self._whole(record, part.to(self._state.device))
+        return whole.view(record.shape)
+
+    def write_back(self, record: Record) -> None:
+        """Raises ``RankDifferenceError`` unless every rank made the same change."""
+        digest = _sum_of(record.parameter.data.reshape(-1))
+        rows = self.ranks.meet(VALUES, record.index, digest)
+        for rank, row in enumerate(rows):
+            if row[3] != rows[0][3]:
+                raise RankDifferenceError(
+                    f"{record.name} was given other values on rank {rank} than on rank 0 inside "
+                    "`gathered(..., modify=True)`; every rank has to make the same change"
+                )
+        write_back(self._state, record)
+        self.weights.drop()
+
+    def read_values(self, record: Record, out: torch.Tensor) -> None:
+        if not record.is_partitioned:
+            read_values(self._state, record, out)
+        elif record.dtype == record.spec.dtype:
+            out.copy_(self.weight_of(record))
+        else:
+            part = self._state.read_values(record.index, 0, record.spec.numel)
+            whole = self._whole(record, part.to(self._state.device))
+            out.view(-1).copy_(whole)
+
+    def _whole(self, record: Record, part: torch.Tensor) -> torch.Tensor:
+        whole = torch.empty(record.numel, dtype=part.dtype, device=part.device)
+        self.ranks.meet(VALUES, record.index)
+        self.ranks.gather(part, whole, record.cut.offsets).wait()
+        return whole
+
+    # Steps.
+
+    def meet(self, kind: int, step: int) -> None:
+        self.ranks.meet(kind, step)
+
+    def begin_step(
+        self, present: Sequence[int], steps: Sequence[int], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._step = max(steps)
+        options = [
+            {key: repr(value) for key, value in group.items() if key != "params"}
+            for group in groups
+        ]
+        digest = zlib.crc32(repr((list(present), list(steps), options)).encode())
+        rows = self.ranks.meet(STEP, self._step, digest)
+        if all(row[3] == digest for row in rows):
+            return
+        facts: dict[str, Any] = {
+            f"the step count of {record.name}": steps[record.index] for record in self._records
+        }
+        facts |= {
+            f"whether {record.name} has a gradient": record.index in present
+            for record in self._records
+        }
+        for number, group in enumerate(options):
+            facts |= {f"{key} of parameter group {number}": value for key, value in group.items()}
+        check_same(self.ranks, facts)
+
+    def end_step(self, updated: Iterable[int]) -> None:
+        self._gathered.end_step(updated)
+
+    # Gradients.
+
+    def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        self._reductions.add(index, gradient)
+
+    def has_gradient(self, index: int) -> bool:
+        return self._reductions.has(index)
+
+    def finish_gradients(self) -> None:
+        self._reductions.finish()
+
+    def drop_gradients(self, index: int | None = None) -> None:
+        self._reductions.drop(index)
+
+    def norm(self) -> float:
+        gradients = self._state.gradients
+        present = sorted(gradients.present)
+        cut = [index for index in present if self._records[index].is_partitioned]
+        own = [gradients.block_squares(index) for index in cut]
+        counts = [
+            [_num_blocks(self._records[index].cut.length(rank)) for index in cut]
+            for rank in range(self.world_size)
+        ]
+        self.ranks.meet(NORM, self._step)
+        sums: dict[int, float] = {}
+        if cut:
+            every = self.ranks.coordinator.gather(torch.cat(own), [sum(each) for each in counts])
+            pieces = [part.split(each) for part, each in zip(every, counts, strict=True)]
+            for position, index in enumerate(cut):
+                sums[index] = _added_up([part[position] for part in pieces])
+        for index in present:
+            if index not in sums:
+                sums[index] = _added_up([gradients.block_squares(index)])
+        return math.sqrt(sum(sums[index] for index in present))
+
+    def gradient(self, record: Record) -> torch.Tensor:
+        part = self._state.gradients.read(record.index)
+        if not record.is_partitioned:
+            return part.view(record.shape)
+        whole = self._whole(record, part.to(self._state.device))
+        return whole.view(record.shape).cpu()
+
+
+def _num_blocks(numel: int) -> int:
+    return -(-numel // PIECE)
+
+
+def _added_up(parts: Sequence[torch.Tensor]) -> float:
+    """The sum of float64 tensors, one element after the other."""
+    together = torch.cat(list(parts)).numpy()
+    # ``accumulate`` adds in order; ``sum`` would add in pairs.
+    return float(np.add.accumulate(together)[-1]) if together.size else 0.0
+
+
+def _sum_of(flat: torch.Tensor) -> int:
+    values = plain(flat.detach()).cpu().contiguous()
+    return int(crc32c(as_bytes(values).numpy())) if values.numel() else 0

@@ -1,0 +1,1 @@
+"""Large layers cut into tiles, each a parameter of its own."""

@@ -1,0 +1,1 @@
+"""The first values of a model: its own, those of files, or its own initialisation's."""

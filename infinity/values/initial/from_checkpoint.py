@@ -1,0 +1,168 @@
+"""First values of a model from a checkpoint of ours, whoever saved it: one process or several
+ranks, on one SSD or on stripes.
+
+Every byte is verified; of a partitioned parameter a rank reads what it keeps alone, in whole
+checksum blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from checkpoint.format.manifest import MANIFEST_NAME
+from checkpoint.format.tree import data_nodes
+from checkpoint.loading.opened import open_current
+from checkpoint.tensors.assembly import TensorView, view_of
+from infinity.parameters.first_values import StoredValues
+from infinity.parameters.records import Record
+from infinity.values.initial.initialisers import Initialisers
+from infinity.values.initial.weight_files import converts, listed
+from infinity.values.initial.weight_names import prefix_of, remedy_for
+
+_log = logging.getLogger(__name__)
+_COMPARED = 1 << 20
+"""Elements that are compared at a time."""
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is a checkpoint of ours at ``path``, and not just files of weights."""
+    return (path / MANIFEST_NAME).is_file()
+
+
+class CheckpointValues:
+    """Values from a checkpoint, found by parameter name with or without the ``model.`` that
+    ``offloaded.save`` puts before it. See ``first_values.Values``.
+
+    Raises ``ValueError`` naming all that is missing or has another shape, and what
+    ``checkpoint.load`` raises for a checkpoint that is not whole.
+    """
+
+    def __init__(self, model: nn.Module, records: Sequence[Record], path: Path) -> None:
+        self._path = path
+        self._initialisers = Initialisers(model)
+        self._opened = open_current(path.resolve())
+        self._manifest = self._opened.manifest
+        self._nodes = data_nodes(self._manifest.tree)
+        names = {record.index: names_of(model, record) for record in records}
+        buffers = [name for name, _ in model.named_buffers()]
+        every = [name for known in names.values() for name in known]
+        self._prefix = prefix_of([*every, *buffers], self._nodes, ("model.", ""))
+        found = {index: self._find(known) for index, known in names.items()}
+        self._found = {index: values for index, values in found.items() if values is not None}
+        check_fit(model, path, self._misfits(records, [*every, *buffers]))
+
+    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, StoredValues]]:
+        for record in records:
+            yield record, self._found[record.index]
+
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        found = self._find([name])
+        if found is not None:
+            return found.whole()
+        if buffer.is_meta:
+            return self._initialisers.buffer(name, not_in=self._path)
+        return buffer
+
+    def _misfits(self, records: Sequence[Record], names: Sequence[str]) -> Misfits:
+        known = {self._prefix + name for name in names}
+        found = [(record, self._found.get(record.index)) for record in records]
+        return Misfits(
+            missing=[record.name for record, values in found if values is None],
+            wrong=[
+                f"{record.name} ({values.shape}, {tuple(record.shape)} in the model)"
+                for record, values in found
+                if values is not None and values.shape != tuple(record.shape)
+            ],
+            foreign=[
+                f"{record.name} ({values.source.dtype}, {record.parameter.dtype} in the model)"
+                for record, values in found
+                if values is not None and not converts(values.source.dtype, record.parameter.dtype)
+            ],
+            # Of a training checkpoint, what is beside the model is meant for other things.
+            extra=[
+                name for name in self._nodes if name.startswith(self._prefix) and name not in known
+            ],
+        )
+
+    def _find(self, names: Sequence[str]) -> StoredValues | None:
+        """Raises ``ValueError`` for names of one parameter that have different values."""
+        found = [name for name in names if self._prefix + name in self._nodes]
+        if not found:
+            return None
+        values = dict(map(self._values, found))
+        first, *others = values.values()
+        if not all(_are_equal(first, other) for other in others):
+            raise ValueError(
+                f"{listed(found)} are one tied parameter of the model and have different values in "
+                f"{self._path}; build the model without tying them (tie_word_embeddings=False)"
+            )
+        return first
+
+    def _values(self, name: str) -> tuple[TensorView, StoredValues]:
+        """What is stored under a name; equal for names of the same bytes."""
+        where, node = self._nodes[self._prefix + name]
+        view = view_of(self._manifest, where, node)
+        source = self._opened.source(view)
+        origin = f"{self._prefix}{name} of checkpoint {self._manifest.uuid}"
+        return view, StoredValues(source, tuple(source.shape), origin)
+
+
+def _are_equal(one: StoredValues, other: StoredValues) -> bool:
+    if one.shape != other.shape:
+        return False
+    numel = math.prod(one.shape)
+    return all(
+        torch.equal(
+            one.read(first, min(_COMPARED, numel - first)),
+            other.read(first, min(_COMPARED, numel - first)),
+        )
+        for first in range(0, numel, _COMPARED)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Misfits:
+    """What of stored weights does not fit a model: names, with what is wrong of them."""
+
+    missing: Sequence[str]
+    wrong: Sequence[str]
+    """Of another shape."""
+    foreign: Sequence[str]
+    """Of a dtype that is no other precision of the model's."""
+    extra: Sequence[str]
+
+
+def check_fit(model: nn.Module, path: Path, misfits: Misfits) -> None:
+    """Raise ``ValueError`` that names all of it unless weights fit the model; what it has no use
+    for is no error, and is logged.
+    """
+    unused = f"not used: {listed(misfits.extra)}"
+    if not (misfits.missing or misfits.wrong or misfits.foreign):
+        if misfits.extra:
+            _log.warning("%s has tensors that %s has not; %s", path, type(model).__name__, unused)
+        return
+    found = [f"missing: {listed(misfits.missing)}"] if misfits.missing else []
+    found += [f"of another shape: {listed(misfits.wrong)}"] if misfits.wrong else []
+    if misfits.foreign:
+        found.append(f"quantised or of another kind of number: {listed(misfits.foreign)}")
+    found += [unused] if misfits.extra else []
+    raise ValueError(
+        f"weights={path} do not fit {type(model).__name__}; {'; '.join(found)}; if these are the "
+        f"weights of this model, {remedy_for(model)}"
+    )
+
+
+def names_of(model: nn.Module, record: Record) -> list[str]:
+    """Every name that a (tied) parameter has in the model's state dict."""
+    return [
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter is record.parameter
+    ]

@@ -1,0 +1,209 @@
+"""Where the first values of a model come from: its own tensors, a file of weights, a checkpoint,
+or its own initialisation.
+
+Values are produced one module at a time, so a model on the meta device is never in memory as a
+whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from infinity.parameters.first_values import Values
+from infinity.parameters.records import Record
+from infinity.ranks.context import Sharing
+from infinity.values.initial.from_checkpoint import (
+    CheckpointValues,
+    Misfits,
+    check_fit,
+    is_checkpoint,
+    names_of,
+)
+from infinity.values.initial.initialisers import Initialisers
+from infinity.values.initial.weight_files import WeightFolder, converts, listed
+from infinity.values.initial.weight_names import Recipe, ignored_by, recipes_for, remedy_for
+from swap.tiered import TieredState
+
+
+def values_for(
+    model: nn.Module, records: Sequence[Record], weights: str | os.PathLike[str] | None
+) -> Values:
+    """The source for ``model``. Raises ``ValueError``/``FileNotFoundError`` naming what has no
+    values.
+    """
+    if weights is not None:
+        path = Path(weights)
+        kind = CheckpointValues if is_checkpoint(path) else WeightFiles
+        return kind(model, records, path)
+    if any(record.parameter.is_meta for record in records):
+        return Initialisation(model, records)
+    return OwnValues()
+
+
+def fill_all(
+    state: TieredState, records: Sequence[Record], values: Values, sharing: Sharing
+) -> None:
+    """Bring all first values home; shows progress when it takes long."""
+    with tqdm(
+        total=sum(record.weight_bytes for record in records),
+        desc="offloading",
+        unit="B",
+        unit_scale=True,
+        delay=1.0,
+        leave=False,
+        disable=None,
+    ) as progress:
+        for found, tensor in values.parameters(records):
+            record = records[found.index]  # a source may know it as it was before it was cut
+            state.fill(record.index, sharing.note(record, tensor))
+            progress.update(record.weight_bytes)
+
+
+class OwnValues:
+    """The tensors that the model came with."""
+
+    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+        for record in records:
+            yield record, record.parameter
+
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer
+
+
+class Initialisation:
+    """A model on meta, initialised as its modules would initialise themselves."""
+
+    def __init__(self, model: nn.Module, records: Sequence[Record]) -> None:
+        # Kept now: layers may leave the model while it is offloaded, see ``tiling``.
+        self._modules = list(model.modules())
+        self._initialisers = Initialisers(model)
+        self._by_id = {id(record.parameter): record for record in records}
+        self._initialisers.check([r.parameter for r in records if r.parameter.is_meta])
+        self._initialisers.check_kept([r.parameter for r in records if not r.parameter.is_meta])
+        for name, buffer in model.named_buffers():
+            self.buffer(name, buffer)  # raises now, before anything is begun
+
+    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+        done: set[int] = set()
+        for module in self._modules:
+            own = [p for p in module._parameters.values() if p is not None and id(p) not in done]
+            done.update(id(p) for p in own)
+            missing = [p for p in own if p.is_meta]
+            for parameter in own:
+                if not parameter.is_meta:
+                    yield self._by_id[id(parameter)], parameter
+            for parameter, values in zip(
+                missing, self._initialisers.parameters(missing), strict=True
+            ):
+                yield self._by_id[id(parameter)], values
+
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        return self._initialisers.buffer(name) if buffer.is_meta else buffer
+
+
+class WeightFiles:
+    """Values from safetensors, see ``weight_files`` for which and ``weight_names`` for what becomes
+    of them.
+
+    Raises ``ValueError`` that names everything that is missing or has another shape; what the model
+    has no use for is named in a warning.
+    """
+
+    def __init__(self, model: nn.Module, records: Sequence[Record], path: Path) -> None:
+        explicit = getattr(getattr(model, "config", None), "transformers_weights", None)
+        self._folder = WeightFolder(path, explicit=explicit)
+        self._initialisers = Initialisers(model)
+        names = {record.index: names_of(model, record) for record in records}
+        shapes = _shapes(model)
+        dtypes = {name: r.parameter.dtype for r in records for name in names[r.index]}
+        recipes = recipes_for(self._initialisers.skeleton, {*shapes}, [*self._folder.names])
+        self._made_by = _targets(recipes, self._folder, model)
+        self._names = {
+            index: [name for name in known if name in self._made_by]
+            for index, known in names.items()
+        }
+        missing = [names[index][0] for index, found in self._names.items() if not found]
+        wrong = [
+            f"{name} ({tuple(made.shape)}, {tuple(shapes[name])} in the model)"
+            for name, (_, made) in self._made_by.items()
+            if made.shape != shapes[name]
+        ]
+        foreign = [
+            f"{name} ({made.dtype}, {dtypes[name]} in the model)"
+            for name, (_, made) in self._made_by.items()
+            if name in dtypes and not converts(made.dtype, dtypes[name])
+        ]
+        used = {name for recipe, _ in self._made_by.values() for name in recipe.stored}
+        extra = [
+            name for name in self._folder.names if name not in used and not ignored_by(model, name)
+        ]
+        check_fit(model, path, Misfits(missing, wrong, foreign, extra))
+
+    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+        by_name = {name: record for record in records for name in self._names[record.index]}
+        done: set[int] = set()
+        for record in records:
+            if record.index in done:
+                continue
+            first, *others = self._names[record.index]
+            made = self._made_by[first][0].make(self._folder.read)
+            self._check_tied(first, made[first], others)
+            for name, values in made.items():
+                other = by_name.get(name)
+                if other is not None and other.index not in done:
+                    done.add(other.index)
+                    yield other, values
+        self._folder.close()
+
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """From the files if it is saved with the model; computed, or from the files, if not."""
+        stored = self._made_by.get(name)
+        is_saved = self._initialisers.is_saved(name)
+        if stored is not None and is_saved:
+            return stored[0].make(self._folder.read)[name]
+        if not buffer.is_meta:
+            return buffer
+        try:
+            return self._initialisers.buffer(name, not_in=self._folder.path)
+        except ValueError:
+            if stored is None:
+                raise
+        return stored[0].make(self._folder.read)[name]
+
+    def _check_tied(self, first: str, values: torch.Tensor, others: Sequence[str]) -> None:
+        for name in others:
+            if not torch.equal(self._made_by[name][0].make(self._folder.read)[name], values):
+                raise ValueError(
+                    f"{first} and {name} are one tied parameter of the model and have different "
+                    f"values in {self._folder.path}; build the model without tying them "
+                    "(tie_word_embeddings=False)"
+                )
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Of all parameters and buffers, by every name that they have."""
+    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+    return shapes | {name: b.shape for name, b in model.named_buffers(remove_duplicate=False)}
+
+
+def _targets(
+    recipes: Sequence[Recipe], folder: WeightFolder, model: nn.Module
+) -> dict[str, tuple[Recipe, torch.Tensor]]:
+    """What each recipe makes: tried on the meta device, which costs nothing."""
+    made: dict[str, tuple[Recipe, torch.Tensor]] = {}
+    for recipe in recipes:
+        try:
+            results = recipe.make(folder.on_meta)
+        except Exception as error:
+            raise ValueError(
+                f"{listed(recipe.stored)} of {folder.path} cannot be converted for "
+                f"{type(model).__name__} ({type(error).__name__}: {error}); {remedy_for(model)}"
+            ) from error
+        made |= {name: (recipe, tensor) for name, tensor in results.items()}
+    return made

@@ -1,0 +1,77 @@
+"""What a checkpoint calls a parameter: its name and shape, of which a tiled layer has one for all
+of its tiles.
+
+Tiles are whole rows, so the elements of a tiled weight are those of its tiles one after the other.
+Checkpoints therefore know nothing of tiles, and load into a model with other tiles or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from infinity.parameters.records import Record
+from infinity.tiling.tiled_linear import TiledLinear
+from swap.plan.layout import Plane
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor of a checkpoint, whose elements are those of ``parts``, one after the other."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Record, ...]
+
+    @property
+    def first(self) -> Record:
+        """Stands for all of them in what tiles have in common."""
+        return self.parts[0]
+
+    def count(self, plane: Plane) -> int:
+        """Values of a plane: blocks do not reach from one part into the next."""
+        return sum(plane.count(part.numel) for part in self.parts)
+
+    def split(
+        self, start: int, length: int, plane: Plane
+    ) -> Iterator[tuple[Record, int, int, int]]:
+        """(part, first value in the part, first value in the range, values) for all that values
+        ``[start, start + length)`` of a plane touch.
+        """
+        at = 0
+        for part in self.parts:
+            count = plane.count(part.numel)
+            low = max(start, at)
+            high = min(start + length, at + count)
+            if low < high:
+                yield part, low - at, low - start, high - low
+            at += count
+
+
+def leaves_of(model: nn.Module, records: Sequence[Record]) -> list[Leaf]:
+    """A leaf for every parameter, tiles together, in the order of ``records``."""
+    by_id = {id(record.parameter): record for record in records}
+    leaves = {}
+    for record in records:
+        leaves[record.index] = Leaf(record.name, tuple(record.shape), (record,))
+    for prefix, module in model.named_modules():
+        if not isinstance(module, TiledLinear):
+            continue
+        for name, shape in _tensors_of(module):
+            # Past ``WatchedParameters``, which would fetch what is looked up in it.
+            tiles = [dict.get(tile._parameters, name) for tile, _ in module.rows()]
+            parts = tuple(by_id[id(tile)] for tile in tiles)
+            if len({(part.spec.trainable, part.spec.dtype) for part in parts}) > 1:
+                continue  # a program froze some of the tiles only: there is no whole to speak of
+            for part in parts[1:]:
+                leaves.pop(part.index, None)
+            leaves[parts[0].index] = Leaf(f"{prefix}.{name}" if prefix else name, shape, parts)
+    return [leaves[index] for index in sorted(leaves)]
+
+
+def _tensors_of(module: TiledLinear) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "weight", (module.out_features, module.in_features)
+    if module.has_bias:
+        yield "bias", (module.out_features,)

@@ -1,0 +1,120 @@
+"""The planes of parameters as checkpoints see them: row-major tensors that are read and written
+piece by piece, wherever their bytes are. Of a partitioned parameter this rank has a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from infinity.parameters.partition import joined
+from infinity.values.leaves import Leaf
+from swap.plan.layout import Plane
+from swap.tiered import TieredState
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneBytes:
+    """One plane of one parameter: a ``checkpoint.ByteSource`` and ``ByteSink``."""
+
+    state: TieredState
+    leaf: Leaf
+    plane: Plane
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.plane.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.leaf.shape if self.plane.per == 1 else (self.leaf.count(self.plane),)
+
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
+        for index, first, values in self._kept(start, out):
+            self.state.planes.read(index, self.plane.name, first, values)
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Take ``data`` as the bytes from byte ``start``; whole elements. What other ranks keep is
+        ignored. Raises ``AioError``.
+        """
+        for index, first, values in self._kept(start, data):
+            self.state.planes.write(index, self.plane.name, first, values)
+
+    def _kept(self, start: int, data: memoryview) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(parameter, first of the values that this rank keeps, where they are in ``data``)."""
+        values = torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
+        first = start // self.dtype.itemsize
+        for part, low, at, length in self.leaf.split(first, values.numel(), self.plane):
+            kept = self.plane.part(part.first, part.spec.numel)
+            begin, end = max(low, kept.start), min(low + length, kept.stop)
+            if begin < end:
+                yield part.index, begin - kept.start, values[at + begin - low : at + end - low]
+
+
+@dataclass(frozen=True, slots=True)
+class PartBytes(PlaneBytes):
+    """The same of a parameter that is partitioned: a ``PartialSource`` or ``PartialSink``."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class BytesOfRank:
+    """A tensor that one rank has, as every rank has to name it: bytes, None on the others."""
+
+    numel: int
+    values: torch.Tensor | None
+
+    dtype = torch.uint8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.numel,)
+
+    @property
+    def ranges(self) -> Ranges:
+        return () if self.values is None else ((0, self.numel),)
+
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from byte ``start``."""
+        assert self.values is not None
+        torch.frombuffer(out, dtype=torch.uint8).copy_(self.values[start : start + len(out)])
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Every value is saved by one rank: this is which of them."""
+
+    rank: int
+    world_size: int
+
+    def takes_whole(self, position: int) -> bool:
+        """Of a part that every rank has all of, though others of its leaf are partitioned."""
+        return position % self.world_size == self.rank
+
+
+def planes_of_leaf(state: TieredState, leaf: Leaf, saving: Saving | None) -> list[PlaneBytes]:
+    """All planes of a leaf, the weights first: what ``saving`` saves of them, or (None) all that
+    this rank keeps.
+    """
+    subgroup = state.layout.segments_of[leaf.first.index][0].subgroup
+    planes = [state.planes.plane(subgroup, name) for name in state.plane_names(leaf.first.index)]
+    if not any(part.is_partitioned for part in leaf.parts):
+        return [PlaneBytes(state, leaf, plane) for plane in planes]
+    return [PartBytes(state, leaf, plane, _ranges(leaf, plane, saving)) for plane in planes]
+
+
+def _ranges(leaf: Leaf, plane: Plane, saving: Saving | None) -> Ranges:
+    found, at = [], 0
+    for position, part in enumerate(leaf.parts):
+        if part.is_partitioned or saving is None or saving.takes_whole(position):
+            kept = plane.part(part.first, part.spec.numel)
+            found.append((at + kept.start, kept.stop - kept.start))
+        at += plane.count(part.numel)
+    return tuple(joined(found))

@@ -1,0 +1,142 @@
+"""What each rank has for itself: its buffers and what its caller gave, as far as they are not those
+of rank 0.
+
+Parameters and their optimizer state are one whole that is partitioned; they belong to no rank.
+Everything else is a rank's own: running statistics follow the batches that it saw, ``extra`` may
+hold where its data loader is. What is the same on every rank, bit by bit, is stored once. A rank
+that loads takes what the rank of its number saved; one beyond the ranks that saved takes what rank
+0 saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint.directory.locate import peek_saved
+from checkpoint.interop.packing import pack, unpack
+from checkpoint.ranks.coordinator import Coordinator
+from checkpoint.saving.commit_ranks import together
+from infinity.ranks.agreement import RankDifferenceError
+from infinity.ranks.context import Sharing
+from infinity.values.plane_bytes import BytesOfRank
+
+logger = logging.getLogger(__name__)
+_EXTRA = "extra"
+_BUFFER = "buffer."
+
+
+def own_states(
+    coordinator: Coordinator, buffers: Mapping[str, torch.Tensor], extra: Any
+) -> dict[str, BytesOfRank]:
+    """By the number of each rank that has something else than rank 0: that, as this rank has to
+    name it. Collective.
+
+    It is a copy, which takes its size in memory. Raises as ``checkpoint.save`` for ``extra``.
+    """
+    parts = {_EXTRA: {"value": extra}, **{_BUFFER + name: b for name, b in buffers.items()}}
+    coordinator.begin()
+    try:
+        every = together(coordinator, lambda: {name: _digest(p) for name, p in parts.items()})
+        first = every[0]
+        digests = every[coordinator.rank]
+        mine = {name: p for name, p in parts.items() if digests[name] != first.get(name)}
+        packed = pack(mine) if mine else None
+        sizes = coordinator.exchange(0 if packed is None else packed.numel())
+    finally:
+        coordinator.end()
+    return {
+        str(rank): BytesOfRank(size, packed if rank == coordinator.rank else None)
+        for rank, size in enumerate(sizes)
+        if size and coordinator.rank in (0, rank)
+    }
+
+
+def _digest(part: Any) -> str:
+    return hashlib.sha256(pack(part).numpy().data).hexdigest()
+
+
+def restore_own(
+    read: Callable[..., Any], rank: int, buffers: Mapping[str, torch.Tensor]
+) -> tuple[bool, Any]:
+    """Fill ``buffers`` with those that this rank saved; gives whether it saved an ``extra`` of its
+    own, and that.
+
+    ``read`` is ``checkpoint.load`` of a checkpoint that has a state of this rank. Raises as that.
+    """
+    parts: dict[str, Any] = unpack(read(only=[f"ranks.{rank}"])["ranks"][str(rank)])
+    with torch.no_grad():
+        for name, value in parts.items():
+            if name.startswith(_BUFFER) and name.removeprefix(_BUFFER) in buffers:
+                buffers[name.removeprefix(_BUFFER)].copy_(value)
+    return _EXTRA in parts, parts.get(_EXTRA, {}).get("value")
+
+
+def saves_seen(sharing: Sharing, path: str | os.PathLike[str]) -> list[int | None]:
+    """When what is at ``path`` was saved, as every rank sees it: tells saves apart.
+
+    Raises ``RankDifferenceError`` on every rank where they are given different paths.
+    """
+    if sharing.coordinator is None:
+        return [peek_saved(Path(path))]
+    every: list[Any] = together(
+        sharing.coordinator, lambda: [Path(path).resolve().name, peek_saved(Path(path))]
+    )
+    for rank, (name, _) in enumerate(every):
+        if name != every[0][0]:
+            raise RankDifferenceError(
+                f"rank 0 loads {every[0][0]}, rank {rank} {name}; every rank has to give the same "
+                "path"
+            )
+    return [saved for _, saved in every]
+
+
+def check_same_save(seen: Sequence[int | None], path: str | os.PathLike[str]) -> None:
+    """Raises ``RankDifferenceError``, on every rank, where they do not see the same save."""
+    for rank, saved in enumerate(seen):
+        if saved != seen[0]:
+            raise RankDifferenceError(
+                f"rank {rank} sees another save at {path} than rank 0; every rank has to give the "
+                "same path, on a file system that all ranks see"
+            )
+
+
+def random_of_ranks(sharing: Sharing, device: torch.device) -> dict[str, dict[str, BytesOfRank]]:
+    """The states of random generators of ranks other than the first; each has its own."""
+    found: dict[str, dict[str, BytesOfRank]] = {}
+    for rank in range(1, sharing.world_size):
+        own = {"cpu": torch.get_rng_state()}
+        if device.type == "cuda":
+            own["device"] = torch.cuda.get_rng_state(device)
+        found[str(rank)] = {
+            name: BytesOfRank(state.numel(), state if rank == sharing.rank else None)
+            for name, state in own.items()
+        }
+    return found
+
+
+def random_state() -> dict[str, Any]:
+    """The states of the random generators of this process."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def restore_random(rank: int, device: torch.device, saved: Mapping[str, Any]) -> None:
+    """Every rank takes its own; one that did not take part in the save keeps what it has."""
+    if rank:
+        own = saved.get("random_of_ranks", {}).get(str(rank), {})
+        if "cpu" in own:
+            torch.set_rng_state(own["cpu"])
+        if "device" in own and device.type == "cuda":
+            torch.cuda.set_rng_state(own["device"], device)
+        return
+    random = saved["random"]
+    torch.set_rng_state(random["cpu"])
+    if torch.cuda.is_available() and len(random["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(random["cuda"])

@@ -1,0 +1,91 @@
+"""Optimizer state in a checkpoint: in which dtypes it was saved, and whether and how it can be
+loaded into the planes that a rule keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from infinity.optim.optimizer import TorchRule
+from infinity.values.leaves import Leaf
+from infinity.values.plane_bytes import PlaneBytes, planes_of_leaf
+from swap.plan.rules import AdamRule, UpdateRule
+from swap.storage.planes import as_bytes
+from swap.tiered import TieredState
+
+_MASTER = ("weight", "lo", "master")
+
+
+def state_dtype(rule: UpdateRule) -> torch.dtype:
+    """What moments are kept in."""
+    return rule.state_dtype if isinstance(rule, AdamRule) else torch.float32
+
+
+def plane_dtypes(
+    state: TieredState, rule: UpdateRule, leaves: Iterable[Leaf]
+) -> dict[str, dict[str, torch.dtype]]:
+    """Of the state of every leaf, where it is that of an optimizer of torch."""
+    if not isinstance(rule, TorchRule):
+        return {}
+    return {leaf.name: dict(_state_planes(state, leaf)) for leaf in leaves}
+
+
+def must_cast(rule: UpdateRule, saved: Mapping[str, Any], leaf: Leaf, plane: PlaneBytes) -> bool:
+    """Whether what was saved for a state plane has another dtype. Before checkpoints named them,
+    all state was in float32, or in float64 beside weights of that.
+    """
+    name = plane.plane.name
+    if name in _MASTER or not isinstance(rule, TorchRule):
+        return False
+    return _saved_dtype(saved, leaf, name) != plane.dtype
+
+
+def cast(read: Callable[..., Any], leaf: Leaf, plane: PlaneBytes, pattern: str) -> None:
+    """Load one plane of state that was saved in another dtype, read whole."""
+    tree = read(only=[pattern])
+    values = tree["optimizer"][plane.plane.name][leaf.name].reshape(-1).to(plane.dtype)
+    plane.write(0, as_bytes(values).data)
+
+
+def restore_small(rule: TorchRule, leaves: Iterable[Leaf], saved: Mapping[str, Any]) -> None:
+    """Set what a rule keeps in memory of every parameter."""
+    rule.small_state.clear()
+    for leaf in leaves:
+        for part in leaf.parts:
+            small = saved["small_state"].get(part.name, {})
+            if saved["steps"][leaf.name]:
+                planes = rule.state_planes(part.spec.dtype)
+                small = planes.restore(small, saved["planes"][leaf.name])
+            rule.small_state[part.index] = dict(small)
+
+
+def check_dtypes(
+    state: TieredState, rule: UpdateRule, leaf: Leaf, saved: Mapping[str, Any], path: Any
+) -> None:
+    """Raises ``ValueError`` for state that the optimizer now keeps in another dtype."""
+    if not isinstance(rule, TorchRule) or leaf.name not in saved.get("plane_dtypes", {}):
+        return
+    theirs = saved["plane_dtypes"][leaf.name]
+    for name, ours in _state_planes(state, leaf):
+        is_other_kind = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
+        if not is_other_kind and theirs.get(name, ours) != ours:
+            raise ValueError(
+                f"{path} has the state {name} of {leaf.name} in {theirs[name]}, the optimizer "
+                f"keeps {ours}; load it with an optimizer that keeps it as it was saved"
+            )
+
+
+def _saved_dtype(saved: Mapping[str, Any], leaf: Leaf, name: str) -> torch.dtype:
+    found = saved.get("plane_dtypes", {}).get(leaf.name, {}).get(name)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    return torch.float64 if saved["dtypes"][leaf.name] == torch.float64 else torch.float32
+
+
+def _state_planes(state: TieredState, leaf: Leaf) -> Iterable[tuple[str, torch.dtype]]:
+    for plane in planes_of_leaf(state, leaf, None):
+        if plane.plane.name not in _MASTER:
+            yield plane.plane.name, plane.dtype

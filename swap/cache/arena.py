@@ -1,0 +1,122 @@
+"""The bounded memory that weights are computed from: entries, and how bytes get into them.
+
+On a CPU an entry is a range of a host slab, bytes are read straight into it and computed with where
+they are. Every range is its own storage and returns to the slab when the last tensor over it is
+gone: autograd may hold one longer than we do, so evicting only ever means dropping our reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from aio import Operation, Slab
+from swap.plan.layout import ParameterSpec
+from swap.storage.planes import as_tensor, copy_values
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One parameter's weights in the arena.
+
+    ``weight`` is what is computed with, ``numel`` elements. ``operations`` are the reads still in
+    flight, ``missing`` the subgroups whose updated part has not been delivered. ``landing`` (host,
+    padded for aligned reads) is where reads go, ``landed`` the (start, length) of what they bring;
+    ``event`` is set by arenas that copy asynchronously.
+    """
+
+    spec: ParameterSpec
+    weight: torch.Tensor
+    landing: torch.Tensor | None = None
+    operations: list[Operation] = field(default_factory=list)
+    landed: list[tuple[int, int]] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)
+    event: Any = None
+
+    @property
+    def is_reading(self) -> bool:
+        return bool(self.operations)
+
+    def finished_reading(self) -> bool:
+        return all(operation.done() for operation in self.operations)
+
+
+class Arena(Protocol):
+    """Where weights are computed from.
+
+    ``uses_home``: weights at home in HOST are computed with there, without an entry.
+    """
+
+    uses_home: bool
+
+    def new(self, spec: ParameterSpec, *, landing: bool) -> Entry:
+        """An empty entry, with a landing buffer for reads if asked; raises ``SlabFullError``."""
+
+    def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
+        """Copy host ``values`` to elements from ``start``; they must stay until ``ready``."""
+
+    def put(self, entry: Entry, start: int, values: torch.Tensor) -> None:
+        """As ``fill``, but ``values`` may be reused on return."""
+
+    def arrived(self, entry: Entry) -> None:
+        """All reads of ``entry`` are finished."""
+
+    def ready(self, entry: Entry) -> torch.Tensor:
+        """The weights, safe to compute with on the current stream."""
+
+    def wait_for_release(self, timeout: float) -> bool:
+        """Wait until some memory came back; False on timeout."""
+
+    @property
+    def nbytes(self) -> int:
+        """Capacity in bytes."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use, whoever holds them."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest ``used_bytes`` so far."""
+
+
+class HostArena:
+    """Entries are ranges of a host slab."""
+
+    uses_home = True
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+
+    def new(self, spec: ParameterSpec, *, landing: bool) -> Entry:
+        padded = as_tensor(self._slab.allocate(spec.padded_numel * spec.dtype.itemsize), spec.dtype)
+        return Entry(spec=spec, weight=padded[: spec.numel], landing=padded)
+
+    def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
+        copy_values(values, entry.weight[start : start + values.numel()])
+
+    def put(self, entry: Entry, start: int, values: torch.Tensor) -> None:
+        self.fill(entry, start, values)
+
+    def arrived(self, entry: Entry) -> None:
+        """Nothing is left to do: the bytes are where they are computed with."""
+
+    def ready(self, entry: Entry) -> torch.Tensor:
+        return entry.weight
+
+    def wait_for_release(self, timeout: float) -> bool:
+        return self._slab.wait_for_release(timeout)
+
+    @property
+    def nbytes(self) -> int:
+        return self._slab.nbytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._slab.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._slab.peak_bytes

@@ -1,0 +1,100 @@
+"""Who is in the arena: the entries, and making room for new ones.
+
+Eviction drops what is used farthest in the future by the schedule (Belady). Not thread-safe: the
+cache over it serialises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from aio import AioError, Operation, SlabFullError
+from swap.cache.arena import Arena, Entry
+from swap.plan.layout import ParameterSpec
+from swap.plan.schedule import Schedule
+
+
+class Residents:
+    """``entries``: current weights, or on their way. ``stale``: weights from before a step, which
+    only its update still reads. ``pins``: how often each parameter is held by who computes.
+    """
+
+    def __init__(
+        self, specs: tuple[ParameterSpec, ...], arena: Arena | None, schedule: Schedule
+    ) -> None:
+        self.entries: dict[int, Entry] = {}
+        self.stale: dict[int, Entry] = {}
+        self.pins: Counter[int] = Counter()
+        self._specs = specs
+        self._arena = arena
+        self._schedule = schedule
+        self._owners: dict[int, int] = {}
+
+    def owner(self, storage: int) -> int | None:
+        """The parameter whose entry has the storage of that ``_cdata``."""
+        parameter = self._owners.get(storage)
+        entry = None if parameter is None else self.entries.get(parameter)
+        if entry is None or _storage(entry) != storage:
+            return None
+        return parameter
+
+    def make_room(self, parameter: int, sooner_than: int | None, *, landing: bool) -> Entry | None:
+        """A new entry, evicting what is used later; with ``sooner_than=None`` whatever is not
+        pinned. None if that does not make room enough.
+        """
+        assert self._arena is not None
+        while True:
+            try:
+                entry = self._arena.new(self._specs[parameter], landing=landing)
+            except SlabFullError:
+                if not self._evict_one(sooner_than):
+                    return None
+            else:
+                self._forget_dead_storages()
+                self._owners[_storage(entry)] = parameter
+                return entry
+
+    def _forget_dead_storages(self) -> None:
+        if len(self._owners) > 2 * len(self._specs) + 64:
+            self._owners = {_storage(entry): p for p, entry in self.entries.items()}
+
+    def _evict_one(self, sooner_than: int | None) -> bool:
+        """Drop the entry that is used last, if that is later than ``sooner_than``."""
+        victim, holder = None, self.entries
+        farthest = -1 if sooner_than is None else sooner_than
+        for entries in (self.entries, self.stale):
+            for parameter, entry in entries.items():
+                if entries is self.entries and parameter in self.pins:
+                    continue
+                if sooner_than is not None and (entry.missing or not entry.finished_reading()):
+                    continue
+                distance = self._schedule.distance(parameter)
+                if distance > farthest:
+                    victim, holder, farthest = entry, entries, distance
+        if victim is None:
+            return False
+        holder.pop(victim.spec.index)
+        wait_for(victim)
+        return True
+
+
+def wait_for(entry: Entry) -> bool:
+    """Wait for all reads of an entry that nobody will compute with; False if one failed.
+
+    Such a failure is not raised here: whoever needs these weights reads them again, and is told
+    then.
+    """
+    ended_well = [_ended_well(operation) for operation in entry.operations]
+    return all(ended_well)
+
+
+def _ended_well(operation: Operation) -> bool:
+    try:
+        operation.result()
+    except AioError:
+        return False
+    return True
+
+
+def _storage(entry: Entry) -> int:
+    return int(entry.weight.untyped_storage()._cdata)

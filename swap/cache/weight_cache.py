@@ -1,0 +1,399 @@
+"""Weights for computing: fetched when needed or before, kept while that is worth it, evicted.
+
+An entry of the arena is *reading* (operations in flight), *refreshing* (an update delivers its
+parts) or *ready*. When a step is taken, the ready entries of the updated parameters turn *stale*:
+nobody computes with them again, but the update takes the old weights from them instead of from the
+SSD.
+
+Eviction drops what is used farthest in the future by the recorded schedule (Belady).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+
+from aio.errors import let_go
+from swap.cache.arena import Arena, Entry
+from swap.cache.eviction import Residents, wait_for
+from swap.plan.layout import PIECE, ParameterSpec, Segment
+from swap.plan.schedule import Schedule
+from swap.storage.extents import ExtentStore
+from swap.storage.planes import PlaneStore, as_bytes, copy_values
+from swap.tiers import BudgetError, format_bytes
+from swap.timeline import Timeline
+
+_LOOKS_PER_ARENA = 16
+_RELEASE_SECONDS = 2.0
+"""How long a fetch waits for memory that the update, autograd or the engine is about to drop."""
+
+
+class WeightCache:
+    """The resident weights. All methods are thread-safe."""
+
+    def __init__(
+        self,
+        specs: tuple[ParameterSpec, ...],
+        planes: PlaneStore,
+        extents: ExtentStore | None,
+        arena: Arena | None,
+        timeline: Timeline,
+        *,
+        prefetch: bool = True,
+    ) -> None:
+        self.schedule = Schedule()
+        self.hits = 0
+        self.misses = 0
+        self._specs = specs
+        self._planes = planes
+        self._extents = extents
+        self._arena = arena
+        self._timeline = timeline
+        self._prefetch = prefetch
+        self._residents = Residents(specs, arena, self.schedule)
+        self._entries = self._residents.entries
+        self._stale = self._residents.stale
+        self._pins = self._residents.pins
+        self._pending: dict[int, set[int]] = {}
+        self._failure: BaseException | None = None
+        self._lock = threading.RLock()  # taken itself: ``Condition.__enter__`` can be cut in two
+        self._changed = threading.Condition(self._lock)
+        self._used_bytes = 0
+
+    # What a forward or a backward pass does.
+
+    def acquire(self, parameters: Iterable[int]) -> list[torch.Tensor]:
+        """The weights of ``parameters`` as flat tensors, kept resident until ``release``.
+
+        Raises ``AioError`` when they cannot be read and ``BudgetError`` when the arena cannot hold
+        them at once; then none of them is kept.
+        """
+        wanted = list(parameters)
+        with self._lock:
+            self._pins.update(wanted)
+        try:
+            for parameter in wanted[1:]:
+                self._start_early(parameter)
+            return [self.borrow(parameter) for parameter in wanted]
+        except BaseException as failure:
+            let_go(failure)
+            self.release(wanted)
+            raise
+
+    def owner(self, storage: int) -> int | None:
+        """The parameter whose weights in the arena have the storage of that ``_cdata``."""
+        return self._residents.owner(storage)
+
+    def release(self, parameters: Iterable[int]) -> None:
+        """Undo one ``acquire`` of each of ``parameters``."""
+        with self._lock:
+            for parameter in parameters:
+                self._pins[parameter] -= 1
+                if self._pins[parameter] <= 0:
+                    del self._pins[parameter]
+
+    def borrow(self, parameter: int) -> torch.Tensor:
+        """The current weights of ``parameter``, flat; valid while the caller refers to them."""
+        with self._lock:
+            self.schedule.record(parameter)
+        weight = self.at_home(parameter)
+        if weight is not None:
+            self.wait_until_updated(parameter)
+        else:
+            weight = self._fetch(parameter)
+        if self._prefetch:
+            self._prefetch_ahead(self._specs[parameter].weight_bytes)
+        return weight
+
+    def end_cycle(self) -> None:
+        """A pass of inference is over: what comes now is expected to be another."""
+        with self._lock:
+            self.schedule.end_cycle()
+
+    # What the update does.
+
+    def begin_update(
+        self, subgroups_of: Mapping[int, tuple[int, ...]], updated: Collection[int]
+    ) -> None:
+        """These subgroups are about to move; what is cached of the ``updated`` parameters is out of
+        date.
+
+        A parameter that shares a subgroup with an updated one moves with it: no read of its old
+        extents may be in flight, or start, until it is published.
+        """
+        with self._lock:
+            self._failure = None
+            for parameter, subgroups in subgroups_of.items():
+                self._pending[parameter] = set(subgroups)
+                entry = self._entries.get(parameter)
+                if entry is None:
+                    continue
+                if parameter not in updated:
+                    wait_for(entry)
+                    continue
+                del self._entries[parameter]
+                if not entry.missing:
+                    self._stale[parameter] = entry
+
+    def take_old(self, segment: Segment, out: torch.Tensor) -> bool:
+        """Copy the old weights of ``segment`` into ``out`` if the arena has them."""
+        parameter = segment.parameter
+        with self._lock:
+            entry = self._stale.get(parameter)
+            if entry is None and parameter not in self._pending:
+                entry = self._entries.get(parameter)
+        if entry is None or entry.missing or not wait_for(entry):
+            return False
+        assert self._arena is not None
+        with self._lock:
+            self._arrive(entry)
+        weight = self._arena.ready(entry)
+        copy_values(weight[segment.start : segment.start + segment.length], out)
+        if segment.start + segment.length == entry.spec.numel:
+            with self._lock:
+                self._stale.pop(parameter, None)
+        return True
+
+    def offer(self, segment: Segment, weight: torch.Tensor) -> None:
+        """New weights of ``segment``: keep a copy if there is room now that nobody needs sooner."""
+        if self.at_home(segment.parameter) is not None:
+            return
+        with self._lock:
+            entry = self._entries.get(segment.parameter)
+            if entry is None and segment.start == 0:
+                entry = self._open_for_refresh(segment.parameter)
+        if entry is None or segment.subgroup not in entry.missing:
+            return
+        assert self._arena is not None
+        self._arena.put(entry, segment.start, weight)
+        with self._lock:
+            entry.missing.discard(segment.subgroup)
+            self._changed.notify_all()
+
+    def published(self, parameter: int, subgroup: int) -> None:
+        """The new values of ``parameter`` in ``subgroup`` are at home."""
+        with self._lock:
+            pending = self._pending.get(parameter)
+            if pending is None:
+                return
+            pending.discard(subgroup)
+            if not pending:
+                del self._pending[parameter]
+                self._stale.pop(parameter, None)
+                entry = self._entries.get(parameter)
+                if entry is not None and entry.missing:
+                    del self._entries[parameter]  # a part was not offered, and never will be
+            self._changed.notify_all()
+
+    def fail(self, failure: BaseException | None) -> None:
+        """The update stopped, for now if ``failure`` is None: forget what is not home; wake all."""
+        with self._lock:
+            self._failure = failure
+            for parameter in self._pending:
+                self._entries.pop(parameter, None)
+                self._stale.pop(parameter, None)
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Forget everything cached, because values at home were changed by other means."""
+        with self._lock:
+            for entry in (*self._entries.values(), *self._stale.values()):
+                wait_for(entry)
+            self._entries.clear()
+            self._stale.clear()
+
+    # How weights are found.
+
+    def at_home(self, parameter: int) -> torch.Tensor | None:
+        """The weights of ``parameter``, flat, if they are computed with where they live."""
+        if self._arena is None or self._arena.uses_home:
+            return self._planes.host_weight(parameter)
+        return None
+
+    def wait_until_updated(self, parameter: int) -> None:
+        """Wait until no update of ``parameter`` is under way; raises the failure of one that
+        stopped.
+        """
+        if parameter in self._pending:
+            with self._timeline.span("stall", label=self._specs[parameter].name), self._lock:
+                while parameter in self._pending:
+                    self._check_failure()
+                    self._changed.wait()
+
+    def _fetch(self, parameter: int) -> torch.Tensor:
+        assert self._arena is not None
+        with self._lock:
+            entry = self._entries.get(parameter)
+            if entry is not None and not entry.missing and not entry.is_reading:
+                self.hits += 1
+                return self._arena.ready(entry)
+        with self._timeline.span("stall", label=self._specs[parameter].name):
+            entry = self._find_or_read(parameter)
+            self._finish_reading(entry)
+        return self._arena.ready(entry)
+
+    def _find_or_read(self, parameter: int) -> Entry:
+        """The entry of ``parameter``, which may still be reading. Waits for memory without the
+        lock: whoever is about to give some back may need it.
+        """
+        assert self._arena is not None
+        while (entry := self._find_or_start(parameter)) is None:
+            if not self._arena.wait_for_release(_RELEASE_SECONDS):
+                raise self._too_small(self._specs[parameter])
+        return entry
+
+    def _find_or_start(self, parameter: int) -> Entry | None:
+        """None if there is no room; waits for an update that is under way."""
+        with self._lock:
+            while True:
+                entry = self._entries.get(parameter)
+                if entry is not None and not entry.missing:
+                    self.hits += 1
+                    return entry
+                if parameter not in self._pending:
+                    entry = self._start_read(parameter, sooner_than=None)
+                    self.misses += entry is not None
+                    return entry
+                self._check_failure()
+                self._changed.wait()
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise let_go(self._failure)
+
+    def _finish_reading(self, entry: Entry) -> None:
+        """Wait for the reads of ``entry``; a failed read is raised, and the entry is forgotten."""
+        assert self._arena is not None
+        try:
+            for operation in entry.operations:
+                operation.result()
+        except BaseException:
+            wait_for(entry)  # or the rest would keep its memory
+            with self._lock:
+                if self._entries.get(entry.spec.index) is entry:
+                    del self._entries[entry.spec.index]
+            raise
+        with self._lock:
+            self._arrive(entry)
+
+    def _arrive(self, entry: Entry) -> None:
+        assert self._arena is not None
+        if entry.is_reading:
+            entry.operations = []
+            self._arena.arrived(entry)
+
+    # How they get into the arena.
+
+    def _start_early(self, parameter: int) -> None:
+        """Start what a module asks for next, so that its parameters are read together."""
+        with self._lock:
+            if self._is_absent(parameter):
+                self._start_read(parameter, sooner_than=self.schedule.distance(parameter))
+
+    def _prefetch_ahead(self, used_bytes: int) -> None:
+        """Start reads along the schedule for as long as there is room that is not needed sooner.
+
+        Looking that far ahead takes a while, so it is done again when a part of the arena has been
+        used since.
+        """
+        if self._arena is None or not self.schedule.plan:
+            return
+        ahead_bytes = 0
+        with self._lock:
+            self._send_on()
+            self._used_bytes += used_bytes
+            if self._used_bytes < self._arena.nbytes // _LOOKS_PER_ARENA:
+                return
+            self._used_bytes = 0
+            for parameter in self.schedule.upcoming():
+                ahead_bytes += self._specs[parameter].weight_bytes
+                if ahead_bytes > self._arena.nbytes:
+                    return
+                if self._is_absent(parameter) and not self._prefetch_one(parameter):
+                    return
+
+    def _send_on(self) -> None:
+        """Let entries whose reads are finished go on to the device, if there is one."""
+        assert self._arena is not None
+        if self._arena.uses_home:
+            return
+        for entry in list(self._entries.values()):
+            # What could not be read stays as it is: whoever asks for it is told.
+            if entry.is_reading and entry.finished_reading() and wait_for(entry):
+                self._arrive(entry)
+
+    def _prefetch_one(self, parameter: int) -> bool:
+        return (
+            self._start_read(parameter, sooner_than=self.schedule.distance(parameter)) is not None
+        )
+
+    def _is_absent(self, parameter: int) -> bool:
+        return (
+            parameter not in self._entries
+            and parameter not in self._pending
+            and self.at_home(parameter) is None
+        )
+
+    def _open_for_refresh(self, parameter: int) -> Entry | None:
+        """A new entry that the update fills; only while every part of it is still to come."""
+        parts = set(self._planes.layout.subgroups_of(parameter))
+        if self._pending.get(parameter) != parts:
+            return None
+        entry = self._residents.make_room(
+            parameter, self.schedule.distance(parameter), landing=False
+        )
+        if entry is not None:
+            entry.missing = parts
+            self._entries[parameter] = entry
+        return entry
+
+    def _start_read(self, parameter: int, *, sooner_than: int | None) -> Entry | None:
+        """Start reading into a new entry; None if there is no room for one that is needed
+        ``sooner_than`` others.
+        """
+        segments = self._planes.layout.segments_of[parameter]
+        landing = not all(self._planes.is_host(segment.subgroup) for segment in segments)
+        entry = self._residents.make_room(parameter, sooner_than, landing=landing)
+        if entry is None:
+            return None
+        for segment in segments:
+            self._fill(entry, segment, urgent=sooner_than is None)
+        if not entry.is_reading:
+            assert self._arena is not None
+            self._arena.arrived(entry)
+        self._entries[parameter] = entry
+        return entry
+
+    def _fill(self, entry: Entry, segment: Segment, *, urgent: bool) -> None:
+        """Bring one segment into ``entry``, reading whole pages: the entry is padded like the
+        plane.
+        """
+        assert self._arena is not None
+        if self._planes.is_host(segment.subgroup):
+            home = self._planes.host(segment.subgroup, "weight")
+            values = home[segment.offset : segment.offset + segment.length]
+            self._arena.fill(entry, segment.start, values)
+            return
+        assert self._extents is not None
+        extent = self._planes.extent(segment.subgroup, "weight")
+        assert extent is not None
+        length = -(-segment.length // PIECE) * PIECE
+        assert entry.landing is not None
+        part = entry.landing[segment.start : segment.start + length]
+        entry.landed.append((segment.start, segment.length))
+        start = segment.offset * part.dtype.itemsize
+        operation = self._extents.read(extent, start, as_bytes(part), urgent=urgent)
+        entry.operations.append(self._timeline.watch(operation, entry.spec.name, purpose="weights"))
+
+    def _too_small(self, spec: ParameterSpec) -> BudgetError:
+        assert self._arena is not None
+        held = sum(self._specs[parameter].weight_bytes for parameter in self._pins)
+        return BudgetError(
+            f"no room for {spec.name} ({format_bytes(spec.weight_bytes)}): all "
+            f"{format_bytes(self._arena.nbytes)} for weights are taken, {format_bytes(held)} by "
+            "modules at work, the rest by tensors that autograd or the program still holds (a "
+            "checkpointed block keeps its weights until its backward is over); give more "
+            "host_memory, or checkpoint smaller blocks"
+        )

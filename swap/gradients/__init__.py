@@ -1,0 +1,1 @@
+"""Gradients on their way from the backward pass to the update."""

@@ -1,0 +1,153 @@
+"""Spilled gradients on their way to the SSD, chunk by chunk through a small slab.
+
+A chunk keeps its buffer until its write has succeeded, because until then that part of the gradient
+is nowhere else. A write that fails is raised, and submitted again for whoever waits for it next: an
+error costs a retry and never a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from aio import AioError, Operation, Slab, SlabFullError
+from swap.plan.layout import PIECE, Segment
+from swap.storage.extents import Extent, ExtentStore
+from swap.storage.planes import as_bytes, as_tensor
+from swap.timeline import Timeline
+
+_RELEASE_SECONDS = 60.0
+"""How long a new chunk waits for memory that the engine is about to let go of."""
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """``values``, whole pieces, for byte ``start`` of ``extent``."""
+
+    segment: Segment
+    extent: Extent
+    start: int
+    values: torch.Tensor
+    operation: Operation
+
+
+class SpillWriter:
+    """Buffers for chunks, and their writes. Thread-safe."""
+
+    def __init__(self, slab: Slab, extents: ExtentStore, timeline: Timeline) -> None:
+        self._slab = slab
+        self._extents = extents
+        self._timeline = timeline
+        self._chunks: list[_Chunk] = []
+        self._lock = threading.Lock()
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer for ``numel`` elements in whole pieces; waits for earlier writes to give one
+        back, and raises ``AioError`` when one of them failed.
+        """
+        nbytes = -(-numel // PIECE) * PIECE * dtype.itemsize
+        while True:
+            with contextlib.suppress(SlabFullError):
+                return as_tensor(self._slab.allocate(nbytes), dtype)
+            finished = self._finish_some()
+            _raise_first(finished)
+            if not finished and not self._slab.wait_for_release(_RELEASE_SECONDS):
+                gc.collect()  # frames of an error that is kept in a cycle may hold it
+                if not self._slab.wait_for_release(0.0):
+                    raise _held_elsewhere(nbytes, self._slab)
+
+    def write(self, segment: Segment, extent: Extent, start: int, values: torch.Tensor) -> None:
+        """Start writing a buffer, which is the writer's from now on."""
+        with self._lock:
+            operation = self._submit(segment, extent, start, values)
+            self._chunks.append(_Chunk(segment, extent, start, values, operation))
+
+    def settle(self, subgroup: int) -> None:
+        """Wait until all chunks of ``subgroup`` are on the SSD; raises ``AioError``."""
+        _raise_first(self._finish_all(lambda segment: segment.subgroup == subgroup))
+
+    def settle_segment(self, segment: Segment) -> None:
+        """As ``settle``, for one parameter's part of a subgroup."""
+        _raise_first(self._finish_all(lambda other: other == segment))
+
+    def settle_all(self) -> None:
+        """As ``settle``, for every subgroup."""
+        _raise_first(self._finish_all(lambda _: True))
+
+    def discard(self, segment: Segment) -> None:
+        """Let the writes of ``segment`` end, whatever becomes of them: new values replace these."""
+        for chunk in self._select(lambda other: other == segment):
+            with contextlib.suppress(AioError):
+                chunk.operation.result()
+            self._remove(chunk)
+
+    def _finish_all(self, wanted: Callable[[Segment], bool]) -> list[AioError | None]:
+        return [self._finish(chunk) for chunk in self._select(wanted)]
+
+    def _finish_some(self) -> list[AioError | None]:
+        """Finish the chunks that are written, or else the oldest; empty when there is none."""
+        chunks = self._select(lambda _: True)
+        written = [chunk for chunk in chunks if chunk.operation.done()]
+        return [self._finish(chunk) for chunk in written or chunks[:1]]
+
+    def _finish(self, chunk: _Chunk) -> AioError | None:
+        """Wait for ``chunk`` and let go of it; after a failure it is written again instead.
+
+        The failure is returned bare: with a traceback it would keep buffers for as long as
+        somebody keeps the exception.
+        """
+        operation = chunk.operation
+        try:
+            operation.result()
+        except AioError as error:
+            self._write_again(chunk, operation)
+            return error.with_traceback(None)
+        self._remove(chunk)
+        return None
+
+    def _write_again(self, chunk: _Chunk, failed: Operation) -> None:
+        with self._lock:
+            if chunk.operation is failed:
+                chunk.operation = self._submit(
+                    chunk.segment, chunk.extent, chunk.start, chunk.values
+                )
+
+    def _select(self, wanted: Callable[[Segment], bool]) -> list[_Chunk]:
+        with self._lock:
+            return [chunk for chunk in self._chunks if wanted(chunk.segment)]
+
+    def _remove(self, chunk: _Chunk) -> None:
+        with self._lock:
+            if chunk in self._chunks:
+                self._chunks.remove(chunk)
+
+    def _submit(
+        self, segment: Segment, extent: Extent, start: int, values: torch.Tensor
+    ) -> Operation:
+        write = self._extents.write(extent, start, as_bytes(values))
+        label = f"gradients of subgroup {segment.subgroup}"
+        return self._timeline.watch(write, label, purpose="gradients")
+
+
+def _held_elsewhere(nbytes: int, slab: Slab) -> AioError:
+    return AioError(
+        f"no room for {nbytes} bytes of a gradient on its way to NVMe: all {slab.nbytes} bytes for "
+        f"that have been held for {_RELEASE_SECONDS:g} seconds, and no write of them is under way; "
+        "let go of errors that are kept (in a variable, by a debugger, as sys.last_traceback): "
+        "their tracebacks hold the memory. Then call optimizer.zero_grad() and run the backward "
+        "passes of this step again",
+        errno=errno.ENOBUFS,
+        nbytes=nbytes,
+    )
+
+
+def _raise_first(outcomes: Iterable[AioError | None]) -> None:
+    for failure in outcomes:
+        if failure is not None:
+            raise failure

@@ -1,0 +1,230 @@
+"""How parameters are cut into subgroups: pure arithmetic, no I/O.
+
+A *subgroup* is what the optimizer reads, updates and writes as one: a run of whole parameters, or
+one part of a parameter that is larger than a subgroup. Its bytes are kept as *planes*, one array
+for each kind of value (weight, the low half of the master, moments), so that a forward pass can
+fetch weights alone.
+
+Invariants:
+- every segment starts at a multiple of ``PIECE`` elements in its subgroup and in its parameter, so
+  every plane of every dtype starts on a page and direct I/O needs no bounce;
+- the segments of a parameter cover it exactly once, in order;
+- a parameter that fits into one subgroup is never split (its weights are then one contiguous view);
+- all parameters of a subgroup share the dtype of their weights and whether they are trained.
+
+Subgroups follow ZeRO-Infinity (arXiv 2104.07857, section 5.2); planes are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+PIECE = 4096
+"""Elements to which segments are aligned: a page even for one-byte dtypes."""
+PAGE = 4096
+"""Bytes to which planes are padded, for direct I/O."""
+CHUNK_BYTES = 128 * 1024
+"""Of what direct I/O cannot take as it is: copied so much at a time, see ``storage.passage``."""
+PASSAGE_BYTES = 4 * (CHUNK_BYTES + PAGE)
+"""Four chunks in flight, each with room to start anywhere in a page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """What the layout needs to know of a parameter; ``numel`` is this rank's elements."""
+
+    index: int
+    name: str
+    numel: int
+    dtype: torch.dtype
+    trainable: bool
+    resident: bool = False
+
+    @property
+    def padded_numel(self) -> int:
+        return pad(self.numel)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One array of a subgroup: a value for each of its elements, or for each block of ``per`` of
+    them (which divides ``PIECE``). ``zero`` planes start as all zeros.
+    """
+
+    name: str
+    dtype: torch.dtype
+    zero: bool = False
+    per: int = 1
+
+    def count(self, elements: int) -> int:
+        """Values for so many elements; the last block may be partial."""
+        return -(-elements // self.per)
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes that the values for so many elements take, in whole pages."""
+        return -(-self.count(elements) * self.dtype.itemsize // PAGE) * PAGE
+
+    def part(self, first: int, length: int) -> slice:
+        """Where the values of elements ``[first, first + length)`` are, from a whole block on."""
+        return slice(first // self.per, self.count(first + length))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Elements ``[start, start + length)`` of a parameter, at ``offset`` in its subgroup."""
+
+    parameter: int
+    subgroup: int
+    start: int
+    length: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subgroup:
+    """A unit of update. ``numel`` counts padding; ``unit`` is shared by the parts of one split
+    parameter.
+    """
+
+    index: int
+    unit: int
+    dtype: torch.dtype
+    trainable: bool
+    resident: bool
+    numel: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Every parameter and every subgroup, and the way from one to the other."""
+
+    specs: tuple[ParameterSpec, ...]
+    subgroups: tuple[Subgroup, ...]
+    segments_of: tuple[tuple[Segment, ...], ...]
+
+    def subgroups_of(self, parameter: int) -> tuple[int, ...]:
+        return tuple(segment.subgroup for segment in self.segments_of[parameter])
+
+
+def pad(numel: int) -> int:
+    """``numel`` rounded up to whole pieces; at least one, so that empty parameters have a place."""
+    return max(1, -(-numel // PIECE)) * PIECE
+
+
+def pack(specs: Sequence[ParameterSpec], subgroup_elements: int) -> Layout:
+    """Cut ``specs``, in the order given, into subgroups of at most ``subgroup_elements`` elements.
+
+    ``subgroup_elements`` is a multiple of ``PIECE``. Resident parameters share subgroups of their
+    own.
+    """
+    assert subgroup_elements % PIECE == 0
+    assert subgroup_elements > 0
+    packer = _Packer(subgroup_elements)
+    for spec in specs:
+        packer.add(spec)
+    subgroups = packer.finish()
+    segments: list[list[Segment]] = [[] for _ in specs]
+    for subgroup in subgroups:
+        for segment in subgroup.segments:
+            segments[segment.parameter].append(segment)
+    return Layout(
+        specs=tuple(specs),
+        subgroups=subgroups,
+        segments_of=tuple(tuple(sorted(parts, key=lambda part: part.start)) for parts in segments),
+    )
+
+
+def split_evenly(numel: int, most: int) -> Iterable[tuple[int, int]]:
+    """(start, length) of the fewest near-equal parts of at most ``most`` elements, cut at whole
+    pieces.
+    """
+    pieces = pad(numel) // PIECE
+    parts = -(-pieces * PIECE // most)
+    for part in range(parts):
+        start = part * pieces // parts * PIECE
+        stop = min(numel, (part + 1) * pieces // parts * PIECE)
+        yield start, stop - start
+
+
+def neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """For each parameter, those that share a subgroup with it, itself included."""
+    shared: list[set[int]] = [set() for _ in layout.specs]
+    for group in layout.subgroups:
+        members = {segment.parameter for segment in group.segments}
+        for parameter in members:
+            shared[parameter] |= members
+    return tuple(tuple(sorted(others)) for others in shared)
+
+
+class _Packer:
+    """Open subgroups by kind; one is closed when the next parameter of its kind does not fit."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._open: dict[tuple[torch.dtype, bool, bool], list[tuple[ParameterSpec, int, int]]] = {}
+        self._closed: list[list[tuple[ParameterSpec, int, int]]] = []
+        self._units: list[int] = []
+        self._next_unit = 0
+
+    def add(self, spec: ParameterSpec) -> None:
+        kind = (spec.dtype, spec.trainable, spec.resident)
+        if spec.padded_numel > self._capacity:
+            self._close(kind)
+            for start, length in split_evenly(spec.numel, self._capacity):
+                self._emit([(spec, start, length)], unit=self._next_unit)
+            self._next_unit += 1
+            return
+        used = sum(pad(length) for _, _, length in self._open.get(kind, ()))
+        if used + spec.padded_numel > self._capacity:
+            self._close(kind)
+        self._open.setdefault(kind, []).append((spec, 0, spec.numel))
+
+    def finish(self) -> tuple[Subgroup, ...]:
+        for kind in list(self._open):
+            self._close(kind)
+        order = sorted(range(len(self._closed)), key=lambda i: _first_position(self._closed[i]))
+        return tuple(
+            _subgroup(index, self._units[old], self._closed[old]) for index, old in enumerate(order)
+        )
+
+    def _close(self, kind: tuple[torch.dtype, bool, bool]) -> None:
+        parts = self._open.pop(kind, [])
+        if parts:
+            self._emit(parts, unit=self._next_unit)
+            self._next_unit += 1
+
+    def _emit(self, parts: list[tuple[ParameterSpec, int, int]], *, unit: int) -> None:
+        self._closed.append(parts)
+        self._units.append(unit)
+
+
+def _first_position(parts: list[tuple[ParameterSpec, int, int]]) -> tuple[int, int]:
+    spec, start, _ = parts[0]
+    return spec.index, start
+
+
+def _subgroup(index: int, unit: int, parts: list[tuple[ParameterSpec, int, int]]) -> Subgroup:
+    segments, offset = [], 0
+    for spec, start, length in parts:
+        segments.append(
+            Segment(parameter=spec.index, subgroup=index, start=start, length=length, offset=offset)
+        )
+        offset += pad(length)
+    spec = parts[0][0]
+    return Subgroup(
+        index=index,
+        unit=unit,
+        dtype=spec.dtype,
+        trainable=spec.trainable,
+        resident=spec.resident,
+        numel=offset,
+        segments=tuple(segments),
+    )

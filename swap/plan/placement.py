@@ -1,0 +1,385 @@
+"""Which tier is home to which bytes under a budget: pure, no I/O.
+
+Host memory is given out in this order: what must be there (small parameters with their state, the
+update's staging slots, the arena that weights pass through, spill buffers), then gradients, then
+optimizer state with its weights, then a larger arena. A byte of gradient or of state in host memory
+spares two bytes of traffic a step; a byte of arena spares one at most, and only while it is not
+evicted.
+
+Homes are given to whole units (see ``layout``). Those of gradients are spread evenly over the order
+of execution, so that spills are spread over the backward pass. Those of state go to what is used
+first: a backward pass ends with the first layers and the next forward pass begins with them, so
+that on NVMe their update would have no time at all, while that of the last layers has nearly all of
+a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from swap.plan.layout import PASSAGE_BYTES, PIECE, Layout, ParameterSpec, Plane, Subgroup, pack
+from swap.plan.rules import UpdateRule
+from swap.tiers import Budget, BudgetError, Tier, format_bytes
+
+MIN_SUBGROUP_ELEMENTS = 64 * 1024
+MAX_SUBGROUP_ELEMENTS = 2 * 1024 * 1024
+"""Planes of 4 and 8 MiB: long requests already. Larger ones take staging memory that would hold
+state, and are written later: with four times as many elements a step with half of its state in
+memory took 1.08 times its I/O in place of 1.02, and 440 MiB more for that half.
+"""
+MOST_SUBGROUPS = 8192
+"""As far as the largest subgroups allow: each has objects of its own, some 2 KiB."""
+MIN_SLOTS = 3
+"""One subgroup being read, one in the kernel, one being written."""
+MAX_SLOTS = 4
+SPILL_CHUNKS = 4
+MIN_SPILL_CHUNK_BYTES = 256 * 1024
+MAX_SPILL_CHUNK_BYTES = 4 * 1024 * 1024
+MIN_CHECKPOINT_BYTES = 4 * 1024 * 1024
+MAX_CHECKPOINT_BYTES = 256 * 1024 * 1024
+STAGING_SHARE = 0.25
+ARENA_SHARE = 0.35
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The homes of all bytes. Sizes in bytes; tuples are indexed by subgroup."""
+
+    layout: Layout
+    state_home: tuple[Tier, ...]
+    gradient_home: tuple[Tier, ...]
+    arena_bytes: int
+    num_slots: int
+    slot_bytes: int
+    scratch_bytes: int
+    spill_chunk_bytes: int
+    least_host_bytes: int = 0
+    checkpoint_bytes: int = 0
+    inbox_bytes: int = 0
+    state_host_bytes: int
+    gradient_host_bytes: int
+    state_nvme_bytes: int
+    gradient_nvme_bytes: int
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes + self.scratch_bytes
+
+    @property
+    def spill_bytes(self) -> int:
+        return SPILL_CHUNKS * self.spill_chunk_bytes if self.gradient_nvme_bytes else 0
+
+    @property
+    def passage_bytes(self) -> int:
+        return PASSAGE_BYTES if self.state_nvme_bytes or self.gradient_nvme_bytes else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """All host memory that will be taken."""
+        return (
+            self.state_host_bytes
+            + self.gradient_host_bytes
+            + self.arena_bytes
+            + self.staging_bytes
+            + self.spill_bytes
+            + self.checkpoint_bytes
+            + self.inbox_bytes
+            + self.passage_bytes
+        )
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Swap files of this size are enough: state, spilled gradients, and copies in flight."""
+        if not (self.state_nvme_bytes or self.gradient_nvme_bytes):
+            return 0
+        return self.state_nvme_bytes + self.gradient_nvme_bytes + 2 * self.staging_bytes
+
+    @property
+    def nvme_wanted_bytes(self) -> int:
+        """Swap files of this size hold the old and the new state of a step at once, as they do
+        where subgroups are updated before the step is taken.
+        """
+        return self.nvme_bytes + self.rewritten_nvme_bytes
+
+    @property
+    def rewritten_nvme_bytes(self) -> int:
+        """State on NVMe that a step writes anew: all but frozen weights."""
+        frozen = sum(
+            group.numel * group.dtype.itemsize
+            for group, home in zip(self.layout.subgroups, self.state_home, strict=True)
+            if home is Tier.NVME and not group.trainable
+        )
+        return self.state_nvme_bytes - frozen
+
+
+def state_bytes(subgroup: Subgroup, rule: UpdateRule) -> int:
+    """Bytes of all planes of ``subgroup``: weights and what an update needs, but gradients."""
+    return sum(plane.nbytes(subgroup.numel) for plane in planes_of(subgroup, rule))
+
+
+def gradient_bytes(subgroup: Subgroup) -> int:
+    return subgroup.numel * subgroup.dtype.itemsize if subgroup.trainable else 0
+
+
+def planes_of(subgroup: Subgroup, rule: UpdateRule) -> tuple[Plane, ...]:
+    """The planes of ``subgroup``, the weights first."""
+    weight = Plane("weight", subgroup.dtype)
+    return (weight, *rule.planes(subgroup.dtype)) if subgroup.trainable else (weight,)
+
+
+def place(
+    specs: Sequence[ParameterSpec],
+    rule: UpdateRule,
+    budget: Budget,
+    *,
+    least_arena_bytes: int,
+    separate_device: bool = False,
+) -> Placement:
+    """Decide every home.
+
+    ``least_arena_bytes`` is what weights need to pass through: the modules that are at work at once
+    and the next one. Raises ``BudgetError`` with the least budget that works when ``budget`` is
+    below it. ``separate_device``: weights are computed from memory that is not the host's.
+    """
+    least_arena = _whole_pages(least_arena_bytes + PIECE)
+    inbox = _inbox_bytes(specs) if separate_device else 0
+    everything = pack(specs, _capacity_for_whole(specs))
+    total = _total(everything, rule) + inbox
+    at_work = min(total, _least_host_bytes(specs, rule, least_arena) + inbox)
+    least = at_work + MIN_CHECKPOINT_BYTES
+    if total + MIN_CHECKPOINT_BYTES <= budget.host_bytes:
+        placement = _all_in_host(everything, rule)
+        aside = _checkpoint_bytes(budget.host_bytes, total)
+        return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
+    if budget.host_bytes < least:
+        raise BudgetError(
+            f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
+            f"least {format_bytes(least)} ({least} bytes): {format_bytes(least_arena)} for the "
+            "weights of the largest block at work, the rest for staging the optimizer and for "
+            f"small parameters; {format_bytes(total + MIN_CHECKPOINT_BYTES)} would hold everything "
+            "in memory",
+            least_host_bytes=least,
+        )
+    aside = _checkpoint_bytes(budget.host_bytes, at_work)
+    # Memory is taken by pages: an arena of what is left must not be rounded up beyond the budget.
+    host_bytes = (budget.host_bytes - aside - inbox - PASSAGE_BYTES) // PIECE * PIECE
+    elements = _subgroup_elements(specs, rule, host_bytes - least_arena)
+    spare = host_bytes + inbox + PASSAGE_BYTES - at_work
+    placement = _fill(pack(specs, elements), rule, host_bytes, least_arena, spare)
+    if budget.device_bytes is not None and not separate_device:
+        # On a CPU the arena is the device.
+        arena = max(least_arena, min(placement.arena_bytes, budget.device_bytes))
+        placement = replace(placement, arena_bytes=arena)
+    return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
+
+
+def _inbox_bytes(specs: Sequence[ParameterSpec]) -> int:
+    """Room for two of the largest gradients on their way from the device."""
+    return 2 * max((spec.padded_numel * spec.dtype.itemsize for spec in specs), default=0)
+
+
+def _checkpoint_bytes(host_bytes: int, needed: int) -> int:
+    """What a save or a load may stage in: a sixteenth of the budget, if ``needed`` leaves that."""
+    aside = min(host_bytes // 16, MAX_CHECKPOINT_BYTES, host_bytes - needed)
+    return max(MIN_CHECKPOINT_BYTES, aside // PIECE * PIECE)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PIECE) * PIECE
+
+
+def _capacity_for_whole(specs: Sequence[ParameterSpec]) -> int:
+    largest = max((spec.padded_numel for spec in specs), default=PIECE)
+    return max(largest, MAX_SUBGROUP_ELEMENTS)
+
+
+def _total(layout: Layout, rule: UpdateRule) -> int:
+    held = sum(state_bytes(group, rule) + gradient_bytes(group) for group in layout.subgroups)
+    return held + _scratch_bytes(layout, rule)
+
+
+def _scratch_bytes(layout: Layout, rule: UpdateRule) -> int:
+    largest = max((group.numel for group in layout.subgroups if group.trainable), default=0)
+    return largest * rule.scratch_bytes_per_element
+
+
+def _all_in_host(layout: Layout, rule: UpdateRule) -> Placement:
+    count = len(layout.subgroups)
+    return Placement(
+        layout=layout,
+        state_home=(Tier.HOST,) * count,
+        gradient_home=(Tier.HOST,) * count,
+        arena_bytes=0,
+        num_slots=0,
+        slot_bytes=0,
+        scratch_bytes=_scratch_bytes(layout, rule),
+        spill_chunk_bytes=0,
+        state_host_bytes=sum(state_bytes(group, rule) for group in layout.subgroups),
+        gradient_host_bytes=sum(gradient_bytes(group) for group in layout.subgroups),
+        state_nvme_bytes=0,
+        gradient_nvme_bytes=0,
+    )
+
+
+def _element_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> float:
+    """Most staging bytes for an element of the widest kind: its planes and its gradient.
+
+    Planes with a value for many elements take whole pages, so large subgroups need less for each.
+    """
+    elements = _least_elements(specs, rule)
+    dtypes = {spec.dtype for spec in specs if spec.trainable and not spec.resident}
+    return max(
+        (
+            2 * dtype.itemsize
+            + sum(plane.nbytes(elements) for plane in rule.planes(dtype)) / elements
+            for dtype in dtypes
+        ),
+        default=0,
+    )
+
+
+def _least_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
+    """Of a subgroup: so many that what is kept for each of them is little for all of them."""
+    even = sum(spec.padded_numel for spec in specs) // MOST_SUBGROUPS // PIECE * PIECE
+    least = max(MIN_SUBGROUP_ELEMENTS, min(even, MAX_SUBGROUP_ELEMENTS))
+    if not rule.whole_parameters:
+        return least
+    trained = (spec.padded_numel for spec in specs if spec.trainable)
+    return max(least, max(trained, default=0))
+
+
+def _fixed_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
+    """Bytes of the small parameters, which stay in host memory with all their state."""
+    layout = pack([spec for spec in _renumbered(specs) if spec.resident], MAX_SUBGROUP_ELEMENTS)
+    return sum(state_bytes(group, rule) + gradient_bytes(group) for group in layout.subgroups)
+
+
+def _renumbered(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    kept = [spec for spec in specs if spec.resident]
+    return [
+        ParameterSpec(
+            index=index,
+            name=spec.name,
+            numel=spec.numel,
+            dtype=spec.dtype,
+            trainable=spec.trainable,
+            resident=True,
+        )
+        for index, spec in enumerate(kept)
+    ]
+
+
+def _least_host_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule, least_arena: int) -> int:
+    element_bytes = MIN_SLOTS * _element_bytes(specs, rule) + rule.scratch_bytes_per_element
+    staging = math.ceil(_least_elements(specs, rule) * element_bytes)
+    spill = SPILL_CHUNKS * MIN_SPILL_CHUNK_BYTES
+    return _fixed_bytes(specs, rule) + staging + spill + least_arena + PASSAGE_BYTES
+
+
+def _subgroup_elements(specs: Sequence[ParameterSpec], rule: UpdateRule, host_bytes: int) -> int:
+    """The largest subgroup whose slots take no more than the staging share of what is free."""
+    free = host_bytes - _fixed_bytes(specs, rule)
+    element_bytes = MAX_SLOTS * _element_bytes(specs, rule) + rule.scratch_bytes_per_element
+    elements = int(free * STAGING_SHARE / max(1, element_bytes)) // PIECE * PIECE
+    least = _least_elements(specs, rule)
+    return max(least, min(elements, MAX_SUBGROUP_ELEMENTS))
+
+
+def _fill(
+    layout: Layout, rule: UpdateRule, host_bytes: int, least_arena: int, spare: int
+) -> Placement:
+    groups = layout.subgroups
+    fixed = sum(state_bytes(g, rule) + gradient_bytes(g) for g in groups if g.resident)
+    moving = [group for group in groups if not group.resident]
+    slot_bytes = max(
+        (state_bytes(group, rule) + gradient_bytes(group) for group in moving if group.trainable),
+        default=0,
+    )
+    scratch = _scratch_bytes(layout, rule)
+    chunk = _spill_chunk_bytes(spare)
+    left = host_bytes - fixed - SPILL_CHUNKS * chunk - scratch - least_arena
+    num_slots = MAX_SLOTS if MAX_SLOTS * slot_bytes <= left * STAGING_SHARE else MIN_SLOTS
+    num_slots = num_slots if slot_bytes else 0
+    left -= num_slots * slot_bytes
+    weights = sum(group.numel * group.dtype.itemsize for group in moving)
+    arena = least_arena
+    extra = max(0, min(int(left * ARENA_SHARE), weights - arena))
+    left -= extra
+    gradient_home, left = _choose_evenly(moving, gradient_bytes, left)
+    state_home, left = _choose_first(moving, lambda group: state_bytes(group, rule), left)
+    arena = min(arena + extra + max(0, left), max(weights + PIECE, arena))
+    in_host = {group.index for group in groups if group.resident}
+    gradients_in_host, states_in_host = in_host | gradient_home, in_host | state_home
+    return Placement(
+        layout=layout,
+        state_home=_homes(groups, states_in_host),
+        gradient_home=_homes(groups, gradients_in_host),
+        arena_bytes=arena,
+        num_slots=num_slots,
+        slot_bytes=slot_bytes,
+        scratch_bytes=scratch,
+        spill_chunk_bytes=chunk,
+        state_host_bytes=sum(state_bytes(g, rule) for g in groups if g.index in states_in_host),
+        gradient_host_bytes=sum(gradient_bytes(g) for g in groups if g.index in gradients_in_host),
+        state_nvme_bytes=sum(state_bytes(g, rule) for g in groups if g.index not in states_in_host),
+        gradient_nvme_bytes=sum(
+            gradient_bytes(g) for g in groups if g.index not in gradients_in_host
+        ),
+    )
+
+
+def _spill_chunk_bytes(spare: int) -> int:
+    """Larger writes, where the budget has more to spare than the least."""
+    chunk = spare // 32 // PIECE * PIECE
+    return max(MIN_SPILL_CHUNK_BYTES, min(chunk, MAX_SPILL_CHUNK_BYTES))
+
+
+def _homes(groups: Sequence[Subgroup], in_host: set[int]) -> tuple[Tier, ...]:
+    return tuple(Tier.HOST if group.index in in_host else Tier.NVME for group in groups)
+
+
+def _unit_costs(groups: Sequence[Subgroup], cost: Callable[[Subgroup], int]) -> dict[int, int]:
+    costs: dict[int, int] = {}
+    for group in groups:
+        costs[group.unit] = costs.get(group.unit, 0) + cost(group)
+    return costs
+
+
+def _choose_first(
+    groups: Sequence[Subgroup], cost: Callable[[Subgroup], int], left: int
+) -> tuple[set[int], int]:
+    """Subgroups, by whole units, that fit into ``left`` bytes, the first ones first; and what is
+    left then.
+    """
+    chosen: set[int] = set()
+    for unit, nbytes in _unit_costs(groups, cost).items():
+        if nbytes <= left:
+            chosen.add(unit)
+            left -= nbytes
+    return {group.index for group in groups if group.unit in chosen}, left
+
+
+def _choose_evenly(
+    groups: Sequence[Subgroup], cost: Callable[[Subgroup], int], left: int
+) -> tuple[set[int], int]:
+    """Subgroups, by whole units, that fit into ``left`` bytes, spread evenly; and what is left
+    then.
+    """
+    costs = _unit_costs(groups, cost)
+    total = sum(costs.values())
+    fraction = min(1.0, left / total) if total else 0.0
+    chosen: set[int] = set()
+    due = 0.0
+    for unit, nbytes in costs.items():
+        due += nbytes * fraction
+        if nbytes <= left and due >= nbytes - 1e-6:
+            chosen.add(unit)
+            left -= nbytes
+            due -= nbytes
+    for unit, nbytes in costs.items():
+        if unit not in chosen and nbytes <= left:
+            chosen.add(unit)
+            left -= nbytes
+    return {group.index for group in groups if group.unit in chosen}, left

@@ -1,0 +1,92 @@
+"""What a step moves between host memory and NVMe, by formula: pure, no I/O.
+
+Of every subgroup at home on NVMe, an update reads and writes each plane once, but zeros are never
+read. A gradient that is spilled is written once for each backward pass, and read once for each:
+by the next backward pass, which adds to it, and in the end by the update.
+
+Weights are passed over 2 N + 1 times in a step with N forward and N backward passes: N times
+forwards, N times backwards, and once by the update. What was used last in one pass is used first
+in the next, and the arena keeps it: a pass over W bytes with an arena of A reads W - A, where A
+counts whole parameters. The figure is exact where one transfer follows the other and parameters
+are of one size. Where they overlap, the update finds weights in the arena that the backward pass
+has just used, or passes its new ones on to the forward pass: that saves up to W - A. On the other
+hand, what was updated during the backward pass may have left its slot when the step is taken, and
+is read again: that costs up to A (or W, if that is less).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swap.plan.placement import Placement
+from swap.tiers import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes of one step in steady state. ``state``: what the update keeps beside the weights.
+
+    ``weights_kept`` is what the arena holds from one pass to the next.
+    """
+
+    state_read: int = 0
+    state_written: int = 0
+    gradients_read: int = 0
+    gradients_written: int = 0
+    weights_read: int = 0
+    weights_written: int = 0
+    weights_kept: int = 0
+
+    @property
+    def read(self) -> int:
+        return self.state_read + self.gradients_read + self.weights_read
+
+    @property
+    def written(self) -> int:
+        return self.state_written + self.gradients_written + self.weights_written
+
+
+def traffic_of(placement: Placement, *, backward_passes: int = 1) -> Traffic:
+    """The traffic of a step in which every trained parameter gets ``backward_passes`` gradients,
+    and every parameter is used once in each forward pass.
+    """
+    moving = [
+        group
+        for group, home in zip(placement.layout.subgroups, placement.state_home, strict=True)
+        if home is Tier.NVME
+    ]
+    trained = sum(group.numel * group.dtype.itemsize for group in moving if group.trainable)
+    frozen = sum(group.numel * group.dtype.itemsize for group in moving if not group.trainable)
+    kept = _kept(_weights_of(placement), placement.arena_bytes)
+    state = placement.state_nvme_bytes - trained - frozen
+    gradients = placement.gradient_nvme_bytes * backward_passes
+    passes = 2 * backward_passes * (trained + frozen - kept)
+    return Traffic(
+        state_read=state,
+        state_written=state,
+        gradients_read=gradients,
+        gradients_written=gradients,
+        weights_read=passes + max(0, trained - kept),
+        weights_written=trained,
+        weights_kept=kept,
+    )
+
+
+def _weights_of(placement: Placement) -> Iterable[int]:
+    """Bytes of each parameter whose weights are on NVMe, in the order of the layout."""
+    layout = placement.layout
+    for spec in layout.specs:
+        homes = {placement.state_home[index] for index in layout.subgroups_of(spec.index)}
+        if Tier.NVME in homes:
+            yield spec.padded_numel * spec.dtype.itemsize
+
+
+def _kept(weights: Iterable[int], arena_bytes: int) -> int:
+    """Bytes of the first weights that fit whole into the arena."""
+    kept = 0
+    for nbytes in weights:
+        if kept + nbytes > arena_bytes:
+            break
+        kept += nbytes
+    return kept

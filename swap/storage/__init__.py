@@ -1,0 +1,1 @@
+"""Bytes on SSDs: directories, extents in them, and the state of subgroups over both tiers."""

@@ -1,0 +1,152 @@
+"""How fast a directory reads and writes, by a short measurement with our own engine."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from aio import Engine, Request, Slab
+from swap.storage.directory import FOLDER, SwapDirectory
+
+_PROBE_BYTES = 256 * 1024 * 1024
+_REQUEST_BYTES = 8 * 1024 * 1024
+_NAME = "bandwidth.json"
+_MOST_BYTES = 4096
+"""More than any measurement takes as text."""
+_LEAST_RATE, _MOST_RATE = 1.0, 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Bytes per second."""
+
+    read: float
+    write: float
+
+    def __add__(self, other: Bandwidth) -> Bandwidth:
+        return Bandwidth(self.read + other.read, self.write + other.write)
+
+
+def measure_and_keep(directory: str | os.PathLike[str]) -> Bandwidth:
+    """Measure ``directory`` and keep the result in it, where ``offload`` looks for it.
+
+    Raises ``OSError`` naming what cannot be written; links are not followed.
+    """
+    found = _measure_one(directory)
+    folder = Path(directory) / FOLDER
+    folder.mkdir(exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _replace(descriptor, json.dumps({"read": found.read, "write": found.write}).encode())
+    finally:
+        os.close(descriptor)
+    return found
+
+
+def kept(directory: str | os.PathLike[str]) -> Bandwidth | None:
+    """What ``measure_and_keep`` left in ``directory``; None if it never did.
+
+    Raises ``ValueError`` naming the file if it is anything else, also a link or a pipe, and
+    ``OSError`` if it cannot be read.
+    """
+    file = Path(directory) / FOLDER / _NAME
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _not_a_measurement(file, "it is a link") from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _not_a_measurement(file, "it is no regular file")
+        content = os.read(descriptor, _MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    return _parsed(file, content)
+
+
+def _parsed(file: Path, content: bytes) -> Bandwidth:
+    try:
+        if len(content) > _MOST_BYTES:
+            raise ValueError("it is too long")
+        values = json.loads(content)
+        return Bandwidth(_rate(values["read"]), _rate(values["write"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _not_a_measurement(file, str(error)) from error
+
+
+def _rate(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    if not _LEAST_RATE <= value <= _MOST_RATE:  # NaN is neither
+        raise ValueError(f"{value} bytes a second are no bandwidth")
+    return float(value)
+
+
+def _not_a_measurement(file: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"{file} is not a measurement ({reason}); remove it, or run `infinity tune` again"
+    )
+
+
+def _replace(folder: int, content: bytes) -> None:
+    """Put the file in place as a whole, whatever is there under its name."""
+    part = f".{_NAME}.{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(part, flags, 0o644, dir_fd=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(content)
+        os.replace(part, _NAME, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        os.unlink(part, dir_fd=folder)
+        raise
+
+
+def shares(directories: Sequence[str]) -> list[float] | None:
+    """How much of the load each directory takes: by measured bandwidth if all are measured."""
+    found = [kept(directory) for directory in directories]
+    measured = [entry.read + entry.write for entry in found if entry is not None]
+    return measured if len(measured) == len(directories) else None
+
+
+def measure(directories: Sequence[str | os.PathLike[str]]) -> Bandwidth:
+    """The sum over ``directories``, each measured alone: 256 MiB written, synced and read back.
+
+    Raises ``OSError`` naming the directory if that fails. Nothing is left behind.
+    """
+    total = Bandwidth(0.0, 0.0)
+    for directory in directories:
+        total += _measure_one(directory)
+    return total
+
+
+def _measure_one(directory: str | os.PathLike[str]) -> Bandwidth:
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine())
+        # As a swap file it is reclaimed by the next process, should this one be killed.
+        place = SwapDirectory(directory, engine)
+        stack.callback(place.close)
+        file = place.file
+        file.allocate(0, _PROBE_BYTES)
+        buffer = Slab(_REQUEST_BYTES).allocate(_REQUEST_BYTES)
+        offsets = range(0, _PROBE_BYTES, _REQUEST_BYTES)
+        seconds = {}
+        for kind in ("write", "read"):
+            start = time.perf_counter()
+            requests = [Request(kind, file, offset, buffer) for offset in offsets]
+            for operation in engine.submit(requests):
+                operation.result()
+            if kind == "write":
+                file.sync()
+            seconds[kind] = time.perf_counter() - start
+    return Bandwidth(_PROBE_BYTES / seconds["read"], _PROBE_BYTES / seconds["write"])

@@ -1,0 +1,148 @@
+"""Memory that values pass through between an SSD and memory that direct I/O cannot take as it is.
+
+Direct I/O wants addresses that are aligned as the offsets in the file are. Memory of torch, of
+numpy or of a program seldom is, and the engine would copy it in buffers of its own, of which a
+budget knows nothing. So what is not aligned is copied here, through one slab that is part of the
+budget.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from aio import AioError, Operation, Slab, SlabFullError
+from aio.errors import let_go
+from swap.plan.layout import CHUNK_BYTES, PAGE, PASSAGE_BYTES
+
+_RELEASE_SECONDS = 5.0
+"""For so long nobody gave a chunk back: then somebody keeps them who has no use for them."""
+
+_log = logging.getLogger(__name__)
+
+Submit = Callable[[int, np.ndarray], Operation]
+"""Starts a transfer of that many bytes further on, with that memory."""
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    operation: Operation
+    buffer: np.ndarray
+    target: np.ndarray | None = None
+
+
+class Passage:
+    """Thread-safe; callers share the slab."""
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+
+    def read(self, offset: int, out: np.ndarray, submit: Submit) -> None:
+        """Fill flat bytes ``out`` from ``offset`` of a file. Raises what a transfer raises; nothing
+        touches ``out`` after the return.
+        """
+        with _window() as under_way:
+            for start in range(0, out.size, CHUNK_BYTES):
+                part = out[start : start + CHUNK_BYTES]
+                self._start(under_way, submit, offset, start, part.size, target=part)
+
+    def write(self, offset: int, data: np.ndarray, submit: Submit) -> None:
+        """Write flat bytes ``data`` from ``offset`` of a file on. Raises what a transfer raises."""
+        with _window() as under_way:
+            for start in range(0, data.size, CHUNK_BYTES):
+                part = data[start : start + CHUNK_BYTES]
+                self._start(under_way, submit, offset, start, part.size, values=part)
+
+    def write_zeros(self, nbytes: int, submit: Submit) -> None:
+        """Write ``nbytes`` zeros from a page's beginning on. Raises what a transfer raises."""
+        with _window() as under_way:
+            for start in range(0, nbytes, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, nbytes - start)
+                self._start(under_way, submit, 0, start, size, values=0)
+
+    def _start(
+        self,
+        under_way: deque[_Chunk],
+        submit: Submit,
+        offset: int,
+        start: int,
+        nbytes: int,
+        *,
+        values: np.ndarray | int | None = None,
+        target: np.ndarray | None = None,
+    ) -> None:
+        """Start one chunk, with ``values`` in it. A frame of its own refers to the memory: it can
+        be cleared where the error is seen first.
+        """
+        buffer = self._take(nbytes, offset + start, under_way)
+        if values is not None:
+            buffer[:] = values
+        under_way.append(_Chunk(submit(start, buffer), buffer, target))
+
+    def _take(self, nbytes: int, offset: int, under_way: deque[_Chunk]) -> np.ndarray:
+        """Memory that lies in its page as ``offset`` does, once there is some."""
+        lead = offset % PAGE
+        while True:
+            slab = self._slab
+            try:
+                return slab.allocate(lead + nbytes)[lead:]
+            except SlabFullError:
+                if under_way:
+                    _finish(under_way.popleft())
+                elif not slab.wait_for_release(_RELEASE_SECONDS):
+                    self._do_without(slab)
+
+    def _do_without(self, slab: Slab) -> None:
+        """Nothing came back to ``slab``: get what is kept in cycles, or else use another.
+
+        Frames of an error that somebody keeps may hold chunks, and whoever keeps it may be the one
+        that waits here. Values are worth more than this part of the budget.
+        """
+        gc.collect()
+        if slab.wait_for_release(0.0) or self._slab is not slab:
+            return
+        _log.warning(
+            "all %d bytes for transfers that are not aligned have been held for %g seconds, by a "
+            "disk that does not answer or by the traceback of an error that is kept (by a "
+            "variable, a debugger, sys.last_traceback); as many are taken beyond the budget",
+            slab.nbytes,
+            _RELEASE_SECONDS,
+        )
+        self._slab = Slab(PASSAGE_BYTES, inherited=False)
+
+
+def lies_as(offset: int, memory: np.ndarray) -> bool:
+    """Whether direct I/O takes ``memory`` as it is, for a transfer at ``offset`` of a file."""
+    return (memory.ctypes.data - offset) % PAGE == 0
+
+
+@contextmanager
+def _window() -> Iterator[deque[_Chunk]]:
+    """Chunks under way, finished in their order; all of them have ended when the block is left."""
+    under_way: deque[_Chunk] = deque()
+    try:
+        yield under_way
+        while under_way:
+            _finish(under_way.popleft())
+    except BaseException as failure:
+        let_go(failure)  # whoever keeps it is not to keep the chunks
+        raise
+    finally:
+        try:
+            for chunk in under_way:
+                with suppress(AioError):  # one before it is raised
+                    chunk.operation.result()
+        finally:
+            under_way.clear()
+
+
+def _finish(chunk: _Chunk) -> None:
+    chunk.operation.result()
+    if chunk.target is not None:
+        chunk.target[:] = chunk.buffer

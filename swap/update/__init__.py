@@ -1,0 +1,1 @@
+"""The update of subgroups: read, kernel, write-back, publish, several of them at once."""

@@ -1,0 +1,360 @@
+"""The optimizer pipeline: read, kernel and write-back of different subgroups at once, behind
+training.
+
+One thread walks the subgroups of a *pass*. It starts reads for as many as there are staging slots,
+runs the kernel on the oldest one that has arrived, and starts its write-back; the lanes of the
+engine do the transfers meanwhile. Whoever waits for weights is let go as soon as the kernel is done
+with them.
+
+A pass may begin *early*, during the backward pass, with a step that is only proposed. Its subgroups
+are computed and written to new extents, and held back. When the step is taken as proposed, the pass
+is confirmed: what is held is published and the rest follows. Otherwise it is dropped, and because
+nothing that was there before is overwritten, that loses only the work.
+
+A failure leaves every subgroup either before or after the step, and ``retry`` finishes what was not
+done. Follows ZeRO-Infinity (arXiv 2104.07857, section 5.2.2) in overlapping the stages; copy-on-
+write, early passes and retrying are ours.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from aio.errors import let_go
+from aio.threads import join_thread, start_thread
+from swap.cache.weight_cache import WeightCache
+from swap.plan.layout import Subgroup
+from swap.processors import stay_in_background
+from swap.update.stages import Job, Stages, Step
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """One step on its way. ``ahead``: not started; ``reading``: before the kernel; ``writing``:
+    after it; ``held``: written, and waiting for the step to be confirmed. ``ahead`` is sorted by
+    first use, and changes under the pipeline's lock.
+    """
+
+    step: Step
+    ahead: deque[Subgroup]
+    is_confirmed: bool
+    is_complete: bool
+    is_dropped: bool = False
+    began_early: bool = False
+    reading: deque[Job] = field(default_factory=deque)
+    writing: deque[Job] = field(default_factory=deque)
+    held: deque[Job] = field(default_factory=deque)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.ahead or self.reading or self.writing or self.held)
+
+
+class UpdatePipeline:
+    """Runs passes on a thread of its own, one at a time. ``overlap=False`` does one transfer after
+    the other.
+    """
+
+    def __init__(self, stages: Stages, weights: WeightCache, *, overlap: bool = True) -> None:
+        self._stages = stages
+        self._weights = weights
+        self._overlap = overlap
+        self._work: queue.SimpleQueue[_Pass | None] = queue.SimpleQueue()
+        # Taken itself, in one step: an interrupt that comes into ``Condition.__enter__`` behind the
+        # taking would leave it locked, and the thread below waiting.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._current: _Pass | None = None
+        self.early_failure: BaseException | None = None
+        self._failure: BaseException | None = None
+        self._left: tuple[Step, list[Subgroup]] | None = None
+        self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            self._work.put(None)  # should it have started all the same
+            raise
+
+    # Steps.
+
+    def submit(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
+        """Start a step over ``subgroups``. The one before must have been waited for."""
+        assert self._failure is None
+        work = _Pass(step, deque(), is_confirmed=True, is_complete=True)
+        try:
+            self._weights.begin_update(parts_of(subgroups), step.updates)
+            self._add(work, subgroups)
+            self._begin(work)
+        except BaseException as interrupt:
+            if self._current is not work:  # a step that was stopped, for ``retry`` to finish
+                self._left, self._failure = (step, list(subgroups)), let_go(interrupt)
+                self._weights.fail(interrupt)
+            raise
+
+    def join(self) -> None:
+        """Wait until the step is finished and at home, or was stopped."""
+        with self._lock:
+            while self._current is not None:
+                self._changed.wait()
+
+    def wait(self) -> None:
+        """As ``join``; raises what stopped the step, until ``retry``."""
+        self.join()
+        while self._failure is not None:
+            if isinstance(self._failure, Exception):
+                raise let_go(self._failure)
+            self.retry()  # an interrupt was raised where it came
+            self.join()
+
+    def retry(self) -> None:
+        """Start again what a failure left undone; does nothing when there was none."""
+        self.join()
+        if self._left is not None:
+            (step, subgroups), self._left, self._failure = self._left, None, None
+            self.submit(step, subgroups)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped the last step, if something did."""
+        return self._failure
+
+    @property
+    def unfinished(self) -> frozenset[int]:
+        """Parameters that the stopped step left, in whole or in part, as they were before it."""
+        return frozenset(() if self._left is None else parts_of(self._left[1]))
+
+    @property
+    def is_idle(self) -> bool:
+        return self._current is None and self._failure is None
+
+    # Early passes.
+
+    def begin_early(self, step: Step) -> None:
+        """Open a pass for a proposed step; the pipeline must be idle."""
+        assert self.is_idle
+        self._begin(_Pass(step, deque(), is_confirmed=False, is_complete=False, began_early=True))
+
+    def feed(self, subgroups: Iterable[Subgroup]) -> None:
+        """Add subgroups whose gradients are complete to the early pass."""
+        with self._lock:
+            if self._current is not None and not self._current.is_dropped:
+                self._add(self._current, subgroups)
+                self._changed.notify_all()
+
+    def confirm(self, step: Step, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> bool:
+        """``step`` is taken, and is what was proposed for ``fed``: publish that, then do ``rest``.
+
+        False if an I/O error has stopped the early pass; then nothing of the step is done.
+        """
+        with self._lock:
+            early = self._current
+            if early is None or early.is_dropped:
+                return False
+            self._weights.begin_update(parts_of([*fed, *rest]), step.updates)
+            early.step = step
+            self._add(early, rest)
+            early.is_confirmed = early.is_complete = True
+            self._changed.notify_all()
+        return True
+
+    def drop_early(self) -> None:
+        """The proposed step is not taken: undo the early pass and wait until it is gone."""
+        with self._lock:
+            if self._current is not None and not self._current.is_confirmed:
+                self._current.is_dropped = True
+                self._changed.notify_all()
+                while self._current is not None:
+                    self._changed.wait()
+
+    def close(self) -> None:
+        """Drop an early pass, finish a step under way, then end the thread. Idempotent."""
+        try:
+            self.drop_early()
+        finally:
+            self._work.put(None)
+            join_thread(self._thread)
+
+    # The thread.
+
+    def _add(self, work: _Pass, subgroups: Iterable[Subgroup]) -> None:
+        """What the next forward pass wants first is updated first.
+
+        The backward pass ends with the first layers, so of those that are complete the latest one
+        comes next; what is left when the step is taken lies behind, and has the forward pass up to
+        there to be done in.
+        """
+        work.ahead = deque(sorted([*work.ahead, *subgroups], key=self._first_use))
+
+    def _first_use(self, group: Subgroup) -> tuple[int, int]:
+        """Parts of one parameter have the same first use."""
+        uses = (self._weights.schedule.first_use(part.parameter) for part in group.segments)
+        return min(uses), group.index
+
+    def _begin(self, work: _Pass) -> None:
+        assert self._current is None
+        try:
+            self._current = work
+        finally:  # nobody would end one that the thread is not given
+            self._work.put(work)
+
+    def _run(self) -> None:
+        stay_in_background()
+        while (work := self._work.get()) is not None:
+            with torch.no_grad():
+                try:
+                    self._pass(work)
+                except BaseException as failure:  # kept, and raised to whoever waits for the step
+                    self._stop(work, let_go(failure))
+                finally:
+                    with self._lock:
+                        self._current = None
+                        self._changed.notify_all()
+
+    def _pass(self, work: _Pass) -> None:
+        while self._wait_for_work(work):
+            if work.is_dropped:
+                self._abandon(work)
+                return
+            self._publish_held(work)
+            self._start_reads(work)
+            if work.reading:
+                self._advance(work)
+            self._finish_written(work, wait=not work.reading)
+
+    def _wait_for_work(self, work: _Pass) -> bool:
+        """Wait until there is something to do; False when the pass is done."""
+        with self._lock:
+            while not (work.ahead or work.reading or work.writing):
+                if work.is_dropped or (work.is_confirmed and work.held):
+                    return True
+                if work.is_complete:
+                    return not work.is_empty
+                self._changed.wait()
+        return True
+
+    def _publish_held(self, work: _Pass) -> None:
+        while work.is_confirmed and work.held:
+            self._stages.publish(work.held[0])
+            work.held.popleft()
+
+    def _start_reads(self, work: _Pass) -> None:
+        while self._overlap or not work.reading:
+            group = self._take_next(work)
+            if group is None:
+                return
+            try:
+                work.reading.append(self._stages.start_read(work.step, group))
+            except BaseException:
+                work.ahead.appendleft(group)
+                raise
+
+    def _take_next(self, work: _Pass) -> Subgroup | None:
+        """The next subgroup, if it can start; held jobs keep their slots until that is needed."""
+        with self._lock:
+            if not work.ahead:
+                return None
+            if not self._stages.can_start(work.ahead[0]):
+                idle = next((job for job in work.held if job.slot is not None), None)
+                if idle is None:
+                    return None
+                self._stages.strip(idle)
+            return work.ahead.popleft()
+
+    def _advance(self, work: _Pass) -> None:
+        """Run a kernel: of the oldest job whose bytes are there, or else of the oldest."""
+        job = next((job for job in work.reading if self._stages.is_read(job)), work.reading[0])
+        self._stages.run_kernel(job)
+        if work.is_confirmed:
+            self._stages.offer(job)
+        self._stages.start_write(job)
+        work.reading.remove(job)
+        work.writing.append(job)
+
+    def _finish_written(self, work: _Pass, *, wait: bool) -> None:
+        """Publish or hold what is written, whatever is older; with ``wait`` at least one job.
+
+        Arrays in host memory, which have nothing to write, are not kept waiting by an SSD.
+        """
+        if not self._overlap:
+            wait = True
+        finished = [job for job in work.writing if self._stages.is_written(job)]
+        if wait and not finished:
+            finished = list(work.writing)[:1]
+        for job in finished:
+            if work.is_confirmed:
+                self._stages.publish(job)
+            else:
+                self._stages.settle(job)
+                work.held.append(job)
+            work.writing.remove(job)
+
+    def _abandon(self, work: _Pass) -> None:
+        for job in (*work.held, *work.writing, *work.reading):
+            self._stages.abandon(job)
+
+    def _stop(self, work: _Pass, failure: BaseException) -> None:
+        """Undo an early pass; of a step, bring home what can be and keep the rest for ``retry``.
+
+        A failure other than one of I/O may have left arrays in host memory half updated; that
+        cannot be repeated.
+        """
+        with self._lock:
+            work.is_dropped = not work.is_confirmed
+        if work.is_dropped:
+            self.early_failure = failure
+            self._abandon(work)
+            return
+        if work.began_early and isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
+            self._go_on(work)
+            return
+        self._failure = failure
+        try:
+            left = self._bring_home(work)
+            if isinstance(failure, OSError):
+                self._left = (work.step, left)
+        finally:
+            self._weights.fail(failure)
+
+    def _go_on(self, work: _Pass) -> None:
+        """What was held back took the room that the rest needed: publish it, which frees the
+        versions before it, and do the rest as a step that began no earlier.
+        """
+        again = _Pass(work.step, deque(), is_confirmed=True, is_complete=True)
+        try:
+            left = self._bring_home(work)
+            self._weights.fail(None)
+            self._weights.begin_update(parts_of(left), work.step.updates)
+            self._add(again, left)
+            self._pass(again)
+        except BaseException as failure:  # as in ``_run``
+            self._stop(again, let_go(failure))
+
+    def _bring_home(self, work: _Pass) -> list[Subgroup]:
+        """Publish what is written and abandon the rest, which is returned."""
+        left: list[Subgroup] = []
+        for job in (*work.held, *work.writing):
+            try:
+                self._stages.publish(job)
+            except Exception:  # the first failure is the one that is reported
+                self._stages.abandon(job)
+                left.append(job.subgroup)
+        for job in work.reading:
+            self._stages.abandon(job)
+            left.append(job.subgroup)
+        return [*left, *work.ahead]
+
+
+def parts_of(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:
+    """For each parameter that has a part in ``subgroups``, their indices."""
+    parts: dict[int, tuple[int, ...]] = {}
+    for subgroup in subgroups:
+        for segment in subgroup.segments:
+            parts[segment.parameter] = (*parts.get(segment.parameter, ()), subgroup.index)
+    return parts
