@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio import Engine, Request, Slab
-from swap.storage.directory import FOLDER, SwapDirectory
+from swap.storage.directory import FOLDER, SwapDirectory, make_shared
 
 _PROBE_BYTES = 256 * 1024 * 1024
 _REQUEST_BYTES = 8 * 1024 * 1024
@@ -41,7 +41,7 @@ def measure_and_keep(directory: str | os.PathLike[str]) -> Bandwidth:
     """
     found = _measure_one(directory)
     folder = Path(directory) / FOLDER
-    folder.mkdir(exist_ok=True)
+    make_shared(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _replace(descriptor, json.dumps({"read": found.read, "write": found.write}).encode())
@@ -105,6 +105,7 @@ def _replace(folder: int, content: bytes) -> None:
     descriptor = os.open(part, flags, 0o644, dir_fd=folder)
     try:
         with os.fdopen(descriptor, "wb") as opened:
+            os.fchmod(opened.fileno(), 0o644)  # whatever the umask: all users of the disk read it
             opened.write(content)
         os.replace(part, _NAME, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:

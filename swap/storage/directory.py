@@ -9,6 +9,8 @@ and removed with ``<nvme>`` itself locked. So nobody takes a folder that is stil
 leftover, and nobody removes what another is removing.
 
 Folders are for their user alone (0700, files 0600, whatever the umask), for they hold weights.
+``.infinity`` itself is for all who may write to ``<nvme>``, and sticky: whoever made it, others put
+their folders beside, and nobody but the owner of ``.infinity`` can move or remove another's.
 Nothing is followed that is a symbolic link: whoever may write to ``<nvme>`` could have it lead to
 folders elsewhere.
 """
@@ -68,10 +70,7 @@ class SwapDirectory:
     def _make(self, engine: Engine) -> None:
         check_usable(self.root)
         with _locked(self.root):
-            folder = self.root / FOLDER
-            with suppress(FileExistsError):
-                folder.mkdir()  # several users may share it
-            _check_folder(folder)
+            make_shared(self.root / FOLDER)
             _reclaim(self.root)
             self.path.mkdir(mode=0o700)
             self._lock = Descriptor(
@@ -192,6 +191,32 @@ def _check_folder(folder: Path) -> None:
         )
 
 
+def make_shared(folder: Path) -> None:
+    """Make ``FOLDER`` if there is none, for everybody that its parent is for.
+
+    Raises ``PermissionError`` for one of another user that is not for this one.
+    """
+    parent = folder.parent.stat()
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        _check_folder(folder)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(
+                errno.EACCES,
+                f"made by user {folder.lstat().st_uid}, and not for others to write to; have it "
+                f"removed while nobody offloads, or opened: chmod 1777 {folder}",
+                os.fspath(folder),
+            ) from None
+        return
+    # By a descriptor: somebody may have put a link in its place.
+    with Descriptor(folder, os.O_RDONLY | os.O_DIRECTORY, exact=True) as made:
+        status = os.fstat(made.number)
+        if status.st_uid == os.geteuid():
+            shared = parent.st_mode & (stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO)
+            os.fchmod(made.number, shared | (status.st_mode & stat.S_ISGID) | stat.S_ISVTX)
+
+
 def _reclaim(root: Path) -> list[Path]:
     removed: list[Path] = []
     parent = root / FOLDER
@@ -200,12 +225,26 @@ def _reclaim(root: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return removed  # who wants to use it is told
     for folder in sorted(parent.glob("*")):
-        if _NAME.fullmatch(folder.name) and _is_abandoned(folder):
-            nbytes = sum(entry.lstat().st_blocks * 512 for entry in folder.iterdir())
-            shutil.rmtree(folder)
-            _log.info("reclaimed %d bytes that a dead process left in %s", nbytes, folder)
+        if _NAME.fullmatch(folder.name) and _is_abandoned(folder) and _reclaim_one(folder):
             removed.append(folder)
     return removed
+
+
+def _reclaim_one(folder: Path) -> bool:
+    """Whether it is gone: one that cannot be removed takes space, and stops nobody."""
+    try:
+        nbytes = sum(entry.lstat().st_blocks * 512 for entry in folder.iterdir())
+        shutil.rmtree(folder)
+    except OSError as error:
+        _log.warning(
+            "cannot remove what a dead process left in %s: %s; it takes space on the disk until "
+            "it is removed by hand",
+            folder,
+            error,
+        )
+        return False
+    _log.info("reclaimed %d bytes that a dead process left in %s", nbytes, folder)
+    return True
 
 
 def check_usable(root: Path) -> None:

@@ -5,6 +5,7 @@ import fcntl
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -230,6 +231,62 @@ def test_folders_and_files_are_for_their_user_alone(tmp_path: Path, engine: Engi
         directory.path / "state.swap": 0o600,
     }
     directory.close()
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o775, 0o1777])
+def test_whoever_may_write_to_the_disk_may_offload_to_it(
+    tmp_path: Path, engine: Engine, mode: int
+) -> None:
+    root = tmp_path / "nvme"
+    root.mkdir()
+    root.chmod(mode)
+    before = os.umask(0o077)
+    try:
+        directory = SwapDirectory(root, engine)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((root / ".infinity").stat().st_mode) == mode | stat.S_ISVTX
+    directory.close()
+    assert list(root.iterdir()) == []
+
+
+def test_folder_of_another_user_that_is_closed_to_others_is_named_with_the_remedy(
+    tmp_path: Path, engine: Engine
+) -> None:
+    shared = tmp_path / ".infinity"
+    shared.mkdir()
+    access = os.access
+
+    def closed(path: Path, mode: int) -> bool:
+        return path != shared and access(path, mode)
+
+    with patch("os.access", closed), pytest.raises(PermissionError, match="chmod 1777") as caught:
+        SwapDirectory(tmp_path, engine)
+    assert caught.value.filename == str(shared)
+    assert list(shared.iterdir()) == []
+
+
+def test_leftover_that_cannot_be_removed_is_a_warning_and_stops_nobody(
+    tmp_path: Path, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck, other = (tmp_path / ".infinity" / f"{name:012x}" for name in (1, 2))
+    for folder in (stuck, other):
+        folder.mkdir(parents=True)
+        (folder / "state.swap").touch()
+    remove = shutil.rmtree
+
+    def refuse(folder: Path) -> None:
+        if folder == stuck:
+            raise PermissionError(errno.EPERM, "immutable", str(folder / "state.swap"))
+        remove(folder)
+
+    with patch("shutil.rmtree", refuse):
+        directory = SwapDirectory(tmp_path, engine)
+        directory.close()
+    assert _swap_folders(tmp_path) == [stuck]
+    (record,) = caplog.records
+    assert f"{stuck}" in record.getMessage()
+    assert "immutable" in record.getMessage()
 
 
 def test_folder_that_is_a_link_is_refused_and_nothing_behind_it_is_removed(
