@@ -298,8 +298,7 @@ class Manager:
 
     def _last_saved(self) -> int:
         """When the newest checkpoint was saved, in nanoseconds since 1970; a clock may be wrong."""
-        saved = (self._known.saved(self.path(step)) for step in self._found())
-        return max((when for when in saved if when is not None), default=0)
+        return self._known.last_saved(map(self.path, self._found()))
 
     def _judge(self, step: int) -> Verdict:
         path = self.path(step)

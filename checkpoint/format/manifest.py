@@ -25,14 +25,13 @@ from checkpoint.format.records import (
     Shape,
     TensorRecord,
 )
-from checkpoint.format.rules import validate
+from checkpoint.format.rules import MAX_SIZE, validate
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "infinity-checkpoint"
 VERSION = 1
 MAX_MANIFEST_BYTES: Final = 256 << 20
 MAX_JSON_VALUES: Final = 16_000_000
-MAX_SIZE = (1 << 63) - 1
 
 _T = TypeVar("_T")
 

@@ -30,7 +30,8 @@ from checkpoint.format.slices import is_dense, span_elements
 
 _UUID = re.compile("[0-9a-f]{8}")
 _DATA_FILE = re.compile(r"r(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})\.safetensors")
-_MAX_BYTES = (1 << 63) - 1
+MAX_SIZE = (1 << 63) - 1
+"""Of any integer in a manifest."""
 _MAX_SPREAD = 4096
 
 
@@ -48,6 +49,8 @@ def validate(manifest: Manifest) -> None:
     """Raises CorruptCheckpointError for the first contradiction."""
     if not is_uuid(manifest.uuid):
         raise CorruptCheckpointError(f"uuid {manifest.uuid[:40]!r} is not eight hex digits")
+    _check_number("world_size", manifest.world_size, low=1)
+    _check_number("saved", manifest.saved, low=0)
     for root in manifest.roots:
         _check_root(root)
     for file in manifest.files:
@@ -58,6 +61,11 @@ def validate(manifest: Manifest) -> None:
         _check_tensor(manifest, tensor)
     _check_extents(manifest)
     _check_storages(manifest)
+
+
+def _check_number(what: str, value: int, low: int) -> None:
+    if not low <= value <= MAX_SIZE:
+        raise CorruptCheckpointError(f"{what} {value} is not between {low} and {MAX_SIZE}")
 
 
 def _check_unique(names: Sequence[object], what: str) -> None:
@@ -106,7 +114,7 @@ def _check_tensor(manifest: Manifest, tensor: TensorRecord) -> None:
         )
     # Sizes of 0 make any other size harmless to hold and harmful to multiply.
     sizes = [size for size in tensor.shape if size] if 0 in tensor.shape else tensor.shape
-    if math.prod(sizes) * tensor.element.itemsize > _MAX_BYTES:
+    if math.prod(sizes) * tensor.element.itemsize > MAX_SIZE:
         raise CorruptCheckpointError("more than 2^63 bytes", tensor=tensor.name)
     for chunk in tensor.chunks:
         _check_chunk(manifest, tensor, chunk)

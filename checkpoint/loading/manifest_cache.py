@@ -6,6 +6,7 @@ changed would take the interpreter from the training beside it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -46,21 +47,35 @@ class KnownManifests:
                     raise  # else it was removed or saved over meanwhile, and is no damage
 
     def _checked(self, checkpoint: Path, stamp: _Stamp | None) -> Manifest:
-        known = self._known.get(checkpoint)
-        if stamp is None or known is None or known[0] != stamp:
-            manifest = _files_of(read_manifest(checkpoint))
-            if stamp is not None:
-                self._known[checkpoint] = stamp, manifest
-        else:
-            manifest = known[1]
+        manifest = self._valid(checkpoint, stamp)
         placed = self._moved.apply(manifest)
         for file in placed.files:
             check_data_file(placed, checkpoint, file)
         return manifest
 
+    def _valid(self, checkpoint: Path, stamp: _Stamp | None) -> Manifest:
+        known = self._known.get(checkpoint)
+        if stamp is not None and known is not None and known[0] == stamp:
+            return known[1]
+        manifest = _files_of(read_manifest(checkpoint))
+        if stamp is not None:
+            self._known[checkpoint] = stamp, manifest
+        return manifest
+
+    def last_saved(self, checkpoints: Iterable[Path]) -> int:
+        """When the newest of some checkpoints was saved, those with damaged manifests aside; 0 if
+        there is none. Of manifests that have not been seen before few are read.
+        """
+        claimed = [(self.saved(checkpoint) or 0, checkpoint) for checkpoint in checkpoints]
+        for _, checkpoint in sorted(claimed, reverse=True):
+            # A damaged manifest may claim any time, and what is saved next has to be later.
+            with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
+                return self._valid(checkpoint, _stamp(checkpoint)).saved
+        return 0
+
     def saved(self, checkpoint: Path) -> int | None:
-        """When a checkpoint was saved, from the beginning of its manifest alone if that says so; 0
-        for a valid one that does not, None where there is no valid one.
+        """When a checkpoint was saved, as the beginning of its manifest claims if it says anything;
+        0 for a valid one that does not, None where there is no valid one.
         """
         known = self._known.get(checkpoint)
         if known is not None and known[0] == _stamp(checkpoint):

@@ -18,6 +18,7 @@ from checkpoint.collector import paused_collector
 from checkpoint.directory.destination import Destination, PathLike, stripe_paths
 from checkpoint.format.manifest import check_limits
 from checkpoint.format.records import Manifest, SaveInfo
+from checkpoint.format.rules import MAX_SIZE
 from checkpoint.plan.state_plan import FilePlan, StatePlan, plan_files, plan_state
 from checkpoint.plan.write_runs import LARGE_SLOT_BYTES, LARGE_SLOTS, STAGING_BYTES, plan_slots
 from checkpoint.ranks.coordinator import Coordinator, SingleProcess
@@ -267,7 +268,13 @@ def plan_save(
 
 
 def _later_than(before: Callable[[], int]) -> int:
-    return max(time.time_ns(), before() + 1)
+    saved = max(time.time_ns(), before() + 1)
+    if saved > MAX_SIZE:
+        raise ValueError(
+            f"saved {saved} ns after 1970 is more than the {MAX_SIZE} that a manifest can say; set "
+            "the clock, and remove checkpoints of the series that were saved while it was wrong"
+        )
+    return saved
 
 
 def _checked(

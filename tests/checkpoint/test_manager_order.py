@@ -210,3 +210,37 @@ def test_a_load_beside_a_writer_that_keeps_one_finds_one(
     assert reader.latest() == 21
     ahead = iter(range(22, 32))
     assert reader.steps() == [31]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_damaged_manifest_that_claims_a_late_time_leaves_later_saves_loadable(
+    tmp_path: Path, background: bool
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    manifest = manager.path(2) / MANIFEST_NAME
+    raw = manifest.read_bytes()
+    manifest.write_bytes(raw.replace(b'"saved":1', b'"saved":9', 1))
+    for step in (4, 5, 6):
+        if background:
+            manager.save_async(step, state(step)).result()
+        else:
+            manager.save(step, state(step))
+        assert manager.load(step)["step"] == step
+    assert checkpoint.Manager(tmp_path).latest() == 6
+    assert manager.steps() == [5, 6], "those before are removed, the damaged one is not whole"
+
+
+def test_a_clock_that_no_manifest_can_say_is_refused_before_anything_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = checkpoint.Manager(tmp_path)
+    last = (1 << 63) - 1
+    monkeypatch.setattr("time.time_ns", lambda: last)
+    manager.save(1, state(1))
+    assert manager.load()["step"] == 1
+    with pytest.raises(ValueError, match="set the clock"):
+        manager.save(2, state(2))
+    assert not manager.path(2).exists()
+    assert manager.load()["step"] == 1
