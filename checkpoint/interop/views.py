@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +81,7 @@ def _references(opened: OpenCheckpoint) -> dict[str, Any]:
         for end in [index for index, char in enumerate(place) if char == "/"]:
             references[f"{place[:end]}/zarr.json"] = GROUP_METADATA
         references[f"{place}/zarr.json"] = layout.metadata()
-        for index in itertools.product(*map(range, layout.grid)):
+        for index in layout.chunk_indices():
             key = "/".join([place, "c", *map(str, index)])
             references[key] = _reference(opened, view, layout, index)
     return references

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,18 @@ class ArrayLayout:
         return tuple(
             -(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True)
         )
+
+    def chunk_indices(self) -> Iterator[tuple[int, ...]]:
+        """Every index into the grid, in row-major order, without memory for all of them: an empty
+        array may have a dimension of any size.
+        """
+        grid = self.grid
+        for flat in range(math.prod(grid)):
+            index: list[int] = []
+            for count in reversed(grid):
+                flat, place = divmod(flat, count)
+                index.append(place)
+            yield tuple(reversed(index))
 
     def chunk_range(self, index: tuple[int, ...]) -> tuple[int, int]:
         """First byte of a chunk in the row-major array, and the bytes that it really has."""

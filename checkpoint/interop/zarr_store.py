@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,8 +238,10 @@ class CheckpointBlobs(Mapping[str, Blob]):
     def __getitem__(self, key: str) -> Blob:
         if key in self._metadata:
             return self._metadata[key]
-        place, slash, index = key.rpartition("/c/") if "/c/" in key else (key[:-2], key[-2:], "")
-        if place not in self._arrays or slash not in ("/c/", "/c"):
+        # Groups and arrays may be called `c` as well; an index never is.
+        separator = "/c" if key.endswith("/c") else "/c/"
+        place, found, index = key.rpartition(separator)
+        if not found or place not in self._arrays:
             raise KeyError(key)
         source, layout = self._arrays[place]
         numbers = tuple(int(part) if part.isdecimal() else -1 for part in index.split("/") if part)
@@ -254,7 +255,7 @@ class CheckpointBlobs(Mapping[str, Blob]):
     def __iter__(self) -> Iterator[str]:
         yield from self._metadata
         for place, (_, layout) in self._arrays.items():
-            for index in itertools.product(*map(range, layout.grid)):
+            for index in layout.chunk_indices():
                 yield "/".join([place, "c", *map(str, index)])
 
     def __len__(self) -> int:

@@ -20,7 +20,7 @@ from zarr.testing.store import StoreTests
 import checkpoint
 from checkpoint.format.elements import BY_TORCH
 from checkpoint.interop.zarr_layout import array_layout, node_paths
-from checkpoint.interop.zarr_store import Blob, BytesBlob, ReadOnlyStore
+from checkpoint.interop.zarr_store import Blob, BytesBlob, CheckpointBlobs, ReadOnlyStore
 from tests.checkpoint.trees import bits
 
 
@@ -268,3 +268,45 @@ def test_a_file_that_took_the_place_of_another_is_not_opened(path: Path, tmp_pat
             checkpoint.open_zarr(tmp_path / "one", verify=verify)
     with pytest.raises(checkpoint.CorruptCheckpointError, match="not the file that was saved"):
         checkpoint.export_safetensors(tmp_path / "one", tmp_path / "exported")
+
+
+def test_leaves_below_what_is_called_as_chunks_are_keep_their_values(tmp_path: Path) -> None:
+    tensors = {
+        "model": {key: torch.arange(1, 7) for key in ("c", "w")},
+        "c": {"c": {"c": torch.tensor(1.5), "d": torch.tensor(2.5)}, "0": torch.tensor(3.5)},
+        "x": {"c": torch.tensor(4.5), "rows": {"c": torch.full((3, 2), 6.5)}},
+    }
+    checkpoint.save(tensors, tmp_path / "step")
+    group = checkpoint.open_zarr(tmp_path / "step")
+    for name in checkpoint.list_tensors(tmp_path / "step"):
+        place = name.replace(".", "/")
+        assert raw(group[place]) == bits(leaf(tensors, tuple(name.split(".")))), place
+
+
+def test_every_key_that_is_listed_is_there(tmp_path: Path) -> None:
+    names = ("c", "c.c", "c.0", "0.c", "a/c/b", "c/", "%2F", "c.zarr.json")
+    tensors: dict[str, Any] = {}
+    for at, name in enumerate(names):
+        tensors[f"{name}.x"] = torch.full((2,) * (at % 3), at + 1)
+        tensors[f"{name}.c"] = torch.full((2,) * ((at + 1) % 3), at + 1)
+    checkpoint.save(tensors, tmp_path / "step")
+    blobs = CheckpointBlobs(tmp_path / "step")
+    for key in blobs:
+        if not key.endswith("zarr.json"):
+            assert any(blobs[key].read(0, blobs[key].nbytes)), key
+
+
+def test_chunks_of_an_array_are_counted_without_memory_for_all_of_them() -> None:
+    empty = array_layout(torch.float32, (0, 1 << 50))
+    assert list(empty.chunk_indices()) == []
+    large = array_layout(torch.uint8, (3, 1 << 60))
+    indices = large.chunk_indices()
+    assert [next(indices), next(indices)] == [(0, 0), (0, 1)]
+    small = array_layout(torch.uint8, (2, 3 << 20))
+    assert list(small.chunk_indices()) == list(np.ndindex(*small.grid))
+
+
+def test_an_empty_array_of_any_width_is_listed(tmp_path: Path) -> None:
+    checkpoint.save({"e": torch.empty(0, 1 << 50), "w": torch.ones(2)}, tmp_path / "step")
+    checkpoint.write_references(tmp_path / "step", tmp_path / "references.json")
+    assert {name for name, _ in checkpoint.open_zarr(tmp_path / "step").members()} == {"e", "w"}
