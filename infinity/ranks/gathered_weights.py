@@ -24,6 +24,7 @@ import torch
 from aio import Slab, SlabFullError
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import GATHER, Ranks, Transfer
+from swap.cache.owners import Owners
 from swap.cache.weight_cache import WeightCache
 from swap.plan.schedule import Schedule
 from swap.storage.planes import as_tensor
@@ -145,7 +146,7 @@ class GatheredWeights:
         self._prefetch = prefetch
         self._schedule = Schedule()
         self._entries: dict[int, _Entry] = {}
-        self._owners: dict[int, int] = {}
+        self._owners = Owners()
         self._pins: Counter[int] = Counter()
         self._used_bytes = 0
         self.gathered_bytes = 0
@@ -183,8 +184,10 @@ class GatheredWeights:
         return self._borrow(parameter)
 
     def owner(self, storage: int) -> int | None:
-        """The parameter whose weights, gathered or in the arena, have the storage ``_cdata``."""
-        found = self._owners.get(storage)
+        """The parameter whose weights, gathered or in the arena, have the storage ``_cdata``; also
+        when they are kept no more and still held.
+        """
+        found = self._owners.of(storage)
         return self._slices.owner(storage) if found is None else found
 
     def at_home(self, parameter: int) -> torch.Tensor | None:
@@ -197,12 +200,15 @@ class GatheredWeights:
         """Forget everything cached, because values at home were changed."""
         for index in list(self._entries):
             self._forget(index)
+        self._owners.clear()
         self._slices.drop()
 
     def end_step(self, updated: Iterable[int]) -> None:
         """A step was taken: what is cached of the ``updated`` parameters is out of date."""
         self._schedule.end_cycle()
-        for index in updated:
+        outdated = list(updated)
+        self._owners.outdate(outdated)
+        for index in outdated:
             self._forget(index)
 
     def _unpin(self, parameters: Iterable[int]) -> None:
@@ -249,7 +255,7 @@ class GatheredWeights:
         transfer = self._ranks.gather(part, weight, record.cut.offsets)
         entry = _Entry(weight, transfer, self._nbytes(parameter))
         self._entries[parameter] = entry
-        self._owners[weight.untyped_storage()._cdata] = parameter
+        self._owners.note(weight, parameter)
         self._used_bytes += entry.nbytes
         self.gathered_bytes += entry.nbytes
         return entry
@@ -280,5 +286,4 @@ class GatheredWeights:
         if entry is None:
             return
         entry.transfer.wait()
-        self._owners.pop(entry.weight.untyped_storage()._cdata, None)
         self._used_bytes -= entry.nbytes

@@ -10,6 +10,7 @@ from collections import Counter
 
 from aio import AioError, Operation, SlabFullError
 from swap.cache.arena import Arena, Entry
+from swap.cache.owners import Owners
 from swap.plan.layout import ParameterSpec
 from swap.plan.schedule import Schedule
 
@@ -28,15 +29,13 @@ class Residents:
         self._specs = specs
         self._arena = arena
         self._schedule = schedule
-        self._owners: dict[int, int] = {}
+        self.owners = Owners()
 
-    def owner(self, storage: int) -> int | None:
-        """The parameter whose entry has the storage of that ``_cdata``."""
-        parameter = self._owners.get(storage)
-        entry = None if parameter is None else self.entries.get(parameter)
-        if entry is None or _storage(entry) != storage:
-            return None
-        return parameter
+    def clear(self) -> None:
+        """Forget everybody: values at home were changed."""
+        self.entries.clear()
+        self.stale.clear()
+        self.owners.clear()
 
     def make_room(self, parameter: int, sooner_than: int | None, *, landing: bool) -> Entry | None:
         """A new entry, evicting what is used later; with ``sooner_than=None`` whatever is not
@@ -50,13 +49,8 @@ class Residents:
                 if not self._evict_one(sooner_than):
                     return None
             else:
-                self._forget_dead_storages()
-                self._owners[_storage(entry)] = parameter
+                self.owners.note(entry.weight, parameter)
                 return entry
-
-    def _forget_dead_storages(self) -> None:
-        if len(self._owners) > 2 * len(self._specs) + 64:
-            self._owners = {_storage(entry): p for p, entry in self.entries.items()}
 
     def _evict_one(self, sooner_than: int | None) -> bool:
         """Drop the entry that is used last, if that is later than ``sooner_than``."""
@@ -94,7 +88,3 @@ def _ended_well(operation: Operation) -> bool:
     except AioError:
         return False
     return True
-
-
-def _storage(entry: Entry) -> int:
-    return int(entry.weight.untyped_storage()._cdata)

@@ -83,8 +83,8 @@ class WeightCache:
             raise
 
     def owner(self, storage: int) -> int | None:
-        """The parameter whose weights in the arena have the storage of that ``_cdata``."""
-        return self._residents.owner(storage)
+        """Whose weights have the storage of that ``_cdata``, be they evicted and held still."""
+        return self._residents.owners.of(storage)
 
     def release(self, parameters: Iterable[int]) -> None:
         """Undo one ``acquire`` of each of ``parameters``."""
@@ -125,6 +125,7 @@ class WeightCache:
         """
         with self._lock:
             self._failure = None
+            self._residents.owners.outdate(p for p in subgroups_of if p in updated)
             for parameter, subgroups in subgroups_of.items():
                 self._pending[parameter] = set(subgroups)
                 entry = self._entries.get(parameter)
@@ -201,8 +202,7 @@ class WeightCache:
         with self._lock:
             for entry in (*self._entries.values(), *self._stale.values()):
                 wait_for(entry)
-            self._entries.clear()
-            self._stale.clear()
+            self._residents.clear()
 
     # How weights are found.
 

@@ -1,7 +1,6 @@
 """The path to a device and back, with a device that is host memory: as on CUDA, but for streams."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ def separate_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def bounded(*given: Any) -> Budget:
         return replace(make_budget(*given), device_bytes=_DEVICE_BYTES)
 
-    def link(self: TieredState, undo: ExitStack) -> HostLink:
+    def link(self: TieredState) -> HostLink:
         return HostLink()
 
     with monkeypatch.context() as patch:

@@ -163,3 +163,39 @@ def test_leaves_made_of_weights_hold_no_memory_of_the_budget(nvme: Path) -> None
             assert expected.grad is not None
             assert same_bits(leaf.grad, expected.grad)
         model.made.clear()
+
+
+class _Holder(nn.Module):
+    """Takes a view of a weight, computes with others, and uses it then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(320, 320, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = map(self._transposed, self.layers)
+        held = first()
+        for other in others:
+            x = x + torch.tanh(x @ other())
+        return x + torch.tanh(x @ held)
+
+    @staticmethod
+    def _transposed(layer: Any) -> Callable[[], torch.Tensor]:
+        return lambda: layer.weight.t()
+
+
+def test_views_that_outlast_their_weights_in_memory_hold_nothing_after(nvme: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(*(_Holder() for _ in range(8)))
+
+    results = []
+    for host_memory in (WHOLE, least_budget(make, nvme)):
+        model = make()
+        with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+            for step in range(3):
+                x = torch.randn(4, 320, generator=torch.Generator().manual_seed(step))
+                model(x).square().mean().backward()
+                offloaded.step()
+        results.append(values_of(model))
+    assert all(same_bits(value, results[1][key]) for key, value in results[0].items())

@@ -291,6 +291,25 @@ def test_owner_knows_weights_in_the_arena_and_nothing_else(make: Make) -> None:
     assert rig.weights.owner(weight.untyped_storage()._cdata) is None
 
 
+def test_owner_knows_weights_that_are_evicted_and_held_until_they_are_updated(make: Make) -> None:
+    rig = make(room=2)
+    held = rig.weights.borrow(0)
+    storage = held.untyped_storage()._cdata
+    for parameter in (1, 2, 3):
+        rig.use(parameter)
+    misses = rig.weights.misses
+    assert rig.weights.owner(storage) == 0
+    assert rig.weights.misses == misses
+    add_to_both(rig.state, rig.plain, 1, seed=1)
+    step_both(rig.state, rig.plain, [1])
+    assert rig.weights.owner(storage) == 0
+    add_to_both(rig.state, rig.plain, 0, seed=0)
+    step_both(rig.state, rig.plain, [0])
+    assert rig.weights.owner(storage) is None
+    del held
+    rig.check()
+
+
 def test_arena_is_empty_when_nobody_holds_anything(make: Make) -> None:
     rig = make(room=4)
     rig.cycle()

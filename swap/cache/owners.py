@@ -1,0 +1,53 @@
+"""Whose weights a storage holds, asked by who met a tensor over it.
+
+A program may hold a view of weights for longer than the arena keeps them. The bytes of its storage
+are theirs still, until they are updated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_FIRST_LOOK = 64
+"""So many storages are noted before it is looked for dead ones."""
+
+
+class Owners:
+    """Parameters by storages with their current weights, for as long as somebody holds those."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[int, int, StorageWeakRef]] = {}
+        """By ``_cdata`` of the storage: parameter, its age, the storage."""
+        self._ages: Counter[int] = Counter()
+        self._look_at = _FIRST_LOOK
+
+    def note(self, weight: torch.Tensor, parameter: int) -> None:
+        """The storage of ``weight`` is for the weights of ``parameter``."""
+        if len(self._noted) >= self._look_at:
+            self._noted = {
+                key: noted for key, noted in self._noted.items() if not noted[2].expired()
+            }
+            self._look_at = 2 * len(self._noted) + _FIRST_LOOK
+        where = weight.untyped_storage()
+        self._noted[where._cdata] = (parameter, self._ages[parameter], StorageWeakRef(where))
+
+    def of(self, storage: int) -> int | None:
+        """The parameter whose weights are in the storage of that ``_cdata``, which is alive."""
+        noted = self._noted.get(storage)
+        if noted is None:
+            return None
+        parameter, age, where = noted
+        is_current = age == self._ages[parameter] and not where.expired()
+        return parameter if is_current else None
+
+    def outdate(self, parameters: Iterable[int]) -> None:
+        """These get new values: what is noted of them now holds old ones."""
+        self._ages.update(parameters)
+
+    def clear(self) -> None:
+        """Any values may have changed."""
+        self._noted.clear()
