@@ -16,15 +16,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from aio._native import ffi, lib
 from aio.descriptors import Descriptor
 from aio.errors import AioError
 from aio.opening import Direct, Mode, Opening
-
-if TYPE_CHECKING:
-    from aio._core import Core
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +32,30 @@ MAX_OFFSET = (1 << 63) - 1
 _MAX_INTERRUPTIONS = 8
 
 
+class Owner(Protocol):
+    """What a file asks of the engine that it belongs to."""
+
+    lock: threading.RLock
+    changed: threading.Condition
+    """A closed file has no operation left."""
+
+    def is_forked(self) -> bool:
+        """Whether this process is a child of the engine's."""
+
+    def on_reaper(self) -> bool:
+        """Whether this thread reaps completions: it must not wait for them."""
+
+    def close_if_unused(self, file: "File") -> None:
+        """For whoever has used a file: closes it if only that was waited for."""
+
+
 class File:
     """An open file of one engine. Engine.open makes them.
 
     Thread-safe. The engine keeps it while operations on it are in flight.
     """
 
-    def __init__(self, core: "Core", path: Path, mode: Mode) -> None:
+    def __init__(self, core: Owner, path: Path, mode: Mode) -> None:
         """Opens nothing yet: see `open`."""
         self.path = path
         self.mode = mode
@@ -281,7 +295,7 @@ class File:
             self._direct = self._direct._replace(reason="the kernel refused a direct transfer")
         return is_news
 
-    def native_for(self, core: "Core", kind: str) -> Any:
+    def native_for(self, core: Owner, kind: str) -> Any:
         """The C file, for a transfer of this kind by that engine. ValueError when it may not."""
         self.check_open()
         if core is not self._core:
