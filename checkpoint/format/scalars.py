@@ -32,6 +32,13 @@ def is_scalar(value: object) -> bool:
     return type(value) in _ENCODERS or isinstance(value, np.generic)
 
 
+def is_key(value: object) -> bool:
+    """Whether a value can be a key or an element of a set, of those that `is_scalar` takes: records
+    of numpy come back writable, and what is writable is none.
+    """
+    return is_scalar(value) and not isinstance(value, np.void)
+
+
 def encode_scalar(value: Any) -> Node:
     """JSON node of a value that `is_scalar` accepts.
 

@@ -15,7 +15,14 @@ from typing import Any, Final
 
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.names import Path, natural_name, render, unique_names
-from checkpoint.format.scalars import Node, decode_scalar, encode_scalar, is_scalar, scalar_tags
+from checkpoint.format.scalars import (
+    Node,
+    decode_scalar,
+    encode_scalar,
+    is_key,
+    is_scalar,
+    scalar_tags,
+)
 
 MAX_DEPTH = 128
 """Containers within containers; bounds how deep a reader has to recurse."""
@@ -137,7 +144,7 @@ class _Encoder:
 
     def encode_key(self, path: Path, value: Any, role: str) -> Node:
         """Keys and elements of sets: plain values and tuples of them."""
-        if is_scalar(value):
+        if is_key(value):
             return self._encode_scalar(path, value)
         if type(value) is tuple and len(path) < MAX_DEPTH:
             inner = (*path, "key")
@@ -314,7 +321,10 @@ def _key(path: Path, node: Node, depth: int = 0) -> Any:
     if isinstance(node, dict) and list(node) == ["tuple"] and depth < MAX_DEPTH:
         items = _list(path, node["tuple"])
         return tuple(_key(path, item, depth + 1) for item in items)
-    return _scalar(path, node)
+    value = _scalar(path, node)
+    if not is_key(value):
+        raise CorruptCheckpointError(f"{render(path)}: a {type(value).__name__} cannot be a key")
+    return value
 
 
 def _list(path: Path, content: Node) -> list[Node]:

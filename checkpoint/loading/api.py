@@ -119,11 +119,12 @@ def _assemble(
     manifest: Manifest, selection: Selection, device: torch.device | None
 ) -> tuple[Any, dict[int, TensorTarget]]:
     """The tree that was asked for, its memory still to be filled, and what of it is to be read."""
-    names = {path: name for name, (path, _) in data_nodes(manifest.tree).items()}
+    # By order: keys that are not equal to themselves (NaN) would make no path to find a name by.
+    names = iter(data_nodes(manifest.tree))
     assembler = Assembler(manifest, device)
 
     def data(path: tuple[object, ...], node: DataNode) -> Any:
-        return assembler.build(path, node) if selection.wants(names[path]) else MISSING
+        return assembler.build(path, node) if selection.wants(next(names)) else MISSING
 
     wanted = None if selection.is_everything else selection.wants
     tree = decode_tree(manifest.tree, data, wanted)

@@ -7,7 +7,7 @@ their names. Nothing is written before everything fits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,15 +130,38 @@ class _Saved:
     def data(self, path: Path, name: str) -> tuple[Path, DataNode]:
         found = path if path in self._data else self._data_paths.get(name)
         if found is None:
-            raise _missing(path, name, self._data_paths)
+            raise self._refused(path, is_data=True)
         return found, self._data[found]
 
     def value(self, path: Path) -> Any:
         name = natural_name(path)
         found = path if path in self._values else self._value_paths.get(name)
         if found is None:
-            raise _missing(path, name, self._value_paths)
+            raise self._refused(path, is_data=False)
         return self._values[found]
+
+    def _refused(self, path: Path, is_data: bool) -> ValueError:
+        """Why a leaf of the live tree, a tensor or another one, finds none in the checkpoint."""
+        where, name = render(path, "into"), natural_name(path)
+        mine, others = (self._data, self._values)[:: 1 if is_data else -1]
+        kinds = ("a tensor", "a plain value")[:: 1 if is_data else -1]
+        if _has(others, path, name):
+            return ValueError(
+                f"{where} is {kinds[0]}, the checkpoint holds {kinds[1]} there; put {kinds[1]} "
+                "there too (which load writes to or replaces), or load this leaf without into="
+            )
+        if _has(mine, path, name):
+            return ValueError(
+                f"{where} could be several leaves of the checkpoint, which are all called {name!r};"
+                " load them without into="
+            )
+        similar = closest(name, map(natural_name, mine))
+        hint = f"; it has {', '.join(map(repr, similar))}" if similar else ""
+        return ValueError(f"{where} is not in the checkpoint{hint}")
+
+
+def _has(leaves: Mapping[Path, Any], path: Path, name: str) -> bool:
+    return path in leaves or name in map(natural_name, leaves)
 
 
 def _by_name(paths: dict[Path, Any]) -> dict[str, Path]:
@@ -148,12 +171,6 @@ def _by_name(paths: dict[Path, Any]) -> dict[str, Path]:
         name = natural_name(path)
         names[name] = None if name in names else path
     return {name: path for name, path in names.items() if path is not None}
-
-
-def _missing(path: Path, name: str, names: dict[str, Path]) -> ValueError:
-    similar = closest(name, names)
-    hint = f"; it has {', '.join(map(repr, similar))}" if similar else ""
-    return ValueError(f"{render(path, 'into')} is not in the checkpoint{hint}")
 
 
 def _plain_leaves(path: Path, tree: Any) -> Iterator[tuple[Path, Any]]:
