@@ -2,6 +2,9 @@
 
 What is written appears under its name at once and durably when the stream is closed; until then,
 and after an error, the file of that name is what it was. What is read is read ahead.
+
+Engines are used where no signal handler runs, a block at a time: an interrupt is raised when they
+are as they were or as they should be, and a read that it ended can be made again.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import errno
 import io
 import os
 from collections import OrderedDict, deque
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, cast
@@ -18,7 +22,7 @@ from typing import Any, BinaryIO, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from aio import Engine, File, Operation
+from aio import Engine, Operation
 from checkpoint._native import ffi
 from checkpoint.directory.destination import PathLike
 from checkpoint.directory.replacing import Replacement
@@ -30,6 +34,7 @@ _BLOCK_BYTES = 8 << 20
 _NUM_BLOCKS = 8
 _READ_AHEAD = 4
 _SMALL_READ_BYTES = 64 << 10
+_THREAD = "ckpt-stream"
 
 Block = npt.NDArray[np.uint8]
 
@@ -59,30 +64,28 @@ class _StreamWriter(io.BufferedIOBase):
     """Collects what is written in blocks; a full one is written while the next one fills."""
 
     def __init__(self, path: Path) -> None:
+        self._held = ExitStack()
         super().__init__()
         self._path = path
-        self._engine = Engine()
-        self._slab = staging_slab(_BLOCK_BYTES * _NUM_BLOCKS)
-        self._free = [self._slab.allocate(_BLOCK_BYTES) for _ in range(_NUM_BLOCKS)]
         self._in_flight: deque[tuple[Operation, Block]] = deque()
-        self._block = self._free.pop()
         self._filled = 0
         self._offset = 0
         self._failed = False
         try:
-            self._replacement, self._file = sheltered(lambda _: self._create(), "ckpt-stream")
+            sheltered(lambda _: self._create(), _THREAD)
         except BaseException:
-            self._engine.close()
-            super().close()
+            self._failed = True
+            self.close()
             raise
 
-    def _create(self) -> tuple[Replacement, File]:
-        replacement = Replacement(self._path)
-        try:
-            return replacement, self._engine.open(replacement.temporary, "w")
-        except BaseException:
-            replacement.discard()
-            raise
+    def _create(self) -> None:
+        self._engine = self._held.enter_context(Engine())
+        self._slab = staging_slab(_BLOCK_BYTES * _NUM_BLOCKS)
+        self._free = [self._slab.allocate(_BLOCK_BYTES) for _ in range(_NUM_BLOCKS)]
+        self._block = self._free.pop()
+        self._replacement = Replacement(self._path)
+        self._held.callback(self._replacement.discard)
+        self._file = self._held.enter_context(self._engine.open(self._replacement.temporary, "w"))
 
     @property
     def name(self) -> str:
@@ -119,7 +122,7 @@ class _StreamWriter(io.BufferedIOBase):
             copy_ranges([origin], [self._block.ctypes.data + self._filled], [count])
             self._filled += count
         if self._filled == _BLOCK_BYTES:
-            self._submit()
+            sheltered(lambda _: self._submit(), _THREAD)
         return count
 
     def _submit(self) -> None:
@@ -146,16 +149,14 @@ class _StreamWriter(io.BufferedIOBase):
         An interrupt is raised when that is done.
         """
         if not self.closed:
-            sheltered(lambda _: self._finish(), "ckpt-stream")
+            sheltered(lambda _: self._finish(), _THREAD)
 
     def _finish(self) -> None:
         try:
             if not self._failed:
                 self._commit()
         finally:
-            self._discard()
-            self._engine.close()
-            super().close()
+            self._let_go()
 
     def _commit(self) -> None:
         if self._filled:
@@ -166,15 +167,19 @@ class _StreamWriter(io.BufferedIOBase):
         self._file.close()
         self._replacement.commit()
 
-    def _discard(self) -> None:
+    def _let_go(self) -> None:
         for operation, _ in self._in_flight:
             try:
                 operation.result()
             except OSError:
                 continue
         self._in_flight.clear()
-        self._file.close()
-        self._replacement.discard()
+        try:
+            self._held.close()
+        finally:
+            super().close()
+            for name in ("_block", "_free", "_slab", "_file", "_replacement", "_engine"):
+                vars(self).pop(name, None)  # here, where no interrupt meets what frees them
 
     def __exit__(
         self,
@@ -187,7 +192,7 @@ class _StreamWriter(io.BufferedIOBase):
 
     def __del__(self) -> None:
         """A stream that nobody closed is no file."""
-        if hasattr(self, "_file") and not self.closed:
+        if "_failed" in vars(self) and not self.closed:
             self._failed = True
             self._finish()
 
@@ -200,19 +205,22 @@ class _StreamReader(io.RawIOBase):
     """Reads blocks ahead of a reader that goes forward; keeps the last few."""
 
     def __init__(self, path: Path) -> None:
+        self._blocks: OrderedDict[int, tuple[Operation, Block]] = OrderedDict()
+        self._held = ExitStack()
         super().__init__()
         self._path = path
-        self._engine = Engine()
-        self._blocks: OrderedDict[int, tuple[Operation, Block]] = OrderedDict()
         self._position = 0
         self._last = -1
         try:
-            self._file = self._engine.open(path)
-            self._nbytes = self._file.size()
+            sheltered(lambda _: self._open(), _THREAD)
         except BaseException:
-            self._engine.close()
-            super().close()
+            self.close()
             raise
+
+    def _open(self) -> None:
+        self._engine = self._held.enter_context(Engine())
+        self._file = self._held.enter_context(self._engine.open(self._path))
+        self._nbytes = self._file.size()
 
     @property
     def name(self) -> str:
@@ -260,21 +268,27 @@ class _StreamReader(io.RawIOBase):
         """A block, and those after it on their way if the reader goes forward."""
         goes_on = number in (self._last, self._last + 1)
         self._last = number
-        for wanted in range(number, number + (_READ_AHEAD if goes_on else 1)):
+        end = min(number + (_READ_AHEAD if goes_on else 1), -(-self._nbytes // _BLOCK_BYTES))
+        missing = [wanted for wanted in range(number, end) if wanted not in self._blocks]
+        for wanted in range(number, end):
             if wanted in self._blocks:
                 # Before others come: what is wanted now must not be the next to go.
                 self._blocks.move_to_end(wanted)
-            elif wanted * _BLOCK_BYTES < self._nbytes:
-                self._fetch(wanted)
+        if missing:
+            sheltered(lambda _: self._fetch(missing), _THREAD)
         operation, block = self._blocks[number]
         try:
             operation.result()
-        except BaseException:
+        except Exception:
             del self._blocks[number]  # the next read of it tries again
             raise
         return block
 
-    def _fetch(self, number: int) -> None:
+    def _fetch(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._fetch_one(number)
+
+    def _fetch_one(self, number: int) -> None:
         while len(self._blocks) >= _NUM_BLOCKS:
             _, (operation, _) = self._blocks.popitem(last=False)
             # Nobody waits for its bytes; if they are asked for, they are read again.
@@ -286,9 +300,15 @@ class _StreamReader(io.RawIOBase):
         self._blocks[number] = (self._engine.read(self._file, offset, block), block)
 
     def close(self) -> None:
-        if self.closed:
-            return
-        super().close()
+        """An interrupt is raised when that is done."""
+        if not self.closed and "_held" in vars(self):
+            sheltered(lambda _: self._finish(), _THREAD)
+
+    def _finish(self) -> None:
         self._blocks.clear()
-        self._file.close()
-        self._engine.close()
+        try:
+            self._held.close()
+        finally:
+            super().close()
+            for name in ("_file", "_engine"):
+                vars(self).pop(name, None)  # here, where no interrupt meets what frees them
