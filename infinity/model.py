@@ -31,7 +31,7 @@ from infinity.ranks.collectives import LOAD, SAVE
 from infinity.ranks.context import Sharing
 from infinity.report import Report, make_report, write_trace
 from infinity.restoring import Restoring
-from infinity.values import persistence
+from infinity.values import loading, persistence
 from swap.forks import check_process
 from swap.plan.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
 from swap.storage.endurance import DRIVE_ENDURANCE
@@ -199,7 +199,7 @@ class OffloadedModel:
 
     def load(self, path: str | os.PathLike[str], *, stripe_dirs: StripeDirs | None = None) -> Any:
         """Load what ``save`` wrote; returns its ``extra``. Training continues bit-identically, on
-        as many ranks; see ``persistence.load``. Raises as ``checkpoint.load``, and ``ValueError``
+        as many ranks; see ``values.loading``. Raises as ``checkpoint.load``, and ``ValueError``
         naming what does not match this model; in that case nothing was changed.
         """
         self._check_open()
@@ -207,7 +207,7 @@ class OffloadedModel:
         self.sharing.meet(LOAD, max(self.steps))
         self._saves.wait_done()
         self.state.flush()
-        extra = persistence.load(self, path, stripe_dirs)
+        extra = loading.load(self, path, stripe_dirs)
         self.optimizer.zero_grad()
         self._residency.reset()
         self._versions.count_updates(range(len(self.records)))

@@ -1,8 +1,7 @@
-"""Checkpoints of an offloaded model: its state as a tree of byte sources, and back through byte
-sinks.
+"""Checkpoints of an offloaded model: its state as a tree of byte sources; ``loading`` is the way
+back.
 
-Nothing is gathered: a save streams every plane from its home tier, a load streams into it. The tree
-is
+Nothing is gathered: a save streams every plane from its home tier. The tree is
 
 - ``model.<name>``: weights in the compute dtype, and the model's persistent buffers;
 - ``optimizer.<plane>.<name>``: lo, master, exp_avg, ... (see ``swap.storage.planes``), in the shape
@@ -18,20 +17,15 @@ so ``model.*`` alone is an ordinary set of weights. A parameter that is tiled is
 from __future__ import annotations
 
 import copy
-import errno
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 import checkpoint
 from checkpoint.directory.generations import remove_checkpoint
-from checkpoint.directory.relocation import StripeDirs
 from checkpoint.saving import commit_ranks as steps
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer, TorchRule
@@ -41,26 +35,14 @@ from infinity.values import saved_state
 from infinity.values.leaves import leaves_of
 from infinity.values.plane_bytes import Saving, planes_of_leaf
 from infinity.values.rank_state import (
-    check_same_save,
     own_states,
     random_of_ranks,
     random_state,
-    restore_own,
-    restore_random,
-    saves_seen,
 )
-from swap.kernels import merge_master
-from swap.plan.layout import Plane
 from swap.plan.rules import UpdateRule
 from swap.tiered import TieredState
 
-logger = logging.getLogger(__name__)
 FORMAT = 1
-T = TypeVar("T")
-Read = Callable[..., Any]
-"""``checkpoint.load`` of one path."""
-_MAX_LOADS = 20
-"""Saves in a row that may each take the place of what is being loaded."""
 
 
 class Trainee(Protocol):
@@ -114,58 +96,6 @@ def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any, *, block: b
     )
 
 
-def load(
-    trainee: Trainee, path: str | os.PathLike[str], stripe_dirs: StripeDirs | None = None
-) -> Any:
-    """Undo ``save``, also that of another number of ranks; returns ``extra``.
-
-    What is a rank's own comes back on the rank of that number; a rank beyond those that saved gets
-    what rank 0 saved, and a warning says whose state nobody took. Every rank loads the same save,
-    however often it is saved over meanwhile. ``stripe_dirs`` is as in ``checkpoint.load``.
-
-    Raises ``ValueError`` naming what does not match before anything is changed. A failure later (a
-    corrupt file, an I/O error) leaves values mixed: load again before training on.
-    """
-    read = partial(checkpoint.load, path, stripe_dirs=stripe_dirs)
-    for _ in range(_MAX_LOADS):
-        before = saves_seen(trainee.sharing, path)
-        if len(set(before)) > 1:
-            continue
-        extra = _load(trainee, path, read)
-        if saves_seen(trainee.sharing, path) == before:
-            return extra
-    check_same_save(before, path)
-    raise BlockingIOError(
-        errno.EAGAIN, f"was saved over {_MAX_LOADS} times before it could be loaded", str(path)
-    )
-
-
-def _load(trainee: Trainee, path: str | os.PathLike[str], read: Read) -> Any:
-    saved = together(trainee.sharing, lambda: _read_scalars(trainee, path, read))
-    trainee.sharing.weights.drop()
-    extra = together(trainee.sharing, lambda: _load_values(trainee, saved, read))
-    for plane in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
-        if not any(plane in planes for planes in saved["planes"].values()):
-            trainee.state.planes.zero(plane)
-    _restore_scalars(trainee, saved)
-    return extra
-
-
-def together(sharing: Sharing, step: Callable[[], T]) -> T:
-    """Take a step that all ranks take: where one fails, all raise."""
-    found: list[T] = []
-    if sharing.coordinator is None:
-        return step()
-    steps.together(sharing.coordinator, lambda: found.append(step()))
-    return found[0]
-
-
-def _read_scalars(trainee: Trainee, path: str | os.PathLike[str], read: Read) -> dict[str, Any]:
-    saved: dict[str, Any] = read(only=["infinity.*"])["infinity"]
-    _check(trainee, saved, path)
-    return saved
-
-
 def _sources(trainee: Trainee) -> dict[str, Any]:
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
@@ -211,162 +141,6 @@ def _scalars(trainee: Trainee) -> dict[str, Any]:
         "random": random_state(),
         "world_size": trainee.sharing.world_size,
     }
-
-
-def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    if saved["format"] != FORMAT:
-        raise ValueError(f"{path} has format {saved['format']}; this version reads {FORMAT}")
-    shapes = saved["shapes"]
-    ours = {leaf.name: list(leaf.shape) for leaf in leaves_of(trainee.model, trainee.records)}
-    for name, shape in ours.items():
-        if name not in shapes:
-            raise ValueError(f"{path} has no parameter {name}, which the model has")
-        if shapes[name] != shape:
-            raise ValueError(f"{name} has shape {shapes[name]} in {path}, {shape} in the model")
-    for name in shapes:
-        if name not in ours:
-            raise ValueError(f"{path} has a parameter {name}, which the model has not")
-    _check_moments(trainee, saved, path)
-    names = {record.name for record in trainee.records}
-    if isinstance(trainee.rule, TorchRule) and not saved["small_state"].keys() <= names:
-        raise ValueError(
-            f"{path} has optimizer state of layers that were tiled in another way; load it with "
-            "the max_parameter_bytes that it was saved with"
-        )
-    groups = trainee.optimizer.param_groups
-    if len(saved["groups"]) != len(groups):
-        raise ValueError(
-            f"{path} has {len(saved['groups'])} parameter groups, the optimizer has {len(groups)}"
-        )
-
-
-def _check_moments(
-    trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]
-) -> None:
-    """Moments are not converted; frozen parameters have none."""
-    theirs, ours = saved.get("state_dtype", torch.float32), saved_state.state_dtype(trainee.rule)
-    for leaf in leaves_of(trainee.model, trainee.records):
-        saved_state.check_dtypes(trainee.state, trainee.rule, leaf, saved, path)
-        planes = trainee.state.plane_names(leaf.first.index)
-        if not {"exp_avg", "exp_avg_sq"} & {*planes} & {*saved["planes"][leaf.name]}:
-            continue
-        if theirs != ours:
-            raise ValueError(
-                f"{path} has the moments of {leaf.name} in {theirs}, the optimizer keeps {ours}; "
-                f"pass optimizer=infinity.AdamW(state_dtype={theirs})"
-            )
-        parts = [part.numel for part in leaf.parts]
-        if ours == torch.uint8 and saved["parts"][leaf.name] != parts:
-            raise ValueError(
-                f"{path} has 8-bit moments of {leaf.name} in other tiles, and blocks of them end "
-                "with a tile; load it with the max_parameter_bytes that it was saved with"
-            )
-
-
-def _load_values(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
-    """Fill what holds values, buffers too; returns ``extra``."""
-    same: dict[str, Any] = {"model": dict(persistent_buffers(trainee.model)), "optimizer": {}}
-    converted, recast = [], []
-    for leaf in leaves_of(trainee.model, trainee.records):
-        is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
-        for plane in planes_of_leaf(trainee.state, leaf, None):
-            name = plane.plane.name
-            if is_converted and name in _MASTER:
-                continue
-            if name not in saved["planes"][leaf.name]:
-                continue
-            if name == "weight":
-                same["model"][leaf.name] = plane
-            elif saved_state.must_cast(trainee.rule, saved, leaf, plane):
-                recast.append((leaf, plane))
-            else:
-                same["optimizer"].setdefault(name, {})[leaf.name] = plane
-        if is_converted:
-            converted.append(leaf)
-    read(only=_names_of(same), into=same, staging_bytes=trainee.checkpoint_bytes)
-    for leaf, plane in recast:
-        saved_state.cast(read, leaf, plane, _literal(f"optimizer.{plane.plane.name}.{leaf.name}"))
-    for leaf in converted:
-        values = _master(read, leaf.name, saved["planes"][leaf.name]).reshape(-1)
-        for part, _, at, _ in leaf.split(0, values.numel(), _WEIGHT):
-            kept = at + part.first
-            trainee.state.fill(part.index, values[kept : kept + part.spec.numel])
-    return _load_own(trainee, saved, read)
-
-
-def _load_own(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
-    """Buffers that are this rank's own, and the ``extra`` that it returns."""
-    rank, world_size = trainee.sharing.rank, trainee.sharing.world_size
-    own, saved_by = saved.get("own_states", []), saved.get("world_size", world_size)
-    lost = [other for other in own if other >= world_size]
-    if rank == 0 and own and (lost or saved_by < world_size):
-        logger.warning(
-            "saved by %d ranks, loaded on %d: %s", saved_by, world_size, _changed(lost, saved_by)
-        )
-    if rank in own:
-        has_extra, extra = restore_own(read, rank, persistent_buffers(trainee.model))
-        if has_extra:
-            return extra
-    return read(only=["extra.*"])["extra"].get("value")
-
-
-def _changed(lost: list[int], saved_by: int) -> str:
-    """What becomes of buffers and extra on another number of ranks."""
-    if lost:
-        return f"buffers and extra of ranks {lost} are not used"
-    return f"ranks from {saved_by} on begin with the buffers and extra of rank 0"
-
-
-_MASTER = ("weight", "lo", "master")
-_WEIGHT = Plane("weight", torch.float32)
-
-
-def _names_of(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    names = []
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            names += _names_of(value, f"{prefix}{key}.")
-        else:
-            names.append(_literal(f"{prefix}{key}"))
-    return names
-
-
-def _literal(name: str) -> str:
-    """``name`` as a shell pattern that matches nothing else."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def _master(read: Read, name: str, planes: Sequence[str]) -> torch.Tensor:
-    """The values of one parameter in the precision of its saved master, read whole."""
-    rest = [f"optimizer.{plane}.{name}" for plane in planes if plane in ("lo", "master")]
-    wanted = [f"model.{name}", *rest]
-    tree = read(only=[_literal(entry) for entry in wanted])
-    weight: torch.Tensor = tree["model"][name]
-    others = tree.get("optimizer", {})
-    if "master" in planes:
-        master: torch.Tensor = others["master"][name]
-        return master
-    if "lo" not in planes:
-        return weight
-    out = torch.empty(weight.numel(), dtype=torch.float32)
-    merge_master(weight.reshape(-1), others["lo"][name].reshape(-1), out)
-    return out.view(weight.shape)
-
-
-def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
-    for leaf in leaves_of(trainee.model, trainee.records):
-        for part in leaf.parts:
-            trainee.steps[part.index] = saved["steps"][leaf.name]
-    kept = trainee.rule.group_keys if isinstance(trainee.rule, TorchRule) else ()
-    for group, values in zip(trainee.optimizer.param_groups, saved["groups"], strict=True):
-        for key in kept:  # a state from before the first step has none of them
-            group.pop(key, None)
-        group.update({key: value for key, value in values.items() if key != "params"})
-    if trainee.loss_scale_state is not None and saved["loss_scale"] is not None:
-        trainee.loss_scale_state.value, trainee.loss_scale_state.good_steps = saved["loss_scale"]
-    if isinstance(trainee.rule, TorchRule):
-        saved_state.restore_small(trainee.rule, leaves_of(trainee.model, trainee.records), saved)
-    restore_random(trainee.sharing.rank, trainee.state.device, saved)
 
 
 def export(trainee: Trainee, folder: str | os.PathLike[str]) -> list[str]:

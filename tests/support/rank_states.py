@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.values import persistence
+from infinity.values import loading
 from tests.support.models import seeded
 from tests.support.rank_jobs import complaint
 
@@ -98,7 +98,7 @@ def _warnings() -> Iterator[list[str]]:
     """What is said of checkpoints meanwhile."""
     said: list[str] = []
     with mock.patch.object(
-        persistence.logger, "warning", lambda what, *values: said.append(what % values)
+        loading.logger, "warning", lambda what, *values: said.append(what % values)
     ):
         yield said
 
