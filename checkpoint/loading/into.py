@@ -242,7 +242,7 @@ def _target(path: Path, value: Any, view: TensorView, saved: np.dtype[Any] | Non
             f"{view.shape}"
         )
     if not isinstance(value, torch.Tensor):
-        return SinkTarget(value, shape, dtype.itemsize)
+        return SinkTarget.of(value, shape, dtype.itemsize)
     is_strided = value.layout == torch.strided and not value._is_zerotensor()
     if value.is_meta or not is_strided or value.is_quantized:
         raise ValueError(f"{where} has no plain memory to load into; give a strided tensor")

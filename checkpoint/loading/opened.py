@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -194,6 +195,8 @@ class _StoredRange:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    thread_safe: ClassVar[bool] = True
+
     def read(self, start: int, out: memoryview) -> None:
         self.opened.read(self.record, self.offset + start, out)
 
@@ -207,6 +210,8 @@ class _PickedView:
     view: TensorView
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    thread_safe: ClassVar[bool] = True
 
     def read(self, start: int, out: memoryview) -> None:
         strides = self.view.strides or ()

@@ -2,7 +2,7 @@
 
 Every source gives the bytes of a row-major tensor, whatever its strides and device. One whose bytes
 already lie so in host memory says at which address, and is then read without Python. Sources are
-read from several threads at once, at most one thread per part.
+read from several threads at once; those that are objects of users take turns.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from checkpoint.format.elements import ElementType
 from checkpoint.format.records import MAX_DIMENSIONS
 from checkpoint.format.slices import Shape, range_boxes, span_elements
 from checkpoint.tensors.held import Held, HeldArray, HeldStorage
+from checkpoint.tensors.turns import in_turn
 
 
 @runtime_checkable
@@ -29,6 +30,10 @@ class ByteSource(Protocol):
     """A tensor that is not in memory: it is saved by reading it piece by piece.
 
     `read(start, out)` fills `out` with bytes [start, start + len(out)) of the row-major tensor.
+    Pieces are asked for in any order and on any thread, one at a time of one object. Where `read`
+    may run on several threads at once, `thread_safe = True` on the object lets it, which stripes
+    and background saves gain by. Two objects may always be read at once: what they share (a file
+    and its position) is theirs to lock.
     """
 
     dtype: torch.dtype
@@ -41,8 +46,11 @@ class ByteSource(Protocol):
 class ByteSink(Protocol):
     """A tensor that is not in memory: it is loaded by writing it piece by piece.
 
-    `write(start, data)` takes bytes [start, start + len(data)) of the row-major tensor; pieces come
-    in any order, each byte once, and `data` is valid until the call returns.
+    `write(start, data)` takes bytes [start, start + len(data)) of the row-major tensor; `data` is
+    valid until the call returns. Pieces come in any order and on any thread, one at a time of one
+    object unless it has `thread_safe = True`, as for a `ByteSource`. Each byte comes once, but
+    again, and last as it is to stay, where another save or (`Manager.load`) damage made the load
+    begin anew.
     """
 
     dtype: torch.dtype
@@ -296,7 +304,8 @@ def _reading_source(source: ByteSource) -> Source:
     if any(size < 0 for size in shape):
         raise TypeError(f"a byte source of shape {shape}")
     ranges = _ranges_of(source) if isinstance(source, PartialSource) else None
-    return Source(elements.BY_TORCH[source.dtype], shape, None, source.read, source, ranges)
+    read = in_turn(source, source.read)
+    return Source(elements.BY_TORCH[source.dtype], shape, None, read, source, ranges)
 
 
 def _ranges_of(source: PartialSource) -> tuple[tuple[int, int], ...]:

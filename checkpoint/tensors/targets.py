@@ -16,6 +16,7 @@ import torch
 
 from checkpoint.format.slices import Shape, contiguous_strides, flat_first, range_boxes
 from checkpoint.tensors.sources import ByteSink, PartialSink, carrier_view, is_plain
+from checkpoint.tensors.turns import Transfer, in_turn
 
 
 class Place(NamedTuple):
@@ -89,6 +90,12 @@ class SinkTarget:
     sink: ByteSink
     shape: Shape
     itemsize: int
+    write: Transfer
+
+    @classmethod
+    def of(cls, sink: ByteSink, shape: Shape, itemsize: int) -> SinkTarget:
+        """Calls of one sink take turns."""
+        return cls(sink, shape, itemsize, in_turn(sink, sink.write))
 
     def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
         """Bytes [first, last) of a box that the sink takes."""
@@ -109,7 +116,7 @@ class SinkTarget:
         if first is None:
             return Place(None, _RowWriter(self, start, shape))
         base = first * self.itemsize
-        return Place(None, lambda first_byte, data: self.sink.write(base + first_byte, data))
+        return Place(None, lambda first_byte, data: self.write(base + first_byte, data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,5 +138,5 @@ class _RowWriter:
                     (begin + step) * stride
                     for begin, step, stride in zip(low, (*index, 0), strides, strict=True)
                 )
-                self.target.sink.write(place * itemsize, data[done : done + row_bytes])
+                self.target.write(place * itemsize, data[done : done + row_bytes])
                 done += row_bytes

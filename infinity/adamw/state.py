@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -152,6 +152,9 @@ class StateBytes:
     plane: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    thread_safe: ClassVar[bool] = True
+    """Transfers are at offsets, and stripes want several of them at once."""
 
     def read(self, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ class PlaneBytes:
     state: TieredState
     leaf: Leaf
     plane: Plane
+
+    thread_safe: ClassVar[bool] = True
+    """Transfers are at offsets, and stripes want several of them at once."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,6 +76,7 @@ class BytesOfRank:
     values: torch.Tensor | None
 
     dtype = torch.uint8
+    thread_safe = True
 
     @property
     def shape(self) -> tuple[int, ...]:
