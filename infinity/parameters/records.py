@@ -4,7 +4,6 @@ model, changes nothing.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -176,25 +175,48 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 def _check_sharing(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Distinct parameters over the same memory would be trained apart; plain PyTorch trains them
-    together.
+    together. Their memory may be interleaved, as columns of a matrix are.
     """
-    spans: dict[int, list[tuple[int, int, str]]] = {}
+    spans = []
     for name, parameter in named:
-        if parameter.is_meta or not parameter.numel() or parameter._is_zerotensor():
-            continue
-        start = parameter.data_ptr()
-        nbytes = parameter.numel() * parameter.element_size()
-        spans.setdefault(parameter.untyped_storage().data_ptr(), []).append(
-            (start, start + nbytes, name)
-        )
-    for ranges in spans.values():
-        ranges.sort()
-        for (_, stop, first), (start, _, second) in itertools.pairwise(ranges):
-            if start < stop:
+        if not (parameter.is_meta or parameter._is_zerotensor()) and parameter.numel():
+            start = parameter.data_ptr()
+            spans.append((start, start + _reach_bytes(parameter), name, parameter))
+    spans.sort(key=lambda span: span[:2])
+    reaching: list[tuple[int, int, str, nn.Parameter]] = []
+    for span in spans:
+        reaching = [other for other in reaching if other[1] > span[0]]
+        for _, _, name, other in reaching:
+            if _share_bytes(other, span[3]):
                 raise ValueError(
-                    f"{first} and {second} are different parameters over the same memory; tie "
+                    f"{name} and {span[2]} are different parameters over the same memory; tie "
                     "them by assigning the same Parameter object to both modules"
                 )
+        reaching.append(span)
+
+
+def _reach_bytes(tensor: torch.Tensor) -> int:
+    """From the first byte of ``tensor`` to the last."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether a byte belongs to both, which begin in this order and reach into one another."""
+    if all(torch.ops.aten.is_non_overlapping_and_dense(tensor) for tensor in (first, second)):
+        return True
+    offset = second.data_ptr() - first.data_ptr()
+    nbytes = max(_reach_bytes(first), offset + _reach_bytes(second))
+    of_first = torch.zeros(nbytes, dtype=torch.bool)
+    _bytes_in(of_first, first, 0).fill_(True)
+    return bool(_bytes_in(of_first, second, offset).any())
+
+
+def _bytes_in(memory: torch.Tensor, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """What ``memory``, a byte for each byte, has for those of ``tensor``, which is there."""
+    size = tensor.element_size()
+    dims = [(n, step * size) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
+    return memory.as_strided([*(n for n, _ in dims), size], [*(s for _, s in dims), 1], offset)
 
 
 def least_arena_bytes(model: nn.Module, records: Sequence[Record]) -> int:

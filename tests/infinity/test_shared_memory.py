@@ -1,0 +1,71 @@
+"""Distinct parameters over the same memory are refused, however they lie in it; others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from tests.support.training import same_bits
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _matrix() -> torch.Tensor:
+    return torch.arange(64.0 * 64).view(64, 64)
+
+
+def _arrays() -> Pair:
+    array = np.arange(4096, dtype=np.float32)
+    return torch.from_numpy(array[:1024]), torch.from_numpy(array[1000:])
+
+
+SHARING: dict[str, Callable[[], Pair]] = {
+    "a part": lambda: ((whole := _matrix()), whole[3:5]),
+    "transposed": lambda: ((whole := _matrix()), whole.t()),
+    "a row of every second": lambda: ((whole := _matrix())[::2], whole[60:62]),
+    "a column of many": lambda: ((whole := _matrix())[:, :40], whole[:, 39:]),
+    "arrays of one memory": _arrays,
+    "other elements of the same bytes": lambda: (
+        (whole := _matrix())[:, ::2],
+        whole.view(torch.bfloat16)[7:9, 128 // 2 :],
+    ),
+}
+APART: dict[str, Callable[[], Pair]] = {
+    "rows": lambda: ((whole := _matrix())[:32], whole[32:]),
+    "columns": lambda: ((whole := _matrix())[:, :32], whole[:, 32:]),
+    "rows in turn": lambda: ((whole := _matrix())[::2], whole[1::2]),
+    "parts of complex numbers": lambda: (
+        (whole := torch.randn(64, 64, dtype=torch.complex64)).real,
+        whole.imag,
+    ),
+}
+
+
+def _model(pair: Pair) -> nn.Module:
+    model = nn.Module()
+    model.first, model.second = map(nn.Parameter, pair)
+    return model
+
+
+@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("turned", [False, True])
+def test_parameters_over_the_same_memory_are_refused(name: str, turned: bool, nvme: Path) -> None:
+    first, second = SHARING[name]()
+    model = _model((second, first) if turned else (first, second))
+    with pytest.raises(ValueError, match="different parameters over the same memory"):
+        infinity.offload(model, nvme).__enter__()
+
+
+@pytest.mark.parametrize("name", APART)
+def test_parameters_that_take_turns_in_memory_are_offloaded(name: str, nvme: Path) -> None:
+    model = _model(APART[name]())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with infinity.offload(model, nvme, host_memory="64MiB"):
+        pass
+    assert all(map(same_bits, model.parameters(), before))
