@@ -169,6 +169,12 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
     if not parameter.is_meta:
         check_memory(name, parameter)
+        if parameter.requires_grad and _reach_bytes(parameter) < parameter.nbytes:
+            raise ValueError(
+                f"{name} is expanded: several of its elements are one in memory, and no "
+                "optimizer can update it; give the module nn.Parameter(parameter.detach().clone()) "
+                "in its place, or call requires_grad_(False)"
+            )
     if not parameter.is_leaf:
         raise ValueError(f"{name} is not a leaf tensor; offload parameters, not results")
 

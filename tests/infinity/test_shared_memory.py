@@ -69,3 +69,21 @@ def test_parameters_that_take_turns_in_memory_are_offloaded(name: str, nvme: Pat
     with infinity.offload(model, nvme, host_memory="64MiB"):
         pass
     assert all(map(same_bits, model.parameters(), before))
+
+
+EXPANDED: dict[str, Callable[[], torch.Tensor]] = {
+    "expanded": lambda: torch.randn(64, 1).expand(64, 64),
+    "windows": lambda: torch.randn(127).as_strided((64, 64), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_elements_that_are_one_in_memory_are_refused_if_trained(name: str, nvme: Path) -> None:
+    model = _model((EXPANDED[name](), _matrix()))
+    with pytest.raises(ValueError, match=r"first is expanded: .*clone\(\)"):
+        infinity.offload(model, nvme).__enter__()
+    first = model.get_parameter("first").requires_grad_(False)
+    before = first.detach().clone()
+    with infinity.offload(model, nvme, host_memory="64MiB"):
+        pass
+    assert same_bits(first.detach(), before)
