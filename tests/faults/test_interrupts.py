@@ -9,6 +9,8 @@ from torch import nn
 
 import infinity
 from aio import Engine, sync_directory
+from infinity.parameters.records import records_of
+from infinity.tiling.layers import MIN_TILE_BYTES, Tiling
 from tests.support.interrupts import Lines, Remains, interrupt, sampled
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget, same_bits, values_of
@@ -110,3 +112,26 @@ def test_interrupted_life_leaves_a_whole_model_and_nothing_else(tmp_path: Path) 
     model = lives.make()
     life(model, tmp_path, lives.host_memory)
     assert same_bits(values_of(model)["norm.weight"], lives.allowed[2]["norm.weight"])
+
+
+def test_interrupt_while_a_tiled_layer_comes_back_costs_no_row() -> None:
+    def tiled() -> tuple[nn.Sequential, Tiling]:
+        model = seeded(lambda: nn.Sequential(nn.Linear(256, 512)))
+        tiling = Tiling(model, records_of(model, None), MIN_TILE_BYTES, None)
+        tiling.__enter__()
+        for tile in model.parameters():
+            tile.data = tile.data.clone()  # memory of its own, as an offload block leaves it
+        return model, tiling
+
+    def leave(tiling: Tiling) -> None:
+        tiling.__exit__(None, None, None)
+
+    expected, tiling = tiled()
+    lines = interrupt(partial(leave, tiling), None).seen
+    for number in sampled(lines, 24):
+        model, tiling = tiled()
+        line = interrupt(partial(leave, tiling), number).line
+        assert line
+        leave(tiling)
+        assert type(model[0]) is nn.Linear
+        assert all(same_bits(v, values_of(model)[k]) for k, v in values_of(expected).items()), line
