@@ -19,7 +19,7 @@ from typing import Any
 from aio._native import ffi, lib
 from aio.files import MAX_OFFSET, File, warn_buffered
 from aio.operation import Operation, Outcome, Request, Ticket
-from aio.threads import join_thread, say, start_thread
+from aio.threads import Thread, join_thread, say, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Core:
         self._closing = False
         self._tokens = count()
         self._in_flight: dict[int, tuple[Ticket, Any]] = {}
-        self._thread = threading.Thread(target=_reap, args=(self,), name="aio-reaper", daemon=True)
+        self._thread = Thread(_reap, "aio-reaper", (self,))
         try:
             start_thread(self._thread)
             _live.add(self)

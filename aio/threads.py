@@ -1,36 +1,143 @@
-"""Starting threads, the error where the machine has none to give, and logging on them."""
+"""Threads and what is waited for, also where an interrupt comes; and logging on them.
 
+A signal handler runs on the main thread between two of its steps, and what it raises may come into
+`threading.Thread.start` or `join`: the first leaves half a thread, and the second (before Python
+3.13) takes one that still runs for ended. So a thread is started by another, which has no
+handlers, and its end is told by what it does last.
+"""
+
+import _thread
 import contextlib
 import errno
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from aio.errors import AioError
 
+_MAX_SECONDS = threading.TIMEOUT_MAX
 
-def start_thread(thread: threading.Thread) -> None:
-    """Starts `thread`, which its owner has recorded already.
+
+class Changes:
+    """Tells those who wait that what they look at, under a lock, has changed.
+
+    What threading.Condition does, for a lock that nobody holds while he waits: an interrupt between
+    its letting go of a lock and its taking it again leaves the `with` over it with a RuntimeError.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: list[Latch] = []
+
+    def next(self) -> "Latch":
+        """Is set by the next `tell`. To be made with the lock held, and waited for without."""
+        latch = Latch()
+        self._waiters.append(latch)
+        return latch
+
+    def tell(self) -> None:
+        """With the lock held."""
+        waiters, self._waiters = self._waiters, []
+        for latch in waiters:
+            latch.set()
+
+
+class Latch:
+    """Is set once and stays so; any number of threads wait for it.
+
+    What threading.Event does, without its lock: that stays locked if an interrupt meets a waiting
+    main thread in the wrong place, and then nobody can set the event any more.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: list[_thread.LockType] = []  # held; released to wake one thread each
+
+    def set(self) -> None:
+        self._is_set = True
+        with contextlib.suppress(IndexError):  # waiters that time out take themselves off the list
+            while True:
+                self._waiters.pop().release()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is set, after at most `timeout` seconds."""
+        if not self._is_set and (timeout is None or timeout > 0):
+            waiter = _thread.allocate_lock()
+            waiter.acquire()
+            self._waiters.append(waiter)
+            if not self._is_set:  # `set` looks at the list after this is true
+                waiter.acquire(timeout=-1 if timeout is None else min(timeout, _MAX_SECONDS))
+            with contextlib.suppress(ValueError):
+                self._waiters.remove(waiter)  # it is there only after a timeout
+        return self._is_set
+
+
+class Thread(threading.Thread):
+    """For `start_thread` and `join_thread`. The interpreter does not wait for it at its end."""
+
+    def __init__(
+        self, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()
+    ) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self._claim: dict[str, str] = {}
+        self.has_begun = Latch()
+        self.has_ended = Latch()
+
+    def run(self) -> None:
+        if not self.claimed_for("work"):
+            return
+        self.has_begun.set()
+        try:
+            super().run()
+        finally:
+            self.has_ended.set()
+
+    def claimed_for(self, what: str) -> bool:
+        """Whether it is to do this: what comes first, "work" or "nothing", for ever."""
+        return self._claim.setdefault("what", what) == what
+
+
+def start_thread(thread: Thread) -> None:
+    """Starts `thread`, which its owner has recorded already, and returns when it runs.
 
     So an interrupt while it starts leaves its owner able to end it, whether or not it runs. Raises
     AioError (EAGAIN) when the process may have no more threads; nothing was started then.
     """
+    is_launched = Latch()
+    refusals: list[BaseException] = []
+
+    def launch() -> None:
+        try:
+            thread.start()
+        except BaseException as error:
+            refusals.append(error)
+        is_launched.set()
+
     try:
-        thread.start()
+        _thread.start_new_thread(launch, ())
+        is_launched.wait()
+        if refusals:
+            raise refusals[0]
     except RuntimeError as error:
-        if thread.ident is not None:
-            raise
         raise AioError(
             f"cannot start the thread {thread.name}: {error}; the process or its user has as many"
             " threads as it may have: raise RLIMIT_NPROC (ulimit -u) or pids.max of its cgroup, or"
             " use fewer workers",
             errno=errno.EAGAIN,
         ) from error
+    thread.has_begun.wait()
 
 
-def join_thread(thread: threading.Thread) -> None:
-    """Waits for the end of `thread`; at once if it was never started."""
-    if thread.ident is not None:
-        thread.join()
+def join_thread(thread: Thread) -> None:
+    """Waits for the end of `thread`; one that has not begun never will.
+
+    Called again after an interrupt, it waits again.
+    """
+    if not thread.claimed_for("nothing"):
+        thread.has_ended.wait()
+        threading.Thread.join(thread)
 
 
 def say(log: Callable[..., None], *args: object) -> None:

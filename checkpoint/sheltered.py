@@ -14,55 +14,19 @@ all, is ever waited for by the work.
 from __future__ import annotations
 
 import _thread
-import contextlib
 import errno
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from aio.errors import let_go
+from aio.threads import Latch
 
 T = TypeVar("T")
 
 
 class StoppedError(Exception):
     """Work that gave up because other work had failed, or because it was interrupted."""
-
-
-class Latch:
-    """Is set once and stays so; any number of threads wait for it.
-
-    What threading.Event does, without its lock: that stays locked if an interrupt meets a waiting
-    main thread in the wrong place, and then nobody can set the event any more.
-    """
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiters: list[_thread.LockType] = []  # held; released to wake one thread each
-
-    def set(self) -> None:
-        self._is_set = True
-        with contextlib.suppress(IndexError):  # waiters that time out take themselves off the list
-            while True:
-                self._waiters.pop().release()
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is set, after at most `timeout` seconds."""
-        if not self._is_set and (timeout is None or timeout > 0):
-            waiter = _thread.allocate_lock()
-            waiter.acquire()
-            self._waiters.append(waiter)
-            if not self._is_set:  # `set` looks at the list after this is true
-                waiter.acquire(timeout=-1 if timeout is None else min(timeout, _MAX_SECONDS))
-            with contextlib.suppress(ValueError):
-                self._waiters.remove(waiter)  # it is there only after a timeout
-        return self._is_set
-
-
-_MAX_SECONDS = threading.TIMEOUT_MAX
 
 
 class Cancellation:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
 
 from aio.errors import let_go
-from aio.threads import join_thread, start_thread
+from aio.threads import Thread, join_thread, start_thread
 from swap.processors import stay_in_background
 
 
@@ -29,12 +28,22 @@ def run_apart(action: Callable[[], None], name: str) -> None:
             except BaseException as failure:  # raised where it is waited for
                 failures.append(let_go(failure))
 
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = Thread(run, name)
     try:
         start_thread(thread)
-        thread.join()
-    except BaseException:
         join_thread(thread)
+    except BaseException:
+        _insist_on_the_end(thread)
         raise
     if failures:
         raise failures[0]
+
+
+def _insist_on_the_end(thread: Thread) -> None:
+    """However often that is interrupted: there is one interrupt on its way, which says so."""
+    while True:
+        try:
+            join_thread(thread)
+            return
+        except BaseException as interrupt:
+            let_go(interrupt)

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aio.errors import let_go
-from aio.threads import say
+from aio.threads import Latch, say
 from checkpoint.format.records import SaveInfo
-from checkpoint.sheltered import Cancellation, Latch
+from checkpoint.sheltered import Cancellation
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from aio import Engine
+from aio.threads import Latch
 from checkpoint.directory.lock import end_given_up
 from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.ranks.coordinator import Coordinator
@@ -25,7 +26,7 @@ from checkpoint.saving.commit import SavePlan, commit
 from checkpoint.saving.commit_ranks import apart, commit_ranks, numbers_of
 from checkpoint.saving.guard import Gate
 from checkpoint.saving.pending import PendingSave, settle
-from checkpoint.sheltered import Cancellation, Latch, Worker, wait_for
+from checkpoint.sheltered import Cancellation, Worker, wait_for
 from checkpoint.threads import started
 from checkpoint.transfer.memory import machine
 from checkpoint.transfer.snapshot import EarlyStage

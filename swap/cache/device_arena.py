@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import Slab, SlabFullError
 from aio.errors import let_go
-from aio.threads import join_thread, start_thread
+from aio.threads import Thread, join_thread, start_thread
 from swap.cache.arena import Entry
 from swap.plain import plain
 from swap.plan.layout import ParameterSpec
@@ -260,7 +260,7 @@ class GradientInbox:
         self._closing = False
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._thread = threading.Thread(target=self._run, name="infinity-gradients", daemon=True)
+        self._thread = Thread(self._run, "infinity-gradients")
         try:
             start_thread(self._thread)
         except BaseException:

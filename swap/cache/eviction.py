@@ -13,6 +13,7 @@ from swap.cache.arena import Arena, Entry
 from swap.cache.owners import Owners
 from swap.plan.layout import ParameterSpec
 from swap.plan.schedule import Schedule
+from swap.tiers import BudgetError, format_bytes
 
 
 class Residents:
@@ -51,6 +52,19 @@ class Residents:
             else:
                 self.owners.note(entry.weight, parameter)
                 return entry
+
+    def too_small(self, parameter: int) -> BudgetError:
+        """The error of weights that there is no room for, whatever else leaves."""
+        assert self._arena is not None
+        spec = self._specs[parameter]
+        held = sum(self._specs[pinned].weight_bytes for pinned in self.pins)
+        return BudgetError(
+            f"no room for {spec.name} ({format_bytes(spec.weight_bytes)}): all "
+            f"{format_bytes(self._arena.nbytes)} for weights are taken, {format_bytes(held)} by "
+            "modules at work, the rest by tensors that autograd or the program still holds (a "
+            "checkpointed block keeps its weights until its backward is over); give more "
+            "host_memory, or checkpoint smaller blocks"
+        )
 
     def _evict_one(self, sooner_than: int | None) -> bool:
         """Drop the entry that is used last, if that is later than ``sooner_than``."""

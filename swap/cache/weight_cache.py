@@ -16,13 +16,13 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from aio.errors import let_go
+from aio.threads import Changes, Latch
 from swap.cache.arena import Arena, Entry
 from swap.cache.eviction import Residents, wait_for
 from swap.plan.layout import PIECE, ParameterSpec, Segment
 from swap.plan.schedule import Schedule
 from swap.storage.extents import ExtentStore
 from swap.storage.planes import PlaneStore, as_bytes, copy_values
-from swap.tiers import BudgetError, format_bytes
 from swap.timeline import Timeline
 
 _LOOKS_PER_ARENA = 16
@@ -58,8 +58,8 @@ class WeightCache:
         self._pins = self._residents.pins
         self._pending: dict[int, set[int]] = {}
         self._failure: BaseException | None = None
-        self._lock = threading.RLock()  # taken itself: ``Condition.__enter__`` can be cut in two
-        self._changed = threading.Condition(self._lock)
+        self._lock = threading.RLock()
+        self._changes = Changes()
         self._used_bytes = 0
 
     # What a forward or a backward pass does.
@@ -171,7 +171,7 @@ class WeightCache:
         self._arena.put(entry, segment.start, weight)
         with self._lock:
             entry.missing.discard(segment.subgroup)
-            self._changed.notify_all()
+            self._changes.tell()
 
     def published(self, parameter: int, subgroup: int) -> None:
         """The new values of ``parameter`` in ``subgroup`` are at home."""
@@ -186,7 +186,7 @@ class WeightCache:
                 entry = self._entries.get(parameter)
                 if entry is not None and entry.missing:
                     del self._entries[parameter]  # a part was not offered, and never will be
-            self._changed.notify_all()
+            self._changes.tell()
 
     def fail(self, failure: BaseException | None) -> None:
         """The update stopped, for now if ``failure`` is None: forget what is not home; wake all."""
@@ -195,7 +195,7 @@ class WeightCache:
             for parameter in self._pending:
                 self._entries.pop(parameter, None)
                 self._stale.pop(parameter, None)
-            self._changed.notify_all()
+            self._changes.tell()
 
     def drop(self) -> None:
         """Forget everything cached, because values at home were changed by other means."""
@@ -217,10 +217,16 @@ class WeightCache:
         stopped.
         """
         if parameter in self._pending:
-            with self._timeline.span("stall", label=self._specs[parameter].name), self._lock:
-                while parameter in self._pending:
-                    self._check_failure()
-                    self._changed.wait()
+            with self._timeline.span("stall", label=self._specs[parameter].name):
+                while (change := self._change_unless_updated(parameter)) is not None:
+                    change.wait()
+
+    def _change_unless_updated(self, parameter: int) -> Latch | None:
+        with self._lock:
+            if parameter not in self._pending:
+                return None
+            self._check_failure()
+            return self._changes.next()
 
     def _fetch(self, parameter: int) -> torch.Tensor:
         assert self._arena is not None
@@ -241,13 +247,13 @@ class WeightCache:
         assert self._arena is not None
         while (entry := self._find_or_start(parameter)) is None:
             if not self._arena.wait_for_release(_RELEASE_SECONDS):
-                raise self._too_small(self._specs[parameter])
+                raise self._residents.too_small(parameter)
         return entry
 
     def _find_or_start(self, parameter: int) -> Entry | None:
         """None if there is no room; waits for an update that is under way."""
-        with self._lock:
-            while True:
+        while True:
+            with self._lock:
                 entry = self._entries.get(parameter)
                 if entry is not None and not entry.missing:
                     self.hits += 1
@@ -257,7 +263,8 @@ class WeightCache:
                     self.misses += entry is not None
                     return entry
                 self._check_failure()
-                self._changed.wait()
+                change = self._changes.next()
+            change.wait()
 
     def _check_failure(self) -> None:
         if self._failure is not None:
@@ -386,14 +393,3 @@ class WeightCache:
         start = segment.offset * part.dtype.itemsize
         operation = self._extents.read(extent, start, as_bytes(part), urgent=urgent)
         entry.operations.append(self._timeline.watch(operation, entry.spec.name, purpose="weights"))
-
-    def _too_small(self, spec: ParameterSpec) -> BudgetError:
-        assert self._arena is not None
-        held = sum(self._specs[parameter].weight_bytes for parameter in self._pins)
-        return BudgetError(
-            f"no room for {spec.name} ({format_bytes(spec.weight_bytes)}): all "
-            f"{format_bytes(self._arena.nbytes)} for weights are taken, {format_bytes(held)} by "
-            "modules at work, the rest by tensors that autograd or the program still holds (a "
-            "checkpointed block keeps its weights until its backward is over); give more "
-            "host_memory, or checkpoint smaller blocks"
-        )

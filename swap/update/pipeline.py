@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 
 from aio.errors import let_go
-from aio.threads import join_thread, start_thread
+from aio.threads import Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.weight_cache import WeightCache
 from swap.plan.layout import Subgroup
 from swap.processors import stay_in_background
@@ -67,15 +67,13 @@ class UpdatePipeline:
         self._weights = weights
         self._overlap = overlap
         self._work: queue.SimpleQueue[_Pass | None] = queue.SimpleQueue()
-        # Taken itself, in one step: an interrupt that comes into ``Condition.__enter__`` behind the
-        # taking would leave it locked, and the thread below waiting.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changes = Changes()
         self._current: _Pass | None = None
         self.early_failure: BaseException | None = None
         self._failure: BaseException | None = None
         self._left: tuple[Step, list[Subgroup]] | None = None
-        self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
+        self._thread = Thread(self._run, "infinity-update")
         try:
             start_thread(self._thread)
         except BaseException:
@@ -100,9 +98,12 @@ class UpdatePipeline:
 
     def join(self) -> None:
         """Wait until the step is finished and at home, or was stopped."""
+        while (change := self._change_unless_idle()) is not None:
+            change.wait()
+
+    def _change_unless_idle(self) -> Latch | None:
         with self._lock:
-            while self._current is not None:
-                self._changed.wait()
+            return None if self._current is None else self._changes.next()
 
     def wait(self) -> None:
         """As ``join``; raises what stopped the step, until ``retry``."""
@@ -146,7 +147,7 @@ class UpdatePipeline:
         with self._lock:
             if self._current is not None and not self._current.is_dropped:
                 self._add(self._current, subgroups)
-                self._changed.notify_all()
+                self._changes.tell()
 
     def confirm(self, step: Step, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> bool:
         """``step`` is taken, and is what was proposed for ``fed``: publish that, then do ``rest``.
@@ -161,17 +162,17 @@ class UpdatePipeline:
             early.step = step
             self._add(early, rest)
             early.is_confirmed = early.is_complete = True
-            self._changed.notify_all()
+            self._changes.tell()
         return True
 
     def drop_early(self) -> None:
         """The proposed step is not taken: undo the early pass and wait until it is gone."""
         with self._lock:
-            if self._current is not None and not self._current.is_confirmed:
-                self._current.is_dropped = True
-                self._changed.notify_all()
-                while self._current is not None:
-                    self._changed.wait()
+            if self._current is None or self._current.is_confirmed:
+                return
+            self._current.is_dropped = True
+            self._changes.tell()
+        self.join()
 
     def close(self) -> None:
         """Drop an early pass, finish a step under way, then end the thread. Idempotent."""
@@ -215,7 +216,7 @@ class UpdatePipeline:
                 finally:
                     with self._lock:
                         self._current = None
-                        self._changed.notify_all()
+                        self._changes.tell()
 
     def _pass(self, work: _Pass) -> None:
         while self._wait_for_work(work):
@@ -230,14 +231,16 @@ class UpdatePipeline:
 
     def _wait_for_work(self, work: _Pass) -> bool:
         """Wait until there is something to do; False when the pass is done."""
-        with self._lock:
-            while not (work.ahead or work.reading or work.writing):
+        while True:
+            with self._lock:
+                if work.ahead or work.reading or work.writing:
+                    return True
                 if work.is_dropped or (work.is_confirmed and work.held):
                     return True
                 if work.is_complete:
                     return not work.is_empty
-                self._changed.wait()
-        return True
+                change = self._changes.next()
+            change.wait()
 
     def _publish_held(self, work: _Pass) -> None:
         while work.is_confirmed and work.held:

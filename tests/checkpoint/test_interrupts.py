@@ -19,7 +19,8 @@ import torch
 from sweep_saves import KINDS, Case, Footing, Interrupter, Place, interrupt_points
 
 import checkpoint
-from checkpoint.sheltered import Latch, StoppedError, Worker, sheltered
+from aio.threads import Latch
+from checkpoint.sheltered import StoppedError, Worker, sheltered
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,6 +10,7 @@ import torch
 
 import infinity
 from aio import AioError
+from aio.threads import Latch
 from swap.storage.extents import ExtentStore, _Volume
 from swap.update.pipeline import UpdatePipeline, _Pass
 from swap.update.stages import Job, Stages
@@ -74,11 +75,15 @@ def test_a_disk_that_fills_up_behind_a_confirmed_early_update_costs_no_step(
     advance, start_write = UpdatePipeline._advance, Stages.start_write
     confirmed: list[bool] = []
 
+    def next_unless_decided(pipeline: UpdatePipeline, work: _Pass) -> Latch | None:
+        with pipeline._lock:
+            is_decided = work.is_confirmed or work.is_dropped
+            return None if is_decided else pipeline._changes.next()
+
     def advance_when_confirmed(self: UpdatePipeline, work: _Pass) -> None:
         if work.began_early and not confirmed:
-            with self._changed:
-                while not (work.is_confirmed or work.is_dropped):
-                    self._changed.wait()
+            while (change := next_unless_decided(self, work)) is not None:
+                change.wait()
             confirmed.append(work.is_confirmed)
         advance(self, work)
 
