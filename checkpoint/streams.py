@@ -32,7 +32,7 @@ from checkpoint.transfer.memory import staging_slab
 
 _BLOCK_BYTES = 8 << 20
 _NUM_BLOCKS = 8
-_READ_AHEAD = 4
+_READ_AHEAD = 5
 _SMALL_READ_BYTES = 64 << 10
 _THREAD = "ckpt-stream"
 
@@ -274,7 +274,7 @@ class _StreamReader(io.RawIOBase):
             if wanted in self._blocks:
                 # Before others come: what is wanted now must not be the next to go.
                 self._blocks.move_to_end(wanted)
-        if missing:
+        if missing and missing[0] <= number + 1:  # several at once: a thread takes its time
             sheltered(lambda _: self._fetch(missing), _THREAD)
         operation, block = self._blocks[number]
         try:
