@@ -35,8 +35,9 @@ from checkpoint.format.slices import Shape, contiguous_strides, span_elements
 from checkpoint.loading.opened import OpenCheckpoint
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.plan.write_runs import STAGING_BYTES
+from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.changes import count_changes
-from checkpoint.tensors.sources import ByteSource
+from checkpoint.tensors.sources import ByteSource, finish_device_work
 from checkpoint.transfer.reader import ChunkRead, ReadOptions
 
 Finish = Callable[[], None]
@@ -123,7 +124,15 @@ class StorageReader(TorchStorageReader):
             else:
                 others.append(item)
         count_changes(written)
-        read_files(manifest, self.path, by_file, self._options)
+        finish_device_work()
+        is_inference = torch.is_inference_mode_enabled()
+
+        def read(cancellation: Cancellation) -> None:
+            options = replace(self._options, cancellation=cancellation)
+            with torch.inference_mode(is_inference):
+                read_files(manifest, self.path, by_file, options)
+
+        sheltered(read, "checkpoint-dcp")
         count_changes(written)
         for step in finish:
             step()

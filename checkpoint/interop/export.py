@@ -30,8 +30,9 @@ from checkpoint.plan.selection import Selection
 from checkpoint.plan.state_plan import FilePlan
 from checkpoint.plan.striping import Shard
 from checkpoint.plan.write_runs import STAGING_BYTES, plan_slots
+from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import view_of
-from checkpoint.tensors.sources import Source, source_of
+from checkpoint.tensors.sources import Source, finish_device_work, source_of
 from checkpoint.transfer.filling import Filler
 from checkpoint.transfer.memory import staging_slab
 from checkpoint.transfer.writer import FileJob, FillingSupply, Writer
@@ -39,6 +40,7 @@ from checkpoint.transfer.writer import FileJob, FillingSupply, Writer
 MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
 WHOLE_NAME = "model.safetensors"
+_THREAD = "checkpoint-export"
 _OURS = {"made_by": "infinity-offload"}
 """In the metadata of our indexes: what they name may be replaced by what a later export makes."""
 _NAME = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
@@ -64,17 +66,22 @@ def export_safetensors(
     """
     checkpoint = Path(path).resolve()
     selection = Selection(only)
-    with open_current(checkpoint, relocation(stripe_dirs)) as opened:
-        manifest = opened.manifest
-        tensors = {}
-        for name, (where, node) in data_nodes(manifest.tree).items():
-            if selection.wants(name) and name.startswith(prefix):
-                view = view_of(manifest, where, node)
-                tensors[name.removeprefix(prefix)] = opened.source(view)
-        selection.check_matched()
-        if not tensors:
-            raise ValueError(f"prefix={prefix!r} is the beginning of no name in {checkpoint}")
-        return write_safetensors(tensors, folder, max_shard_bytes=max_shard_bytes)
+    moved = relocation(stripe_dirs)
+
+    def work(cancellation: Cancellation) -> list[Path]:
+        with open_current(checkpoint, moved) as opened:
+            manifest = opened.manifest
+            sources = {}
+            for name, (where, node) in data_nodes(manifest.tree).items():
+                if selection.wants(name) and name.startswith(prefix):
+                    source = opened.source(view_of(manifest, where, node))
+                    sources[name.removeprefix(prefix)] = _source(name, source)
+            selection.check_matched()
+            if not sources:
+                raise ValueError(f"prefix={prefix!r} is the beginning of no name in {checkpoint}")
+            return _write(sources, Path(folder), max_shard_bytes, STAGING_BYTES, cancellation)
+
+    return sheltered(work, _THREAD)
 
 
 def write_safetensors(
@@ -94,10 +101,27 @@ def write_safetensors(
     Raises, before anything is written, TypeError for a value that cannot be saved, FileExistsError
     where there are several shards and a `model.safetensors` of somebody else, which readers would
     take instead, and BlockingIOError while another export to this folder runs: of several ranks,
-    one makes it. Raises OSError naming the file; the files of an unfinished call are removed.
+    one makes it. Raises OSError naming the file; the files of an unfinished call are removed, as
+    they are after an interrupt.
     """
     sources = {name: _source(name, value) for name, value in tensors.items()}
-    target = Path(folder).resolve()
+    finish_device_work()
+    return sheltered(
+        lambda cancellation: _write(
+            sources, Path(folder), max_shard_bytes, staging_bytes, cancellation
+        ),
+        _THREAD,
+    )
+
+
+def _write(
+    sources: Mapping[str, Source],
+    folder: Path,
+    max_shard_bytes: int,
+    staging_bytes: int,
+    cancellation: Cancellation,
+) -> list[Path]:
+    target = folder.resolve()
     shards = _plan_shards(sources, max_shard_bytes)
     files = [_file_name(number, len(shards)) for number in range(len(shards))]
     total = sum(source.nbytes for source in sources.values())
@@ -112,7 +136,9 @@ def write_safetensors(
         written = [target / f"{file}.tmp" for file in [*files, INDEX_NAME]]
         with Engine() as engine:
             for file, names in zip(written, shards, strict=False):
-                _write_shard(engine, file, {name: sources[name] for name in names}, staging_bytes)
+                own = {name: sources[name] for name in names}
+                _write_shard(engine, file, own, staging_bytes, cancellation)
+        cancellation.check()
         write_durably(written[-1], (index + "\n").encode())
         final = [target / file for file in [*files, INDEX_NAME]]
         for temporary, file in zip(written, final, strict=True):
@@ -181,7 +207,11 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _write_shard(
-    engine: Engine, path: Path, sources: Mapping[str, Source], staging_bytes: int
+    engine: Engine,
+    path: Path,
+    sources: Mapping[str, Source],
+    staging_bytes: int,
+    cancellation: Cancellation,
 ) -> None:
     entries = [
         Entry(
@@ -203,5 +233,5 @@ def _write_shard(
         slots = plan_slots(layout.nbytes, staging_bytes)
         with staging_slab(slots.count * slots.nbytes) as slab:
             supply = FillingSupply(filler, slots, slab)
-            Writer(engine, [FileJob(supply, file, 0)]).run()
+            Writer(engine, [FileJob(supply, file, 0)], None, cancellation).run()
         file.sync()

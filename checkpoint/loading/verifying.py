@@ -18,6 +18,7 @@ from checkpoint.format.records import ChunkRecord, Manifest
 from checkpoint.format.tree import decode_tree
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.plan.write_runs import STAGING_BYTES
+from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import view_of
 from checkpoint.transfer.reader import ChunkRead, ReadOptions
 
@@ -65,18 +66,24 @@ def verify(
     OSError for what cannot be read at all.
     """
     checkpoint = Path(path).resolve()
-    options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=True)
     moved = relocation(stripe_dirs)
     reports: list[VerifyReport] = []
 
-    def attempt(manifest: Manifest) -> VerifyReport:
-        reports[:] = [_verified(manifest, checkpoint, options)]
-        for problem in reports[0].problems:
-            raise problem  # only damage if the same manifest is there still
-        return reports[0]
+    def work(cancellation: Cancellation) -> VerifyReport:
+        options = ReadOptions(
+            engine=engine, staging_bytes=staging_bytes, verify=True, cancellation=cancellation
+        )
+
+        def attempt(manifest: Manifest) -> VerifyReport:
+            reports[:] = [_verified(manifest, checkpoint, options)]
+            for problem in reports[0].problems:
+                raise problem  # only damage if the same manifest is there still
+            return reports[0]
+
+        return with_current_manifest(checkpoint, attempt, moved)
 
     try:
-        return with_current_manifest(checkpoint, attempt, moved)
+        return sheltered(work, "checkpoint-verify")
     except CorruptCheckpointError as error:
         return reports[0] if reports else VerifyReport(checkpoint, "", 0, 0, (error,))
 

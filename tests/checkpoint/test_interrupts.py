@@ -3,6 +3,7 @@ save works, nothing is left behind."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -276,6 +278,43 @@ def test_an_interrupted_load_ends_and_leaves_nothing_behind(tmp_path: Path) -> N
         interrupter.run(load, target, on_main=True, number=signal.SIGINT)
         load()
         assert footing.lost() == [], target
+
+
+def _load_dcp(path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with contextlib.suppress(checkpoint_exception()):
+        reader = checkpoint.dcp.StorageReader(path)
+        load({"seed": 0, "large": torch.zeros(262_144)}, storage_reader=reader, no_dist=True)
+
+
+READING: dict[str, Callable[[Path], object]] = {
+    "verify": checkpoint.verify,
+    "export": lambda path: checkpoint.export_safetensors(path, path.with_name("exported")),
+    "dcp": _load_dcp,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "every"), [("verify", 31), ("export", 31), ("dcp", 401)])
+def test_reading_that_is_interrupted_ends_and_leaves_nothing_behind(
+    tmp_path: Path, name: str, every: int
+) -> None:
+    case = Case("save", Place.make(tmp_path, 2))
+    case.save(case.state(1))
+    interrupter = Interrupter()
+    work = partial(READING[name], case.place.path)
+    for target in (-1, 0):  # what comes with the first of its kind stays
+        interrupter.run(work, target, on_main=True, number=signal.SIGINT)
+    footing, target = Footing.now(), 5
+    while interrupter.run(work, target, on_main=True, number=signal.SIGINT) or (
+        interrupter.lines > target
+    ):
+        assert footing.lost() == [], target
+        assert not list(tmp_path.glob("exported/*.tmp")), target
+        work()
+        target += every
+    assert target > 5 * every
 
 
 def test_a_load_in_inference_mode_writes_into_tensors_of_that_mode(tmp_path: Path) -> None:
