@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from itertools import count
 from operator import index
@@ -20,6 +21,7 @@ from aio._native import ffi, lib
 from aio.files import MAX_OFFSET, File, warn_buffered
 from aio.operation import Operation, Outcome, Request, Ticket
 from aio.threads import Thread, join_thread, say, start_thread
+from aio.unasked import tell
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ class Core:
         self.changed = threading.Condition(self.lock)  # a closed file has no operation left
         self._slot: Any = slot
         self._closing = False
+        # What warns of a file that is dropped before it is closed.
+        self.open_files: set[weakref.ref[File]] = set()
         self._tokens = count()
         self._in_flight: dict[int, tuple[Ticket, Any]] = {}
         self._thread = Thread(_reap, "aio-reaper", (self,))
@@ -158,6 +162,8 @@ class Core:
                 self._settle(native.token, outcome)
                 if is_news:
                     say(warn_buffered, file.path, file.direct_reason)
+                del file
+                tell()
         with self.lock:
             self._closing = True
             self._slot = None

@@ -2,7 +2,7 @@
 
 Invariant: a range is handed out again only when nothing refers to its memory any more. Each range
 has an owner object; numpy arrays, torch tensors, memoryviews and operations in flight all keep it
-alive, directly or through one another, and a finalizer on the owner gives the range back.
+alive, directly or through one another, and the slab learns of its end by a weak reference.
 """
 
 import logging
@@ -60,21 +60,15 @@ class _Owner:
         }
 
 
-class _Returns:
-    """Ranges on their way back.
-
-    A finalizer may run at any allocation, on any thread, also inside the slab's own lock. So it
-    takes no lock: SimpleQueue.put is made to be called in such places.
-    """
+class _Waiter:
+    """A thread that waits for a range to come back, and hears of every one that does."""
 
     def __init__(self) -> None:
-        self.ranges: SimpleQueue[tuple[int, int]] = SimpleQueue()
-        self.waiters: tuple[SimpleQueue[None], ...] = ()
+        self.told: SimpleQueue[object] = SimpleQueue()
+        self._watches: list[weakref.ref[_Owner]] = []
 
-    def give_back(self, offset: int, nbytes: int) -> None:
-        self.ranges.put((offset, nbytes))
-        for waiter in self.waiters:
-            waiter.put(None)
+    def watch(self, owner: _Owner) -> None:
+        self._watches.append(weakref.ref(owner, self.told.put))
 
 
 class Slab:
@@ -106,8 +100,14 @@ class Slab:
         if lock:
             _lock(self._mapping, self._nbytes, required=lock == "required")
         self._allocator = RangeAllocator(self._nbytes, alignment=_PAGE_BYTES)
-        self._returns = _Returns()
-        self._lock = threading.Lock()  # guards the allocator, the counters and closing
+        # What is handed out, by a reference that goes to `_ended` when the owner does. That may be
+        # at any allocation, on any thread, also inside the lock; putting it there takes no lock,
+        # and runs no Python, which would swallow an interrupt.
+        self._ranges: dict[weakref.ref[_Owner], tuple[int, int]] = {}
+        self._ended: SimpleQueue[weakref.ref[_Owner]] = SimpleQueue()
+        self._waiters: list[weakref.ref[_Waiter]] = []
+        self._lock = threading.Lock()  # guards the allocator, all of this and closing
+        self._is_consistent = True  # else an interrupt has come between two of them
         self._peak_bytes = 0
         self._num_releases = 0
         self._seen = threading.local()  # .releases: how many the thread knew of when it last looked
@@ -131,15 +131,25 @@ class Slab:
                 return np.empty(0, np.uint8)
             self._collect()
             self._seen.releases = self._num_releases
-            offset = self._allocator.allocate(nbytes)
-            if offset is None:
-                allocator = self._allocator
-                raise SlabFullError(nbytes, allocator.free_bytes, allocator.largest_free_bytes)
+            owner = self._hand_out(nbytes)
             self._peak_bytes = max(self._peak_bytes, self._allocator.used_bytes)
-        owner = _Owner(self._mapping, self._address + offset, nbytes)
-        # At exit the process gives everything back; finalizers would only take time.
-        weakref.finalize(owner, self._returns.give_back, offset, nbytes).atexit = False
         return np.asarray(owner)
+
+    def _hand_out(self, nbytes: int) -> _Owner:
+        """A range and its owner, both or neither; with the lock held."""
+        self._is_consistent = False
+        offset = self._allocator.allocate(nbytes)
+        if offset is None:
+            self._is_consistent = True
+            allocator = self._allocator
+            raise SlabFullError(nbytes, allocator.free_bytes, allocator.largest_free_bytes)
+        owner = _Owner(self._mapping, self._address + offset, nbytes)
+        self._ranges[weakref.ref(owner, self._ended.put)] = offset, nbytes
+        self._is_consistent = True
+        for reference in self._waiters:
+            if waiter := reference():
+                waiter.watch(owner)
+        return owner
 
     def wait_for_release(self, timeout: float | None) -> bool:
         """Waits until a range has come back; False when none did within `timeout` seconds.
@@ -147,21 +157,30 @@ class Slab:
         A range that came back since this thread's last allocate() or wait_for_release() counts,
         so that nothing is missed between a SlabFullError and this call. None waits without limit.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        mine: SimpleQueue[None] = SimpleQueue()
-        with self._lock:
-            self._returns.waiters += (mine,)
-        try:
-            while not self._release_is_new():
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                try:
-                    mine.get(timeout=left)
-                except Empty:
-                    return self._release_is_new()
+        if self._release_is_new():
             return True
-        finally:
-            with self._lock:
-                self._returns.waiters = tuple(w for w in self._returns.waiters if w is not mine)
+        if timeout is not None and timeout <= 0:
+            return False
+        deadline = None if timeout is None else time.monotonic() + timeout
+        waiter = self._begin_to_wait()
+        while not self._release_is_new():
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                waiter.told.get(timeout=left)
+            except Empty:
+                return self._release_is_new()
+        return True
+
+    def _begin_to_wait(self) -> _Waiter:
+        """What ends from now on is told the waiter, as long as there is one."""
+        waiter = _Waiter()
+        with self._lock:
+            self._waiters = [one for one in self._waiters if one() is not None]
+            self._waiters.append(weakref.ref(waiter))
+            for reference in self._ranges:
+                if owner := reference():
+                    waiter.watch(owner)
+        return waiter
 
     def _release_is_new(self) -> bool:
         with self._lock:
@@ -172,13 +191,23 @@ class Slab:
 
     def _collect(self) -> None:
         """Takes back what has been released; with the lock held."""
-        while True:
-            try:
-                offset, nbytes = self._returns.ranges.get_nowait()
-            except Empty:
-                return
-            self._allocator.release(offset, nbytes)
-            self._num_releases += 1
+        if not self._is_consistent:
+            self._take_stock()
+        while not self._ended.empty():
+            self._is_consistent = False
+            place = self._ranges.pop(self._ended.get_nowait(), None)
+            if place is not None:  # else it was found when stock was taken
+                self._allocator.release(*place)
+                self._num_releases += 1
+            self._is_consistent = True
+
+    def _take_stock(self) -> None:
+        """Takes back whatever has no owner, after an interrupt that may have lost sight of it."""
+        ranges = list(self._ranges.items())
+        self._ranges = {one: place for one, place in ranges if one() is not None}
+        self._allocator.release_others([offset for offset, _ in self._ranges.values()])
+        self._num_releases += 1
+        self._is_consistent = True
 
     @property
     def address(self) -> int:

@@ -5,13 +5,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aio._core import Core
+from aio._native import ffi, lib
 from aio.backends import Backend, Limits, MemoryBackend, start
 from aio.files import File, warn_buffered
 from aio.opening import MODES, Mode
 from aio.operation import Operation, Request
+from aio.unasked import tell
 
 if TYPE_CHECKING:
     from aio.operation import BufferLike
@@ -93,13 +95,10 @@ class Engine:
         self._limits = limits
         self._started = started._replace(slot=None)
         self._buffered_devices: set[int] = set()
-        self._core = Core(started.slot)
-
-    def __del__(self) -> None:
         # An engine that was let go of finishes in the background; at exit aio._core waits for it.
-        core: Core | None = vars(self).get("_core")
-        if core is not None:
-            core.stop()
+        # C stops it: an interrupt in a finalizer of Python's would be swallowed.
+        self._leave: Any = ffi.gc(started.slot, lib.aio_engine_leave)
+        self._core = Core(started.slot)
 
     @property
     def lanes(self) -> int:
@@ -130,6 +129,7 @@ class Engine:
         what is neither a regular file nor a block device. A file that was created is removed then,
         and one that was there is emptied last, once only reserving can still fail.
         """
+        tell()
         self._core.check_usable()
         if mode not in MODES:
             raise ValueError(f'mode={mode!r} is not one of "r", "r+", "w" and "x"')
@@ -190,6 +190,8 @@ class Engine:
         finishes what it has in the background.
         """
         self._core.close()
+        self._leave = None
+        tell()
 
     def __enter__(self) -> "Engine":
         return self

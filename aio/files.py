@@ -8,12 +8,14 @@ mistake of the caller.
 
 import contextlib
 import errno
+import functools
 import itertools
 import logging
 import os
 import stat
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ from aio._native import ffi, lib
 from aio.descriptors import Descriptor
 from aio.errors import AioError
 from aio.opening import Direct, Mode, Opening
+from aio.unasked import FirstError, tell
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ class Owner(Protocol):
     lock: threading.RLock
     changed: threading.Condition
     """A closed file has no operation left."""
+    open_files: "set[weakref.ref[File]]"
+    """What warns of a file that is dropped before it is closed."""
 
     def is_forked(self) -> bool:
         """Whether this process is a child of the engine's."""
@@ -66,11 +71,13 @@ class File:
         self.is_closed = True  # until `open` has worked
         self._core = core
         self._sync_errno = 0  # of the first sync that failed
-        self.error_seen = False  # an operation's error has been raised or logged
+        # Of an operation's error. When a disk is full, a whole batch fails for the same reason.
+        self.first_error = FirstError()
         self._may_allocate = True
         self._opening = Opening(path, mode)
         self._direct = Direct(None, 1, 1, "")
         self._native: Any = None
+        self._watch: weakref.ref[File] | None = None
 
     def open(self, block_bytes: int) -> None:
         """For Engine.open, which begins or abandons the file next. Changes no file that exists.
@@ -105,10 +112,26 @@ class File:
             self.truncate(0)
         if size:
             self.allocate(0, size)
+        self._warn_if_dropped()
+
+    def _warn_if_dropped(self) -> None:
+        # A reference and not a finalizer, which would run for closed files as well: Python swallows
+        # an interrupt that comes inside. Without a cycle, `warnings` is all that is called.
+        warn = functools.partial(warnings.warn, f"{self!r} was never closed", ResourceWarning, 1)
+        watch: weakref.ref[File] = weakref.ref(self, warn)
+        self._core.open_files.add(watch)
+        self._watch = watch
+
+    def _forget(self) -> None:
+        """The file is closed, and may be dropped."""
+        self.is_closed = True
+        if self._watch is not None:
+            self._core.open_files.discard(self._watch)
+            self._watch = None
 
     def abandon(self, why: BaseException) -> None:
         """For Engine.open, which fails with `why`: as if it had never been called."""
-        self.is_closed = True
+        self._forget()
         try:
             self._opening.undo(why)
         finally:
@@ -266,15 +289,16 @@ class File:
         core = self._core
         if core.is_forked():
             # The operations are the parent's, and so may be the lock. The descriptors are ours.
-            self.is_closed = True
+            self._forget()
             self.close_descriptors()
             return
         with core.lock:
-            self.is_closed = True
+            self._forget()
             if self.is_unused:
                 self.close_descriptors()
             elif not core.on_reaper():
                 core.changed.wait_for(self._may_close)
+        tell()
 
     def close_descriptors(self) -> None:
         """For the engine, with its lock held and nothing in flight. Can be called again after an
@@ -335,14 +359,6 @@ class File:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "is_closed", True):
-            message = f"{self!r} was never closed"
-            try:
-                warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
-            finally:  # such warnings may be errors
-                self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f'mode "{self.mode}"'

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from aio import unasked
 from aio.errors import transfer_error
 from aio.threads import say
 
@@ -71,6 +72,7 @@ class Ticket:
     """The engine's half of an operation."""
 
     __slots__ = (
+        "__weakref__",
         "_callbacks",
         "_waiters",
         "file",
@@ -93,6 +95,8 @@ class Ticket:
 
     def settle(self, outcome: Outcome) -> None:
         self.outcome = outcome
+        if error := self.error():
+            unasked.watch(self, self.file.first_error, error)
         with contextlib.suppress(IndexError):  # waiters that time out take themselves off the list
             while True:
                 self._waiters.pop().release()
@@ -145,20 +149,12 @@ class Ticket:
             transferred=outcome.transferred,
         )
 
-    def __del__(self) -> None:
-        if getattr(self, "outcome", None) is None:
-            return  # made and never handed over
-        # One message a file: when a disk is full, a whole batch fails for the same reason.
-        if not self.file.error_seen and (error := self.error()):
-            self.file.error_seen = True
-            logger.error("nobody asked for the result of an operation that failed: %s", error)
-
 
 class Operation:
     """One submitted request. The engine makes them; see Engine.submit.
 
     Letting go of an operation does not cancel it. When no error of a file is ever asked
-    for, the first is logged.
+    for, the first is logged, once its operation has been let go of (see aio.unasked).
     """
 
     __slots__ = ("_ticket", "request")
@@ -185,7 +181,7 @@ class Operation:
             if not ticket.wait(timeout):
                 raise TimeoutError(f"{ticket.describe()} has not ended after {timeout} s")
         if error := ticket.error():
-            ticket.file.error_seen = True
+            ticket.file.first_error.take()
             raise error
         return ticket.nbytes
 

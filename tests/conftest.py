@@ -1,13 +1,23 @@
 """Skips what this machine cannot run, each time with the reason."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from aio import unasked
+
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def no_errors_of_others() -> Iterator[None]:
+    """What a test left without asking for its result is told in that test."""
+    yield
+    unasked.tell()
 
 
 def _why_no_gpu() -> str | None:

@@ -26,7 +26,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
 MOST_FLOORS = 8
 MOST_MODULES = 10
 LARGER: dict[str, tuple[int, str]] = {
-    "aio": (12, "the engine is one subject; its C sources have a folder of their own"),
+    "aio": (13, "the engine is one subject; its C sources have a folder of their own"),
     "swap": (11, "what every folder uses (kernels, tiers, timeline) stands beside the face"),
     "checkpoint/bench": (21, "a program of its own: one module for each system it compares"),
 }

@@ -109,6 +109,10 @@ def _ends_with(frame: FrameType) -> bool:
     raised there all the same would leave the block without its ``__exit__``.
     """
     code, at = frame.f_code.co_code, frame.f_lasti
+    if dis.opname[code[at]] == "PUSH_EXC_INFO":  # the same for a block that an exception leaves
+        return True
+    if dis.opname[code[at]] == "SWAP":  # what the block returns
+        at += 2
     return all(dis.opname[code[i]] == "LOAD_CONST" for i in range(at, min(at + 6, len(code)), 2))
 
 
