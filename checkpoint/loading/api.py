@@ -21,9 +21,10 @@ from checkpoint.loading.reading import TensorRead, read_tensors, read_while_asse
 from checkpoint.plan.selection import Selection
 from checkpoint.plan.write_runs import STAGING_BYTES
 from checkpoint.sheltered import Cancellation, sheltered
-from checkpoint.tensors.assembly import Assembler
+from checkpoint.tensors.assembly import Assembler, view_of
+from checkpoint.tensors.parts import PartsTarget, Window, targets_of, windows_of
 from checkpoint.tensors.sources import finish_device_work
-from checkpoint.tensors.targets import Target, TensorTarget
+from checkpoint.tensors.targets import Target
 from checkpoint.transfer.reader import ReadOptions
 
 
@@ -51,8 +52,11 @@ def load(
     `stripe_dirs`: where data on stripes are, if not where they were saved: directories that are
     searched for them first, or a mapping from each that moved to where it is now.
 
-    Beyond the tensors themselves it takes `staging_bytes` of memory. `engine` is used and left
-    open; without one, an engine with a lane per data file lives for the call.
+    Beyond the tensors themselves it takes `staging_bytes` of memory. Of views of a tensor that is
+    not asked for itself, new tensors take the range of it from the first to the last of them. Into
+    a live tensor a view whose elements lie apart (columns of a matrix) is copied out of memory for
+    all of the tensor that it lies in, and so are views into a sink that are not row-major. `engine`
+    is used and left open; without one, an engine with a lane per data file lives for the call.
 
     Raises FileNotFoundError for a missing path, IncompleteCheckpointError for one without manifest,
     CorruptCheckpointError naming file, tensor and extent for damage, ValueError for a pattern that
@@ -117,11 +121,16 @@ def _load_new(
 @paused_collector()
 def _assemble(
     manifest: Manifest, selection: Selection, device: torch.device | None
-) -> tuple[Any, dict[int, TensorTarget]]:
+) -> tuple[Any, dict[int, Target]]:
     """The tree that was asked for, its memory still to be filled, and what of it is to be read."""
     # By order: keys that are not equal to themselves (NaN) would make no path to find a name by.
-    names = iter(data_nodes(manifest.tree))
-    assembler = Assembler(manifest, device)
+    nodes = data_nodes(manifest.tree)
+    names = iter(nodes)
+    windows: dict[int, Window] = {}
+    if not selection.is_everything:
+        places = (place for name, place in nodes.items() if selection.wants(name))
+        windows = windows_of(manifest, (view_of(manifest, *place) for place in places))
+    assembler = Assembler(manifest, device, windows)
 
     def data(path: tuple[object, ...], node: DataNode) -> Any:
         return assembler.build(path, node) if selection.wants(next(names)) else MISSING
@@ -129,7 +138,7 @@ def _assemble(
     wanted = None if selection.is_everything else selection.wants
     tree = decode_tree(manifest.tree, data, wanted)
     selection.check_matched()
-    return tree, {index: TensorTarget(tensor) for index, tensor in assembler.tensors.items()}
+    return tree, targets_of(manifest, assembler.tensors, windows)
 
 
 def _load_into(
@@ -155,7 +164,8 @@ def _read_while_planning(
 ) -> tuple[IntoPlan, list[TensorRead]]:
     """Reads all that the checkpoint holds, beginning before it is known where it goes.
 
-    Gives the plan, and of its reads those of tensors that others take too, which remain.
+    Gives the plan, and of its reads those of tensors that others take too, and of parts of
+    tensors, which remain.
     """
     rest: list[TensorRead] = []
 
@@ -163,7 +173,8 @@ def _read_while_planning(
         plan = planned()
         targets: dict[int, Target] = {}
         for read in plan.reads:
-            if targets.setdefault(read.index, read.target) is not read.target:
+            is_part = isinstance(read.target, PartsTarget)
+            if is_part or targets.setdefault(read.index, read.target) is not read.target:
                 rest.append(read)
         return plan, targets
 

@@ -23,6 +23,7 @@ from checkpoint.loading.reading import TensorRead
 from checkpoint.plan.selection import Selection
 from checkpoint.tensors.assembly import Assembler, TensorView, array_dtype, view_of
 from checkpoint.tensors.changes import count_changes
+from checkpoint.tensors.parts import Part, PartsTarget, part_of_view
 from checkpoint.tensors.sources import (
     ByteSink,
     PartialSink,
@@ -81,6 +82,7 @@ def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
     live = encode_tree(into, is_target)
     assembler = Assembler(manifest, None)
     plan = IntoPlan([], [], lambda: _replace((), into, saved, selection))
+    parts: dict[int, list[Part]] = {}
     for name, leaf in live.by_name.items():
         if not selection.wants(name):
             continue
@@ -90,9 +92,14 @@ def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
         plan.written.extend(_tensors_of(leaf.value, target))
         if view.is_whole:
             plan.reads.append(TensorRead(view.index, target))
+        elif part := part_of_view(manifest.tensors[view.index], view, target):
+            parts.setdefault(view.index, []).append(part)
         else:
-            # Part of another tensor's bytes: read that one whole, then copy.
+            # Its bytes lie apart in another tensor's: read that one whole, then copy.
             plan.copies.append(_copy(assembler.build(path, node), target))
+    plan.reads.extend(
+        TensorRead(index, PartsTarget(manifest.tensors[index], own)) for index, own in parts.items()
+    )
     plan.reads.extend(
         TensorRead(index, TensorTarget(tensor)) for index, tensor in assembler.tensors.items()
     )

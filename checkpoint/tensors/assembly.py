@@ -9,6 +9,7 @@ leaf, several over the same memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,12 @@ class TensorView:
         """Whether its bytes lie in a row, from `offset` of the stored tensor on."""
         whole = self.is_whole or self.strides is None
         return whole or is_contiguous(self.shape, self.strides or ())
+
+    @property
+    def reach_bytes(self) -> int:
+        """From its first byte to its last one, both included."""
+        strides = contiguous_strides(self.shape) if self.strides is None else self.strides
+        return span_elements(self.shape, strides) * self.dtype.itemsize
 
 
 def view_of(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
@@ -152,11 +159,18 @@ def _corrupt(path: Path, what: str) -> CorruptCheckpointError:
 class Assembler:
     """Builds the leaves of one checkpoint on `device` (None: where each was saved from).
 
-    `tensors` are the stored tensors asked for so far, by their index: what has to be read.
+    `tensors` are the stored tensors asked for so far, by their index: what has to be read. Of those
+    in `windows` bytes [first, last) alone are asked for, as a flat tensor of bytes.
     """
 
-    def __init__(self, manifest: Manifest, device: torch.device | None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        device: torch.device | None,
+        windows: Mapping[int, tuple[int, int]] | None = None,
+    ) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
+        self._windows = windows or {}
         self._manifest = manifest
         self._device = device
         self._leaves: dict[tuple[str, int], Any] = {}
@@ -187,13 +201,19 @@ class Assembler:
     def _view(self, view: TensorView, device: torch.device) -> torch.Tensor:
         base = self._stored(view.index, device)
         offset = int(base.storage_offset()) * base.element_size() + view.offset
+        if view.index in self._windows:
+            offset -= self._windows[view.index][0]
         strides = contiguous_strides(view.shape) if view.strides is None else view.strides
         return _typed(base.untyped_storage(), view.dtype, offset, view.shape, strides)
 
     def _stored(self, index: int, device: torch.device) -> torch.Tensor:
         tensor = self.tensors.get(index)
         if tensor is None:
-            tensor = self.tensors[index] = self._allocate(self._manifest.tensors[index], device)
+            record = self._manifest.tensors[index]
+            if index in self._windows:
+                first, last = self._windows[index]
+                record = TensorRecord(record.name, "uint8", (last - first,), ())
+            tensor = self.tensors[index] = self._allocate(record, device)
         return tensor
 
     def _allocate(self, record: TensorRecord, device: torch.device) -> torch.Tensor:

@@ -22,12 +22,18 @@ path, state, staging, *stripes = sys.argv[1:]
 count = int(state) // 4
 tensors = {"big": torch.full((count // 2,), 1.0),
            "turned": torch.full((1024, count // 4096), 2.0).t(),
+           "half": None, "upright": None,
            "small": [torch.full((count // 4000,), 3.0) for _ in range(1000)]}
+tensors["half"] = tensors["big"][: count // 4]
+tensors["upright"] = tensors["turned"].t()
 options = {"staging_bytes": int(staging)}
 checkpoint.save(tensors, path, stripes or None, **options)
 checkpoint.save_async(tensors, path, stripes or None, **options).result()
 tensors["big"].zero_()
 assert checkpoint.load(path, into=tensors, **options)["big"].min() == 1
+for name in ("half", "upright"):
+    tensors[name].zero_()
+    assert checkpoint.load(path, into={name: tensors[name]}, **options)[name].min() > 0
 assert checkpoint.verify(path, **options).ok
 """
 
