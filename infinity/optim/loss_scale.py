@@ -8,7 +8,9 @@ of the first of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +28,11 @@ class LossScale:
     growth_interval: int = 2000
     good_steps: int = 0
     skipped_steps: int = 0
+
+    def restore(self, saved: Sequence[Any] | None) -> None:
+        """Be as ``saved``, value and good steps, or as new where none was."""
+        fresh = type(self)()
+        self.value, self.good_steps = saved or (fresh.value, fresh.good_steps)
 
     def overflowed(self, norm: float) -> bool:
         """Take note of a step with that gradient norm; True if it must be skipped."""

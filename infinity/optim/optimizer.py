@@ -181,6 +181,22 @@ class TorchRule:
         self.small_state: dict[int, dict[str, Any]] = defaultdict(dict)
         self._before: dict[int, tuple[int, dict[str, Any]]] = {}
 
+    @property
+    def optimizer_class(self) -> str:
+        """The class of the optimizer, with its module."""
+        kind = type(self._optimizer)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+    def forget_state(self, groups: Iterable[dict[str, Any]]) -> None:
+        """As before the first step: nothing in memory, nor in ``groups`` what steps change there.
+        The planes are the caller's.
+        """
+        self.small_state.clear()
+        self._before.clear()
+        for group in groups:
+            for key in self.group_keys:
+                group.pop(key, None)
+
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return (*master_planes(dtype), *self.state_planes(dtype).planes)
 

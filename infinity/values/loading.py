@@ -23,8 +23,16 @@ from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values import saved_state
 from infinity.values.leaves import leaves_of
+from infinity.values.optimizer_match import (
+    OF_MEMBERS,
+    check_options,
+    match_groups,
+    steps_of,
+    takes_state,
+    told_class,
+)
 from infinity.values.persistence import FORMAT, Trainee, persistent_buffers
-from infinity.values.plane_bytes import planes_of_leaf
+from infinity.values.plane_bytes import MASTER_PLANES, planes_of_leaf
 from infinity.values.rank_state import (
     check_same_save,
     restore_own,
@@ -75,7 +83,7 @@ def _load(trainee: Trainee, path: str | os.PathLike[str], read: Read) -> Any:
     for plane in _absent_state(trainee, saved):
         trainee.state.planes.zero(plane)
     extra = together(trainee.sharing, lambda: _load_values(trainee, saved, read))
-    _restore_scalars(trainee, saved)
+    _restore_scalars(trainee, saved, path)
     return extra
 
 
@@ -85,7 +93,7 @@ def _absent_state(trainee: Trainee, saved: Mapping[str, Any]) -> set[str]:
         plane
         for leaf in leaves_of(trainee.model, trainee.records)
         for plane in trainee.state.plane_names(leaf.first.index)
-        if plane not in _MASTER and plane not in saved["planes"][leaf.name]
+        if plane not in MASTER_PLANES and plane not in saved["planes"][leaf.name]
     }
 
 
@@ -100,6 +108,7 @@ def together(sharing: Sharing, step: Callable[[], T]) -> T:
 
 def _read_scalars(trainee: Trainee, path: str | os.PathLike[str], read: Read) -> dict[str, Any]:
     saved: dict[str, Any] = read(only=["infinity.*"])["infinity"]
+    saved.setdefault("optimizer_class", told_class(saved))
     _check(trainee, saved, path)
     return saved
 
@@ -117,6 +126,8 @@ def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[s
     for name in shapes:
         if name not in ours:
             raise ValueError(f"{path} has a parameter {name}, which the model has not")
+    if not _takes_state(trainee, saved, path):
+        return
     _check_moments(trainee, saved, path)
     names = {record.name for record in trainee.records}
     if isinstance(trainee.rule, TorchRule) and not saved["small_state"].keys() <= names:
@@ -124,11 +135,24 @@ def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[s
             f"{path} has optimizer state of layers that were tiled in another way; load it with "
             "the max_parameter_bytes that it was saved with"
         )
+    groups = _groups(trainee, saved, path)
+    for group, values in zip(trainee.optimizer.param_groups, groups, strict=True):
+        check_options(trainee.rule, group, values or {}, saved, path)
+
+
+def _takes_state(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> bool:
+    leaves = leaves_of(trainee.model, trainee.records)
+    return takes_state(trainee.state, trainee.rule, leaves, saved, path)
+
+
+def _groups(
+    trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]
+) -> list[Mapping[str, Any] | None]:
+    """What was saved for each group of the optimizer."""
+    names = {id(record.parameter): record.name for record in trainee.records}
     groups = trainee.optimizer.param_groups
-    if len(saved["groups"]) != len(groups):
-        raise ValueError(
-            f"{path} has {len(saved['groups'])} parameter groups, the optimizer has {len(groups)}"
-        )
+    members = [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+    return match_groups(members, saved, path)
 
 
 def _check_moments(
@@ -162,10 +186,10 @@ def _load_values(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
         is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
         for plane in planes_of_leaf(trainee.state, leaf, None):
             name = plane.plane.name
-            if is_converted and name in _MASTER:
+            if is_converted and name in MASTER_PLANES:
                 continue
             if name not in saved["planes"][leaf.name]:
-                if name in _MASTER:
+                if name in MASTER_PLANES:
                     bare.append(leaf)
                 continue
             if name == "weight":
@@ -213,7 +237,6 @@ def _changed(lost: list[int], saved_by: int) -> str:
     return f"ranks from {saved_by} on begin with the buffers and extra of rank 0"
 
 
-_MASTER = ("weight", "lo", "master")
 _WEIGHT = Plane("weight", torch.float32)
 
 
@@ -258,17 +281,22 @@ def _master(read: Read, name: str, planes: Sequence[str]) -> torch.Tensor:
     return out.view(weight.shape)
 
 
-def _restore_scalars(trainee: Trainee, saved: Mapping[str, Any]) -> None:
-    for leaf in leaves_of(trainee.model, trainee.records):
+def _restore_scalars(
+    trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]
+) -> None:
+    rule, leaves = trainee.rule, leaves_of(trainee.model, trainee.records)
+    is_taken = _takes_state(trainee, saved, path)
+    for leaf in leaves:
         for part in leaf.parts:
-            trainee.steps[part.index] = saved["steps"][leaf.name]
-    kept = trainee.rule.group_keys if isinstance(trainee.rule, TorchRule) else ()
-    for group, values in zip(trainee.optimizer.param_groups, saved["groups"], strict=True):
-        for key in kept:  # a state from before the first step has none of them
-            group.pop(key, None)
-        group.update({key: value for key, value in values.items() if key != "params"})
-    if trainee.loss_scale_state is not None and saved["loss_scale"] is not None:
-        trainee.loss_scale_state.value, trainee.loss_scale_state.good_steps = saved["loss_scale"]
-    if isinstance(trainee.rule, TorchRule):
-        saved_state.restore_small(trainee.rule, leaves_of(trainee.model, trainee.records), saved)
+            trainee.steps[part.index] = steps_of(leaf, saved) if is_taken else 0
+    if isinstance(rule, TorchRule):
+        rule.forget_state(trainee.optimizer.param_groups)
+        if is_taken:
+            saved_state.restore_small(rule, leaves, saved)
+    if is_taken:
+        groups = _groups(trainee, saved, path)
+        for group, values in zip(trainee.optimizer.param_groups, groups, strict=True):
+            group.update({k: v for k, v in (values or {}).items() if k not in OF_MEMBERS})
+    if trainee.loss_scale_state is not None:
+        trainee.loss_scale_state.restore(saved["loss_scale"])
     restore_random(trainee.sharing.rank, trainee.state.device, saved)

@@ -33,6 +33,7 @@ from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values import saved_state
 from infinity.values.leaves import leaves_of
+from infinity.values.optimizer_match import class_of
 from infinity.values.plane_bytes import Saving, planes_of_leaf
 from infinity.values.rank_state import (
     own_states,
@@ -133,6 +134,7 @@ def _scalars(trainee: Trainee) -> dict[str, Any]:
             group | {"params": [names[id(parameter)] for parameter in group["params"]]}
             for group in trainee.optimizer.param_groups
         ],
+        "optimizer_class": class_of(trainee.rule),
         "plane_dtypes": saved_state.plane_dtypes(trainee.state, trainee.rule, leaves),
         "state_dtype": saved_state.state_dtype(trainee.rule),
         "parts": {leaf.name: [part.numel for part in leaf.parts] for leaf in leaves},

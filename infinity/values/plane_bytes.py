@@ -16,6 +16,8 @@ from infinity.values.leaves import Leaf
 from swap.plan.layout import Plane
 from swap.tiered import TieredState
 
+MASTER_PLANES = ("weight", "lo", "master")
+"""What holds the values of a parameter; all other planes are state of an optimizer."""
 Ranges = tuple[tuple[int, int], ...]
 
 

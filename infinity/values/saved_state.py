@@ -11,12 +11,11 @@ import torch
 
 from infinity.optim.optimizer import TorchRule
 from infinity.values.leaves import Leaf
-from infinity.values.plane_bytes import PlaneBytes, planes_of_leaf
+from infinity.values.optimizer_match import small_state_of
+from infinity.values.plane_bytes import MASTER_PLANES, PlaneBytes, planes_of_leaf
 from swap.plan.rules import AdamRule, UpdateRule
 from swap.storage.planes import as_bytes
 from swap.tiered import TieredState
-
-_MASTER = ("weight", "lo", "master")
 
 
 def state_dtype(rule: UpdateRule) -> torch.dtype:
@@ -38,7 +37,7 @@ def must_cast(rule: UpdateRule, saved: Mapping[str, Any], leaf: Leaf, plane: Pla
     all state was in float32, or in float64 beside weights of that.
     """
     name = plane.plane.name
-    if name in _MASTER or not isinstance(rule, TorchRule):
+    if name in MASTER_PLANES or not isinstance(rule, TorchRule):
         return False
     return _saved_dtype(saved, leaf, name) != plane.dtype
 
@@ -52,14 +51,11 @@ def cast(read: Callable[..., Any], leaf: Leaf, plane: PlaneBytes, pattern: str) 
 
 def restore_small(rule: TorchRule, leaves: Iterable[Leaf], saved: Mapping[str, Any]) -> None:
     """Set what a rule keeps in memory of every parameter."""
-    rule.small_state.clear()
     for leaf in leaves:
         for part in leaf.parts:
-            small = saved["small_state"].get(part.name, {})
-            if saved["steps"][leaf.name]:
-                planes = rule.state_planes(part.spec.dtype)
-                small = planes.restore(small, saved["planes"][leaf.name])
-            rule.small_state[part.index] = dict(small)
+            small = small_state_of(rule, leaf, part.name, saved)
+            if small:
+                rule.small_state[part.index] = dict(small)
 
 
 def check_dtypes(
@@ -87,5 +83,5 @@ def _saved_dtype(saved: Mapping[str, Any], leaf: Leaf, name: str) -> torch.dtype
 
 def _state_planes(state: TieredState, leaf: Leaf) -> Iterable[tuple[str, torch.dtype]]:
     for plane in planes_of_leaf(state, leaf, None):
-        if plane.plane.name not in _MASTER:
+        if plane.plane.name not in MASTER_PLANES:
             yield plane.plane.name, plane.dtype
