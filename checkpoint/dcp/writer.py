@@ -50,13 +50,14 @@ from checkpoint.tensors.sources import finish_device_work
 
 @dataclass(slots=True)
 class _Order:
-    """What rank 0 tells every rank: the save's id and the rank's number.
+    """What rank 0 tells every rank: the save's id, the rank's number, and how many stripes it has.
 
     A planner that keeps plans gives an order of an earlier save back, which `is_used` then.
     """
 
     uuid: str
     rank: int
+    num_stripes: int
     is_used: bool = False
 
 
@@ -197,6 +198,10 @@ class StorageWriter(TorchStorageWriter):
 
     `path` and `stripe_dirs` are as in `checkpoint.save`, the same on every rank and on file systems
     that all ranks see. A checkpoint at `path` stays whole until the new one takes its place.
+
+    DCP does not tell a writer that it gave a save up because another rank failed. What that save
+    made and its lock, which keeps other processes from saving to `path`, go with the next save of
+    this process to `path` or by this writer, with `reset`, or when nobody has the writer any more.
     """
 
     def __init__(
@@ -252,7 +257,7 @@ class StorageWriter(TorchStorageWriter):
             self._give_up(save)
             raise
         return [
-            replace(plan, storage_data=_Order(destination.uuid, rank))
+            replace(plan, storage_data=_Order(destination.uuid, rank, len(self._stripes)))
             for rank, plan in enumerate(plans)
         ]
 
@@ -283,10 +288,17 @@ class StorageWriter(TorchStorageWriter):
         return _asked_here().get(self, self.path)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Every rank writes its items and makes them durable. Raises OSError naming the file."""
+        """Every rank writes its items and makes them durable. Raises OSError naming the file, and
+        ValueError where this rank was given other stripes than rank 0.
+        """
         order: _Order = plan.storage_data
         save = self._own_save()
         try:
+            if len(self._stripes) != order.num_stripes:
+                raise ValueError(
+                    f"rank {order.rank} has {len(self._stripes)} stripe_dirs, rank 0 has "
+                    f"{order.num_stripes}; give every rank the same"
+                )
             uuid = self._uuid_of(order)
             destination = Destination(self._path_here(), uuid, self._stripes)
             items = Items(plan.items, planner)

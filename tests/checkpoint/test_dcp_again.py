@@ -59,6 +59,20 @@ def test_a_failed_save_can_be_tried_again_while_its_writer_lives(
     assert sum(entry.is_dir() for entry in (tmp_path / "s").iterdir()) == 1
 
 
+def test_a_rank_with_other_stripes_than_the_first_one_is_refused_by_name(tmp_path: Path) -> None:
+    stripe = tmp_path / "stripe"
+    stripe.mkdir()
+    first, second = StorageWriter(tmp_path / "s", [stripe]), StorageWriter(tmp_path / "s")
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state(1), None, True)
+    plan = planner.create_local_plan()
+    plans = first.prepare_global_plan([plan, plan])
+    with pytest.raises(ValueError, match="rank 1 has 0 stripe_dirs, rank 0 has 1; give every rank"):
+        second.write_data(plans[1], planner)
+    first.reset()
+    assert list(stripe.iterdir()) == []
+
+
 def test_a_save_that_another_thread_runs_is_left_alone(tmp_path: Path) -> None:
     reached, go_on = threading.Event(), threading.Event()
 

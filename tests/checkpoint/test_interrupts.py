@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -303,7 +302,10 @@ def test_reading_that_is_interrupted_ends_and_leaves_nothing_behind(
     case = Case("save", Place.make(tmp_path, 2))
     case.save(case.state(1))
     interrupter = Interrupter()
-    work = partial(READING[name], case.place.path)
+
+    def work() -> None:
+        READING[name](case.place.path)
+
     for target in (-1, 0):  # what comes with the first of its kind stays
         interrupter.run(work, target, on_main=True, number=signal.SIGINT)
     footing, target = Footing.now(), 5
