@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import Slab, SlabFullError
 from aio.errors import let_go
-from aio.threads import Thread, join_thread, start_thread
+from aio.threads import Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.arena import Entry
 from swap.plain import plain
 from swap.plan.layout import ParameterSpec
@@ -259,7 +259,7 @@ class GradientInbox:
         self._pending: deque[tuple[int, torch.Tensor, Any]] = deque()
         self._closing = False
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changes = Changes()
         self._thread = Thread(self._run, "infinity-gradients")
         try:
             start_thread(self._thread)
@@ -281,26 +281,31 @@ class GradientInbox:
             self._lose(parameter, let_go(failure))
             raise
         with self._lock:
-            self._changed.notify_all()
+            self._changes.tell()
 
     def wait(self) -> None:
         """Wait until every gradient is stored or lost."""
+        while (change := self._change_unless_empty()) is not None:
+            change.wait()
+
+    def _change_unless_empty(self) -> Latch | None:
         with self._lock:
-            self._changed.notify_all()  # an interrupted ``add`` may not have
-            while self._pending:
-                self._changed.wait()
+            if not self._pending:
+                return None
+            self._changes.tell()  # an interrupted ``add`` may not have
+            return self._changes.next()
 
     def close(self) -> None:
         """Finish what is under way, then end the thread. Idempotent."""
         self._closing = True
         with self._lock:
-            self._changed.notify_all()
+            self._changes.tell()
         join_thread(self._thread)
 
     def _allocate(self, nbytes: int) -> Any:
         while True:
             with self._lock:
-                self._changed.notify_all()  # as in ``wait``
+                self._changes.tell()  # as in ``wait``
                 may_come_back = bool(self._pending)
             try:
                 return self._slab.allocate(nbytes)
@@ -315,14 +320,16 @@ class GradientInbox:
             self._finish_one()
             with self._lock:
                 self._pending.popleft()
-                self._changed.notify_all()
+                self._changes.tell()
 
     def _wait_for_one(self) -> bool:
         """False when there is nothing left to do, and never will be."""
-        with self._lock:
-            while not (self._pending or self._closing):
-                self._changed.wait()
-            return bool(self._pending)
+        while True:
+            with self._lock:
+                if self._pending or self._closing:
+                    return bool(self._pending)
+                change = self._changes.next()
+            change.wait()
 
     def _finish_one(self) -> None:
         parameter, buffer, event = self._pending[0]
