@@ -61,7 +61,10 @@ class Activations:
         self.budget_bytes = 0
         self._lock = threading.Lock()
         # Finalizers run anywhere, also inside the lock; put() is made to be called there.
-        self._dead: queue.SimpleQueue[SavedStorage] = queue.SimpleQueue()
+        # By references that go to ``_dead`` when what autograd holds does, wherever that is: there
+        # C alone runs, and no interrupt is swallowed as in a finalizer.
+        self._uses: dict[weakref.ref[SavedActivation], SavedStorage] = {}
+        self._dead: queue.SimpleQueue[weakref.ref[SavedActivation]] = queue.SimpleQueue()
         self._alive: dict[int, SavedStorage] = {}
         self._known: dict[int, _Known] = {}
         self._keys: dict[int, int] = {}
@@ -101,7 +104,7 @@ class Activations:
                 return None
             saved = SavedActivation(tensor, storage)
             storage.uses += 1
-            weakref.finalize(saved, self._dead.put, storage).atexit = False
+            self._uses[weakref.ref(saved, self._dead.put)] = storage
             self._saved(storage)
             self.peak_bytes = max(self.peak_bytes, self._taken_bytes())
         return saved
@@ -192,7 +195,7 @@ class Activations:
     def _drop_dead(self) -> None:
         while True:
             try:
-                storage = self._dead.get_nowait()
+                storage = self._uses.pop(self._dead.get_nowait())
             except queue.Empty:
                 return
             storage.uses -= 1
