@@ -6,9 +6,11 @@ pieces of one block cost one read. Thread-safe.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -24,7 +26,7 @@ from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.checksum import CRC_BLOCK_BYTES, crc32c
 from checkpoint.format.records import ChunkRecord, Manifest, TensorRecord
-from checkpoint.format.slices import flat_first, span_elements
+from checkpoint.format.slices import Shape, flat_first, range_boxes, split_dimension
 from checkpoint.tensors.assembly import TensorView
 from checkpoint.tensors.sources import ByteSource, tensor_source
 
@@ -52,6 +54,8 @@ class OpenCheckpoint:
         self._blocks: OrderedDict[tuple[int, int, int], Block] = OrderedDict()
         self._closed = weakref.finalize(self, _close, self._files, self._engine)
         self._lock = threading.Lock()
+        self._span: tuple[tuple[str, int, int], Block] | None = None
+        self._span_lock = threading.Lock()
         try:
             for number in range(len(manifest.files)):
                 self._file(number)
@@ -67,21 +71,65 @@ class OpenCheckpoint:
         for chunk in record.chunks:
             first = flat_first(record.shape, chunk.start, chunk.shape)
             if first is None:
-                _copy_box(record, chunk, self._whole(record, chunk), start, out)
+                self._read_box(record, chunk, start, out)
                 continue
             base = first * record.element.itemsize
             low = max(start, base)
             high = min(start + len(out), base + chunk.nbytes)
-            while low < high:
-                number, inside = divmod(low - base, CRC_BLOCK_BYTES)
-                block = self._block(record, chunk, number)
-                part = min(high - low, len(block) - inside)
-                out[low - start : low - start + part] = block[inside : inside + part].data
-                low += part
+            if low < high:
+                self._read_chunk(record, chunk, low - base, out[low - start : high - start])
 
-    def _whole(self, record: TensorRecord, chunk: ChunkRecord) -> Block:
-        blocks = [self._block(record, chunk, number) for number in range(len(chunk.crc32c))]
-        return np.concatenate([np.empty(0, np.uint8), *blocks])
+    def _read_chunk(
+        self, record: TensorRecord, chunk: ChunkRecord, first: int, out: memoryview
+    ) -> None:
+        """Fills `out` with the bytes of a chunk from byte `first` on."""
+        done = 0
+        while done < len(out):
+            number, inside = divmod(first + done, CRC_BLOCK_BYTES)
+            block = self._block(record, chunk, number)
+            part = min(len(out) - done, len(block) - inside)
+            out[done : done + part] = block[inside : inside + part].data
+            done += part
+
+    def _read_box(
+        self, record: TensorRecord, chunk: ChunkRecord, start: int, out: memoryview
+    ) -> None:
+        """Fills what a box that is no gapless range has of a byte range of its tensor: of the box
+        those rows are read that the range touches.
+        """
+        axis = split_dimension(record.shape) or 0
+        itemsize = record.element.itemsize
+        row_bytes = math.prod(record.shape[axis + 1 :]) * itemsize
+        first_row = chunk.start[axis]
+        low = max(start // row_bytes - first_row, 0)
+        high = min(-(-(start + len(out)) // row_bytes) - first_row, chunk.shape[axis])
+        if low >= high:
+            return
+        begin, shape = list(chunk.start), list(chunk.shape)
+        begin[axis], shape[axis] = first_row + low, high - low
+        chunk_row_bytes = math.prod(chunk.shape[axis + 1 :]) * itemsize
+        data = np.empty((high - low) * chunk_row_bytes, np.uint8)
+        self._read_chunk(record, chunk, low * chunk_row_bytes, data.data)
+        box = data.reshape(*shape, itemsize)
+        _copy_box((*record.shape, itemsize), (*begin, 0), box, start, out)
+
+    def span(self, record: TensorRecord, first: int, nbytes: int) -> Block:
+        """Bytes of a stored tensor in memory of their own. The last ones that were asked for are
+        kept: whoever picks elements out of them comes again for the next ones.
+        """
+        key = (record.name, first, nbytes)
+        with self._span_lock:
+            if self._span is None or self._span[0] != key:
+                self._span = None
+                data = np.empty(nbytes, np.uint8)
+                self.read(record, first, data.data)
+                self._span = key, data
+            return self._span[1]
+
+    def forget_span(self) -> None:
+        """Lets go of what `span` keeps."""
+        with self._span_lock:
+            self._span = None
 
     def _block(self, record: TensorRecord, chunk: ChunkRecord, number: int) -> Block:
         key = (chunk.file, chunk.offset, number)
@@ -140,6 +188,7 @@ class OpenCheckpoint:
         """Closes the files. Idempotent."""
         self._closed()
         self._blocks.clear()
+        self._span = None
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -168,21 +217,31 @@ def _close(files: OrderedDict[int, File], engine: Engine) -> None:
     engine.close()
 
 
-def _copy_box(
-    record: TensorRecord, chunk: ChunkRecord, data: Block, start: int, out: memoryview
-) -> None:
-    """Copies what a box that is no gapless range has of a byte range of its tensor."""
-    itemsize = record.element.itemsize
-    last = start + len(out)
-    elements = np.arange(chunk.nbytes // itemsize).reshape(chunk.shape)
-    index = np.unravel_index(elements.reshape(-1), chunk.shape)
-    moved = tuple(axis + low for axis, low in zip(index, chunk.start, strict=True))
-    places = np.ravel_multi_index(moved, record.shape) * itemsize
+def _copy_box(whole: Shape, begin: Shape, box: Block, start: int, out: memoryview) -> None:
+    """Copies what a box at `begin` has of elements [start, start + len(out)) of a row-major array
+    of bytes.
+    """
     target = np.frombuffer(out, np.uint8)
-    for byte in range(itemsize):
-        at = places + byte
-        mine = (at >= start) & (at < last)
-        target[at[mine] - start] = data[byte::itemsize][mine]
+    done = 0
+    for slices, shape in range_boxes(whole, start, start + len(out)):
+        count = math.prod(shape)
+        lows = [max(part.start, low) for part, low in zip(slices, begin, strict=True)]
+        highs = [
+            min(part.stop, low + size)
+            for part, low, size in zip(slices, begin, box.shape, strict=True)
+        ]
+        if all(low < high for low, high in zip(lows, highs, strict=True)):
+            origins = [part.start for part in slices]
+            piece = target[done : done + count].reshape(shape)
+            piece[_slices(lows, highs, origins)] = box[_slices(lows, highs, begin)]
+        done += count
+
+
+def _slices(lows: Sequence[int], highs: Sequence[int], origins: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(
+        slice(low - origin, high - origin)
+        for low, high, origin in zip(lows, highs, origins, strict=True)
+    )
 
 
 @dataclass(slots=True)
@@ -203,7 +262,9 @@ class _StoredRange:
 
 @dataclass(slots=True)
 class _PickedView:
-    """Elements that lie apart in another tensor; each read reads what lies between them too."""
+    """Elements that lie apart in another tensor, in memory with what lies between them from the
+    first read of them to that of the last one, or of another such view.
+    """
 
     opened: OpenCheckpoint
     record: TensorRecord
@@ -214,12 +275,11 @@ class _PickedView:
     thread_safe: ClassVar[bool] = True
 
     def read(self, start: int, out: memoryview) -> None:
-        strides = self.view.strides or ()
-        nbytes = span_elements(self.shape, strides) * self.dtype.itemsize
-        span = np.empty(nbytes, np.uint8)
-        self.opened.read(self.record, self.view.offset, span.data)
+        span = self.opened.span(self.record, self.view.offset, self.view.reach_bytes)
         empty = torch.empty(0, dtype=self.dtype)
         storage = torch.from_numpy(span).untyped_storage()
-        source = tensor_source(empty.set_(storage, 0, self.shape, strides))
+        source = tensor_source(empty.set_(storage, 0, self.shape, self.view.strides or ()))
         assert source.read is not None
         source.read(start, out)
+        if start + len(out) == source.nbytes:
+            self.opened.forget_span()

@@ -1,0 +1,64 @@
+"""Pieces of tensors of a checkpoint that is held open: the right bytes, each read once."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import checkpoint
+from checkpoint.loading import opened
+from checkpoint.loading.opened import OpenCheckpoint
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each block that is read, none of which is kept for the next read."""
+    counted: list[int] = []
+    read_block = OpenCheckpoint._read_block
+
+    def counting(self: OpenCheckpoint, *which: Any) -> Any:
+        block = read_block(self, *which)
+        counted.append(len(block))
+        return block
+
+    monkeypatch.setattr(OpenCheckpoint, "_read_block", counting)
+    monkeypatch.setattr(opened, "_KEPT_BYTES", 0)
+    return counted
+
+
+def test_an_export_of_a_transposed_view_reads_the_tensor_once(
+    tmp_path: Path, reads: list[int]
+) -> None:
+    weight = torch.arange(5 << 20, dtype=torch.int32).view(1 << 10, -1)
+    state = {"w": weight, "wt": weight.t(), "odd": weight[:, ::2]}
+    checkpoint.save(state, tmp_path / "step")
+    for name in ("wt", "odd"):
+        reads.clear()
+        (file, _) = checkpoint.export_safetensors(tmp_path / "step", tmp_path / "out", only=name)
+        assert sum(reads) <= weight.nbytes
+        assert torch.equal(load_file(file)[name], state[name])
+
+
+@given(st.data())
+def test_a_range_of_an_array_gets_of_a_box_what_is_in_it(data: st.DataObject) -> None:
+    whole = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    begin = [data.draw(st.integers(0, size - 1)) for size in whole]
+    shape = [data.draw(st.integers(1, size - low)) for size, low in zip(whole, begin, strict=True)]
+    count = math.prod(whole)
+    first = data.draw(st.integers(0, count))
+    last = data.draw(st.integers(first, count))
+    values = np.arange(1, count + 1, dtype=np.uint16).astype(np.uint8).reshape(whole)
+    box = tuple(slice(low, low + size) for low, size in zip(begin, shape, strict=True))
+    expected = np.zeros_like(values)
+    expected[box] = values[box]
+    out = bytearray(last - first)
+    opened._copy_box(whole, tuple(begin), values[box], first, memoryview(out))
+    assert bytes(out) == expected.reshape(-1)[first:last].tobytes()
