@@ -181,7 +181,8 @@ class OffloadedModel:
             self._saves.wait_read()
 
     def save(self, path: str | os.PathLike[str], block: bool = True, extra: Any = None) -> Any:
-        """Save weights, masters, moments, steps, buffers, loss scale and random state at ``path``.
+        """Save weights, masters, moments, steps, buffers, extra state of modules, loss scale and
+        random state at ``path``. Gradients are not saved; a warning says where there are any.
 
         ``extra`` is any state tree, each rank's own; ``load`` returns it. Returns what
         ``checkpoint.save`` returns, when it is durable; without ``block`` at once what

@@ -23,6 +23,13 @@ from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values import saved_state
 from infinity.values.leaves import leaves_of
+from infinity.values.module_state import (
+    check_modules,
+    load_buffers,
+    persistent_buffers,
+    saved_buffers,
+    set_module_states,
+)
 from infinity.values.optimizer_match import (
     OF_MEMBERS,
     check_options,
@@ -31,7 +38,7 @@ from infinity.values.optimizer_match import (
     takes_state,
     told_class,
 )
-from infinity.values.persistence import FORMAT, Trainee, persistent_buffers
+from infinity.values.persistence import FORMAT, Trainee
 from infinity.values.plane_bytes import MASTER_PLANES, planes_of_leaf
 from infinity.values.rank_state import (
     check_same_save,
@@ -109,7 +116,10 @@ def together(sharing: Sharing, step: Callable[[], T]) -> T:
 def _read_scalars(trainee: Trainee, path: str | os.PathLike[str], read: Read) -> dict[str, Any]:
     saved: dict[str, Any] = read(only=["infinity.*"])["infinity"]
     saved.setdefault("optimizer_class", told_class(saved))
+    saved["buffers"] = saved_buffers(saved, path)
     _check(trainee, saved, path)
+    if trainee.sharing.rank == 0:  # those of other ranks may have other names
+        check_modules(trainee.model, saved, saved["buffers"], path)
     return saved
 
 
@@ -180,7 +190,11 @@ def _check_moments(
 
 def _load_values(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
     """Fill what holds values, buffers too; returns ``extra``."""
-    same: dict[str, Any] = {"model": dict(persistent_buffers(trainee.model)), "optimizer": {}}
+    model, theirs = trainee.model, saved["buffers"]
+    buffers = {
+        name: buffer for name, buffer in persistent_buffers(model).items() if theirs.get(name)
+    }
+    same: dict[str, Any] = {"model": dict(buffers), "optimizer": {}}
     converted, recast, bare = [], [], []
     for leaf in leaves_of(trainee.model, trainee.records):
         is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
@@ -211,6 +225,13 @@ def _load_values(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
         for part, _, at, _ in leaf.split(0, values.numel(), _WEIGHT):
             kept = at + part.first
             trainee.state.fill(part.index, values[kept : kept + part.spec.numel])
+    load_buffers(
+        model,
+        theirs,
+        trainee.state.device,
+        lambda name: read(only=[_literal(f"model.{name}")])["model"][name],
+    )
+    set_module_states(model, saved.get("module_states", {}))
     return _load_own(trainee, saved, read)
 
 
@@ -224,7 +245,7 @@ def _load_own(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
             "saved by %d ranks, loaded on %d: %s", saved_by, world_size, _changed(lost, saved_by)
         )
     if rank in own:
-        has_extra, extra = restore_own(read, rank, persistent_buffers(trainee.model))
+        has_extra, extra = restore_own(read, rank, trainee.model)
         if has_extra:
             return extra
     return read(only=["extra.*"])["extra"].get("value")

@@ -6,9 +6,11 @@ Nothing is gathered: a save streams every plane from its home tier. The tree is
 - ``model.<name>``: weights in the compute dtype, and the model's persistent buffers;
 - ``optimizer.<plane>.<name>``: lo, master, exp_avg, ... (see ``swap.storage.planes``), in the shape
   of the parameter;
-- ``infinity``: step counts, groups, loss scale, random state, small optimizer state;
+- ``infinity``: step counts, groups, loss scale, random state, small optimizer state, extra state of
+  modules;
 - ``extra.value``: whatever the caller gave;
-- ``ranks.<r>``: buffers and extra of rank r that are not those of rank 0, see ``rank_state``;
+- ``ranks.<r>``: buffers, state of modules and extra of rank r that are not those of rank 0, see
+  ``rank_state``;
 
 so ``model.*`` alone is an ordinary set of weights. A parameter that is tiled is one leaf, see
 ``leaves``.
@@ -17,11 +19,11 @@ so ``model.*`` alone is an ordinary set of weights. A parameter that is tiled is
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 import checkpoint
@@ -33,6 +35,7 @@ from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values import saved_state
 from infinity.values.leaves import leaves_of
+from infinity.values.module_state import buffers_of, module_states, persistent_buffers
 from infinity.values.optimizer_match import class_of
 from infinity.values.plane_bytes import Saving, planes_of_leaf
 from infinity.values.rank_state import (
@@ -43,6 +46,7 @@ from infinity.values.rank_state import (
 from swap.plan.rules import UpdateRule
 from swap.tiered import TieredState
 
+logger = logging.getLogger(__name__)
 FORMAT = 1
 
 
@@ -69,11 +73,12 @@ def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any, *, block: b
 
     Several ranks save one checkpoint, each what it keeps, see ``rank_state``.
     """
+    _warn_of_gradients(trainee, path)
     state = _sources(trainee)
     state["infinity"] = {"random_of_ranks": random_of_ranks(trainee.sharing, trainee.state.device)}
     coordinator = trainee.sharing.coordinator
     if coordinator is not None:
-        state["ranks"] = own_states(coordinator, persistent_buffers(trainee.model), extra)
+        state["ranks"] = own_states(coordinator, trainee.model, extra)
     if trainee.sharing.rank == 0:
         state["model"] |= persistent_buffers(trainee.model)
         state["infinity"] |= _scalars(trainee)
@@ -88,6 +93,7 @@ def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any, *, block: b
             name: buffer.clone() for name, buffer in persistent_buffers(trainee.model).items()
         }
         state["extra"] = copy.deepcopy(state["extra"])
+        state["infinity"]["module_states"] = copy.deepcopy(state["infinity"]["module_states"])
     return checkpoint.save_async(
         state,
         path,
@@ -95,6 +101,17 @@ def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any, *, block: b
         staging_bytes=trainee.checkpoint_bytes,
         coordinator=coordinator,
     )
+
+
+def _warn_of_gradients(trainee: Trainee, path: str | os.PathLike[str]) -> None:
+    count = len(trainee.state.gradients.present)
+    if count:
+        logger.warning(
+            "%s is saved without the gradients that %d parameters have accumulated since the last "
+            "step; save after step(), or they are missing when training goes on from there",
+            path,
+            count,
+        )
 
 
 def _sources(trainee: Trainee) -> dict[str, Any]:
@@ -107,16 +124,6 @@ def _sources(trainee: Trainee) -> dict[str, Any]:
             part = model if name == "weight" else optimizer.setdefault(name, {})
             part[leaf.name] = plane
     return {"model": model, "optimizer": optimizer}
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a state dict would hold, by their names in it."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
 
 
 def _scalars(trainee: Trainee) -> dict[str, Any]:
@@ -138,6 +145,8 @@ def _scalars(trainee: Trainee) -> dict[str, Any]:
         "plane_dtypes": saved_state.plane_dtypes(trainee.state, trainee.rule, leaves),
         "state_dtype": saved_state.state_dtype(trainee.rule),
         "parts": {leaf.name: [part.numel for part in leaf.parts] for leaf in leaves},
+        "buffers": {name: b is not None for name, b in buffers_of(trainee.model).items()},
+        "module_states": module_states(trainee.model),
         "loss_scale": None if scale is None else [scale.value, scale.good_steps],
         "small_state": {trainee.records[index].name: dict(s) for index, s in small.items()},
         "random": random_state(),

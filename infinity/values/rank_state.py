@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from checkpoint.directory.locate import peek_saved
 from checkpoint.interop.packing import pack, unpack
@@ -25,22 +26,29 @@ from checkpoint.ranks.coordinator import Coordinator
 from checkpoint.saving.commit_ranks import together
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.ranks.context import Sharing
+from infinity.values.module_state import (
+    buffers_of,
+    module_states,
+    set_buffer,
+    set_module_states,
+)
 from infinity.values.plane_bytes import BytesOfRank
 
 logger = logging.getLogger(__name__)
 _EXTRA = "extra"
 _BUFFER = "buffer."
+_MODULE = "module."
 
 
-def own_states(
-    coordinator: Coordinator, buffers: Mapping[str, torch.Tensor], extra: Any
-) -> dict[str, BytesOfRank]:
+def own_states(coordinator: Coordinator, model: nn.Module, extra: Any) -> dict[str, BytesOfRank]:
     """By the number of each rank that has something else than rank 0: that, as this rank has to
     name it. Collective.
 
     It is a copy, which takes its size in memory. Raises as ``checkpoint.save`` for ``extra``.
     """
-    parts = {_EXTRA: {"value": extra}, **{_BUFFER + name: b for name, b in buffers.items()}}
+    parts: dict[str, Any] = {_EXTRA: {"value": extra}}
+    parts |= {_BUFFER + name: buffer for name, buffer in buffers_of(model).items()}
+    parts |= {_MODULE + name: state for name, state in module_states(model).items()}
     coordinator.begin()
     try:
         every = together(coordinator, lambda: {name: _digest(p) for name, p in parts.items()})
@@ -62,19 +70,20 @@ def _digest(part: Any) -> str:
     return hashlib.sha256(pack(part).numpy().data).hexdigest()
 
 
-def restore_own(
-    read: Callable[..., Any], rank: int, buffers: Mapping[str, torch.Tensor]
-) -> tuple[bool, Any]:
-    """Fill ``buffers`` with those that this rank saved; gives whether it saved an ``extra`` of its
-    own, and that.
+def restore_own(read: Callable[..., Any], rank: int, model: nn.Module) -> tuple[bool, Any]:
+    """Fill ``model`` with the buffers and the state of modules that this rank saved; gives whether
+    it saved an ``extra`` of its own, and that.
 
     ``read`` is ``checkpoint.load`` of a checkpoint that has a state of this rank. Raises as that.
     """
     parts: dict[str, Any] = unpack(read(only=[f"ranks.{rank}"])["ranks"][str(rank)])
+    buffers = buffers_of(model)
     with torch.no_grad():
         for name, value in parts.items():
             if name.startswith(_BUFFER) and name.removeprefix(_BUFFER) in buffers:
-                buffers[name.removeprefix(_BUFFER)].copy_(value)
+                set_buffer(model, name.removeprefix(_BUFFER), value)
+    states = {name: value for name, value in parts.items() if name.startswith(_MODULE)}
+    set_module_states(model, {name.removeprefix(_MODULE): v for name, v in states.items()})
     return _EXTRA in parts, parts.get(_EXTRA, {}).get("value")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import checkpoint
 from checkpoint.interop.packing import pack, unpack
@@ -59,8 +60,9 @@ def test_buffers_extra_and_random_state_of_every_rank_come_back(tmp_path: Path) 
 
 def test_a_buffer_that_one_rank_alone_has_is_restored_there() -> None:
     """Names of buffers may differ between ranks; what this one lacks is left out."""
-    mine = {"here": torch.zeros(3)}
+    mine = nn.Module()
+    mine.register_buffer("here", torch.zeros(3))
     parts = {"buffer.here": torch.ones(3), "buffer.gone": torch.ones(2)}
     found = restore_own(lambda only: {"ranks": {"1": pack(parts)}}, 1, mine)
     assert found == (False, None)
-    assert torch.equal(mine["here"], torch.ones(3))
+    assert torch.equal(mine.get_buffer("here"), torch.ones(3))

@@ -1,0 +1,140 @@
+"""What modules hold beside parameters: persistent buffers, and what ``get_extra_state`` gives, by
+the names that a state dict has for them.
+
+A buffer may be None, and become a tensor in a forward pass; a checkpoint says which are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import checkpoint
+
+logger = logging.getLogger(__name__)
+Buffers = dict[str, torch.Tensor | None]
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a state dict would hold."""
+    return {name: buffer for name, buffer in buffers_of(model).items() if buffer is not None}
+
+
+def buffers_of(model: nn.Module) -> Buffers:
+    """The same, and those that are None."""
+    return {
+        name: module._buffers[own]
+        for name, (module, own) in _places(model).items()
+        if own not in module._non_persistent_buffers_set
+    }
+
+
+def set_buffer(model: nn.Module, name: str, value: torch.Tensor | None) -> None:
+    """Let a buffer be ``value``: in place where it is a tensor of that shape."""
+    module, own = _places(model)[name]
+    buffer = module._buffers[own]
+    if buffer is None or value is None:
+        module._buffers[own] = value
+    else:
+        buffer.copy_(value)
+
+
+def module_states(model: nn.Module) -> dict[str, Any]:
+    """What every module with a ``get_extra_state`` gives."""
+    return {name: module.get_extra_state() for name, module in _with_state(model)}
+
+
+def set_module_states(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Undo ``module_states``."""
+    for name, module in _with_state(model):
+        if name in states:
+            module.set_extra_state(states[name])
+
+
+def saved_buffers(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, bool]:
+    """The buffers of a checkpoint, and whether they were tensors. One that does not say has the
+    name of every other tensor of the model.
+    """
+    if "buffers" in saved:
+        told: dict[str, bool] = saved["buffers"]
+        return told
+    names = (name.removeprefix("model.") for name in _names_of_model(path))
+    return dict.fromkeys((name for name in names if name not in saved["shapes"]), True)
+
+
+def check_modules(
+    model: nn.Module,
+    saved: Mapping[str, Any],
+    theirs: Mapping[str, bool],
+    path: str | os.PathLike[str],
+) -> None:
+    """Raises ``ValueError`` naming a buffer, or a module with state of its own, that only one of
+    the checkpoint and the model has.
+    """
+    registered = _places(model)
+    for name, is_tensor in theirs.items():
+        if is_tensor and name not in registered:
+            raise ValueError(f"{path} has a buffer {name}, which the model has not")
+    for name in persistent_buffers(model):
+        if name not in theirs:
+            raise ValueError(f"{path} has no buffer {name}, which the model has")
+    ours = [name for name, _ in _with_state(model)]
+    states = saved.get("module_states")
+    if states is None:
+        _warn_of(ours, path)
+        return
+    for name in {*ours, *states}:
+        if name not in states or name not in ours:
+            one, other = (path, "the model") if name in states else ("the model", path)
+            raise ValueError(f"{one} has {name}, what get_extra_state gives, and {other} has not")
+
+
+def load_buffers(
+    model: nn.Module,
+    theirs: Mapping[str, bool],
+    device: torch.device,
+    load: Callable[[str], torch.Tensor],
+) -> None:
+    """Give values to buffers that are None here and were not, and take them from those that were.
+    ``load`` reads a buffer of the checkpoint.
+    """
+    for name, buffer in buffers_of(model).items():
+        if buffer is None and theirs.get(name):
+            set_buffer(model, name, load(name).to(device))
+        elif buffer is not None and not theirs.get(name, True):
+            set_buffer(model, name, None)
+
+
+def _warn_of(modules: Iterable[str], path: str | os.PathLike[str]) -> None:
+    names = ", ".join(modules)
+    if names:
+        logger.warning(
+            "%s was saved by a version that left out what get_extra_state gives; these modules "
+            "keep what they have: %s",
+            path,
+            names,
+        )
+
+
+def _names_of_model(path: str | os.PathLike[str]) -> list[str]:
+    return [name for name in checkpoint.list_tensors(path) if name.startswith("model.")]
+
+
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Where each buffer is that is registered, persistent or not."""
+    return {
+        f"{prefix}.{own}" if prefix else own: (module, own)
+        for prefix, module in model.named_modules()
+        for own in module._buffers
+    }
+
+
+def _with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}._extra_state" if prefix else "_extra_state", module
