@@ -10,12 +10,15 @@ import atexit
 import errno
 import logging
 import os
+import re
 import threading
 import weakref
 from collections.abc import Sequence
 from itertools import count
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from aio._native import ffi, lib
 from aio.files import MAX_OFFSET, File, warn_buffered
@@ -23,9 +26,14 @@ from aio.operation import Operation, Outcome, Request, Ticket
 from aio.threads import Thread, join_thread, say, start_thread
 from aio.unasked import tell
 
+if TYPE_CHECKING:
+    from aio.operation import BufferLike
+
 logger = logging.getLogger(__name__)
 
 _REAP_MAX = 256
+# In the format of a buffer of structures.
+_FIELD_NAME = re.compile(":[^:]*:")
 _KINDS = {"read": lib.AIO_READ, "write": lib.AIO_WRITE}
 
 _live: "set[Core]" = set()
@@ -195,13 +203,27 @@ def _reap(core: Core) -> None:
 def _export(request: Request) -> Any:
     """The bytes of a request's buffer, locked in place until released."""
     try:
+        _check_plain(request.buffer)
         return ffi.from_buffer("uint8_t[]", request.buffer, require_writable=request.kind == "read")
     except (TypeError, ValueError, BufferError) as error:
         wanted = "writable and C-contiguous" if request.kind == "read" else "C-contiguous"
         raise TypeError(
             f"cannot {request.kind} with a {type(request.buffer).__name__} ({error}): the buffer"
-            f" must be {wanted}"
+            f" must be {wanted}, without references to Python objects"
         ) from error
+
+
+def _check_plain(buffer: "BufferLike") -> None:
+    """TypeError for references to Python objects: their bytes mean something here and now alone,
+    and a read would put others in their place, which ends the interpreter.
+    """
+    if isinstance(buffer, np.ndarray):  # which has dtypes that no format tells
+        has_objects = buffer.dtype.hasobject
+    else:
+        with memoryview(buffer) as view:
+            has_objects = "O" in _FIELD_NAME.sub("", view.format)
+    if has_objects:
+        raise TypeError("its elements are references to Python objects")
 
 
 def _checked_offset(request: Request, nbytes: int) -> int:

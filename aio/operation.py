@@ -40,8 +40,8 @@ class Request:
     """One transfer between `buffer` and the bytes of `file` from `offset` on.
 
     `buffer` is any C-contiguous object with the buffer protocol, all of whose bytes are moved;
-    writable for a read. Offset, length and address may be anything; those that are multiples of
-    the file's alignments go straight to the device.
+    writable for a read, and without references to Python objects. Offset, length and address may
+    be anything; those that are multiples of the file's alignments go straight to the device.
     """
 
     kind: Literal["read", "write"]

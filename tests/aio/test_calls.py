@@ -1,13 +1,19 @@
-"""Calls on a file while other threads write to it or close it."""
+"""Calls on a file while other threads write to it or close it; and what they refuse."""
 
+import ctypes
 import os
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from aio import AioError, Engine
 from tests.aio.conftest import random_bytes
+
+if TYPE_CHECKING:
+    from aio.operation import BufferLike
 
 
 def test_failed_allocation_keeps_what_a_write_beside_it_wrote(tmp_path: Path) -> None:
@@ -69,3 +75,35 @@ def test_length_beyond_what_files_have_is_refused(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="cannot truncate"),
     ):
         file.truncate(1 << 63)
+
+
+class _Structure(ctypes.Structure):
+    _fields_ = (("O", ctypes.c_int), ("two", ctypes.py_object))
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        np.array([object()] * 512),
+        memoryview(np.array([object()] * 512)),
+        np.zeros(256, dtype=[("O", "i8"), ("two", "O")]),
+        (ctypes.py_object * 512)(),
+        (_Structure * 256)(),
+    ],
+    ids=["array", "view", "records", "ctypes", "structures"],
+)
+def test_buffer_of_references_to_objects_is_refused(tmp_path: Path, buffer: "BufferLike") -> None:
+    (tmp_path / "x").write_bytes(b"A" * 4096)
+    with Engine("posix") as engine, engine.open(tmp_path / "x", "r+") as file:
+        for transfer in (engine.read, engine.write):
+            with pytest.raises(TypeError, match="references to Python objects"):
+                transfer(file, 0, buffer)
+
+
+@pytest.mark.parametrize("dtype", [[("O", "i4"), ("OO", "f4")], "M8[s]", ">f4", "S8"])
+def test_buffer_of_other_values_takes_the_bytes_of_the_file(tmp_path: Path, dtype: str) -> None:
+    (tmp_path / "x").write_bytes(b"A" * 4096)
+    buffer = np.zeros(8, dtype)
+    with Engine("posix") as engine, engine.open(tmp_path / "x") as file:
+        engine.read(file, 0, buffer).result()
+    assert buffer.tobytes() == b"A" * buffer.nbytes
