@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from typing import Any
 from aio import Engine, sync_directory
 from checkpoint.directory.destination import PathLike
 from checkpoint.directory.generations import write_durably
+from checkpoint.directory.locate import open_regular_file
 from checkpoint.directory.lock import locked
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.format.datafile import Entry, plan_packed_file
+from checkpoint.format.names import METADATA_KEY, ROOT_NAME, natural_name
 from checkpoint.format.tree import data_nodes
 from checkpoint.loading.opened import open_current
 from checkpoint.plan.selection import Selection
@@ -40,6 +42,8 @@ from checkpoint.transfer.writer import FileJob, FillingSupply, Writer
 MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
 WHOLE_NAME = "model.safetensors"
+_MAX_INDEX_BYTES = 256 << 20
+"""Of an index of an earlier export that is looked at; no model has names of this length."""
 _THREAD = "checkpoint-export"
 _OURS = {"made_by": "infinity-offload"}
 """In the metadata of our indexes: what they name may be replaced by what a later export makes."""
@@ -98,12 +102,14 @@ def write_safetensors(
     `max_shard_bytes` long unless a single tensor is longer. Files of these names are replaced, and
     other files of an earlier export to this folder are removed.
 
-    Raises, before anything is written, TypeError for a value that cannot be saved, FileExistsError
-    where there are several shards and a `model.safetensors` of somebody else, which readers would
-    take instead, and BlockingIOError while another export to this folder runs: of several ranks,
-    one makes it. Raises OSError naming the file; the files of an unfinished call are removed, as
-    they are after an interrupt.
+    Raises, before anything is written, TypeError for a value that cannot be saved, ValueError for a
+    name that safetensors cannot hold (`__metadata__`, half a surrogate pair), IsADirectoryError for
+    a directory where a file is to be, FileExistsError where there are several shards and a
+    `model.safetensors` of somebody else, which readers would take instead, and BlockingIOError
+    while another export to this folder runs: of several ranks, one makes it. Raises OSError naming
+    the file; the files of an unfinished call are removed, as they are after an interrupt.
     """
+    _check_names(tensors)
     sources = {name: _source(name, value) for name, value in tensors.items()}
     finish_device_work()
     return sheltered(
@@ -114,6 +120,22 @@ def write_safetensors(
     )
 
 
+def _check_names(names: Iterable[object]) -> None:
+    """Raises TypeError or ValueError for a name that no reader of safetensors would give back."""
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"cannot write {name!r}: the name of a tensor is a string")
+        if name == METADATA_KEY:
+            raise ValueError(
+                f"cannot write {name!r}: safetensors keeps this name for itself; give the tensor "
+                "another one (of a checkpoint, export it with another prefix=)"
+            )
+        if natural_name((name,)) != (name or ROOT_NAME):
+            raise ValueError(
+                f"cannot write {name!r}: half of a surrogate pair is no text that files can hold"
+            )
+
+
 def _write(
     sources: Mapping[str, Source],
     folder: Path,
@@ -122,6 +144,7 @@ def _write(
     cancellation: Cancellation,
 ) -> list[Path]:
     target = folder.resolve()
+    _check_names(sources)
     shards = _plan_shards(sources, max_shard_bytes)
     files = [_file_name(number, len(shards)) for number in range(len(shards))]
     total = sum(source.nbytes for source in sources.values())
@@ -129,7 +152,9 @@ def _write(
     metadata = {"total_size": total, **_OURS}
     index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
     target.mkdir(parents=True, exist_ok=True)
+    final = [target / file for file in [*files, INDEX_NAME]]
     with locked(target, by="export to this folder"), ExitStack() as undo:
+        _check_replaceable(final)
         stale = _stale(target, files)
         _remove_temporaries(target)
         undo.callback(_remove_temporaries, target)
@@ -140,13 +165,19 @@ def _write(
                 _write_shard(engine, file, own, staging_bytes, cancellation)
         cancellation.check()
         write_durably(written[-1], (index + "\n").encode())
-        final = [target / file for file in [*files, INDEX_NAME]]
         for temporary, file in zip(written, final, strict=True):
             temporary.replace(file)
         for file in stale:
             file.unlink(missing_ok=True)
         sync_directory(target)
     return final
+
+
+def _check_replaceable(files: Sequence[Path]) -> None:
+    for file in files:
+        if file.is_dir() and not file.is_symlink():
+            what = "is where an export puts a file; remove it, or export to another folder"
+            raise IsADirectoryError(errno.EISDIR, what, str(file))
 
 
 def _stale(folder: Path, files: Sequence[str]) -> list[Path]:
@@ -164,12 +195,13 @@ def _stale(folder: Path, files: Sequence[str]) -> list[Path]:
 def _made_before(folder: Path) -> set[str]:
     """Names of the files that the index of an earlier export to a folder says were made."""
     try:
-        index: Any = json.loads((folder / INDEX_NAME).read_bytes())
+        with open_regular_file(folder / INDEX_NAME) as (file, _):
+            index: Any = json.loads(file.read(_MAX_INDEX_BYTES))
         if not _OURS.items() <= index["metadata"].items():
             return set()
         names = list(index["weight_map"].values())
     except (FileNotFoundError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return set()  # there was none, or somebody else made it
+        return set()  # there was none, or somebody else made it; a pipe is no file of ours
     return {name for name in names if isinstance(name, str) and _NAME.fullmatch(name)}
 
 
