@@ -10,10 +10,12 @@ joins them is brought to their scale, after they were clipped; both go with the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from aio.errors import let_go
 from infinity.backward_passes import BackwardPasses
 from infinity.optim.loss_scale import GradientScale, LossScale
 from infinity.parameters.parameter import take_grad
@@ -66,13 +68,16 @@ class Accumulated:
         return self._state.has_gradient(index)
 
     def set(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Replace the gradient of a parameter by one that a program made, or clear it."""
+        """Replace the gradient of a parameter by one that a program made, or clear it. One that
+        cannot be kept is lost, and no step is taken until it is cleared.
+        """
         self._sharing.drop_gradients(index)
         self._state.clear_gradients(index)
         self._consumed.discard(index)
         if gradient is not None:
-            self._settle()
-            self._sharing.add_gradient(index, self.scale.assigned(gradient))
+            with self._or_lost(index):
+                self._settle()
+                self._sharing.add_gradient(index, self.scale.assigned(gradient))
         elif not self._has_any():
             self._forget_factors()
 
@@ -102,8 +107,9 @@ class Accumulated:
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """A gradient that arrives, of the pass that runs now."""
-        self._settle()
-        self._sharing.add_gradient(index, self.scale.taken(gradient))
+        with self._or_lost(index):
+            self._settle()
+            self._sharing.add_gradient(index, self.scale.taken(gradient))
 
     def consume(self, indices: Iterable[int]) -> None:
         """A step has used these, or was skipped because of them: they are to be cleared."""
@@ -117,16 +123,29 @@ class Accumulated:
         self._consumed.clear()
         self._forget_factors()
 
+    @contextmanager
+    def _or_lost(self, *indices: int) -> Iterator[None]:
+        """What fails inside has taken the gradients of these parameters with it."""
+        try:
+            yield
+        except BaseException as failure:
+            for index in indices:
+                self._state.gradients.lose(index, let_go(failure))
+            raise
+
     def _settle(self) -> None:
         """Clip the gradients now, in their own dtype, as ``torch.nn.utils`` does."""
         if self.clip_factor == 1.0:
             return
         self._state.collect_gradients()
         factor, self.clip_factor = self.clip_factor, 1.0
-        for index in sorted(self._state.gradients.present):
-            clipped = self._state.gradients.read(index).mul_(factor)
-            self._state.clear_gradients(index)
-            self._state.add_gradient(index, clipped)
+        unclipped = sorted(self._state.gradients.present)
+        while unclipped:
+            with self._or_lost(*unclipped):
+                clipped = self._state.gradients.read(unclipped[0]).mul_(factor)
+                self._state.clear_gradients(unclipped[0])
+                self._state.add_gradient(unclipped[0], clipped)
+            del unclipped[0]
 
     def _has_any(self) -> bool:
         gradients = self._state.gradients

@@ -82,8 +82,7 @@ class GradientScale:
         """A gradient that arrives, dense, at the scale of those that it is added to. An overflow by
         that shows in their norm.
         """
-        if gradient.layout != torch.strided:
-            gradient = gradient.to_dense()
+        gradient = _dense(gradient)
         if self.loss_scale is None:
             return gradient
         if self._accumulated is None:
@@ -93,10 +92,10 @@ class GradientScale:
         return gradient if arrived == self.value else gradient * (self.value / arrived)
 
     def assigned(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient that a program sets: at the scale that it would be read with."""
+        """A gradient that a program sets, dense: at the scale that it would be read with."""
         if self._accumulated is None:
             self._accumulated = 1.0
-        return gradient
+        return _dense(gradient)
 
     def overflowed(self, norm: float) -> bool:
         """Whether a step with that norm is to be skipped, which adapts the loss scale."""
@@ -107,3 +106,7 @@ class GradientScale:
     def clear(self) -> None:
         """There are no gradients any more."""
         self._accumulated, self.is_dynamic = None, False
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from infinity.parameters.gradient import METADATA, OffloadedGradient, check_assigned
+
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-_METADATA = ("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "requires_grad", "ndim")
 
 
 class Owner(Protocol):
@@ -72,11 +73,8 @@ class OffloadedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and gradient.shape != self.shape:
-            raise ValueError(
-                f"a gradient of shape {tuple(gradient.shape)} was assigned to a parameter of shape "
-                f"{tuple(self.shape)}"
-            )
+        if gradient is not None:
+            check_assigned(self._name, self, gradient)
         is_arriving = _GRAD.__get__(self) is not None
         _GRAD.__set__(self, gradient if is_arriving else None)
         self.offload_owner.set_gradient(self.offload_index, None if is_arriving else gradient)
@@ -190,41 +188,16 @@ def _with_own_memory(result: Any, parameters: Sequence[torch.Tensor]) -> Any:
     return tree_map(own, result)
 
 
-class OffloadedGradient(torch.Tensor):
-    """Stands where a gradient would be. Has shape, dtype and device; anything else raises
-    ``RuntimeError``.
-    """
-
-    @staticmethod
-    def like(parameter: torch.Tensor) -> OffloadedGradient:
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return empty.as_subclass(OffloadedGradient)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__self__", None) in _ALLOWED:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", str(func))
-        raise RuntimeError(
-            f"{name}: the gradient of an offloaded parameter is not a tensor in memory. To clip "
-            "call offloaded.clip_grad_norm_(max_norm) or pass max_grad_norm to offload; for the "
-            "norm read offloaded.grad_norm; to clear call offloaded.optimizer.zero_grad(); for "
-            "values call offloaded.gradient(parameter); in place of torch.amp.GradScaler call "
-            "offloaded.backward(loss), which scales the loss where compute_dtype is float16"
-        )
-
-
-_ALLOWED = tuple(getattr(torch.Tensor, name) for name in _METADATA)
 _ABOUT_METADATA = frozenset(
     getattr(torch.Tensor, name)
     for name in (
-        *_METADATA,
+        *METADATA,
         *("grad", "grad_fn", "is_leaf", "is_meta", "itemsize", "nbytes", "output_nr"),
         *("retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
         *("_version", "__len__", "dim", "element_size", "get_device", "is_complex"),
         *("is_floating_point", "is_inference", "numel", "size"),
         *("register_hook", "register_post_accumulate_grad_hook"),
+        *(["grad_dtype"] if hasattr(torch.Tensor, "grad_dtype") else []),
     )
 )
 

@@ -1,0 +1,97 @@
+"""Gradients that a program assigns: what is refused changes nothing, and is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from aio import AioError
+from swap.tiered import TieredState
+from tests.support.models import Stack, seeded, vector_loss
+from tests.support.training import WHOLE, same_bits
+
+SHAPE = (256, 256)
+Make = Callable[[torch.nn.Parameter], Any]
+
+
+def _freed(_: torch.nn.Parameter) -> torch.Tensor:
+    tensor = torch.ones(SHAPE)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
+    "stand-in": (lambda p: p.grad, RuntimeError, r"offloaded\.gradient\(parameter\)"),
+    "itself": (lambda p: p, RuntimeError, "itself"),
+    "meta": (lambda p: torch.ones(SHAPE, device="meta"), ValueError, "meta"),
+    "freed": (_freed, ValueError, "freed"),
+    "shape": (lambda p: torch.ones(3), ValueError, r"\(3,\)"),
+    "double": (lambda p: torch.ones(SHAPE, dtype=torch.float64), ValueError, "float64"),
+    "integers": (lambda p: torch.ones(SHAPE, dtype=torch.int64), ValueError, "int64"),
+    "complex": (lambda p: torch.ones(SHAPE, dtype=torch.complex64), ValueError, "complex64"),
+    "number": (lambda p: 3.0, TypeError, "float"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_gradient_leaves_the_one_that_is_there(name: str, nvme: Path) -> None:
+    make, kind, text = REFUSED[name]
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+        vector_loss(model, 0).backward()
+        weight = model.layer(0).weight
+        before = offloaded.gradient(weight)
+        assert before is not None
+        with pytest.raises(kind, match=rf"layers\.0\.weight.*{text}"):
+            weight.grad = make(weight)
+        after = offloaded.gradient(weight)
+        assert after is not None
+        assert same_bits(after, before)
+
+
+def test_an_assigned_sparse_gradient_is_taken_for_its_values(nvme: Path) -> None:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+        weight = model.layer(0).weight
+        gradient = torch.eye(*SHAPE)
+        weight.grad = gradient.to_sparse()
+        taken = offloaded.gradient(weight)
+    assert taken is not None
+    assert same_bits(taken, gradient)
+
+
+def test_a_gradient_of_any_dtype_is_taken_where_the_program_allows_it(nvme: Path) -> None:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+        weight: Any = model.layer(0).weight
+        weight.grad_dtype = None
+        weight.grad = torch.ones(SHAPE, dtype=torch.float64)
+        taken = offloaded.gradient(weight)
+    assert taken is not None
+    assert same_bits(taken, torch.ones(SHAPE))
+
+
+def test_an_assigned_gradient_that_cannot_be_kept_is_lost_by_name(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not left out of the next step without a word."""
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+        vector_loss(model, 0).backward()
+        weight = model.layer(0).weight
+
+        def fail(*_: Any) -> None:
+            raise AioError("no luck", errno=5)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(TieredState, "add_gradient", fail)
+            with pytest.raises(AioError, match="no luck"):
+                weight.grad = torch.ones(SHAPE)
+        with pytest.raises(AioError, match=r"gradient of layers\.0\.weight was lost"):
+            offloaded.step()
+        offloaded.optimizer.zero_grad()
