@@ -72,13 +72,19 @@ class Core:
     def is_forked(self) -> bool:
         return os.getpid() != self.pid
 
-    def check_usable(self) -> None:
-        """RuntimeError in a forked child, ValueError once closed."""
+    def check_process(self) -> None:
+        """RuntimeError in a forked child, which has none of the threads, and of what they had
+        locked nothing that will ever be unlocked.
+        """
         if self.is_forked():
             raise RuntimeError(
                 f"an engine of process {self.pid} cannot be used in process {os.getpid()}, which"
                 " was forked from it: make an engine in each process"
             )
+
+    def check_usable(self) -> None:
+        """RuntimeError in a forked child, ValueError once closed."""
+        self.check_process()
         if self._closing:
             raise ValueError("the engine is closed")
 

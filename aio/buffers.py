@@ -112,6 +112,7 @@ class Slab:
         self._num_releases = 0
         self._seen = threading.local()  # .releases: how many the thread knew of when it last looked
         self._closed = False
+        _slabs.add(self)
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """A writable array of exactly `nbytes`, page-aligned, its contents undefined.
@@ -209,6 +210,11 @@ class Slab:
         self._num_releases += 1
         self._is_consistent = True
 
+    def after_fork(self) -> None:
+        """In a child: whoever had the lock, in the midst of something perhaps, is not there."""
+        self._lock = threading.Lock()
+        self._is_consistent = False
+
     @property
     def address(self) -> int:
         """Of the first byte; with `nbytes`, what cudaHostRegister wants to know."""
@@ -259,6 +265,17 @@ class Slab:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for slab in list(_slabs):
+        slab.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _map(nbytes: int, huge_pages: bool, inherited: bool) -> Any:

@@ -47,6 +47,9 @@ class Owner(Protocol):
     def is_forked(self) -> bool:
         """Whether this process is a child of the engine's."""
 
+    def check_process(self) -> None:
+        """RuntimeError in a child of the engine's process."""
+
     def on_reaper(self) -> bool:
         """Whether this thread reaps completions: it must not wait for them."""
 
@@ -181,8 +184,8 @@ class File:
         """Reserves space for a range and makes the file reach its end, zeros where nothing was.
 
         Raises AioError, ENOSPC among others; the file then has its old length, or that of a
-        write that has made it longer. Where the file system cannot reserve, the file is made longer
-        only, with one warning.
+        write that has made it longer. RuntimeError in a forked child, as for a transfer. Where the
+        file system cannot reserve, the file is made longer only, with one warning.
         """
         self._check_writable("allocate space in")
         if offset < 0 or not 0 <= nbytes <= MAX_OFFSET - offset:
@@ -213,7 +216,9 @@ class File:
         """Calls C with the file, which `close` waits for. ValueError when it is closed.
 
         A call that a signal interrupts is made again once its handler, which may raise, has run.
+        C locks the file: a lane of the parent's may have had it locked when this child was made.
         """
+        self._core.check_process()
         with self._used():
             while (result := function(self._native[0])) == -errno.EINTR:
                 pass
@@ -253,7 +258,9 @@ class File:
         return not self.in_flight and all(thread == here for thread in self.uses.values())
 
     def truncate(self, nbytes: int) -> None:
-        """Makes the file exactly `nbytes` long. Raises AioError."""
+        """Makes the file exactly `nbytes` long. Raises AioError, and RuntimeError in a forked
+        child.
+        """
         self._check_writable("truncate")
         if not 0 <= nbytes <= MAX_OFFSET:
             raise ValueError(f"cannot truncate {self.path} to {nbytes} bytes")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aio import AioError, Engine
-from tests.aio.conftest import random_bytes
+from tests.aio.conftest import random_bytes, run_python
 
 if TYPE_CHECKING:
     from aio.operation import BufferLike
@@ -85,7 +85,7 @@ class _Structure(ctypes.Structure):
     "buffer",
     [
         np.array([object()] * 512),
-        memoryview(np.array([object()] * 512)),
+        np.array([object()] * 512).data,
         np.zeros(256, dtype=[("O", "i8"), ("two", "O")]),
         (ctypes.py_object * 512)(),
         (_Structure * 256)(),
@@ -107,3 +107,30 @@ def test_buffer_of_other_values_takes_the_bytes_of_the_file(tmp_path: Path, dtyp
     with Engine("posix") as engine, engine.open(tmp_path / "x") as file:
         engine.read(file, 0, buffer).result()
     assert buffer.tobytes() == b"A" * buffer.nbytes
+
+
+_FORK = """
+    import os, sys
+    from aio import Engine
+
+    with Engine("posix") as engine, engine.open(sys.argv[1], "w", size=4096) as file:
+        if not os.fork():
+            for change in (lambda: file.allocate(0, 8192), lambda: file.truncate(0)):
+                try:
+                    change()
+                except RuntimeError as error:
+                    print(str(error).partition(":")[0].replace(str(os.getpid()), "CHILD"))
+            file.sync()
+            print(file.size(), flush=True)
+            os._exit(0)
+        os.wait()
+"""
+
+
+def test_length_is_not_changed_by_a_forked_child_whose_parent_may_have_the_file_locked(
+    tmp_path: Path,
+) -> None:
+    *refusals, size = run_python(_FORK, str(tmp_path / "x"))
+    assert len(refusals) == 2
+    assert all("in process CHILD, which was forked from it" in line for line in refusals)
+    assert size == "4096"

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import resource
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -336,3 +337,15 @@ def test_slab_is_mapped_in_forked_children_only_if_inherited(inherited: bool) ->
     assert os.read(read_end, 1) == (b"y" if inherited else b"n")
     os.close(read_end)
     os.close(write_end)
+
+
+def test_slab_locked_by_a_thread_of_the_parent_hands_out_memory_in_a_forked_child() -> None:
+    slab = Slab(1 << 20)
+    kept = slab.allocate(4096)
+    with slab._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os._exit(len(slab.allocate(100)) + slab.used_bytes // 4096)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 101
+    assert slab.used_bytes == len(kept)
