@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 class _Thread(threading.local):
     is_background = False
+    most: int | None = None
 
 
 _thread = _Thread()
@@ -48,13 +49,14 @@ def set_isa(name: str | None) -> None:
     lib.swap_set_isa(0 if name is None else names.index(name))
 
 
-def stay_in_background() -> None:
+def stay_in_background(most: int | None = None) -> None:
     """The calling thread works beside those that compute: from now on it shares kernels with a pool
-    of threads that sleep when there is nothing to do.
+    of threads that sleep when there is nothing to do, ``most`` of them with itself, or as many as
+    the process has CPUs.
 
     Any other thread shares them with the OpenMP threads that torch keeps awake for it.
     """
-    _thread.is_background = True
+    _thread.is_background, _thread.most = True, most
     lib.swap_use_pool()
 
 
@@ -64,7 +66,9 @@ def num_threads(threads: int | None) -> int:
     Raises ValueError for less than 1.
     """
     if threads is None:
-        return len(os.sched_getaffinity(0)) if _thread.is_background else torch.get_num_threads()
+        if not _thread.is_background:
+            return torch.get_num_threads()
+        return _thread.most or len(os.sched_getaffinity(0))
     if threads < 1:
         raise ValueError(f"threads={threads} must be 1 or more; the calling thread counts")
     return threads

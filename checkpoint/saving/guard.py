@@ -43,6 +43,16 @@ class Gate:
             self._pending.remove(pending)
 
 
+def wait_for_saves(optimizer: Any) -> None:
+    """As before a step of `optimizer`, for what changes weights and is none: waits until every save
+    that it guards has read its bytes.
+    """
+    for hook in tuple(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()):
+        gate = getattr(hook, "__self__", None)
+        if isinstance(gate, Gate):
+            gate.wait()
+
+
 _gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
 
 

@@ -52,6 +52,27 @@ def flat(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     return tensor.permute(layout).reshape(-1)
 
 
+def copy_elements(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """Copy ``len(out)`` elements of ``tensor``, from element ``start`` in the order of its
+    dimensions, to the flat ``out``. It may be of any strides, and nothing else is copied.
+    """
+    if tensor.dim() <= 1:
+        out.copy_(tensor.reshape(-1)[start : start + len(out)])
+        return
+    row = tensor[0].numel()
+    first, last = start // row, (start + len(out)) // row
+    head = min(len(out), -start % row)
+    tail = 0 if head == len(out) else (start + len(out)) % row
+    if head:
+        copy_elements(tensor[first], start % row, out[:head])
+        first += 1
+    if first < last:
+        whole = tensor[first:last]
+        out[head : len(out) - tail].view(whole.shape).copy_(whole)
+    if tail:
+        copy_elements(tensor[last], 0, out[len(out) - tail :])
+
+
 def shape_in(layout: Layout, shape: torch.Size) -> tuple[int, ...]:
     """``shape`` in the order of ``layout``."""
     return tuple(shape[dimension] for dimension in layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from infinity.adamw.local_tensors import Layout, flat, layout_of, local
+from infinity.adamw.names import names_of
 from infinity.optim.optimizer import AdamW
 from swap.plain import check_memory
 from swap.plan.layout import ParameterSpec
@@ -28,6 +29,11 @@ class Held(Enum):
     ZEROS = 1
     """Anything; there is a state, that of before the first step, which is zeros."""
     VALUES = 2
+
+    @property
+    def is_state(self) -> bool:
+        """Whether the parameter has a state."""
+        return self is not Held.NOTHING
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +87,34 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: group[name] for name in _KNOWN if name in group}
     check_options(options)
     return options | {"lr": float(options["lr"])}
+
+
+def check_distinct(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ``ValueError`` for a parameter that is several times in ``groups``: torch steps it as
+    often.
+    """
+    seen: set[int] = set()
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        if id(parameter) in seen:
+            raise ValueError(
+                f"parameter {names_of(groups)[id(parameter)]} is several times in the parameter "
+                "groups; give each parameter once"
+            )
+        seen.add(id(parameter))
+
+
+def check_same_decay(
+    theirs: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises ``ValueError`` for groups of a state dict that would turn AdamW into Adam, or back."""
+    name = "decoupled_weight_decay"
+    for number, groups in enumerate(zip(theirs, ours, strict=False)):
+        their, our = (bool(group.get(name, True)) for group in groups)
+        if their != our:
+            raise ValueError(
+                f"parameter group {number} of the state dict has {name}={their} and the optimizer "
+                f"{our}: one is Adam's and the other AdamW's; set it in the groups of either first"
+            )
 
 
 def torch_defaults() -> dict[str, Any]:

@@ -23,18 +23,17 @@ from typing import Any
 
 import torch
 
+from checkpoint.saving.guard import wait_for_saves
 from infinity.adamw import state as offloaded_state
+from infinity.adamw.engine import StateEngine
 from infinity.adamw.local_tensors import local
-from infinity.adamw.member import Held, Member, member_of, options_of, spec_of, torch_defaults
+from infinity.adamw.member import check_distinct, check_same_decay, options_of, torch_defaults
 from infinity.adamw.names import lengths_of, named_groups, names_of
-from infinity.adamw.placement import TRANSFER_BYTES
-from infinity.adamw.state_view import ParameterState, TieredStateView
-from infinity.adamw.step import MemberUpdate, Step, Updater, makes_state_only, take
-from infinity.adamw.store import StateStore
+from infinity.adamw.state_view import ParameterState, TieredStateView, refuse_change
+from infinity.adamw.step import Step, makes_state_only
+from infinity.adamw.tiers.store import StateStore
 from infinity.arguments import Directories, budget_of_rank, directories_of
 from infinity.optim.optimizer import AdamW
-from swap.plan.layout import ParameterSpec
-from swap.plan.rules import AdamRule
 from swap.timeline import busy_seconds
 
 
@@ -94,64 +93,59 @@ class OffloadedAdamW(torch.optim.Optimizer):
         host_memory: int | str | None = None,
     ) -> None:
         options = AdamW(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        rule = AdamRule()
-        self._members: dict[int, Member] = {}
-        self._updater = Updater(rule)
-        self._unfinished: Step | None = None
-        self._num_steps = 0
-        self._has_transfer = False
-        self._store = StateStore(rule, directories_of(nvme), budget_of_rank(host_memory))
-        self._close = weakref.finalize(self, _close_in, os.getpid(), self._store)
-        self._is_built = False
+        self._process, self._is_built = os.getpid(), False
+        self._view = TieredStateView(self)
+        self._packed: defaultdict[torch.Tensor, Any] | None = None
+        self._engine = StateEngine(directories_of(nvme), budget_of_rank(host_memory))
+        self._close = weakref.finalize(self, _close_in, self._process, self._engine.store)
         try:
             super().__init__(params, torch_defaults() | options.defaults())
-            self._show_state()
             self._place(p for p in self._parameters() if p.requires_grad)
         except BaseException:
-            self._close()
+            self.close()
             raise
         self._is_built = True
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; all are updated when it returns.
 
-        State is read, worked on and written back at once, a part of it each.
+        State is read, worked on and written back at once, a part of it each. An interrupt (Ctrl-C)
+        is raised when the step has ended, or before it has begun.
 
         Raises ``RuntimeError`` for a sparse gradient, before anything is changed. An ``AioError``
         leaves the step unfinished: ``flush`` finishes it with the gradients that it was taken
         with (do not zero them in place before); until then ``step`` raises ``RuntimeError``.
         """
         self._check_open()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._unfinished is not None:
+        self._engine.check_whole()
+        if self._engine.unfinished is not None:
             raise RuntimeError(
                 "the step before was stopped by an error and is not finished; call "
                 "optimizer.flush() to finish it, or optimizer.load(path)"
             )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         with torch.no_grad():
-            taken = self._take()
+            taken = self._engine.take(self.param_groups)
             if self._makes_state_only(taken):
-                for member in self._members.values():
-                    member.held = Held.ZEROS
+                self._engine.begin_with_zeros()
             elif taken.updates:
-                self._run(taken)
+                self._engine.run(taken)
         return loss
 
     def flush(self) -> None:
         """Finish a step that an error stopped, and bring all state to where it is at home.
 
-        Raises ``AioError`` when that fails again; a further call tries again.
+        As a step, it waits for the saves that the optimizer guards. Raises ``AioError`` when that
+        fails again; a further call tries again.
         """
         self._check_open()
-        if self._unfinished is not None:
-            for update in self._unfinished.updates.values():
-                update.check_unchanged()
-            with torch.no_grad():
-                self._run(self._unfinished)
-        self._store.settle()
+        self._engine.check_whole()
+        if self._engine.unfinished is not None:
+            wait_for_saves(self)
+        self._engine.finish()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer``. Raises ``BudgetError`` when no memory is left for it, and
@@ -162,6 +156,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             options_of(self.param_groups[-1])
+            check_distinct(self.param_groups)
             if not self._is_built:
                 return
             self._place(p for p in self.param_groups[-1]["params"] if p.requires_grad)
@@ -171,13 +166,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def report(self) -> StateReport:
         """Memory and space taken, and the traffic so far."""
-        timeline = self._store.timeline
+        store, timeline = self._engine.store, self._engine.store.timeline
         events = timeline.events()
         return StateReport(
-            steps=self._num_steps,
-            budget_host_bytes=self._store.budget_bytes,
-            host_bytes=self._store.host_bytes,
-            nvme_bytes=self._store.nvme_bytes,
+            steps=self._engine.num_steps,
+            budget_host_bytes=store.budget_bytes,
+            host_bytes=store.host_bytes,
+            nvme_bytes=store.nvme_bytes,
             read_bytes=timeline.nbytes["read"],
             written_bytes=timeline.nbytes["write"],
             read_seconds=busy_seconds(events, ["read"]),
@@ -188,7 +183,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Remove the swap files, and the state with them. Idempotent."""
-        self._close()
+        if os.getpid() == self._process:
+            self._engine.end(self._close)
+        self._close()  # in a forked child, which has nothing to remove
 
     def __enter__(self) -> OffloadedAdamW:
         return self
@@ -216,23 +213,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
         Raises ``MemoryError`` when that is more than the memory that is free; see ``save``.
         """
         self.flush()
-        members = [self._members[id(p)] for p in self._parameters() if id(p) in self._members]
-        offloaded_state.check_memory(members)
+        members = self._engine.members.named(names_of(self.param_groups))
         # Where torch looks for it, for as long as it takes.
-        self.state = defaultdict(dict)
+        self._packed = self._engine.read_all([*members.values()])
         try:
-            for member in members:
-                if member.held is not Held.NOTHING:
-                    tensors = offloaded_state.tensors_of(member, self._store)
-                    self.state[member.parameter] = tensors
             return super().state_dict()
         finally:
-            self._show_state()
+            self._packed = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state dict of this class or of ``torch.optim.AdamW``; an unfinished step is given
         up. Raises ``ValueError`` for one that does not fit, and ``BudgetError`` for one that has
-        state for which there is no room, before anything is changed.
+        state for which there is no room, before anything is changed. A failure later leaves the
+        state mixed, and all but loading again is refused.
         """
         self._check_open()
         states: list[tuple[torch.Tensor, Any]] = []
@@ -241,7 +234,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             states.extend(self._states_in(final))
             if lengths_of(final["param_groups"]) == lengths_of(self.param_groups):
                 self._place(parameter for parameter, _ in states)
-                self._store.settle()
+                self._engine.begin_loading()
             return final | {"state": {}}
 
         # After every hook that changes the state dict; before torch copies it.
@@ -250,11 +243,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-            self._show_state()
-        self._unfinished = None
-        self._forget_all_but([])
-        for parameter, state in states:
-            offloaded_state.take_tensors(self._members[id(parameter)], self._store, state)
+        self._engine.take_states(states)
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> Any:
         """Stream the state to a checkpoint at ``path``; returns what ``checkpoint.save`` returns.
@@ -264,54 +253,68 @@ class OffloadedAdamW(torch.optim.Optimizer):
         ``checkpoint.save``.
         """
         self.flush()
-        members, groups = self._named_members(), named_groups(self.param_groups)
-        return offloaded_state.save(path, members, self._store, groups, extra)
+        members = self._engine.members.named(names_of(self.param_groups))
+        groups = named_groups(self.param_groups)
+        return offloaded_state.save(path, members, self._engine.store, groups, extra)
 
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Stream the state back that ``save`` wrote; returns its ``extra``. The model must have
-        the parameters of then. An unfinished step is given up.
+        the parameters of then. An unfinished step is given up. Where somebody saves over ``path``
+        meanwhile, all of it is of the later save.
 
         Raises as ``checkpoint.load``, and ``ValueError`` for groups or parameters that differ,
-        before anything is changed. A failure later leaves the state mixed: load again.
+        before anything is changed. A failure later leaves the state mixed, and all but loading
+        again is refused.
         """
         self._check_open()
+        extra = offloaded_state.of_one_save(path, partial(self._load, path))
+        self._engine.is_mixed = False
+        return extra
+
+    def _load(self, path: str | os.PathLike[str]) -> Any:
         header = offloaded_state.read_header(path, named_groups(self.param_groups))
-        names = names_of(self.param_groups)
-        self._place(p for p in self._parameters() if names[id(p)] in header["parameters"])
-        self._store.settle()
-        members = self._named_members()
-        extra = offloaded_state.load(path, members, self._store, header["parameters"])
-        self._forget_all_but(members.values())
-        self._unfinished = None
+        names, saved = names_of(self.param_groups), header["parameters"]
+        self._place(p for p in self._parameters() if names[id(p)] in saved)
+        members = self._engine.members.named(names)
+        offloaded_state.check_described(path, members, saved)
+        self._engine.begin_loading()
+        extra = offloaded_state.load(path, members, self._engine.store, saved)
+        self._engine.take_steps(saved, self.param_groups)
         for group, values in zip(self.param_groups, header["groups"], strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         return extra
 
-    def _named_members(self) -> dict[str, Member]:
-        """By the names of now, in the order of the groups; none that left the groups."""
-        names = names_of(self.param_groups)
-        return {name: self._members[key] for key, name in names.items() if key in self._members}
-
-    def _forget_all_but(self, kept: Iterable[Member]) -> None:
-        numbers = {member.number for member in kept}
-        for member in self._members.values():
-            if member.number not in numbers:
-                member.steps, member.held = 0, Held.NOTHING
-
     # What torch asks an optimizer for its state by.
 
-    def _show_state(self) -> None:
-        self.state = TieredStateView(self)  # type: ignore[assignment]
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """True if there is some, and ``state[parameter]`` reads it; it takes nothing."""
+        return self._view if self._packed is None else self._packed  # type: ignore[return-value]
 
-    def has_state(self) -> bool:
-        """Whether there is state of any parameter."""
-        return any(member.held is not Held.NOTHING for member in self._members.values())
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._is_built:
+            refuse_change()
+
+    def has_state(self, parameter: object = None) -> bool:
+        """Whether there is state of ``parameter``, or of any."""
+        members = self._engine.members
+        if isinstance(parameter, torch.Tensor):
+            return parameter in members and members.of(parameter).held.is_state
+        return parameter is None and any(member.held.is_state for member in members)
 
     def state_of(self, parameter: torch.Tensor) -> ParameterState:
         """The state of ``parameter``, read when it is looked at. Raises ``KeyError``."""
         self._check_open()
         self._place([parameter] if id(parameter) in names_of(self.param_groups) else [])
-        return ParameterState(self._members[id(parameter)], self._store, self.flush)
+        member = self._engine.members.of(parameter)
+        names = ("step", *offloaded_state.plane_dtypes(member))
+
+        def read(name: str) -> torch.Tensor:
+            self.flush()
+            return self._engine.read(member, name)
+
+        return ParameterState(names, read)
 
     def _makes_state_only(self, taken: Step) -> bool:
         trainable = sum(parameter.requires_grad for parameter in self._parameters())
@@ -322,6 +325,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Parameters and their states in a state dict, checked."""
         for group in state_dict["param_groups"]:
             options_of(group)
+        check_same_decay(state_dict["param_groups"], self.param_groups)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters, names = self._parameters(), names_of(self.param_groups)
         states = [
@@ -334,64 +338,21 @@ class OffloadedAdamW(torch.optim.Optimizer):
             offloaded_state.check_tensors(names[id(parameter)], shape, state)
         return states
 
-    # Taking a step.
-
-    def _take(self) -> Step:
-        """Fix the step. All checks come before the first change."""
-        self._place(p for p in self._parameters() if p.grad is not None)
-        updates: dict[int, MemberUpdate] = {}
-        for group in self.param_groups:
-            options = options_of(group)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    update = take(self._members[id(parameter)], options)
-                    updates[update.member.number] = update
-        left = {block for number in updates for block in self._store.blocks_of(number)}
-        return Step(updates=updates, left=left)
-
-    def _run(self, taken: Step) -> None:
-        """Carry ``taken`` out, or what is left of it; kept for ``flush`` if that fails."""
-        if self._unfinished is None:
-            self._unfinished = taken
-            for update in taken.updates.values():
-                update.member.steps = update.update.step
-                update.member.held = Held.VALUES
-            changed = [update.member.parameter for update in taken.updates.values()]
-            changed += [update.weight for update in taken.updates.values()]  # behind a DTensor
-            # Tell autograd before the first change: a graph from before the step is refused.
-            torch.autograd.graph.increment_version(changed)
-        self._store.sweep(taken.left, partial(self._updater.work, taken))
-        self._unfinished = None
-        self._num_steps += 1
-
-    # Making room.
-
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _place(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Make room for the state of those ``parameters`` that have none yet."""
-        names = names_of(self.param_groups)
-        for known in self._members.keys() & names.keys():
-            self._members[known].name = names[known]
-        members: list[Member] = []
-        specs: list[ParameterSpec] = []
-        for parameter in parameters:
-            if id(parameter) not in self._members:
-                member = member_of(parameter, names[id(parameter)], len(self._members) + len(specs))
-                members.append(member)
-                specs.append(spec_of(member, len(specs)))
-        if not members:
-            return
-        needs_transfer = any(member.device.type != "cpu" for member in members)
-        transfer = TRANSFER_BYTES if needs_transfer and not self._has_transfer else 0
-        self._store.add(specs, caller_bytes=transfer)
-        self._has_transfer = self._has_transfer or needs_transfer
-        self._members.update({id(member.parameter): member for member in members})
+        self._engine.place(parameters, self.param_groups)
 
     def _check_open(self) -> None:
         if not self._close.alive:
             raise RuntimeError("the optimizer is closed, and its state is gone")
+        if os.getpid() != self._process and self._engine.store.extents is not None:
+            raise RuntimeError(
+                f"the state of this optimizer is in files of process {self._process}, from which "
+                f"process {os.getpid()} was forked; use the optimizer there, or make another one "
+                "here and load what optimizer.save(path) saved there"
+            )
 
 
 def _close_in(pid: int, store: StateStore) -> None:

@@ -12,19 +12,22 @@ but the staging of the checkpoint is in memory. Parameters are not in it, they a
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 
 import checkpoint
+from checkpoint.directory.locate import peek_saved
 from checkpoint.transfer.memory import available_bytes
 from infinity.adamw.local_tensors import flat, like, local, shape_in, unflat
 from infinity.adamw.member import Held, Member
-from infinity.adamw.store import StateStore
+from infinity.adamw.tiers.store import StateStore
 from swap.plain import plain
 from swap.plan.rules import AdamRule
 from swap.tiers import format_bytes
@@ -33,6 +36,9 @@ KIND = "OffloadedAdamW"
 FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _RULE = AdamRule()
+_MAX_LOADS = 20
+"""Saves in a row that may each take the place of what is being loaded."""
+T = TypeVar("T")
 
 
 def plane_dtypes(member: Member) -> dict[str, torch.dtype]:
@@ -220,16 +226,26 @@ def read_header(path: str | os.PathLike[str], groups: list[dict[str, Any]]) -> d
     return header
 
 
-def load(
+def of_one_save(path: str | os.PathLike[str], load: Callable[[], T]) -> T:
+    """What ``load`` gives, which reads ``path`` several times: again, where somebody saved over it
+    meanwhile. Raises ``BlockingIOError`` where that happens each time, and what ``load`` does.
+    """
+    for _ in range(_MAX_LOADS):
+        before = peek_saved(Path(path))
+        loaded = load()
+        if peek_saved(Path(path)) == before:
+            return loaded
+    raise BlockingIOError(
+        errno.EAGAIN, f"was saved over {_MAX_LOADS} times before it could be loaded", str(path)
+    )
+
+
+def check_described(
     path: str | os.PathLike[str],
     members: Mapping[str, Member],
-    store: StateStore,
     parameters: Mapping[str, Mapping[str, Any]],
-) -> Any:
-    """Read into a settled store what ``save`` wrote of ``parameters``; returns ``extra``.
-
-    Raises ``ValueError`` naming a parameter that is another one here, before anything is changed.
-    """
+) -> None:
+    """Raises ``ValueError`` naming a parameter at ``path`` that is another one here."""
     for name, described in parameters.items():
         ours = _described(members[name])
         for key in ("shape", "layout", "dtype"):
@@ -237,13 +253,18 @@ def load(
                 raise ValueError(
                     f"{key} of parameter {name} is {described[key]} in {path}, {ours[key]} here"
                 )
+
+
+def load(
+    path: str | os.PathLike[str],
+    members: Mapping[str, Member],
+    store: StateStore,
+    parameters: Mapping[str, Mapping[str, Any]],
+) -> Any:
+    """Read into a settled store what ``save`` wrote of ``parameters``; returns ``extra``."""
     leaves = _leaves({name: members[name] for name in parameters}, store)
     if leaves:
         checkpoint.load(path, into={"optimizer": leaves}, staging_bytes=store.checkpoint_bytes)
-    for name, member in members.items():
-        is_there = name in parameters
-        member.steps = parameters[name]["steps"] if is_there else 0
-        member.held = Held.VALUES if is_there else Held.NOTHING
     return checkpoint.load(path, only=["extra.*"])["extra"]["value"]
 
 

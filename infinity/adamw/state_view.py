@@ -8,26 +8,34 @@ of a parameter to who asks for it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
-
-from infinity.adamw import state as offloaded_state
-from infinity.adamw.member import Member
-from infinity.adamw.store import StateStore
 
 
 class StateHolder(Protocol):
     """An optimizer that knows its state."""
 
-    def has_state(self) -> bool: ...
+    def has_state(self, parameter: object = None) -> bool: ...
 
     def state_of(self, parameter: torch.Tensor) -> Mapping[str, Any]: ...
 
 
+def refuse_change(*_: Any, **__: Any) -> NoReturn:
+    """Whatever would change the state by way of ``optimizer.state``."""
+    raise TypeError(
+        "the state of this optimizer is not in memory and cannot be changed through "
+        "optimizer.state; call optimizer.load_state_dict(state_dict) of the OffloadedAdamW itself, "
+        "with {} as 'state' to begin anew. A wrapper that puts values into the state of the "
+        "optimizer inside, as ZeroRedundancyOptimizer does, cannot load it: use optimizer.save and "
+        "optimizer.load"
+    )
+
+
 class TieredStateView(dict[torch.Tensor, Any]):
-    """Empty, but true if ``optimizer`` has state, and by subscript the state of a parameter.
+    """Lists nothing, but is true if ``optimizer`` has state, and has that of a parameter by
+    subscript, ``get`` and ``in``.
 
     Raises ``TypeError`` where it is to be changed.
     """
@@ -40,33 +48,39 @@ class TieredStateView(dict[torch.Tensor, Any]):
         optimizer = self._optimizer()
         return optimizer is not None and optimizer.has_state()
 
+    def __contains__(self, parameter: object) -> bool:
+        optimizer = self._optimizer()
+        return optimizer is not None and optimizer.has_state(parameter)
+
     def __missing__(self, parameter: torch.Tensor) -> Mapping[str, Any]:
         optimizer = self._optimizer()
         if optimizer is None:
             raise KeyError("the optimizer of this state is gone")
         return optimizer.state_of(parameter)
 
-    def __setitem__(self, parameter: torch.Tensor, value: Any) -> NoReturn:
-        raise TypeError(
-            "the state of this optimizer is not in memory, and cannot be put there; call "
-            "optimizer.load_state_dict(state_dict)"
-        )
+    def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        return self[parameter] if self.__contains__(parameter) else default
+
+    __setitem__ = __delitem__ = __ior__ = refuse_change
+    clear = pop = popitem = setdefault = update = refuse_change
 
 
 class ParameterState(Mapping[str, torch.Tensor]):
-    """The state of a parameter by name; each look at an entry reads it, as a copy."""
+    """The state of a parameter by name; each look at an entry reads it, as a copy.
 
-    def __init__(self, member: Member, store: StateStore, settle: Callable[[], None]) -> None:
-        self._member = member
-        self._store = store
-        self._settle = settle
-        self._names = ("step", *offloaded_state.plane_dtypes(member))
+    Copies are tensors of the inference mode: torch refuses to change them in place, which would
+    change nothing here.
+    """
+
+    def __init__(self, names: Sequence[str], read: Callable[[str], torch.Tensor]) -> None:
+        self._names = names
+        self._read = read
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
             raise KeyError(name)
-        self._settle()
-        return offloaded_state.tensor_of(self._member, self._store, name)
+        with torch.inference_mode():
+            return self._read(name).clone()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from infinity.adamw.local_tensors import flat, is_distributed, local
+from infinity.adamw.local_tensors import copy_elements, is_distributed, local
 from infinity.adamw.member import Held, Member
-from infinity.adamw.placement import TRANSFER_ELEMENTS
+from infinity.adamw.tiers.placement import TRANSFER_ELEMENTS
 from swap.plain import check_memory, is_plain, plain
 from swap.plan.layout import Segment
 from swap.plan.rules import AdamRule, ParameterUpdate
@@ -21,7 +21,11 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemberUpdate:
-    """The update of one parameter: where its weights and its gradient are, and the options."""
+    """The update of one parameter: where its weights and its gradient are, and the options.
+
+    ``weight`` is flat. ``gradient`` has its dimensions in the order in which the weights lie in
+    memory; if it lies in another order itself, it is copied piece by piece.
+    """
 
     member: Member
     weight: torch.Tensor
@@ -34,7 +38,7 @@ class MemberUpdate:
 
     def check_unchanged(self) -> None:
         """Raises ``RuntimeError`` if the gradient was changed in place since the step was taken."""
-        if self.source._version != self.version:
+        if _version_of(self.source) != self.version:
             raise RuntimeError(
                 f"the gradient of {self.member.name} was changed before the step that an error had "
                 "stopped was finished; load the last checkpoint"
@@ -68,20 +72,35 @@ def _is_asked_by_torch() -> bool:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step that was taken. ``left`` are the blocks to be worked on, ``done`` the finished parts
-    of those that an error interrupted.
+    """A step that was taken. ``left`` are the blocks to be worked on, ``done`` how many elements
+    are finished of the segments of those that an error interrupted.
+
+    ``torn`` names a parameter whose state went on and whose weights may not have: nothing can
+    finish that step.
     """
 
     updates: Mapping[int, MemberUpdate]
     left: set[int]
-    done: set[Segment] = field(default_factory=set)
+    done: dict[Segment, int] = field(default_factory=dict)
+    torn: str | None = None
+
+    def check_repeatable(self) -> None:
+        """Raises ``RuntimeError`` if the step cannot be finished as it was taken."""
+        if self.torn is not None:
+            raise RuntimeError(
+                f"the step was stopped between the state and the weights of {self.torn}; load the "
+                "last checkpoint, of the model too"
+            )
+        for update in self.updates.values():
+            update.check_unchanged()
 
 
 def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
     """Fix the update of a parameter that has a gradient. Changes nothing.
 
     Raises ``RuntimeError`` for a sparse gradient and ``TypeError`` for one of another kind than
-    that of its parameter, and ``ValueError`` for one whose memory has been freed.
+    that of its parameter, and ``ValueError`` for one of another shape or whose memory has been
+    freed. What the kernel would refuse is refused here.
     """
     source = member.parameter.grad
     assert source is not None
@@ -96,17 +115,27 @@ def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
     if gradient.dtype not in GRADIENT_DTYPES:
         raise TypeError(f"the gradient of {member.name} is {gradient.dtype}; use float32 at most")
     weight = member.weight()
+    if gradient.shape != member.shape:
+        raise ValueError(
+            f"the gradient of {member.name} has shape {tuple(gradient.shape)}, the parameter has "
+            f"{tuple(member.shape)}; give it a gradient of its shape"
+        )
     return MemberUpdate(
         member=member,
         weight=weight,
-        gradient=flat(gradient, member.layout),
+        gradient=gradient.permute(member.layout),
         source=source,
-        version=source._version,
+        version=_version_of(source),
         update=ParameterUpdate(
             parameter=member.number, step=member.steps + 1, shape=member.shape, options=options
         ),
         begins=member.held is not Held.VALUES,
     )
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """How often it was changed in place, which nobody counts for tensors of the inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _check_placements(member: Member, gradient: Any) -> None:
@@ -133,48 +162,50 @@ class Updater:
     def work(
         self, step: Step, segments: Sequence[Segment], planes: Mapping[str, torch.Tensor]
     ) -> None:
-        """Update every segment of a block that has an update and is not done yet."""
+        """Update every segment of a block that has an update, from where it was stopped."""
         for segment in segments:
             update = step.updates.get(segment.parameter)
-            if update is None or segment in step.done:
+            if update is None:
                 continue
             stop = segment.offset + segment.length
             mine = {name: plane[segment.offset : stop] for name, plane in planes.items()}
-            self._segment(segment, update, mine)
-            step.done.add(segment)
-
-    def _segment(
-        self, segment: Segment, update: MemberUpdate, planes: Mapping[str, torch.Tensor]
-    ) -> None:
-        part = slice(segment.start, segment.start + segment.length)
-        weight, gradient = update.weight[part], update.gradient[part]
-        if update.begins:
-            for plane in planes.values():
-                plane.zero_()
-        for piece in _pieces(segment.length, weight, gradient):
-            self._piece(
-                segment,
-                update,
-                weight[piece],
-                gradient[piece],
-                {name: plane[piece] for name, plane in planes.items()},
-            )
+            for piece in _pieces(segment, update):
+                if piece.start >= step.done.get(segment, 0):
+                    here = {name: plane[piece] for name, plane in mine.items()}
+                    self._piece(step, segment, update, piece, here)
+                    step.done[segment] = piece.stop
 
     def _piece(
         self,
+        step: Step,
         segment: Segment,
         update: MemberUpdate,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
+        piece: slice,
         planes: dict[str, torch.Tensor],
     ) -> None:
+        """All or, where it raises, nothing that matters to a second try; else ``step`` is torn."""
+        part = slice(segment.start + piece.start, segment.start + piece.stop)
+        weight = update.weight[part]
         here = self._on_host(0, weight)
-        gradient = self._on_host(1, gradient)
+        gradient = self._gradient(update.gradient, part)
+        if update.begins:
+            for plane in planes.values():
+                plane.zero_()
         if "master" in planes:
             follow_weight(planes["master"], here)
         self._rule.apply(segment, update.update, planes | {"weight": here}, gradient, 1.0)
         if here is not weight:
+            step.torn = update.member.name
             weight.copy_(here)
+            step.torn = None
+
+    def _gradient(self, gradient: torch.Tensor, part: slice) -> torch.Tensor:
+        """Those of its elements, on the host."""
+        if gradient.is_contiguous():
+            return self._on_host(1, gradient.view(-1)[part])
+        out = torch.empty(part.stop - part.start, dtype=gradient.dtype, device="cpu")
+        copy_elements(gradient, part.start, out)
+        return out
 
     def _on_host(self, which: int, values: torch.Tensor) -> torch.Tensor:
         """``values`` themselves, or a copy on the host whose bytes are the values."""
@@ -183,21 +214,24 @@ class Updater:
         if self._buffers is None:
             nbytes = TRANSFER_ELEMENTS * 4
             self._buffers = (
-                torch.empty(nbytes, dtype=torch.uint8),
-                torch.empty(nbytes, dtype=torch.uint8),
+                torch.empty(nbytes, dtype=torch.uint8, device="cpu"),
+                torch.empty(nbytes, dtype=torch.uint8, device="cpu"),
             )
         buffer = self._buffers[which].view(values.dtype)[: values.numel()]
         buffer.copy_(values)
         return buffer
 
 
-def _pieces(length: int, weight: torch.Tensor, gradient: torch.Tensor) -> Iterator[slice]:
-    """All at once where nothing is copied; a master is compared to its weights by copies."""
-    is_copied = not (_is_plain_on_host(weight) and _is_plain_on_host(gradient))
-    whole = not is_copied and weight.dtype != torch.float16
-    size = max(1, length) if whole else TRANSFER_ELEMENTS
-    for start in range(0, length, size):
-        yield slice(start, min(start + size, length))
+def _pieces(segment: Segment, update: MemberUpdate) -> Iterator[slice]:
+    """Of its elements: all at once where nothing is copied; a master is compared to its weights by
+    copies. Copies are smaller than what saves are staged in, which is free during a step.
+    """
+    gradient = update.gradient
+    is_copied = not (_is_plain_on_host(update.weight) and _is_plain_on_host(gradient))
+    is_copied = is_copied or not gradient.is_contiguous() or update.weight.dtype == torch.float16
+    size = TRANSFER_ELEMENTS if is_copied else segment.length
+    for start in range(0, segment.length, max(1, size)):
+        yield slice(start, min(start + size, segment.length))
 
 
 def _is_plain_on_host(values: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from aio import AioError, Engine
 from aio.backends import MemoryBackend
 from infinity import OffloadedAdamW, arguments
 from infinity.adamw import state as offloaded_state
-from infinity.adamw import store as state_store
+from infinity.adamw.tiers import store as state_store
 from infinity.arguments import budget_of_rank
 
 AMPLE = "1GiB"

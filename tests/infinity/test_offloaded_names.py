@@ -81,9 +81,10 @@ def test_load_of_state_that_no_group_has_is_refused(
     ours = parameters(2)
     with make(ours, tmp_path) as optimizer:
         step(optimizer, ours)
-        named = optimizer._named_members()
-        stranger = {"7": named.pop("1"), **named}
-        monkeypatch.setattr(optimizer, "_named_members", lambda: stranger)
+        members = optimizer._engine.members
+        first, second = ours
+        stranger = {"7": members.of(second), "0": members.of(first)}
+        monkeypatch.setattr(members, "named", lambda _: stranger)
         optimizer.save(tmp_path / "s")
         monkeypatch.undo()
         with pytest.raises(ValueError, match="has state of 7, which no parameter group"):

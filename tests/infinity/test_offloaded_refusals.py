@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ from torch import nn
 
 import checkpoint
 from infinity import OffloadedAdamW
+from infinity.adamw import state as offloaded_state
+from infinity.adamw.state import StateBytes
 from swap.tiers import BudgetError
 
 
@@ -109,3 +114,128 @@ def test_add_param_group_after_close_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="is closed"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4))]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_state_has_that_of_a_parameter_and_is_not_changed_through(tmp_path: Path) -> None:
+    with stepped(tmp_path) as optimizer:
+        first = optimizer.param_groups[0]["params"][0]
+        stranger = torch.zeros(4)
+        assert first in optimizer.state
+        assert stranger not in optimizer.state
+        assert optimizer.state.get(stranger) is None
+        entry = optimizer.state.get(first)
+        assert entry is not None
+        before = entry["exp_avg"].clone()
+        changes: list[Callable[[], object]] = [
+            optimizer.state.clear,
+            optimizer.state.popitem,
+            lambda: optimizer.state.pop(first),
+            lambda: optimizer.state.pop(first, None),
+            lambda: optimizer.state.update({}),
+            lambda: optimizer.state.setdefault(first, {}),
+            lambda: optimizer.state.__delitem__(first),
+            lambda: setattr(optimizer, "state", defaultdict(dict)),
+        ]
+        for change in changes:
+            with pytest.raises(TypeError, match=r"optimizer\.load_state_dict"):
+                change()
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            optimizer.state[first]["exp_avg"].zero_()
+        assert torch.equal(entry["exp_avg"], before)
+
+
+def test_load_state_dict_without_state_begins_anew(tmp_path: Path) -> None:
+    with stepped(tmp_path) as optimizer:
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": {}})
+        assert not optimizer.state
+        assert optimizer.state_dict()["state"] == {}
+
+
+def test_parameter_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    with (
+        pytest.warns(UserWarning, match="duplicate parameters"),
+        pytest.raises(ValueError, match="parameter 0 is several times"),
+    ):
+        make([parameter, parameter], tmp_path)
+    with make([parameter], tmp_path) as optimizer:
+        optimizer.param_groups[0]["params"].append(parameter)
+        parameter.grad = torch.ones(4)
+        with pytest.raises(ValueError, match="parameter 0 is several times"):
+            optimizer.step()
+
+
+def test_state_dict_of_adam_is_refused(tmp_path: Path) -> None:
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    adam = torch.optim.Adam(parameters, weight_decay=0.1)
+    with stepped(tmp_path) as optimizer:
+        with pytest.raises(ValueError, match="decoupled_weight_decay=False and the optimizer True"):
+            optimizer.load_state_dict(adam.state_dict())
+        optimizer.param_groups[0]["decoupled_weight_decay"] = False
+        optimizer.load_state_dict(adam.state_dict())
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_forked_child_is_told_whose_files_the_state_is_in(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.zeros(1_000_000))
+    with make([parameter], tmp_path, "10MiB") as optimizer:
+        assert optimizer.report().nvme_bytes
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        child = os.fork()
+        if child == 0:
+            try:
+                optimizer.state_dict()
+            except RuntimeError as error:
+                os._exit(0 if "optimizer.save(path)" in str(error) else 2)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert optimizer.state_dict()["state"][0]["step"] == 1.0
+
+
+def test_failed_load_refuses_all_but_loading_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stepped(tmp_path) as optimizer:
+        optimizer.save(tmp_path / "s", extra=7)
+        before = optimizer.state_dict()
+
+        def fails(*_: object) -> None:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(StateBytes, "write", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            optimizer.load(tmp_path / "s")
+        monkeypatch.undo()
+        for call in (optimizer.step, optimizer.flush, optimizer.state_dict):
+            with pytest.raises(RuntimeError, match="load again"):
+                call()
+        assert optimizer.load(tmp_path / "s") == 7
+        after = optimizer.state_dict()
+    for key, entry in before["state"].items():
+        assert all(torch.equal(after["state"][key][name], entry[name]) for name in entry)
+
+
+def test_load_beside_a_save_takes_all_from_the_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "s"
+    with stepped(tmp_path) as writer, stepped(tmp_path) as optimizer:
+        writer.save(path, extra=1)
+        read = offloaded_state.read_header
+
+        def saved_over(*arguments: Any) -> Any:
+            header = read(*arguments)
+            monkeypatch.setattr(offloaded_state, "read_header", read)
+            writer.step()
+            writer.param_groups[0]["lr"] = 0.25
+            writer.save(path, extra=2)
+            return header
+
+        monkeypatch.setattr(offloaded_state, "read_header", saved_over)
+        assert optimizer.load(path) == 2
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        found, expected = optimizer.state_dict(), writer.state_dict()
+    for key, entry in expected["state"].items():
+        assert entry["step"] == 2.0
+        assert all(torch.equal(found["state"][key][name], entry[name]) for name in entry)

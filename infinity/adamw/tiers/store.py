@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from aio import Engine, Operation, Slab
-from infinity.adamw.blocks import Block, Slot, Slots
-from infinity.adamw.placement import HostMemory, StatePlacement, checkpoint_bytes, place_state
+from infinity.adamw.tiers.blocks import Block, Slot, Slots
+from infinity.adamw.tiers.placement import HostMemory, StatePlacement, checkpoint_bytes, place_state
 from swap.plan.layout import PASSAGE_BYTES, ParameterSpec, Segment
 from swap.plan.rules import UpdateRule
 from swap.storage.bandwidth import shares
@@ -65,6 +65,11 @@ class StateStore:
     def extents(self) -> ExtentStore | None:
         """Where blocks lie on the SSDs; None while all are at home in host memory."""
         return self._slots.extents
+
+    @property
+    def num_parameters(self) -> int:
+        """How many have room; the next one gets this number."""
+        return len(self._parts)
 
     def add(self, specs: Sequence[ParameterSpec], *, caller_bytes: int = 0) -> None:
         """Make room for the state of more parameters; they get the next numbers, ``specs`` count
@@ -201,11 +206,13 @@ class StateStore:
             for block, home in zip(blocks, placement.homes, strict=True):
                 if home is Tier.HOST:
                     block.home = slab.allocate(block.nbytes)
-        self._blocks += blocks
-        self._parts += [[] for _ in placement.layout.specs]
+        base = len(self._parts)
+        parts: list[list[tuple[Block, Segment]]] = [[] for _ in placement.layout.specs]
         for block in blocks:
             for segment in block.segments:
-                self._parts[segment.parameter].append((block, segment))
+                parts[segment.parameter - base].append((block, segment))
+        self._blocks += blocks
+        self._parts += parts
 
     # Sweeping.
 

@@ -1,0 +1,174 @@
+"""The state of an ``OffloadedAdamW`` and the steps that are taken with it, under torch's optimizer.
+
+Invariants:
+- What changes weights, state or the tables of both is a change that is made whole, see ``changes``.
+- A step is counted as done by ``num_steps`` when all of it is; until then it is ``unfinished``.
+- ``is_mixed`` from before the first value of another state comes in until the last one has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from checkpoint.tensors.changes import count_changes
+from infinity.adamw import state as offloaded_state
+from infinity.adamw.changes import Changes
+from infinity.adamw.member import Held, Member, check_distinct, options_of
+from infinity.adamw.members import Members
+from infinity.adamw.names import names_of
+from infinity.adamw.step import MemberUpdate, Step, Updater, take
+from infinity.adamw.tiers.store import StateStore
+from swap.plan.rules import AdamRule
+
+T = TypeVar("T")
+Groups = Sequence[Mapping[str, Any]]
+States = Iterable[tuple[torch.Tensor, Mapping[str, Any]]]
+
+
+class StateEngine:
+    """State in ``directories`` and in ``host_bytes`` of memory, of parameters in groups."""
+
+    def __init__(self, directories: Sequence[str], host_bytes: int) -> None:
+        rule = AdamRule()
+        self.store = StateStore(rule, directories, host_bytes)
+        self.members = Members(self.store)
+        self.unfinished: Step | None = None
+        self.is_mixed = False
+        self.num_steps = 0
+        self._updater = Updater(rule)
+        self._changes = Changes()
+
+    def check_whole(self) -> None:
+        """Raises ``RuntimeError`` where the loading of a state was stopped."""
+        self._changes.wait()
+        if self.is_mixed:
+            raise RuntimeError(
+                "loading was stopped, and the state is in part that of before; load again, or make "
+                "the optimizer anew"
+            )
+
+    def place(self, parameters: Iterable[torch.Tensor], groups: Groups) -> None:
+        """Make room for the state of those ``parameters`` that have none yet."""
+        self._changes.wait()
+        names = names_of(groups)
+        self.members.rename(names)
+        new = {id(p): p for p in parameters if p not in self.members}
+        if new:
+            self._changes.make(partial(self.members.place, new.values(), names))
+
+    # Steps.
+
+    def take(self, groups: Groups) -> Step:
+        """Fix the step for all that has a gradient. All checks come before the first change."""
+        check_distinct(groups)
+        self.place((p for group in groups for p in group["params"] if p.grad is not None), groups)
+        updates: dict[int, MemberUpdate] = {}
+        for group in groups:
+            options = options_of(group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    update = take(self.members.of(parameter), options)
+                    updates[update.member.number] = update
+        left = {block for number in updates for block in self.store.blocks_of(number)}
+        return Step(updates=updates, left=left)
+
+    def run(self, taken: Step) -> None:
+        """Carry ``taken`` out; it is ``unfinished`` if that fails."""
+        self._make(partial(self._run, taken))
+
+    def finish(self) -> None:
+        """Carry the rest of an unfinished step out, and bring all state home."""
+        self._make(self._finish)
+
+    def begin_with_zeros(self) -> None:
+        """Every member has the state of before the first step."""
+        self._changes.make(self._begin_with_zeros)
+
+    def _run(self, taken: Step) -> None:
+        left = [
+            update
+            for number, update in taken.updates.items()
+            if not taken.left.isdisjoint(self.store.blocks_of(number))
+        ]
+        changed = [update.member.parameter for update in left]
+        changed += [update.weight for update in left]  # behind a DTensor
+        # Tell autograd, and saves, before the first change: a graph from before it is refused.
+        count_changes(changed)
+        if self.unfinished is None:
+            self.unfinished = taken
+            for update in taken.updates.values():
+                update.member.steps = update.update.step
+                update.member.held = Held.VALUES
+        self.store.sweep(taken.left, partial(self._updater.work, taken))
+        self.unfinished = None
+        self.num_steps += 1
+
+    def _finish(self) -> None:
+        if self.unfinished is not None:
+            self.unfinished.check_repeatable()
+            self._run(self.unfinished)
+        self.store.settle()
+
+    def _begin_with_zeros(self) -> None:
+        for member in self.members:
+            member.held = Held.ZEROS
+
+    # Values of a finished step out, and of another state in.
+
+    def read(self, member: Member, name: str) -> torch.Tensor:
+        """One entry of the state of a parameter, as a tensor of its shape on the CPU."""
+        return self._make(partial(offloaded_state.tensor_of, member, self.store, name))
+
+    def read_all(self, members: Sequence[Member]) -> defaultdict[torch.Tensor, Any]:
+        """The state of those ``members`` that have one, by parameter. Raises ``MemoryError``."""
+        offloaded_state.check_memory(members)
+        states = self._make(
+            lambda: {
+                member.parameter: offloaded_state.tensors_of(member, self.store)
+                for member in members
+                if member.held.is_state
+            }
+        )
+        return defaultdict(dict, states)
+
+    def begin_loading(self) -> None:
+        """From now on nothing but loading is allowed, until it has ended."""
+        self._changes.make(self.store.settle)
+        self.is_mixed = True
+
+    def take_states(self, states: States) -> None:
+        """End loading with these states, and no state of any other parameter."""
+        self._make(partial(self._take_states, states))
+
+    def take_steps(self, saved: Mapping[str, Mapping[str, Any]], groups: Groups) -> None:
+        """The step counts of ``saved``, by name, for the values that were loaded."""
+        self._changes.make(partial(self._take_steps, saved, self.members.named(names_of(groups))))
+
+    def _take_states(self, states: States) -> None:
+        self.members.forget_all_but([])
+        for parameter, state in states:
+            offloaded_state.take_tensors(self.members.of(parameter), self.store, state)
+        self.unfinished, self.is_mixed = None, False
+
+    def _take_steps(
+        self, saved: Mapping[str, Mapping[str, Any]], members: Mapping[str, Member]
+    ) -> None:
+        self.members.forget_all_but(members[name] for name in saved)
+        for name, entry in saved.items():
+            members[name].steps, members[name].held = entry["steps"], Held.VALUES
+        self.unfinished = None
+
+    # The end.
+
+    def end(self, close: Callable[[], object]) -> None:
+        """Close, once no change runs any more."""
+        self._changes.make(close)
+
+    def _make(self, change: Callable[[], T]) -> T:
+        """A change that may have to do with weights on other devices."""
+        return self._changes.make(change, self.members.devices)

@@ -1,0 +1,1 @@
+"""Where the state of an ``OffloadedAdamW`` lives: host memory, NVMe, and the slots between."""
