@@ -2,7 +2,8 @@
 
 Every save makes `<checkpoint>/<uuid>/`. It holds the data files, or, where stripes go to other
 directories, `stripes.json`, which names the directories made there. It is durable before they are
-made and removed after them, so that nothing a killed save leaves is ever lost from sight.
+made and removed after them, so that nothing that a killed save leaves, or that is on a disk which
+is not mounted, is ever lost from sight.
 
 Invariants: only files with names of data files are deleted, and only in directories that end in the
 id of their generation; elsewhere only in those that say that this generation is their owner. Links
@@ -11,26 +12,22 @@ are not followed.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from aio import sync_directory
-from checkpoint.directory.locate import is_finished, open_regular_file, read_head, read_manifest
+from checkpoint.directory.locate import is_finished, read_head, read_manifest
 from checkpoint.directory.lock import locked
 from checkpoint.directory.owners import OWNER_NAME, opened_directory, owner_at, read_owner
 from checkpoint.directory.relocation import folders_of
+from checkpoint.directory.stripe_list import STRIPES_NAME, encode_stripes, listed_stripes
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.rules import is_data_file_name, is_uuid
 
 logger = logging.getLogger(__name__)
-
-STRIPES_NAME = "stripes.json"
-_MAX_STRIPES_BYTES = 1 << 20
 
 
 def temporary_manifest(checkpoint: Path, uuid: str) -> Path:
@@ -47,7 +44,7 @@ def create_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path]) -> l
     home.mkdir()
     if not stripes:
         return [home, checkpoint]
-    write_durably(home / STRIPES_NAME, json.dumps([str(stripe) for stripe in stripes]).encode())
+    write_durably(home / STRIPES_NAME, encode_stripes(stripes))
     sync_directory(home)
     sync_directory(checkpoint)
     mark = owner_at(home / STRIPES_NAME).encode()
@@ -75,21 +72,24 @@ def remove_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path] = ())
     """Removes the data of one save, whole or in part. Raises OSError for what will not go.
 
     `stripes` are searched for its data too: they may be somewhere else than where they were made.
+    What is on a disk that is not mounted stays, with a warning, and so does the list of stripes, by
+    which a later call finds it.
     What another checkpoint owns stays, with a warning: this one is a copy of that, or was moved to
     another file system.
     """
     home = checkpoint / uuid
-    listed = _stripes_of(home, uuid)
+    listed = listed_stripes(home, uuid)
     moved = [folder for stripe in stripes for folder in folders_of(stripe, uuid)] if listed else []
-    absent = [folder for folder in listed if not folder.is_dir()]
-    if len(set(moved) - set(listed)) < len(absent) and any(
-        not folder.parent.is_dir() for folder in absent
-    ):
+    folders = [stripe.path for stripe in listed]
+    away = [stripe.path for stripe in listed if stripe.is_away()]
+    is_away = len(set(moved) - set(folders)) < len(away)
+    if is_away:
         what = "%s: data of save %s are not removed, as nothing is mounted there: %s"
-        logger.warning(what, checkpoint, uuid, ", ".join(map(str, absent)))
-    for folder in dict.fromkeys([*listed, *moved]):
+        logger.warning(what, checkpoint, uuid, ", ".join(map(str, away)))
+    for folder in dict.fromkeys([*folders, *moved]):
         _remove_stripe(folder, home / STRIPES_NAME)
-    if home.is_dir() and not home.is_symlink():
+    # The list stays as long as there may be something to find by it.
+    if home.is_dir() and not home.is_symlink() and not is_away:
         (home / STRIPES_NAME).unlink(missing_ok=True)
         _remove_data_directory(home)
     temporary_manifest(checkpoint, uuid).unlink(missing_ok=True)
@@ -158,20 +158,6 @@ def generations(checkpoint: Path) -> list[str]:
         if entry.name.startswith(f"{MANIFEST_NAME}.") and parts[-1] == "tmp" and is_uuid(parts[-2]):
             found.add(parts[-2])
     return sorted(found)
-
-
-def _stripes_of(home: Path, uuid: str) -> list[Path]:
-    """Directories elsewhere that a generation lists; damaged lists give what can be used."""
-    try:
-        with open_regular_file(home / STRIPES_NAME, follow=False) as (file, _):
-            content: Any = json.loads(file.read(_MAX_STRIPES_BYTES))
-    except (OSError, ValueError, RecursionError):
-        # There are none; or it was cut off before it was durable, and none had been made.
-        return []
-    if not isinstance(content, list):
-        return []
-    paths = [Path(item) for item in content if isinstance(item, str) and "\0" not in item]
-    return [path for path in paths if path.is_absolute() and path.name.endswith(f".{uuid}")]
 
 
 def _remove_stripe(folder: Path, stripes: Path) -> None:
