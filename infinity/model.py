@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -123,6 +124,7 @@ class OffloadedModel:
         """
         self._check_open()
         gradients = self._gradients
+        gradients.take_left()
         if not gradients.present:
             return torch.tensor(0.0)
         norm = gradients.norm() * gradients.clip_factor
@@ -250,6 +252,7 @@ class OffloadedModel:
         self._check_unchanged()
         self._loans.check_none("step()")
         self._phases.end_backward()
+        self._gradients.take_left()
         present = sorted(self._gradients.present)
         self.sharing.begin_step(present, self.steps, self.optimizer.param_groups)
         if not present:
@@ -304,7 +307,7 @@ class OffloadedModel:
         """Weights of these parameters are in place inside."""
         self._check_open(self.records[min(indices)].name)
         check_not_traced()
-        return self._residency.in_place(indices)
+        return self._residency.in_place(indices, sys._getframe(1))
 
     @property
     def is_computing(self) -> bool:

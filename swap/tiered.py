@@ -169,9 +169,7 @@ class TieredState:
     # Values in and out. No update may be under way; ``flush`` sees to that.
 
     def fill(self, parameter: int, values: torch.Tensor) -> None:
-        """Set the weights (and their master) from ``values``: any float dtype, any device, of any
-        shape.
-        """
+        """Set weights (and their master) from ``values`` of any float dtype, device and shape."""
         flat = values.detach().reshape(-1)
         for start in range(0, flat.numel(), CHUNK_ELEMENTS):
             self.write_values(parameter, start, flat[start : start + CHUNK_ELEMENTS])
@@ -238,6 +236,7 @@ class TieredState:
         else:
             self._await_gradients()
             self._store_gradient(parameter, gradient.cpu())
+        self._arrivals.is_adding = False
 
     def clear_gradients(self, parameter: int | None = None) -> None:
         """Forget the gradient of ``parameter``, or of all; also one that was lost."""
@@ -283,7 +282,8 @@ class TieredState:
         self.collect_gradients()
         self.timeline.mark_step()
         step = Step(updates=dict(updates), gradient_scale=gradient_scale)
-        is_early = is_as_proposed(step, self._early_step, self._early_fed)
+        is_known = not self._arrivals.is_adding
+        is_early = is_known and is_as_proposed(step, self._early_step, self._early_fed)
         early = self._early_fed if is_early else []
         if not early:
             self.drop_early()

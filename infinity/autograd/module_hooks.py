@@ -4,6 +4,7 @@ honest state dicts.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -111,7 +112,8 @@ class ModelHooks:
         if not self._residency.is_computing:
             check_call()
             self._saved.join_thread()
-            self._autocast.kept = torch.is_autocast_cache_enabled()
+            # What an interrupted pass found is what it should have left.
+            self._autocast.__dict__.setdefault("kept", torch.is_autocast_cache_enabled())
             if self._passes is not None:
                 self._passes.begins(module)
         if torch.is_autocast_cache_enabled():
@@ -120,14 +122,14 @@ class ModelHooks:
         if module is self._model:
             self._versions.check_values()
             self._phases.forward_begins()
-        self._residency.enter(module, own)
+        self._residency.enter(module, own, sys._getframe(1))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._residency.leave(module)
+        is_within = self._residency.leave(module)
         if module is self._model:
             self._phases.forward_ends()
-        if not self._residency.is_computing:
-            torch.set_autocast_cache_enabled(getattr(self._autocast, "kept", True))
+        if not is_within:
+            torch.set_autocast_cache_enabled(self._autocast.__dict__.pop("kept", True))
             self._saved.leave_thread()
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -13,21 +13,32 @@ from there are always in place; they are only waited for.
 
 Forward passes may run on several threads at once. A parameter has its weights in place for as long
 as one of them holds it; no lock is held while weights are waited for.
+
+Invariants, between any two instructions, for an interrupt may come there:
+- A parameter that has the class ``OffloadedParameter`` has its weights. Whatever an interrupt has
+  left has the class ``AbsentParameter``: each operation fetches them.
+- What is held, in place or on its way belongs to a ``_Hold`` that a frame has; frames come before
+  what they hold, and go after it. Nothing is counted; giving up a hold can be done again.
+- A frame whose forward was ended by what goes past torch's hooks (they see an ``Exception`` alone)
+  is told by Python's own frame, which does not run any more. It goes before the next forward or
+  operation of its thread.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.parameters.parameter import (
+    AbsentParameter,
     OffloadedParameter,
     cannot_be_copied,
     mark_absent,
@@ -40,11 +51,33 @@ from swap.forks import check_process, note
 
 
 @dataclass(slots=True, eq=False)
+class _Hold:
+    """Parameters that have their weights in place until it is given up."""
+
+    indices: Sequence[int]
+    nbytes: int = 0
+    """What a visitor takes of the room for visitors."""
+
+
+@dataclass(slots=True, eq=False)
 class _Frame:
-    module: nn.Module
-    own: list[int]
-    visitors: dict[int, int] = field(default_factory=dict)
-    """Their bytes, the oldest first."""
+    """A forward of ``module``, or an operation, that runs in ``call``."""
+
+    module: nn.Module | None
+    own: _Hold
+    call: FrameType
+    visitors: dict[int, _Hold] = field(default_factory=dict)
+    """The oldest first."""
+
+    def has_ended(self) -> bool:
+        """Also for a frame of another thread. Python itself tells, and it alone, since it refuses
+        to clear what runs; what has ended loses its variables, which nobody misses.
+        """
+        try:
+            self.call.clear()
+        except RuntimeError:
+            return False
+        return True
 
 
 class Residency:
@@ -58,9 +91,12 @@ class Residency:
         self._visitor_bytes = visitor_bytes
         self._process = os.getpid()
         self._frames_of: dict[int, list[_Frame]] = {}
-        """By thread; none is empty."""
+        """By thread, the outermost first: of modules."""
+        self._operations_of: dict[int, list[_Frame]] = {}
+        """The same: of operations on parameters whose weights are not in place."""
         self._lock = threading.Lock()
-        self._held: dict[int, int] = {}
+        self._holds: dict[int, set[_Hold]] = {}
+        """By parameter: who has its weights in place. None is empty, but for an interrupt."""
         self._kept_out: set[int] = set()
         self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
         self._placeholders = [
@@ -98,66 +134,99 @@ class Residency:
     def held(self) -> list[int]:
         """Parameters whose weights are in place now, for whichever thread."""
         with self._lock:
-            return [*self._held]
+            return [*self._holds]
 
     @property
     def is_computing(self) -> bool:
-        """Whether a forward runs on this thread."""
-        return threading.get_ident() in self._frames_of
-
-    def enter(self, module: nn.Module, own: list[int]) -> None:
-        """``module`` begins its forward: its own parameters are fetched and held."""
-        self._hold(own)
-        self._frames_of.setdefault(threading.get_ident(), []).append(_Frame(module, own))
-
-    def leave(self, module: nn.Module) -> None:
-        """``module`` ended its forward, or failed in it, or ``enter`` failed."""
+        """Whether a forward runs on this thread. What was interrupted there goes."""
         thread = threading.get_ident()
-        frames = self._frames_of.get(thread, [])
-        if any(frame.module is module for frame in frames):
-            while self._end_last(thread).module is not module:
-                pass
-
-    def _end_last(self, thread: int) -> _Frame:
-        frames = self._frames_of[thread]
-        frame = frames.pop()
+        frames = self._frames_of.get(thread)
         if not frames:
-            del self._frames_of[thread]
-        self._release(frame.own)
-        self._release(frame.visitors)
+            return False
+        while frames and frames[-1].has_ended():
+            self._end_last(frames)
+        return bool(frames)
+
+    def enter(self, module: nn.Module, own: list[int], call: FrameType) -> None:
+        """``module`` begins its forward, in ``call``: its own parameters are fetched and held.
+
+        To be called after ``is_computing``.
+        """
+        thread = threading.get_ident()
+        frames = self._frames_of.setdefault(thread, [])
+        if not frames:
+            self._end_operations(thread)
+        frame = _Frame(module, _Hold(own), call)
+        frames.append(frame)
+        self._take(frame.own)
+
+    def leave(self, module: nn.Module) -> bool:
+        """``module`` ended its forward, or failed in it, or ``enter`` failed. Returns whether
+        another one runs on this thread.
+        """
+        frames = self._frames_of.get(threading.get_ident(), [])
+        if any(frame.module is module for frame in frames):
+            while self._end_last(frames).module is not module:
+                pass
+        return bool(frames)
+
+    def _end_last(self, frames: list[_Frame]) -> _Frame:
+        frame = frames[-1]
+        strangers = [i for hold in (frame.own, *frame.visitors.values()) for i in self._drop(hold)]
+        frames.pop()
+        self.check_faces(strangers)
         return frame
+
+    def _end_operations(self, thread: int) -> None:
+        """Those of a thread that were interrupted."""
+        operations = self._operations_of.get(thread, [])
+        while operations and operations[-1].has_ended():
+            self._end_last(operations)
 
     def visit(self, index: int) -> None:
         """Somebody reached for a parameter that no forward running on this thread may hold."""
         frames = self._frames_of.get(threading.get_ident())
-        if frames is None or index in self._kept_out:
+        if not frames or index in self._kept_out:
             return  # each operation fetches it
-        if any(index in frame.visitors or index in frame.own for frame in frames):
+        if any(index in frame.visitors or index in frame.own.indices for frame in frames):
+            return
+        if not self.is_computing:
             return
         # Weights at home take no room, and nobody has to leave for them.
         nbytes = 0 if self.at_home[index] is not None else self._records[index].weight_bytes
         if nbytes:
             self._make_room(frames, nbytes)
-        self._hold([index])
-        frames[-1].visitors[index] = nbytes
+        hold = frames[-1].visitors[index] = _Hold((index,), nbytes)
+        try:
+            self._take(hold)
+        except Exception:
+            self._dismiss(frames[-1], index)
+            raise
 
     def _make_room(self, frames: list[_Frame], nbytes: int) -> None:
         """Dismiss the oldest visitors of a thread for one of ``nbytes``."""
-        used_bytes = sum(sum(frame.visitors.values()) for frame in frames)
+        used_bytes = sum(hold.nbytes for frame in frames for hold in frame.visitors.values())
         for frame in frames:
             while frame.visitors and used_bytes + nbytes > self._visitor_bytes:
                 oldest = next(iter(frame.visitors))
-                used_bytes -= frame.visitors.pop(oldest)
-                self._release([oldest])
+                used_bytes -= frame.visitors[oldest].nbytes
+                self._dismiss(frame, oldest)
+
+    def _dismiss(self, frame: _Frame, visitor: int) -> None:
+        strangers = self._drop(frame.visitors[visitor])
+        del frame.visitors[visitor]
+        self.check_faces(strangers)
 
     def reset(self) -> None:
         """Forget the frames of this thread and of those that ended, after an exception that went
         past the hooks.
         """
         alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-        for thread in [*self._frames_of]:
-            while thread not in alive and thread in self._frames_of:
-                self._end_last(thread)
+        for stacks in (self._frames_of, self._operations_of):
+            for thread in stacks.keys() - alive:
+                while stacks[thread]:
+                    self._end_last(stacks[thread])
+                del stacks[thread]
 
     def keep_out(self, indices: Iterable[int]) -> None:
         """Leave these parameters alone (their data is somebody else's) until ``let_in``."""
@@ -184,14 +253,19 @@ class Residency:
         put_data(self._parameter(index), data, absent=False)
 
     @contextmanager
-    def in_place(self, indices: Collection[int]) -> Iterator[None]:
-        """Weights of these parameters are in place inside."""
-        held = [index for index in indices if index not in self._kept_out]
-        self._hold(held)
+    def in_place(self, indices: Collection[int], call: FrameType) -> Iterator[None]:
+        """Weights of these are in place inside, for an operation that runs in ``call``."""
+        thread = threading.get_ident()
+        self._end_operations(thread)
+        operations = self._operations_of.setdefault(thread, [])
+        operation = _Frame(None, _Hold(tuple(indices)), call)
+        operations.append(operation)
         try:
+            self._take(operation.own)
             yield
         finally:
-            self._release(held)
+            while operation in operations:
+                self._end_last(operations)
 
     def after_fork(self) -> None:
         """In a child every use of a parameter is refused, also where its weights are in place; what
@@ -199,36 +273,46 @@ class Residency:
         """
         self._lock = threading.Lock()  # another thread may have had it
         self._frames_of.clear()
+        self._operations_of.clear()
         for record in self._records:
             is_ours = isinstance(record.parameter, OffloadedParameter)
             if is_ours and record.index not in self._kept_out:
                 mark_absent(self._parameter(record.index))
 
-    def _hold(self, indices: list[int]) -> None:
-        if indices:
-            check_process(self._process, f"the offloaded {self._records[indices[0]].name}")
-        wanted = [index for index in indices if index not in self._kept_out]
+    def _take(self, hold: _Hold) -> None:
+        """The weights of what ``hold`` holds are in place now, all or none but for an interrupt."""
+        if hold.indices:
+            name = self._records[hold.indices[0]].name
+            check_process(self._process, f"the offloaded {name}")
+        wanted = [index for index in hold.indices if index not in self._kept_out]
         # Tensors made in inference mode count no versions, and changes in them would go unseen.
         with torch.inference_mode(False):
-            weights = self._weights.acquire(wanted)
+            weights = self._weights.acquire(wanted, hold)
         with self._lock, torch.inference_mode(False):
             for index, weight in zip(wanted, weights, strict=True):
-                self._held[index] = self._held.get(index, 0) + 1
-                if self._held[index] == 1:
+                parameter = self._parameter(index)
+                self._holds.setdefault(index, set()).add(hold)
+                if isinstance(parameter, AbsentParameter):
                     home = self.at_home[index]
                     data = weight.view(self._records[index].shape) if home is None else home
-                    put_data(self._parameter(index), data, absent=False)
+                    put_data(parameter, data, absent=False)
 
-    def _release(self, indices: Iterable[int]) -> None:
+    def _drop(self, hold: _Hold) -> list[int]:
+        """Give up ``hold``. Returns parameters that are no offloaded ones any more. Idempotent."""
+        strangers = []
         with self._lock:
-            released = [index for index in indices if index in self._held]
-            for index in released:
-                self._held[index] -= 1
-                if not self._held[index]:
-                    del self._held[index]
-                    if index not in self._kept_out:
+            for index in hold.indices:
+                holds = self._holds.get(index, set())
+                if len(holds) > 1:
+                    holds.discard(hold)
+                elif hold in holds:
+                    if not isinstance(self._records[index].parameter, OffloadedParameter):
+                        strangers.append(index)
+                    elif index not in self._kept_out:
                         self._take_out(index)
-        self._weights.release(released)
+                    del self._holds[index]
+        self._weights.release(hold)
+        return strangers
 
     def _home_view(self, record: Record) -> torch.Tensor | None:
         weight = self._weights.at_home(record.index)

@@ -116,8 +116,16 @@ class Accumulated:
         self.clip_factor = 1.0
         self._consumed.update(indices)
 
+    def take_left(self) -> None:
+        """Take what an interrupted backward pass left on parameters, where autograd has put it."""
+        for record in self._records:
+            if record.spec.trainable:
+                self.take(record.index, record.parameter)
+
     def clear(self) -> None:
         """Forget all."""
+        for record in self._records:
+            take_grad(record.parameter)  # an interrupt may have left it there
         self._sharing.drop_gradients()
         self._state.clear_gradients()
         self._consumed.clear()

@@ -203,12 +203,19 @@ _ABOUT_METADATA = frozenset(
 
 
 def put_data(parameter: OffloadedParameter, data: torch.Tensor, *, absent: bool) -> None:
-    """Let ``parameter`` hold ``data``; ``absent`` if these are not its weights, or not yet."""
-    parameter.__class__ = OffloadedParameter
-    with torch.inference_mode(False):
-        _DATA.__set__(parameter, data)
-    if absent:
+    """Let ``parameter`` hold ``data``; ``absent`` if these are not its weights, or not yet.
+
+    After an interrupt it has the old or the new ones, which must be asked for before the next use.
+    """
+    try:
+        parameter.__class__ = OffloadedParameter
+        with torch.inference_mode(False):
+            _DATA.__set__(parameter, data)
+        if absent:
+            parameter.__class__ = AbsentParameter
+    except BaseException:
         parameter.__class__ = AbsentParameter
+        raise
 
 
 def mark_absent(parameter: OffloadedParameter) -> None:

@@ -13,8 +13,7 @@ slices travel while this one is computed with.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -38,9 +37,9 @@ _RELEASE_SECONDS = 2.0
 class Weights(Protocol):
     """What computing needs of weights, see ``swap.cache.weight_cache.WeightCache``."""
 
-    def acquire(self, parameters: Iterable[int]) -> list[torch.Tensor]: ...
+    def acquire(self, parameters: Iterable[int], holder: Hashable) -> list[torch.Tensor]: ...
 
-    def release(self, parameters: Iterable[int]) -> None: ...
+    def release(self, holder: Hashable) -> None: ...
 
     def borrow(self, parameter: int) -> torch.Tensor: ...
 
@@ -147,32 +146,26 @@ class GatheredWeights:
         self._schedule = Schedule()
         self._entries: dict[int, _Entry] = {}
         self._owners = Owners()
-        self._pins: Counter[int] = Counter()
-        self._used_bytes = 0
+        self._pins: dict[Hashable, tuple[int, ...]] = {}
         self.gathered_bytes = 0
         memory.make_room.append(self._forget_idle)
 
-    def acquire(self, parameters: Iterable[int]) -> list[torch.Tensor]:
-        """As ``borrow``, kept until ``release``. Raises as that; then none of them is kept."""
-        wanted = list(parameters)
-        self._pins.update(wanted)
+    def acquire(self, parameters: Iterable[int], holder: Hashable) -> list[torch.Tensor]:
+        """As ``borrow``, kept until ``holder`` releases them. Raises as that; then none is kept."""
+        wanted = tuple(parameters)
+        self._pins[holder] = wanted
         kept = [index for index in wanted if not self._records[index].is_partitioned]
         try:
-            whole = dict(zip(kept, self._slices.acquire(kept), strict=True))
-        except BaseException:
-            self._unpin(wanted)
-            raise
-        try:
+            whole = dict(zip(kept, self._slices.acquire(kept, holder), strict=True))
             return [whole[i] if i in whole else self._borrow(i) for i in wanted]
         except BaseException:
-            self.release(wanted)
+            self.release(holder)
             raise
 
-    def release(self, parameters: Iterable[int]) -> None:
-        """Undo one ``acquire`` of each of ``parameters``."""
-        released = list(parameters)
-        self._unpin(released)
-        self._slices.release(i for i in released if not self._records[i].is_partitioned)
+    def release(self, holder: Hashable) -> None:
+        """Undo what ``holder`` acquired. Idempotent."""
+        self._slices.release(holder)
+        self._pins.pop(holder, None)
 
     def borrow(self, parameter: int) -> torch.Tensor:
         """The current weights, flat and whole; valid for as long as the caller refers to them.
@@ -211,11 +204,10 @@ class GatheredWeights:
         for index in outdated:
             self._forget(index)
 
-    def _unpin(self, parameters: Iterable[int]) -> None:
-        for index in parameters:
-            self._pins[index] -= 1
-            if self._pins[index] <= 0:
-                del self._pins[index]
+    def _idle(self) -> list[int]:
+        """What is gathered and held by none."""
+        pinned = {index for held in tuple(self._pins.values()) for index in held}
+        return [index for index in self._entries if index not in pinned]
 
     def _borrow(self, parameter: int) -> torch.Tensor:
         self._schedule.record(parameter)
@@ -256,7 +248,6 @@ class GatheredWeights:
         entry = _Entry(weight, transfer, self._nbytes(parameter))
         self._entries[parameter] = entry
         self._owners.note(weight, parameter)
-        self._used_bytes += entry.nbytes
         self.gathered_bytes += entry.nbytes
         return entry
 
@@ -265,10 +256,11 @@ class GatheredWeights:
 
     def _make_room(self, nbytes: int, *, sooner_than: int | None) -> bool:
         """Forget what is used farthest in the future, until ``nbytes`` fit."""
-        while self._used_bytes + nbytes > self._capacity:
-            candidates = [index for index in self._entries if index not in self._pins]
+        while sum(entry.nbytes for entry in self._entries.values()) + nbytes > self._capacity:
             victim = max(
-                candidates, key=lambda index: (self._schedule.distance(index), index), default=None
+                self._idle(),
+                key=lambda index: (self._schedule.distance(index), index),
+                default=None,
             )
             if victim is None:
                 return False
@@ -278,7 +270,7 @@ class GatheredWeights:
         return True
 
     def _forget_idle(self) -> None:
-        for index in [index for index in self._entries if index not in self._pins]:
+        for index in self._idle():
             self._forget(index)
 
     def _forget(self, parameter: int) -> None:
@@ -286,4 +278,3 @@ class GatheredWeights:
         if entry is None:
             return
         entry.transfer.wait()
-        self._used_bytes -= entry.nbytes

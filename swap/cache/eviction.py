@@ -6,7 +6,7 @@ cache over it serialises.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Hashable
 
 from aio import AioError, Operation, SlabFullError
 from swap.cache.arena import Arena, Entry
@@ -18,7 +18,8 @@ from swap.tiers import BudgetError, format_bytes
 
 class Residents:
     """``entries``: current weights, or on their way. ``stale``: weights from before a step, which
-    only its update still reads. ``pins``: how often each parameter is held by who computes.
+    only its update still reads. ``pins``: what each of those who compute holds; no counts, which an
+    interrupt could leave wrong.
     """
 
     def __init__(
@@ -26,11 +27,16 @@ class Residents:
     ) -> None:
         self.entries: dict[int, Entry] = {}
         self.stale: dict[int, Entry] = {}
-        self.pins: Counter[int] = Counter()
+        self.pins: dict[Hashable, tuple[int, ...]] = {}
         self._specs = specs
         self._arena = arena
         self._schedule = schedule
         self.owners = Owners()
+
+    @property
+    def pinned(self) -> set[int]:
+        """Parameters that are held, by whomever."""
+        return {parameter for held in self.pins.values() for parameter in held}
 
     def clear(self) -> None:
         """Forget everybody: values at home were changed."""
@@ -57,7 +63,7 @@ class Residents:
         """The error of weights that there is no room for, whatever else leaves."""
         assert self._arena is not None
         spec = self._specs[parameter]
-        held = sum(self._specs[pinned].weight_bytes for pinned in self.pins)
+        held = sum(self._specs[pinned].weight_bytes for pinned in self.pinned)
         return BudgetError(
             f"no room for {spec.name} ({format_bytes(spec.weight_bytes)}): all "
             f"{format_bytes(self._arena.nbytes)} for weights are taken, {format_bytes(held)} by "
@@ -70,9 +76,10 @@ class Residents:
         """Drop the entry that is used last, if that is later than ``sooner_than``."""
         victim, holder = None, self.entries
         farthest = -1 if sooner_than is None else sooner_than
+        pinned = self.pinned
         for entries in (self.entries, self.stale):
             for parameter, entry in entries.items():
-                if entries is self.entries and parameter in self.pins:
+                if entries is self.entries and parameter in pinned:
                     continue
                 if sooner_than is not None and (entry.missing or not entry.finished_reading()):
                     continue

@@ -11,7 +11,7 @@ Eviction drops what is used farthest in the future by the recorded schedule (Bel
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 
 import torch
 
@@ -64,35 +64,34 @@ class WeightCache:
 
     # What a forward or a backward pass does.
 
-    def acquire(self, parameters: Iterable[int]) -> list[torch.Tensor]:
-        """The weights of ``parameters`` as flat tensors, kept resident until ``release``.
+    def acquire(self, parameters: Iterable[int], holder: Hashable) -> list[torch.Tensor]:
+        """The weights of ``parameters`` as flat tensors, kept resident until ``holder``, which has
+        acquired nothing yet, releases them.
 
         Raises ``AioError`` when they cannot be read and ``BudgetError`` when the arena cannot hold
-        them at once; then none of them is kept.
+        them at once; then none of them is kept. After an interrupt the holder may have them or not;
+        ``release`` is right in either case.
         """
-        wanted = list(parameters)
+        wanted = tuple(parameters)
         with self._lock:
-            self._pins.update(wanted)
+            self._pins[holder] = wanted
         try:
             for parameter in wanted[1:]:
                 self._start_early(parameter)
             return [self.borrow(parameter) for parameter in wanted]
         except BaseException as failure:
             let_go(failure)
-            self.release(wanted)
+            self.release(holder)
             raise
 
     def owner(self, storage: int) -> int | None:
         """Whose weights have the storage of that ``_cdata``, be they evicted and held still."""
         return self._residents.owners.of(storage)
 
-    def release(self, parameters: Iterable[int]) -> None:
-        """Undo one ``acquire`` of each of ``parameters``."""
+    def release(self, holder: Hashable) -> None:
+        """Undo what ``holder`` acquired. Idempotent."""
         with self._lock:
-            for parameter in parameters:
-                self._pins[parameter] -= 1
-                if self._pins[parameter] <= 0:
-                    del self._pins[parameter]
+            self._pins.pop(holder, None)
 
     def borrow(self, parameter: int) -> torch.Tensor:
         """The current weights of ``parameter``, flat; valid while the caller refers to them."""
@@ -288,8 +287,8 @@ class WeightCache:
     def _arrive(self, entry: Entry) -> None:
         assert self._arena is not None
         if entry.is_reading:
-            entry.operations = []
             self._arena.arrived(entry)
+            entry.operations = []  # last: an interrupt before this has it done again
 
     # How they get into the arena.
 

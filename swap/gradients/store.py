@@ -87,9 +87,9 @@ class GradientStore:
 
         What is kept is no exception but its text: with a traceback it would keep buffers.
         """
-        self._squares.pop(parameter, None)
         name = self._layout.specs[parameter].name
         self._lost.setdefault(parameter, _loss_of(name, failure))
+        self._squares.pop(parameter, None)
 
     def check(self) -> None:
         """Raise for a gradient that was lost: ``AioError`` after an I/O error, else
@@ -119,12 +119,12 @@ class GradientStore:
         squares = _Squares([] if self.keep_blocks else None)
         try:
             self._store(parameter, gradient, accumulate, squares)
+            if squares.blocks is not None:
+                self._blocks[parameter] = squares.blocks
+            self._squares[parameter] = squares.total
         except BaseException as failure:
             self.lose(parameter, let_go(failure))
             raise
-        self._squares[parameter] = squares.total
-        if squares.blocks is not None:
-            self._blocks[parameter] = squares.blocks
 
     def _store(
         self, parameter: int, gradient: torch.Tensor, accumulate: bool, squares: _Squares

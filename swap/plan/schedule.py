@@ -68,12 +68,12 @@ class Schedule:
         departed = self._departed or len(self._recorded) != len(self._plan)
         self._departures = self._departures + 1 if departed else 0
         is_whole = 0 < len(self._recorded) < LONGEST_CYCLE
+        self._cursor = 0  # before the plan changes: an interrupt leaves it within either
         if is_whole and (not self._plan or self._departures >= 2):
             self._adopt(self._recorded)
         self._recorded = []
         self._last = None
         self._departed = False
-        self._cursor = 0
 
     def upcoming(self) -> Iterator[int]:
         """The uses that are expected next, nearest first, once around the plan."""

@@ -25,6 +25,8 @@ class Arrivals:
         self._sent: Counter[int] = Counter()
         self._arrived: Counter[int] = Counter()
         self._complete: set[int] = set()
+        self.is_adding = False
+        """Or was, when an error or an interrupt came: what was fed early is not known then."""
 
     @property
     def is_predictable(self) -> bool:
@@ -47,12 +49,18 @@ class Arrivals:
         return found
 
     def sent(self, parameter: int) -> None:
-        """A gradient of ``parameter`` is on its way; it arrives later."""
+        """A gradient of ``parameter`` is on its way; it arrives later. Who adds it resets
+        ``is_adding`` at the end.
+        """
+        self.is_adding = True
         self._sent[parameter] += 1
 
     def is_surplus(self, parameter: int) -> bool:
-        """Whether another gradient of ``parameter`` would be one more than expected."""
-        return self.is_predictable and self._sent[parameter] >= self._expected[parameter]
+        """Whether another gradient of ``parameter`` would be one more than expected, as far as is
+        known.
+        """
+        is_more = self._sent[parameter] >= self._expected[parameter]
+        return self.is_adding or (self.is_predictable and is_more)
 
     def end_step(self) -> None:
         """The counts of this step are what the next one is expected to repeat."""

@@ -131,9 +131,9 @@ class Training:
         self.plain.step(updates, 0.5)
 
     def _use(self, parameter: int) -> None:
-        weight = self.meet(lambda: self.state.weights.acquire([parameter]))[0]
+        weight = self.meet(lambda: self.state.weights.acquire([parameter], "test"))[0]
         assert same_bits(weight, self.plain.weight(parameter))
-        self.state.weights.release([parameter])
+        self.state.weights.release("test")
 
     def _add_gradients(self, parameter: int, seeds: list[int]) -> None:
         """All of them again when one fails: what there was of the sum may be gone."""

@@ -40,8 +40,8 @@ fill_both(state, plain)
 with patch.object(RULE, "apply", apply_and_die):
     while True:
         for parameter in range(len(plain.specs)):
-            state.weights.acquire([parameter])
-            state.weights.release([parameter])
+            state.weights.acquire([parameter], "test")
+            state.weights.release("test")
             state.add_gradient(parameter, plain.weight(parameter))
         state.step(plain.updates(range(len(plain.specs))), 1.0)
 """

@@ -83,9 +83,9 @@ def train(state: TieredState, plain: Plain, steps: int = 3) -> None:
     seeds = itertools.count()
     for _ in range(steps):
         for parameter in (*order, *reversed(order)):
-            weight = state.weights.acquire([parameter])[0]
+            weight = state.weights.acquire([parameter], "test")[0]
             assert same_bits(weight, plain.weight(parameter))
-            state.weights.release([parameter])
+            state.weights.release("test")
             del weight
         trained = [index for index in order if plain.specs[index].trainable]
         for parameter in reversed(trained):
@@ -207,9 +207,9 @@ def test_several_threads_may_fetch_while_an_update_is_under_way(make: Make) -> N
     def fetch(parameters: list[int]) -> None:
         try:
             for parameter in parameters:
-                weight = state.weights.acquire([parameter])[0]
+                weight = state.weights.acquire([parameter], "test")[0]
                 assert same_bits(weight, plain.weight(parameter))
-                state.weights.release([parameter])
+                state.weights.release("test")
         except BaseException as failure:
             failures.append(failure)
 

@@ -119,7 +119,7 @@ class TiersMachine(RuleBasedStateMachine):
             device_bytes=None if link is None else self.arena_bytes,
         )
         self.plain = Plain(specs)
-        self.held: list[tuple[list[int], list[torch.Tensor], list[torch.Tensor]]] = []
+        self.held: list[tuple[tuple[int, ...], list[torch.Tensor], list[torch.Tensor]]] = []
         self.count = 0
         fill_both(self.state, self.plain, seed)
         if early:
@@ -138,19 +138,19 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(wanted=some_parameters)
     def acquire(self, wanted: list[int]) -> None:
         try:
-            weights = self.state.weights.acquire(wanted)
+            weights = self.state.weights.acquire(wanted, holder := (self._next(), *wanted))
         except BudgetError:
             assert self.held or len(set(wanted)) > 1, "one parameter alone always fits"
             return
         for parameter, weight in zip(wanted, weights, strict=True):
             assert same_bits(weight, self.plain.weight(parameter))
-        self.held.append((wanted, weights, [weight.clone() for weight in weights]))
+        self.held.append((holder, weights, [weight.clone() for weight in weights]))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 100))
     def release(self, which: int) -> None:
-        wanted, _, _ = self.held.pop(which % len(self.held))
-        self.state.weights.release(wanted)
+        holder, _, _ = self.held.pop(which % len(self.held))
+        self.state.weights.release(holder)
 
     @rule(parameter=parameters)
     def borrow(self, parameter: int) -> None:
@@ -254,7 +254,7 @@ class TiersMachine(RuleBasedStateMachine):
         """Until they are let go, whatever happens to the parameters."""
         if not hasattr(self, "held"):
             return
-        for wanted, weights, copies in self.held:
+        for (_, *wanted), weights, copies in self.held:
             for parameter, weight, copy in zip(wanted, weights, copies, strict=True):
                 if self.state.weights.at_home(parameter) is None:
                     assert same_bits(weight, copy)
@@ -277,8 +277,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     def _end(self) -> None:
         try:
-            for wanted, _, _ in self.held:
-                self.state.weights.release(wanted)
+            for holder, _, _ in self.held:
+                self.state.weights.release(holder)
             assert_same(self.state, self.plain)
             self._check_extents()
         finally:

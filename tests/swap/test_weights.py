@@ -71,11 +71,11 @@ class Rig:
         self.weights = self.state.weights
 
     def use(self, parameter: int) -> None:
-        weight = self.weights.acquire([parameter])[0]
+        weight = self.weights.acquire([parameter], "use")[0]
         try:
             assert same_bits(weight, self.plain.weight(parameter))
         finally:
-            self.weights.release([parameter])
+            self.weights.release("use")
 
     def cycle(self) -> None:
         """Forward and backward over all parameters, a gradient for each, and a step."""
@@ -112,19 +112,19 @@ def test_weights_are_read_once_while_they_fit(make: Make) -> None:
 
 def test_pinned_weights_stay_and_others_make_room(make: Make) -> None:
     rig = make(room=2)
-    pinned = rig.weights.acquire([0])[0]
+    pinned = rig.weights.acquire([0], "test")[0]
     for parameter in (1, 2, 3, 1, 2, 3):
         rig.use(parameter)
     misses = rig.weights.misses
     assert rig.weights.borrow(0).data_ptr() == pinned.data_ptr()
     assert rig.weights.misses == misses
-    rig.weights.release([0])
+    rig.weights.release("test")
 
 
 def test_acquiring_more_than_fits_is_a_budget_error_and_pins_nothing(make: Make) -> None:
     rig = make(room=2)
     with pytest.raises(BudgetError, match="no room for p"):
-        rig.weights.acquire([0, 1, 2])
+        rig.weights.acquire([0, 1, 2], "test")
     assert not rig.weights._pins
     for parameter in range(rig.num):
         rig.use(parameter)
@@ -178,7 +178,7 @@ def test_read_error_is_raised_and_the_next_read_is_right(make: Make, link: str |
     rig = make(link=None if link is None else LINKS[link]())
     rig.faults.arm("read", errno.EIO)
     with pytest.raises(AioError) as caught:
-        rig.weights.acquire([1])
+        rig.weights.acquire([1], "test")
     assert caught.value.errno == errno.EIO
     assert caught.value.filename is not None
     assert caught.value.filename.endswith("state.swap")
@@ -275,7 +275,7 @@ def test_empty_parameters_have_weights(make: Make, tmp_path: Path) -> None:
     with late_engines(0):
         state = TieredState(placement, RULE, [tmp_path])
     try:
-        weights = state.weights.acquire([0, 1, 2])
+        weights = state.weights.acquire([0, 1, 2], "test")
         assert [weight.numel() for weight in weights] == [0, 5, 0]
     finally:
         state.close()
@@ -283,10 +283,10 @@ def test_empty_parameters_have_weights(make: Make, tmp_path: Path) -> None:
 
 def test_owner_knows_weights_in_the_arena_and_nothing_else(make: Make) -> None:
     rig = make(room=2)
-    weight = rig.weights.acquire([2])[0]
+    weight = rig.weights.acquire([2], "test")[0]
     assert rig.weights.owner(weight.untyped_storage()._cdata) == 2
     assert rig.weights.owner(torch.empty(1).untyped_storage()._cdata) is None
-    rig.weights.release([2])
+    rig.weights.release("test")
     rig.weights.drop()
     assert rig.weights.owner(weight.untyped_storage()._cdata) is None
 
