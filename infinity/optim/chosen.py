@@ -13,6 +13,7 @@ from infinity.optim.optimizer import (
     StepTaker,
     TorchRule,
 )
+from infinity.optim.separable import share_hooks
 from infinity.parameters.records import Record
 from swap.plan.rules import AdamRule, FrozenRule, UpdateRule
 
@@ -67,9 +68,14 @@ def optimizer_for(
     records: Sequence[Record],
     owner: StepTaker,
 ) -> OffloadedOptimizer:
-    """The optimizer of the model: of all trained parameters, with the groups of ``inner``."""
+    """The optimizer of the model: of all trained parameters, with the groups of ``inner`` and the
+    hooks on its step.
+    """
     trained = [record.parameter for record in records if record.spec.trainable]
     if inner is not None:
-        return OffloadedOptimizer(trained, inner.defaults, owner, param_groups=inner.param_groups)
+        groups = inner.param_groups
+        offloaded = OffloadedOptimizer(trained, inner.defaults, owner, param_groups=groups)
+        share_hooks(offloaded, inner)
+        return offloaded
     options = (optimizer if isinstance(optimizer, AdamW) else AdamW()).defaults()
     return OffloadedOptimizer(trained or [records[0].parameter], options, owner)

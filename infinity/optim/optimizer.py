@@ -16,6 +16,7 @@ import torch
 from infinity.optim.separable import (
     advance,
     check_separable,
+    forget_hooks,
     like,
     options_at,
     options_in,
@@ -266,6 +267,7 @@ class TorchRule:
         # Not copy.copy: optimizers leave attributes of their own out of what they pickle.
         worker = object.__new__(type(self._optimizer))
         worker.__dict__.update(self._optimizer.__dict__)
+        forget_hooks(worker)
         worker.param_groups = [options | {"params": [leaf]}]
         worker.state = defaultdict(dict)
         if state:

@@ -11,7 +11,7 @@ of the same steps with each one alone.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -87,6 +87,7 @@ def check_separable(
     says what becomes of options.
     """
     name = type(optimizer).__name__
+    _check_step(optimizer)
     if all(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
         raise ValueError(
             f"{name} has train() and eval(), which change all weights between steps (schedule-free "
@@ -148,6 +149,7 @@ class _Together:
             for key, value in optimizer.__dict__.items()
             if key not in ("param_groups", "state")
         )
+        forget_hooks(self._worker)
         self._worker.param_groups = self.groups
         self._worker.state = defaultdict(dict)
         if has_state:
@@ -196,9 +198,39 @@ class _Alone:
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """The step of the class: hooks and schedulers are on the optimizer that users hold."""
-    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+    """The step of the class of a worker, which has no hooks: see ``forget_hooks``."""
+    step: Any = type(optimizer).step
+    # Torch puts its own function around the step, which calls the hooks of all optimizers.
+    hooked: Any = torch.optim.Optimizer.profile_hook_step
+    of_torch = getattr(step, "__globals__", None) is hooked.__globals__
+    if of_torch and step.__code__.co_name == "wrapper":
+        step = step.__wrapped__
     step(optimizer)
+
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def forget_hooks(worker: torch.optim.Optimizer) -> None:
+    """Hooks are for whole steps; they are on the optimizer that users hold."""
+    for name in _STEP_HOOKS:
+        setattr(worker, name, OrderedDict())
+
+
+def share_hooks(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Let steps of ``optimizer`` call the hooks on ``other``, also those that come and go later."""
+    for name in _STEP_HOOKS:
+        setattr(optimizer, name, getattr(other, name))
+
+
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"{type(optimizer).__name__} has a step that was set on it after it was made, which "
+            "parameters that are updated one at a time would not go through; give a subclass that "
+            "step, or put hooks on it (register_step_pre_hook)"
+        )
 
 
 def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:

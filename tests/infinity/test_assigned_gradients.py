@@ -16,10 +16,10 @@ from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import WHOLE, same_bits
 
 SHAPE = (256, 256)
-Make = Callable[[torch.nn.Parameter], Any]
+Make = Callable[[torch.Tensor], Any]
 
 
-def _freed(_: torch.nn.Parameter) -> torch.Tensor:
+def _freed(_: torch.Tensor) -> torch.Tensor:
     tensor = torch.ones(SHAPE)
     tensor.untyped_storage().resize_(0)
     return tensor
