@@ -22,11 +22,12 @@ class Descriptor:
         mode: int = 0o666,
         *,
         exact: bool = False,
+        dir_fd: int | None = None,
     ) -> None:
         """Opens `path`, if there is one, as `open` does."""
         self._native = ffi.gc(ffi.new("aio_descriptor *", {"number": -1}), lib.aio_descriptor_close)
         if path is not None:
-            self.open(path, flags, mode, exact=exact)
+            self.open(path, flags, mode, exact=exact, dir_fd=dir_fd)
 
     def open(
         self,
@@ -35,9 +36,11 @@ class Descriptor:
         mode: int = 0o666,
         *,
         exact: bool = False,
+        dir_fd: int | None = None,
         called: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Opens `path`, close-on-exec. `exact` refuses one that is a symbolic link (ELOOP).
+        """Opens `path`, close-on-exec. `exact` refuses one that is a symbolic link (ELOOP);
+        a relative one is looked up in the directory `dir_fd`, if that is given.
 
         Raises what os.open raises; it names the path, or what that is `called`.
         """
@@ -46,9 +49,10 @@ class Descriptor:
         if b"\0" in name:
             raise ValueError("embedded null byte")
         flags |= os.O_CLOEXEC | (os.O_NOFOLLOW if exact else 0)
-        # Between two tries handlers of signals run, which may raise.
-        while (error := -lib.aio_descriptor_open(self._native, name, flags, mode)) == errno.EINTR:
-            pass
+        place = -1 if dir_fd is None else dir_fd
+        error = errno.EINTR
+        while error == errno.EINTR:  # between two tries handlers of signals run, which may raise
+            error = -lib.aio_descriptor_open(self._native, place, name, flags, mode)
         if error:
             raise OSError(error, os.strerror(error), os.fspath(path if called is None else called))
 

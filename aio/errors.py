@@ -3,6 +3,8 @@
 import errno as errno_codes
 import os
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
@@ -75,6 +77,21 @@ def transfer_error(
         nbytes=nbytes,
         transferred=transferred,
     )
+
+
+class NotRegularFileError(ValueError):
+    """A directory, a pipe or a device is where a file is to be read."""
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Lets errors of the body that name no file name `path`: those of calls on descriptors."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and not isinstance(error.filename, str | bytes):
+            error.filename = os.fspath(path)
+        raise
 
 
 def let_go(error: E) -> E:

@@ -10,11 +10,13 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 from aio._native import ffi, lib
 from aio.descriptors import Descriptor
+from aio.errors import NotRegularFileError, naming
 
 Mode = Literal["r", "r+", "w", "x"]
 MODES = ("r", "r+", "w", "x")
@@ -99,6 +101,38 @@ class Opening:
             why.add_note(f"{self._created} was created, and cannot be removed again: {error}")
         finally:
             self.buffered.close()
+
+
+@contextlib.contextmanager
+def open_regular_file(
+    path: str | os.PathLike[str], *, follow: bool = True, dir_fd: int | None = None
+) -> Iterator[tuple[BinaryIO, int]]:
+    """A file to read, and its size. A pipe or a device of this name would block or never end, so
+    the kind is looked at first; without `follow` a link is refused (ELOOP). A relative path is
+    looked up in the directory `dir_fd`, if that is given.
+
+    Raises NotRegularFileError, and OSError, which names the path also where reading failed.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+    with (
+        naming(path),
+        Descriptor(path, flags, exact=not follow, dir_fd=dir_fd) as descriptor,
+    ):
+        status = os.fstat(descriptor.number)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotRegularFileError(f"{os.fspath(path)} is not a regular file")
+        with open(descriptor.number, "rb", closefd=False) as file:
+            yield file, status.st_size
+
+
+def read_regular_file(
+    path: str | os.PathLike[str], limit: int | None = None, *, follow: bool = True
+) -> bytes:
+    """What is in a file, of a large one no more than `limit` bytes. Raises as
+    `open_regular_file`.
+    """
+    with open_regular_file(path, follow=follow) as (file, _):
+        return file.read(-1 if limit is None else limit)
 
 
 def _target_of(path: Path) -> Path:

@@ -97,8 +97,10 @@ void aio_engine_drop(aio_engine **engine);
 /* How the backend reaches the kernel, in words: a static string. */
 const char *aio_backend_detail(int32_t backend);
 
-/* Opens a path for a descriptor that has none. 0 or -errno, -EINTR among them. */
-int aio_descriptor_open(aio_descriptor *descriptor, const char *path, int32_t flags, uint32_t mode);
+/* Opens a path, in an open directory (-1: the working directory), for a descriptor that has none.
+ * 0 or -errno, -EINTR among them. */
+int aio_descriptor_open(aio_descriptor *descriptor, int32_t directory, const char *path,
+                        int32_t flags, uint32_t mode);
 /* Closes it, if it is open, once. 0 or -errno; it is closed after an error, too. */
 int aio_descriptor_close(aio_descriptor *descriptor);
 

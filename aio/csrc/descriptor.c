@@ -5,9 +5,9 @@
 
 #include "api.h"
 
-int aio_descriptor_open(aio_descriptor *descriptor, const char *path, int32_t flags,
-                        uint32_t mode) {
-    const int number = open(path, flags, (mode_t)mode);
+int aio_descriptor_open(aio_descriptor *descriptor, int32_t directory, const char *path,
+                        int32_t flags, uint32_t mode) {
+    const int number = openat(directory < 0 ? AT_FDCWD : directory, path, flags, (mode_t)mode);
     if (number < 0)
         return -errno;
     __atomic_store_n(&descriptor->number, number, __ATOMIC_RELEASE);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import stat
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+import aio
 from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode_manifest
@@ -93,21 +93,12 @@ def _read_regular_file(path: Path, limit: int) -> bytes:
 
 @contextmanager
 def open_regular_file(path: Path, *, follow: bool = True) -> Iterator[tuple[BinaryIO, int]]:
-    """A file to read, and its size. A pipe or a device of this name would block or never end, so
-    the kind is looked at first; without `follow` a link is not a file.
-
-    Raises CorruptCheckpointError for what is no regular file, OSError.
-    """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
+    """`aio.open_regular_file`, of a checkpoint: raises CorruptCheckpointError for what is none."""
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CorruptCheckpointError("not a regular file", path=path)
-        with open(descriptor, "rb", closefd=False) as file:
-            yield file, status.st_size
-    finally:
-        os.close(descriptor)
+        with aio.open_regular_file(path, follow=follow) as found:
+            yield found
+    except aio.NotRegularFileError as error:
+        raise CorruptCheckpointError("not a regular file", path=path) from error
 
 
 def is_finished(checkpoint: Path) -> bool:

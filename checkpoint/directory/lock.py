@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from aio import sync_directory
+from aio import naming, sync_directory
+from aio.descriptors import Descriptor
 
 
 class _Held:
@@ -26,31 +27,30 @@ class _Held:
     def __init__(self) -> None:
         self.forking = threading.Lock()
         """Held while descriptors come and go, and while a child is forked."""
-        self._descriptors: set[int] = set()
+        self._descriptors: set[Descriptor] = set()
 
-    def open(self, path: Path) -> int:
+    def open(self, descriptor: Descriptor, path: Path) -> None:
+        """Opens the descriptor of a caller that will `close` it, however this ends."""
         with self.forking:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._descriptors.add(descriptor)
-            return descriptor
+            descriptor.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
-    def close(self, descriptor: int) -> None:
+    def close(self, descriptor: Descriptor) -> None:
         """Unlocks and closes, unless this is a child, which has closed it."""
         with self.forking:
-            if descriptor not in self._descriptors:
-                return
-            self._descriptors.remove(descriptor)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                if descriptor.number >= 0:
+                    fcntl.flock(descriptor.number, fcntl.LOCK_UN)
             finally:
-                os.close(descriptor)
+                descriptor.close()
+                self._descriptors.discard(descriptor)
 
     def forget(self) -> None:
         """In a forked child: closes them and leaves the locks alone, which are the parent's."""
         self.forking.release()
         for descriptor in self._descriptors:
             with contextlib.suppress(OSError):
-                os.close(descriptor)
+                descriptor.close()
         self._descriptors = set()
 
 
@@ -98,24 +98,26 @@ def locked(
     with ExitStack() as stack:
         while True:
             stack.close()
+            descriptor = Descriptor()
+            stack.callback(_held.close, descriptor)
             try:
-                descriptor = _held.open(path)
+                _held.open(descriptor, path)
             except FileNotFoundError:
                 if not make:
                     raise
                 path.mkdir(exist_ok=True)
                 sync_directory(path.parent)
                 continue
-            stack.callback(_held.close, descriptor)
-            _lock(descriptor, path, by)
-            if _is_at(descriptor, path):
+            _lock(descriptor.number, path, by)
+            if _is_at(descriptor.number, path):
                 break
         yield
 
 
 def _lock(descriptor: int, path: Path, by: str) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with naming(path):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         what = f"another {by} is still running"
         raise BlockingIOError(error.errno, what, str(path)) from error

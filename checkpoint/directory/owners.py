@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aio import open_regular_file
+from aio.descriptors import Descriptor
+
 OWNER_NAME = "owner.json"
 _MAX_BYTES = 1 << 16
-_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,8 @@ def owner_at(path: Path) -> Owner:
 def read_owner(directory: int) -> Owner | None:
     """What `owner.json` of an open directory says; None if it says nothing that can be trusted."""
     try:
-        file = os.open(OWNER_NAME, _READ, dir_fd=directory)
-        try:
-            is_file = stat.S_ISREG(os.fstat(file).st_mode)
-            node: Any = json.loads(os.read(file, _MAX_BYTES)) if is_file else None
-        finally:
-            os.close(file)
+        with open_regular_file(OWNER_NAME, follow=False, dir_fd=directory) as (file, _):
+            node: Any = json.loads(file.read(_MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(node, dict):
@@ -88,16 +85,24 @@ def read_owner(directory: int) -> Owner | None:
 
 @contextmanager
 def opened_directory(path: Path) -> Iterator[int | None]:
-    """A descriptor of a directory; None for a link, for anything else, and where nothing is."""
+    """A descriptor of a directory; None for a link, for anything else, and where nothing is.
+
+    Errors of the body name the directory, or what is in it, by its whole path.
+    """
     try:
-        descriptor = os.open(path, _READ | os.O_DIRECTORY)
+        directory = Descriptor(path, os.O_RDONLY | os.O_DIRECTORY, exact=True)
     except (FileNotFoundError, NotADirectoryError):
         yield None
         return
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    with directory:
+        try:
+            yield directory.number
+        except OSError as error:
+            # What is in the directory is called by its name there.
+            if error.errno is not None:
+                name = error.filename if isinstance(error.filename, str) else ""
+                error.filename = str(path / name)
+            raise
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -14,7 +14,8 @@ import secrets
 import stat
 from pathlib import Path
 
-from aio import sync_directory
+from aio import naming, sync_directory
+from aio.descriptors import Descriptor
 
 _MAX_NAME_BYTES = 220
 """Of a name that is part of another one, which may have 255."""
@@ -40,25 +41,21 @@ class Replacement:
 
     def commit(self) -> None:
         """Durably, if the content is. Raises OSError."""
-        _give_attributes(self._descriptor, self._replaced)
+        with naming(self.temporary):
+            _give_attributes(self._descriptor.number, self._replaced)
         self.temporary.replace(self.path)
-        self._unlock()
+        self._descriptor.close()
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
         """Idempotent. A forked child leaves alone what its parent writes."""
-        if self._descriptor >= 0 and os.getpid() == self._process:
+        if self._descriptor.number >= 0 and os.getpid() == self._process:
             self.temporary.unlink(missing_ok=True)
-        self._unlock()
+        self._descriptor.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
             self.discard()
-
-    def _unlock(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 def replace_durably(path: Path, data: bytes) -> None:
@@ -90,18 +87,17 @@ def _status_of_replaced(path: Path) -> os.stat_result | None:
     return status
 
 
-def _create(path: Path, mode: int) -> tuple[Path, int]:
+def _create(path: Path, mode: int) -> tuple[Path, Descriptor]:
     """A new file beside `path`, locked: its path and its descriptor."""
     while True:
         temporary = path.with_name(f".{_stem(path)}.{secrets.token_hex(4)}.tmp")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(temporary, flags, mode)
+        descriptor = Descriptor(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         # Until it is locked another process may take it for abandoned.
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
+        with contextlib.suppress(BlockingIOError), naming(temporary):
+            fcntl.flock(descriptor.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor.number).st_nlink:
                 return temporary, descriptor
-        os.close(descriptor)
+        descriptor.close()
 
 
 def _give_attributes(descriptor: int, replaced: os.stat_result | None) -> None:
@@ -124,13 +120,10 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _remove_if_unlocked(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with Descriptor(path, os.O_RDONLY | os.O_NONBLOCK, exact=True) as descriptor:
+        if stat.S_ISREG(os.fstat(descriptor.number).st_mode):
+            fcntl.flock(descriptor.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
-    finally:
-        os.close(descriptor)
 
 
 def _stem(path: Path) -> str:

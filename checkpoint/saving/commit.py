@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio import Engine, sync_directory
+from aio import Engine, read_regular_file, sync_directory
 from checkpoint.collector import paused_collector
 from checkpoint.directory.destination import Destination
 from checkpoint.directory.generations import (
@@ -130,7 +130,7 @@ def publish(destination: Destination, raw: bytes, undo: ExitStack) -> None:
     undo.pop_all()
     # 10. The switch durable.
     sync_directory(path)
-    if (path / MANIFEST_NAME).read_bytes() != raw:
+    if read_regular_file(path / MANIFEST_NAME) != raw:
         raise CorruptCheckpointError("reads back as other bytes", path=path / MANIFEST_NAME)
     # 11. Only now what it replaced.
     prune(path, uuid, destination.stripes)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio import Engine, Request, Slab
+from aio import Engine, NotRegularFileError, Request, Slab, naming, read_regular_file
+from aio.descriptors import Descriptor
 from swap.storage.directory import FOLDER, SwapDirectory, make_shared
 
 _PROBE_BYTES = 256 * 1024 * 1024
@@ -42,11 +42,8 @@ def measure_and_keep(directory: str | os.PathLike[str]) -> Bandwidth:
     found = _measure_one(directory)
     folder = Path(directory) / FOLDER
     make_shared(folder)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        _replace(descriptor, json.dumps({"read": found.read, "write": found.write}).encode())
-    finally:
-        os.close(descriptor)
+    with naming(folder), Descriptor(folder, os.O_RDONLY | os.O_DIRECTORY, exact=True) as opened:
+        _replace(opened.number, json.dumps({"read": found.read, "write": found.write}).encode())
     return found
 
 
@@ -58,19 +55,15 @@ def kept(directory: str | os.PathLike[str]) -> Bandwidth | None:
     """
     file = Path(directory) / FOLDER / _NAME
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        content = read_regular_file(file, _MOST_BYTES + 1, follow=False)
     except FileNotFoundError:
         return None
+    except NotRegularFileError as error:
+        raise _not_a_measurement(file, "it is no regular file") from error
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _not_a_measurement(file, "it is a link") from error
         raise
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _not_a_measurement(file, "it is no regular file")
-        content = os.read(descriptor, _MOST_BYTES + 1)
-    finally:
-        os.close(descriptor)
     return _parsed(file, content)
 
 
@@ -101,16 +94,21 @@ def _not_a_measurement(file: Path, reason: str) -> ValueError:
 def _replace(folder: int, content: bytes) -> None:
     """Put the file in place as a whole, whatever is there under its name."""
     part = f".{_NAME}.{os.getpid()}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(part, flags, 0o644, dir_fd=folder)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    made = Descriptor()
     try:
-        with os.fdopen(descriptor, "wb") as opened:
-            os.fchmod(opened.fileno(), 0o644)  # whatever the umask: all users of the disk read it
+        made.open(part, flags, 0o644, exact=True, dir_fd=folder)
+        os.fchmod(made.number, 0o644)  # whatever the umask: all users of the disk read it
+        with open(made.number, "wb", closefd=False) as opened:
             opened.write(content)
         os.replace(part, _NAME, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
-        os.unlink(part, dir_fd=folder)
+        if made.number >= 0:
+            with suppress(FileNotFoundError):  # it is in its place already
+                os.unlink(part, dir_fd=folder)
         raise
+    finally:
+        made.close()
 
 
 def shares(directories: Sequence[str]) -> list[float] | None:

@@ -2,12 +2,20 @@
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from aio import Engine, opening
+from aio import (
+    Engine,
+    NotRegularFileError,
+    naming,
+    open_regular_file,
+    opening,
+    read_regular_file,
+)
 from aio.descriptors import Descriptor
 from aio.opening import Mode
 from tests.aio.conftest import descriptors_left, open_descriptors
@@ -224,3 +232,46 @@ def _failing_direct(code: int) -> Callable[[int, Path, int], Descriptor]:
         return reopen(fd, path, flags)
 
     return failing
+
+
+class TestRegularFile:
+    def test_a_file_gives_its_content_and_size(self, tmp_path: Path) -> None:
+        (tmp_path / "list").write_bytes(b"12345")
+        with open_regular_file(tmp_path / "list") as (file, nbytes):
+            assert (file.read(), nbytes) == (b"12345", 5)
+        assert read_regular_file(tmp_path / "list", 2) == b"12"
+
+    def test_a_name_is_looked_up_in_the_directory_that_is_given(self, tmp_path: Path) -> None:
+        (tmp_path / "list").write_bytes(b"1")
+        with (
+            Descriptor(tmp_path, os.O_RDONLY | os.O_DIRECTORY) as folder,
+            open_regular_file("list", dir_fd=folder.number) as (file, _),
+        ):
+            assert file.read() == b"1"
+
+    @pytest.mark.parametrize("kind", ["pipe", "directory", "device"])
+    def test_anything_else_is_refused_by_name(self, tmp_path: Path, kind: str) -> None:
+        path = tmp_path / "list"
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "directory":
+            path.mkdir()
+        else:
+            path.symlink_to("/dev/zero")
+        with pytest.raises(NotRegularFileError, match=re.escape(str(path))):
+            read_regular_file(path)
+
+    def test_a_link_that_is_not_to_be_followed_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "list").symlink_to("/etc/passwd")
+        with pytest.raises(OSError, match="Too many levels") as caught:
+            read_regular_file(tmp_path / "list", follow=False)
+        assert caught.value.filename == str(tmp_path / "list")
+
+    def test_an_error_of_reading_names_the_file(self) -> None:
+        with pytest.raises(OSError, match="Input/output error: '/proc/self/mem'"):
+            read_regular_file("/proc/self/mem", 1)
+
+    def test_an_error_that_names_a_file_keeps_its_name(self) -> None:
+        with pytest.raises(FileNotFoundError) as caught, naming("/other"):
+            Path("/nowhere").stat()
+        assert caught.value.filename == "/nowhere"

@@ -46,6 +46,26 @@ def test_a_step_that_cannot_be_read_is_passed_over(
     assert series.steps() == [0, 1, 3]
 
 
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "latest"])
+def test_a_step_whose_manifest_is_on_a_bad_sector_is_passed_over(
+    series: checkpoint.Manager, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It opens, and reading it is an I/O error: /proc/self/mem has nothing at its beginning."""
+    path = series.path(2) / MANIFEST_NAME
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+    if name == "latest":
+        assert series.latest() == 1
+    else:
+        assert series.steps() == [0, 1]
+    assert series.load()["step"] == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert any("step-2 is passed over" in line and MANIFEST_NAME in line for line in said)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        series.load(2)
+    assert caught.value.filename == str(path)
+
+
 def test_a_directory_that_cannot_be_looked_at_is_passed_over(
     series: checkpoint.Manager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from aio import read_regular_file
+
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -99,9 +101,9 @@ def files_of(path: Path, *, explicit: str | None = None) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(read_regular_file(index))["weight_map"].values()))
         files = [index.parent / name for name in names]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
     missing = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
     if missing:
