@@ -96,7 +96,7 @@ class File:
             )
         direct = self._direct.descriptor
         native = ffi.gc(ffi.new("aio_file **"), lib.aio_file_drop)
-        if lib.aio_file_new(
+        if error := -lib.aio_file_new(
             native,
             -1 if direct is None else direct.number,
             self._fd,
@@ -104,7 +104,7 @@ class File:
             self._direct.offset,
             self._size(),
         ):
-            raise MemoryError(f"cannot open {self.path}")
+            raise OSError(error, os.strerror(error), os.fspath(self.path))
         self._native = native
         self.is_closed = False
 
@@ -184,7 +184,8 @@ class File:
         """Reserves space for a range and makes the file reach its end, zeros where nothing was.
 
         Raises AioError, ENOSPC among others; the file then has its old length, or that of a
-        write that has made it longer. RuntimeError in a forked child, as for a transfer. Where the
+        write that has made it longer, through any engine of this process. (Another process must
+        not make it longer meanwhile.) RuntimeError in a forked child, as for a transfer. Where the
         file system cannot reserve, the file is made longer only, with one warning.
         """
         self._check_writable("allocate space in")

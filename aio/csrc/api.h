@@ -105,7 +105,7 @@ int aio_descriptor_open(aio_descriptor *descriptor, int32_t directory, const cha
 int aio_descriptor_close(aio_descriptor *descriptor);
 
 /* Takes no ownership of the descriptors; direct_fd is -1 where there is no direct I/O. 0 and
- * *file, or -ENOMEM. */
+ * *file, or -errno. */
 int aio_file_new(aio_file **file, int32_t direct_fd, int32_t buffered_fd, uint32_t memory_alignment,
                  uint32_t offset_alignment, uint64_t size);
 /* Frees the file, if there is one. */
@@ -113,7 +113,7 @@ void aio_file_drop(aio_file **file);
 int aio_file_alignment(int32_t fd, aio_alignment *alignment);
 /* Reserves a range and grows the file to its end. -EOPNOTSUPP where the file system cannot. After
  * another error, -EINTR among them, the file has its old length, or that of a write in flight that
- * made it longer. `unhindered` lets signals wait, for a file system that starts anew after each. */
+ * made it longer, through whatever this process has open on it. `unhindered` lets signals wait, for a file system that starts anew after each. */
 int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes, int32_t unhindered);
 /* Makes the file at least this long, without reserving anything. -EINTR as any other error. */
 int aio_file_extend(aio_file *file, uint64_t end);

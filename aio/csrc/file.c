@@ -26,13 +26,16 @@ int aio_file_new(aio_file **result, int32_t direct_fd, int32_t buffered_fd,
     aio_file *file = calloc(1, sizeof *file);
     if (!file)
         return -ENOMEM;
+    const int error = inode_find(buffered_fd, size, &file->inode);
+    if (error) {
+        free(file);
+        return error;
+    }
     file->direct_fd = direct_fd;
     file->buffered_fd = buffered_fd;
     file->memory_alignment = memory_alignment;
     file->unit = (uint32_t)aio_max(offset_alignment, aio_page_bytes());
-    file->size = size;
     atomic_init(&file->direct_refused, false);
-    pthread_mutex_init(&file->lock, NULL);
     *result = file;
     return 0;
 }
@@ -40,7 +43,7 @@ int aio_file_new(aio_file **result, int32_t direct_fd, int32_t buffered_fd,
 void aio_file_drop(aio_file **file) {
     if (!*file)
         return;
-    pthread_mutex_destroy(&(*file)->lock);
+    inode_leave((*file)->inode);
     free(*file);
     *file = NULL;
 }
@@ -99,10 +102,11 @@ static int set_length(const aio_file *file, uint64_t size) {
 }
 
 int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes, int32_t unhindered) {
+    struct inode *inode = file->inode;
     int error;
     if (!nbytes)
         return 0;
-    pthread_mutex_lock(&file->lock);
+    pthread_mutex_lock(&inode->lock);
     const int64_t before = length_of(file);
     if (before < 0)
         error = (int)before;
@@ -111,43 +115,45 @@ int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes, int32_t 
     else
         error = allocate(file, offset, offset + nbytes);
     if (!error)
-        file->size = aio_max(file->size, offset + nbytes);
+        inode->size = aio_max(inode->size, offset + nbytes);
     else if (before >= 0 && error != -EOPNOTSUPP) {
         /* An allocation that ends half way has made the file longer. What writes in flight have
-         * been promised stays: they make the file longer under this lock and nowhere else. */
-        const uint64_t kept = aio_max((uint64_t)before, file->size);
+         * been promised stays: those of this process make the file longer under this lock only. */
+        const uint64_t kept = aio_max((uint64_t)before, inode->size);
         const int64_t now = length_of(file);
         for (uint32_t i = 0; now > 0 && (uint64_t)now > kept && i < MAX_INTERRUPTIONS; i++)
             if (set_length(file, kept) != -EINTR)
                 break;
     }
-    pthread_mutex_unlock(&file->lock);
+    pthread_mutex_unlock(&inode->lock);
     return error;
 }
 
 int aio_file_extend(aio_file *file, uint64_t end) {
+    struct inode *inode = file->inode;
     int error = 0;
-    pthread_mutex_lock(&file->lock);
+    pthread_mutex_lock(&inode->lock);
     const int64_t now = length_of(file);
     if (now < 0) {
         error = (int)now;
     } else if ((uint64_t)now < end) {
         /* Never below what writes in flight may have reached by now. */
-        const uint64_t size = aio_max(end, file->size);
+        const uint64_t size = aio_max(end, inode->size);
         error = set_length(file, size);
         if (!error)
-            file->size = size;
+            inode->size = size;
     }
-    pthread_mutex_unlock(&file->lock);
+    pthread_mutex_unlock(&inode->lock);
     return error;
 }
 
 int aio_file_truncate(aio_file *file, uint64_t size) {
-    pthread_mutex_lock(&file->lock);
+    struct inode *inode = file->inode;
+    pthread_mutex_lock(&inode->lock);
     const int error = set_length(file, size);
     if (!error)
-        file->size = size;
-    pthread_mutex_unlock(&file->lock);
+        inode->size = size;
+    pthread_mutex_unlock(&inode->lock);
     return error;
 }
 
@@ -159,24 +165,26 @@ void aio_file_refuse_direct(aio_file *file) {
 }
 
 int aio_file_grow(aio_file *file, uint64_t offset, uint64_t end) {
+    struct inode *inode = file->inode;
     int error = 0;
-    pthread_mutex_lock(&file->lock);
-    if (end > file->size) {
+    pthread_mutex_lock(&inode->lock);
+    if (end > inode->size) {
         /* The lock is held over the call, so that two lanes do not reserve the same range. A hole
          * that lies below `offset` stays a hole. */
-        for (uint32_t i = 0; !file->cannot_allocate && i < MAX_INTERRUPTIONS; i++) {
-            error = allocate(file, aio_max(offset, file->size), end);
+        for (uint32_t i = 0; !inode->cannot_allocate && i < MAX_INTERRUPTIONS; i++) {
+            error = allocate(file, aio_max(offset, inode->size), end);
             if (error != -EINTR)
                 break;
             aio_pause(); /* a lane takes no signals: it is the file system that says so */
         }
         if (error == -EOPNOTSUPP) {
-            file->cannot_allocate = true; /* the writes grow the file, and meet ENOSPC themselves */
+            inode->cannot_allocate =
+                true; /* the writes grow the file, and meet ENOSPC themselves */
             error = 0;
         }
         if (!error)
-            file->size = end;
+            inode->size = end;
     }
-    pthread_mutex_unlock(&file->lock);
+    pthread_mutex_unlock(&inode->lock);
     return error;
 }

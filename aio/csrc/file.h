@@ -1,13 +1,13 @@
-/* One open file: a direct and a buffered descriptor, their alignments, and how far it reaches. */
+/* One open file: a direct and a buffered descriptor, and their alignments. */
 #ifndef AIO_FILE_H
 #define AIO_FILE_H
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
 #include "api.h"
+#include "inode.h"
 
 struct aio_file {
     int direct_fd; /* -1: none */
@@ -17,9 +17,7 @@ struct aio_file {
      * offset alignment, so that no page is ever written through both descriptors at once. */
     uint32_t unit;
     atomic_bool direct_refused;
-    pthread_mutex_t lock; /* guards the two below */
-    uint64_t size;        /* the file is known to reach at least this far */
-    bool cannot_allocate;
+    struct inode *inode; /* what others have open of the file is as long as this */
 };
 
 /* Makes room for a write up to `end`, where the file does not reach it yet. 0 or -errno. */

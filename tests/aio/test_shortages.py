@@ -46,21 +46,79 @@ _BATCH = """
 """
 
 
-@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="needs its own calloc")
-def test_batch_that_there_is_no_memory_for_is_queued_not_even_in_part(tmp_path: Path) -> None:
+# A disk that is full half way; then somebody who writes gets his chance.
+_HALF = """
+#include <errno.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int fallocate(int fd, int mode, off_t offset, off_t length) {
+    char last = 0;
+    if (length < 1 << 26)
+        return (int)syscall(SYS_fallocate, fd, mode, offset, length);
+    syscall(SYS_fallocate, fd, mode, offset, 1 << 20);
+    for (int i = 0; i < 300 && last != 'x'; i++) {
+        usleep(1000);
+        (void)!pread(fd, &last, 1, (2 << 20) - 1);
+    }
+    errno = ENOSPC;
+    return -1;
+}
+int fallocate64(int fd, int mode, off_t offset, off_t length) {
+    return fallocate(fd, mode, offset, length);
+}
+"""
+_TWO_FILES = """
+    import sys, threading
+    from aio import AioError, Engine
+
+    def reserve(file):
+        try:
+            file.allocate(0, 64 << 20)
+        except AioError as error:
+            print(error.strerror)
+
+    with Engine("posix") as engine, Engine("posix") as other:
+        with engine.open(sys.argv[1], "w") as file, other.open(sys.argv[1], "r+") as again:
+            thread = threading.Thread(target=reserve, args=(again,))
+            thread.start()
+            while not file.size():
+                pass
+            engine.write(file, 1 << 20, b"x" * (1 << 20)).result()
+            thread.join()
+            print(file.size())
+"""
+
+
+def _library(folder: Path, source: str) -> Path:
+    """What takes the place of functions of the C library where it is preloaded."""
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("needs functions of its own in the C library's place")
     compiler = shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("needs a C compiler")
-    library = tmp_path / "no_memory.so"
+    library = folder / "preloaded.so"
     flags = ["-D_GNU_SOURCE", "-shared", "-fPIC", "-I", str(ROOT / "aio" / "csrc")]
     built = subprocess.run(
         [compiler, *flags, "-x", "c", "-", "-o", str(library)],
-        input=_NO_MEMORY,
+        input=source,
         text=True,
         check=False,
     )
     if built.returncode:
-        pytest.skip("needs a C library whose calloc can be replaced")
+        pytest.skip("needs a C library whose functions can be replaced")
+    return library
+
+
+def test_failed_allocation_keeps_what_was_written_through_another_file_meanwhile(
+    tmp_path: Path,
+) -> None:
+    library = _library(tmp_path, _HALF)
+    lines = run_python(_TWO_FILES, str(tmp_path / "data"), LD_PRELOAD=str(library))
+    assert lines == ["No space left on device", str(2 << 20)]
+
+
+def test_batch_that_there_is_no_memory_for_is_queued_not_even_in_part(tmp_path: Path) -> None:
+    library = _library(tmp_path, _NO_MEMORY)
     assert run_python(_BATCH, str(tmp_path / "data"), LD_PRELOAD=str(library)) == [
         "cannot queue 5 requests: there is no memory",
         "0",
