@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from aio import Engine
-from checkpoint.directory.destination import PathLike
+from checkpoint.directory.destination import PathLike, resolved_stripes
 from checkpoint.directory.generations import remove_checkpoint
-from checkpoint.directory.relocation import Relocation, searching
+from checkpoint.directory.relocation import Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
 from checkpoint.loading.api import load
@@ -83,19 +83,22 @@ class Manager:
         engine: Engine | None = None,
         coordinator: Coordinator | None = None,
     ) -> None:
+        for name, value in (("keep", keep), ("keep_every", keep_every)):
+            if value is not None and type(value) is not int:
+                raise TypeError(f"{name}={value!r} is no int; give int({value!r})")
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep} would remove what was just saved; give 1 or more")
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every={keep_every} is not a number of steps")
         self.root = Path(root).resolve()
-        self._stripe_dirs = stripe_dirs
+        self._stripe_dirs = resolved_stripes(stripe_dirs)
         self._keep = keep
         self._keep_every = keep_every
         self._engine = engine
         self._ranks: Coordinator = coordinator or SingleProcess()
         self._pending: PendingSave | None = None
         self._memory = KeptMemory()
-        self._searched = searching(stripe_dirs).searched
+        self._searched = self._stripe_dirs
         self._known = KnownManifests(Relocation(self._searched))
         self.loaded: LoadedStep | None = None
         """What the last `load` loaded; None before the first."""
@@ -103,7 +106,7 @@ class Manager:
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is or would be. Raises ValueError for what is no step."""
         if type(step) is not int or step < 0:
-            raise ValueError(f"step={step!r} is not a number of steps")
+            raise ValueError(f"step={step!r} is not a number of steps; give an int, 0 or more")
         if step >= 10**_MAX_DIGITS:
             raise ValueError(f"step={step} has more than {_MAX_DIGITS} digits")
         return self.root / f"step-{step}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +55,22 @@ class Destination:
         return f"{folder}/r{rank}-{number}.safetensors"
 
 
-def stripe_paths(stripe_dirs: Sequence[PathLike] | None) -> tuple[Path, ...]:
+def stripe_paths(stripe_dirs: Iterable[PathLike] | None) -> tuple[Path, ...]:
     """Checks the directories that are to take the data. Raises TypeError, ValueError, OSError."""
+    stripes = resolved_stripes(stripe_dirs)
+    for stripe in stripes:
+        if not stripe.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "a stripe directory must exist", str(stripe))
+    places = {(status.st_dev, status.st_ino) for status in map(Path.stat, stripes)}
+    if len(places) != len(stripes):
+        raise ValueError(f"stripe_dirs are one directory by a mount: {[str(s) for s in stripes]}")
+    return stripes
+
+
+def resolved_stripes(stripe_dirs: Iterable[PathLike] | None) -> tuple[Path, ...]:
+    """Stripe directories, which may be missing, wherever the process goes. Raises TypeError for a
+    single path, ValueError for a directory that is named twice.
+    """
     if stripe_dirs is None:
         return ()
     if isinstance(stripe_dirs, str | os.PathLike):
@@ -64,10 +78,4 @@ def stripe_paths(stripe_dirs: Sequence[PathLike] | None) -> tuple[Path, ...]:
     stripes = tuple(Path(stripe).resolve() for stripe in stripe_dirs)
     if len(set(stripes)) != len(stripes):
         raise ValueError(f"stripe_dirs names a directory twice: {[str(s) for s in stripes]}")
-    for stripe in stripes:
-        if not stripe.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "a stripe directory must exist", str(stripe))
-    places = {(status.st_dev, status.st_ino) for status in map(Path.stat, stripes)}
-    if len(places) != len(stripes):
-        raise ValueError(f"stripe_dirs are one directory by a mount: {[str(s) for s in stripes]}")
     return stripes

@@ -31,7 +31,7 @@ from checkpoint.loading.opened import open_current
 from checkpoint.plan.selection import Selection
 from checkpoint.plan.state_plan import FilePlan
 from checkpoint.plan.striping import Shard
-from checkpoint.plan.write_runs import STAGING_BYTES, plan_slots
+from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes, plan_slots
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import view_of
 from checkpoint.tensors.sources import Source, finish_device_work, source_of
@@ -109,6 +109,7 @@ def write_safetensors(
     while another export to this folder runs: of several ranks, one makes it. Raises OSError naming
     the file; the files of an unfinished call are removed, as they are after an interrupt.
     """
+    check_staging_bytes(staging_bytes)
     _check_names(tensors)
     sources = {name: _source(name, value) for name, value in tensors.items()}
     finish_device_work()

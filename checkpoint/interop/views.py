@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoint.directory.destination import PathLike
-from checkpoint.directory.relocation import StripeDirs, relocation
+from checkpoint.directory.relocation import Relocation, StripeDirs, relocation
 from checkpoint.directory.replacing import replace_durably
 from checkpoint.format.records import Manifest
 from checkpoint.format.slices import flat_first
 from checkpoint.format.tree import data_nodes
 from checkpoint.interop.zarr_layout import GROUP_METADATA, ArrayLayout, array_layout, node_paths
 from checkpoint.loading.opened import OpenCheckpoint, open_current
+from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import TensorView, view_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def open_zarr(
     unsigned integers of their size, with torch's name of the type in the attribute `dtype`. The
     group stands for the save that it was opened of: another one at the same path does not change
     it, and a copy that was pickled raises FileNotFoundError if another save has come. `stripe_dirs`
-    is as in `load`.
+    is as in `load`. A child process that was forked opens a group of its own.
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint; indexing raises
     CorruptCheckpointError. Needs zarr 3.
@@ -54,26 +55,36 @@ def write_references(
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint, OSError for `file`.
     """
-    checkpoint = Path(path).resolve()
-    with open_current(checkpoint, relocation(stripe_dirs)) as opened:
+    checkpoint, moved, target = Path(path).resolve(), relocation(stripe_dirs), Path(file)
+
+    def work(cancellation: Cancellation) -> None:
+        _write_references(checkpoint, moved, target, cancellation)
+
+    sheltered(work, "checkpoint-references")
+    return target
+
+
+def _write_references(
+    checkpoint: Path, moved: Relocation, target: Path, cancellation: Cancellation
+) -> None:
+    with open_current(checkpoint, moved) as opened:
         manifest = opened.manifest
-        references = _references(opened)
+        references = _references(opened, cancellation)
     # Every file was there when the checkpoint was opened; a save may take its place at any time.
     templates = {
         f"f{number}": str(manifest.file_path(checkpoint, record))
         for number, record in enumerate(manifest.files)
     }
-    target = Path(file)
     document = {"version": 1, "templates": templates, "refs": references}
     replace_durably(target, json.dumps(document).encode())
-    return target
 
 
-def _references(opened: OpenCheckpoint) -> dict[str, Any]:
+def _references(opened: OpenCheckpoint, cancellation: Cancellation) -> dict[str, Any]:
     manifest = opened.manifest
     nodes = data_nodes(manifest.tree)
     references: dict[str, Any] = {"zarr.json": GROUP_METADATA}
     for name, place in node_paths(nodes).items():
+        cancellation.check()
         view = view_of(manifest, *nodes[name])
         if not view.is_row_major:
             continue

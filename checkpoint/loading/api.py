@@ -19,7 +19,7 @@ from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree
 from checkpoint.loading.into import IntoPlan, count_whole_targets, plan_into
 from checkpoint.loading.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.plan.selection import Selection
-from checkpoint.plan.write_runs import STAGING_BYTES
+from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import Assembler, view_of
 from checkpoint.tensors.parts import PartsTarget, Window, targets_of, windows_of
@@ -46,8 +46,9 @@ def load(
     close up over what did not. `into`: a tree whose tensors, arrays and byte sinks are written in
     place, found by their keys; it is returned, its other values replaced by the saved ones; what
     the checkpoint holds beyond it is not read. One tensor at several keys takes the value of the
-    first of them. `map_location`: device of new tensors; None for the
-    one that each was saved from. `verify=False` skips the checksums of data.
+    first of them; targets that overlap in another way hold the value of either where they do.
+    `map_location`: device of new tensors; None for the one that each was saved from.
+    `verify=False` skips the checksums of data.
 
     `stripe_dirs`: where data on stripes are, if not where they were saved: directories that are
     searched for them first, or a mapping from each that moved to where it is now.
@@ -64,6 +65,7 @@ def load(
     cannot be read. After an error, or an interrupt, tensors of `into` may hold old and new values.
     """
     checkpoint = Path(path).resolve()
+    check_staging_bytes(staging_bytes)
     moved = relocation(stripe_dirs)
     device = None if map_location is None else _indexed(torch.device(map_location))
     selection = Selection(only)

@@ -17,7 +17,7 @@ from checkpoint.format.names import PAD_PREFIX
 from checkpoint.format.records import ChunkRecord, Manifest
 from checkpoint.format.tree import decode_tree
 from checkpoint.loading.reading import PlacedRead, read_files
-from checkpoint.plan.write_runs import STAGING_BYTES
+from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import view_of
 from checkpoint.transfer.reader import ChunkRead, ReadOptions
@@ -66,6 +66,7 @@ def verify(
     OSError for what cannot be read at all.
     """
     checkpoint = Path(path).resolve()
+    check_staging_bytes(staging_bytes)
     moved = relocation(stripe_dirs)
     reports: list[VerifyReport] = []
 

@@ -18,6 +18,15 @@ from checkpoint.format.datafile import ALIGNMENT, align_up
 STAGING_BYTES = 256 << 20
 """Host memory that a save or a load may take beyond the tensors themselves."""
 
+
+def check_staging_bytes(staging_bytes: object) -> None:
+    """Raises TypeError for what is no number of bytes, ValueError for one below 0."""
+    if not isinstance(staging_bytes, int):
+        raise TypeError(f"staging_bytes={staging_bytes!r} is no number of bytes; give an int")
+    if staging_bytes < 0:
+        raise ValueError(f"staging_bytes={staging_bytes} is less than 0")
+
+
 ZEROS = -1
 """Extent number of a piece of padding."""
 

@@ -20,7 +20,13 @@ from checkpoint.format.manifest import check_limits
 from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.format.rules import MAX_SIZE
 from checkpoint.plan.state_plan import FilePlan, StatePlan, plan_files, plan_state
-from checkpoint.plan.write_runs import LARGE_SLOT_BYTES, LARGE_SLOTS, STAGING_BYTES, plan_slots
+from checkpoint.plan.write_runs import (
+    LARGE_SLOT_BYTES,
+    LARGE_SLOTS,
+    STAGING_BYTES,
+    check_staging_bytes,
+    plan_slots,
+)
 from checkpoint.ranks.coordinator import Coordinator, SingleProcess
 from checkpoint.saving.commit import SavePlan
 from checkpoint.saving.commit_ranks import apart, together
@@ -99,6 +105,8 @@ def save_after(
     one raises.
     """
 
+    check_staging_bytes(staging_bytes)
+
     def plan(cancellation: Cancellation) -> SavePlan:
         return plan_save(state, path, stripe_dirs, ranks, staging_bytes, cancellation, before)
 
@@ -175,6 +183,8 @@ def start_save(
     one process. `before` and `previous` are as in `save_after`.
     """
     ranks = coordinator or SingleProcess()
+    if staging_bytes is not None:
+        check_staging_bytes(staging_bytes)
 
     def plan(cancellation: Cancellation) -> SavePlan:
         memory_bytes = staging_bytes or STAGING_BYTES

@@ -111,9 +111,9 @@ def test_references_are_of_what_was_opened_whatever_is_saved_then(
     checkpoint.save(state(1), path)
     references = views._references
 
-    def overtaken(opened: Any) -> dict[str, Any]:
+    def overtaken(*arguments: Any) -> dict[str, Any]:
         checkpoint.save(state(2), path)
-        return references(opened)
+        return references(*arguments)
 
     monkeypatch.setattr(views, "_references", overtaken)
     file = checkpoint.write_references(path, tmp_path / "references.json")
