@@ -231,7 +231,7 @@ def become_offloaded(
     if parameter.is_meta:
         # A meta tensor cannot take real data; the object can take the place of one that does.
         try:
-            torch.utils.swap_tensors(parameter, _like(parameter, face))
+            _swap(parameter, _like(parameter, face))
         except RuntimeError as error:
             raise ValueError(
                 f"{owner.name_of(index)} is on the meta device and something refers to it that "
@@ -255,8 +255,9 @@ def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -
     if data.is_meta != parameter.is_meta:
         fresh = _like(parameter, data)
         try:
-            torch.utils.swap_tensors(parameter, fresh)
+            _swap(parameter, fresh)
         except RuntimeError:
+            _let_hook(fresh, parameter)
             _forget_owner(fresh)
             return fresh
     elif not data.is_meta:
@@ -268,10 +269,30 @@ def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -
 
 
 def _like(parameter: Any, data: torch.Tensor) -> nn.Parameter:
-    """A parameter over ``data`` with the attributes that programs gave ``parameter``."""
-    fresh = nn.Parameter(data, parameter.requires_grad)
+    """A parameter over ``data`` with the attributes that programs gave ``parameter``, but for its
+    hooks.
+    """
+    fresh: Any = nn.Parameter(data, parameter.requires_grad)
     vars(fresh).update(vars(parameter))
-    return fresh
+    grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+    if grad_dtype != parameter.dtype:
+        fresh.grad_dtype = grad_dtype
+    return fresh  # type: ignore[no-any-return]
+
+
+def _swap(parameter: Any, fresh: nn.Parameter) -> None:
+    torch.utils.swap_tensors(parameter, fresh)
+    _let_hook(parameter, parameter)
+
+
+def _let_hook(parameter: Any, hooked: Any) -> None:
+    """Have the hooks on ``hooked`` called for ``parameter``. After a swap a parameter still lists
+    its own, and autograd knows of none.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if hooks := getattr(hooked, name):
+                setattr(parameter, name, hooks)
 
 
 def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
