@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
+from infinity.autograd.modes import own_modes
 from infinity.model import OffloadedModel
 from swap.undo import Undo
 
@@ -46,7 +47,8 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         begin, self._begin = self._begin, None
         try:
             self._process = os.getpid()
-            self._state_of = offloaded = begin(self._undo)
+            with own_modes():
+                self._state_of = offloaded = begin(self._undo)
             _entered[id(self)] = self
             return offloaded
         except BaseException as error:
@@ -75,7 +77,8 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
             self._undo.forget()
             return
         try:
-            self._undo.__exit__(kind, error, trace)
+            with own_modes():
+                self._undo.__exit__(kind, error, trace)
         finally:
             self._state_of = None
             _entered.pop(id(self), None)

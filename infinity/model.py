@@ -14,6 +14,7 @@ from torch import nn
 
 from checkpoint.directory.relocation import StripeDirs
 from infinity.activations.offloading import Activations
+from infinity.autograd.modes import own_modes
 from infinity.autograd.modifying import Loans, Parameters, records_of
 from infinity.autograd.module_hooks import ModelHooks
 from infinity.autograd.phases import Passes, Phases
@@ -25,7 +26,7 @@ from infinity.background import BackgroundSaves
 from infinity.optim.accumulated import Accumulated
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer, advance_groups
-from infinity.optim.stepping import clip_coefficient, options_of, updates_for
+from infinity.optim.stepping import as_norm, clip_coefficient, options_of, updates_for
 from infinity.parameters.parameter import become_offloaded, take_grad
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LOAD, SAVE
@@ -118,6 +119,7 @@ class OffloadedModel:
         with self._gradients.passes.alone():
             self._gradients.scale.backward(loss)
 
+    @own_modes()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients at the next step so that their norm is at most ``max_norm``; return
         the norm before.
@@ -126,10 +128,10 @@ class OffloadedModel:
         gradients = self._gradients
         gradients.take_left()
         if not gradients.present:
-            return torch.tensor(0.0)
+            return as_norm(0.0)
         norm = gradients.norm() * gradients.clip_factor
         gradients.clip_factor *= clip_coefficient(norm, max_norm)
-        return torch.tensor(norm)
+        return as_norm(norm)
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -200,6 +202,7 @@ class OffloadedModel:
             self._saves.add(outcome)
         return outcome
 
+    @own_modes()
     def load(self, path: str | os.PathLike[str], *, stripe_dirs: StripeDirs | None = None) -> Any:
         """Load what ``save`` wrote; returns its ``extra``. Training continues bit-identically, on
         as many ranks; see ``values.loading``. Raises as ``checkpoint.load``, and ``ValueError``
@@ -241,6 +244,7 @@ class OffloadedModel:
 
     # What the optimizer, the parameters and the hooks call.
 
+    @own_modes()
     def take_step(self) -> None:
         """Fix norm, clipping, options and step counts, and start the update."""
         self._check_open()
@@ -259,7 +263,7 @@ class OffloadedModel:
             return
         self._residency.reset()
         gradients = self._gradients
-        self._norm = torch.tensor(whole_norm := gradients.norm())
+        self._norm = as_norm(whole_norm := gradients.norm())
         norm = whole_norm * gradients.clip_factor
         scale = gradients.clip_factor / gradients.scale.value
         if self._max_grad_norm is not None:

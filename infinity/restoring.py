@@ -23,6 +23,7 @@ from torch import nn
 from aio import AioError
 from aio.errors import let_go
 from checkpoint.errors import RankFailedError
+from infinity.autograd.modes import own_modes
 from infinity.parameters.parameter import become_plain, replace_parameter, take_grad
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE
@@ -159,6 +160,7 @@ class Restoring:
             )
         return self._failures[0] if self._failures else self._interrupt
 
+    @own_modes()
     def _again(self) -> None:
         """What ``RestoreError.retry`` does."""
         if self._missing and not self._agenda:

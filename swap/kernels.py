@@ -313,7 +313,7 @@ def block_squares(
     """
     n = grad.numel()
     _check("grad", grad, n, *_FLOATS)
-    sums = torch.zeros(-(-n // BLOCK), dtype=torch.float64)
+    sums = torch.zeros(-(-n // BLOCK), dtype=torch.float64, device="cpu")
     status = lib.swap_block_squares(
         _address(grad),
         _FLOATS[grad.dtype],

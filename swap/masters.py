@@ -19,8 +19,8 @@ def planes_from(
     check_memory("a tensor of values", values)
     values = plain(values)
     if "lo" in names:
-        high = torch.empty(values.numel(), dtype=torch.bfloat16)
-        low = torch.empty(values.numel(), dtype=torch.int16)
+        high = torch.empty(values.numel(), dtype=torch.bfloat16, device="cpu")
+        low = torch.empty(values.numel(), dtype=torch.int16, device="cpu")
         split_master(values.to(torch.float32).contiguous(), high, low)
         return {"weight": high, "lo": low}
     planes = {"weight": values.to(dtype).contiguous()}
@@ -39,15 +39,15 @@ def values_from(
     fills a tensor from a plane.
     """
     if "master" in names:
-        master = torch.empty(numel, dtype=torch.float32)
+        master = torch.empty(numel, dtype=torch.float32, device="cpu")
         read("master", master)
         return master
-    weight = torch.empty(numel, dtype=dtype)
+    weight = torch.empty(numel, dtype=dtype, device="cpu")
     read("weight", weight)
     if "lo" not in names:
         return weight
-    low = torch.empty(numel, dtype=torch.int16)
+    low = torch.empty(numel, dtype=torch.int16, device="cpu")
     read("lo", low)
-    master = torch.empty(numel, dtype=torch.float32)
+    master = torch.empty(numel, dtype=torch.float32, device="cpu")
     merge_master(weight, low, master)
     return master

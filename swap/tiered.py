@@ -205,7 +205,7 @@ class TieredState:
         for start in range(0, out.numel(), CHUNK_ELEMENTS):
             part = out[start : start + CHUNK_ELEMENTS]
             if out.dtype == dtype:
-                values = torch.empty(part.numel(), dtype=dtype)
+                values = torch.empty(part.numel(), dtype=dtype, device="cpu")
                 self.planes.read(parameter, "weight", start, values)
             else:
                 values = self.read_values(parameter, start, part.numel())

@@ -39,7 +39,9 @@ def check_target(target: torch.Tensor, dtype: torch.dtype, name: str) -> None:
     if target.dtype == dtype:
         return
     try:
-        torch.empty(1, dtype=target.dtype).copy_(torch.empty(1, dtype=dtype))
+        torch.empty(1, dtype=target.dtype, device="cpu").copy_(
+            torch.empty(1, dtype=dtype, device="cpu")
+        )
     except (RuntimeError, NotImplementedError) as error:
         raise TypeError(
             f"{name} is {target.dtype}, the checkpoint holds {dtype}, and torch does not convert "

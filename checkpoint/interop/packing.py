@@ -43,7 +43,7 @@ def pack(state: object) -> torch.Tensor:
     )
     head = encode_manifest(manifest, plan.tree_text)
     origin = align_up(_LENGTH_BYTES + len(head)) - ALIGNMENT
-    out = torch.zeros(origin + align_up(end), dtype=torch.uint8)
+    out = torch.zeros(origin + align_up(end), dtype=torch.uint8, device="cpu")
     out[:_LENGTH_BYTES] = _bytes(len(head).to_bytes(_LENGTH_BYTES, "little"))
     out[_LENGTH_BYTES : _LENGTH_BYTES + len(head)] = _bytes(head)
     for tensor, record in zip(plan.tensors, records, strict=True):

@@ -303,7 +303,9 @@ def _copy(loaded: torch.Tensor, target: Target) -> Finish:
             return
         values = carrier_view(loaded.detach())
         # A row of one element may have any stride, and is no row of bytes then.
-        row = torch.empty(values.numel(), dtype=values.dtype).copy_(values.reshape(-1))
+        row = torch.empty(values.numel(), dtype=values.dtype, device="cpu").copy_(
+            values.reshape(-1)
+        )
         flat = row.view(torch.uint8).numpy()
         shape = tuple(loaded.shape)
         place = target.place((0,) * len(shape), shape)

@@ -276,7 +276,7 @@ class _PickedView:
 
     def read(self, start: int, out: memoryview) -> None:
         span = self.opened.span(self.record, self.view.offset, self.view.reach_bytes)
-        empty = torch.empty(0, dtype=self.dtype)
+        empty = torch.empty(0, dtype=self.dtype, device="cpu")
         storage = torch.from_numpy(span).untyped_storage()
         source = tensor_source(empty.set_(storage, 0, self.shape, self.view.strides or ()))
         assert source.read is not None

@@ -94,8 +94,10 @@ class GroupCoordinator:
 
         Raises RankFailedError naming a rank that is at another point.
         """
-        header = torch.tensor([kind, number, nbytes, digest], dtype=torch.int64)
-        rows = [torch.empty(_HEADER, dtype=torch.int64) for _ in range(self.world_size)]
+        header = torch.tensor([kind, number, nbytes, digest], dtype=torch.int64, device="cpu")
+        rows = [
+            torch.empty(_HEADER, dtype=torch.int64, device="cpu") for _ in range(self.world_size)
+        ]
         self._collective(lambda: self._group.allgather([rows], [header]).wait())
         points = [[int(value) for value in row] for row in rows]
         for rank, point in enumerate(points):
@@ -124,7 +126,7 @@ class GroupCoordinator:
         raw = json.dumps(_encoded(value)).encode("ascii")
         self._count += 1
         sizes = [point[2] for point in self.meet(EXCHANGE, self._count, len(raw))]
-        own = torch.zeros(max(sizes), dtype=torch.uint8)
+        own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         every = [torch.empty_like(own) for _ in sizes]
         self._collective(lambda: self._group.allgather([every], [own]).wait())
@@ -144,7 +146,7 @@ class GroupCoordinator:
         """The flat CPU tensors of all ranks, which have these ``lengths``; at a point where they
         have met.
         """
-        own = torch.zeros(max(lengths), dtype=values.dtype)
+        own = torch.zeros(max(lengths), dtype=values.dtype, device="cpu")
         own[: values.numel()] = values
         every = [torch.empty_like(own) for _ in lengths]
         self._collective(lambda: self._group.allgather([every], [own]).wait())

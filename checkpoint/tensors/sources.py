@@ -204,7 +204,7 @@ def can_resolve(tensor: torch.Tensor) -> bool:
     """Whether torch can compute the values of a tensor, if it is conjugated or negated."""
     if not tensor.is_neg() and not tensor.is_conj():
         return True
-    values = torch.zeros(1, dtype=tensor.dtype)
+    values = torch.zeros(1, dtype=tensor.dtype, device="cpu")
     probe = values.conj() if tensor.is_conj() else values
     probe = torch._neg_view(probe) if tensor.is_neg() else probe
     try:

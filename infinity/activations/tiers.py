@@ -58,7 +58,7 @@ class HostActivations(Activations):
             return self._add(tensor, whole)
         if self.held_bytes + self._cost(whole.numel()) > self.budget_bytes:
             return None
-        memory = torch.empty(whole.numel(), dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(whole.numel(), dtype=torch.uint8, pin_memory=True, device="cpu")
         return self._add(tensor, memory.copy_(whole))
 
     def _hold(self, nbytes: int) -> None:

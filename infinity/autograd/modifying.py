@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from infinity.autograd.modes import own_modes
 from infinity.autograd.residency import Residency
 from infinity.autograd.versions import Versions
 from infinity.parameters.records import Record
@@ -60,7 +61,8 @@ class Loans:
             if modify:
                 for index in indices:
                     if self._modified[index] == 1:
-                        self._sharing.write_back(self._records[index])
+                        with own_modes():
+                            self._sharing.write_back(self._records[index])
         finally:
             self._modified.subtract(indices if modify else ())
             self._asked.subtract(indices)
@@ -100,7 +102,7 @@ class Loans:
 
     def _hand_out(self, indices: Sequence[int]) -> None:
         self._residency.keep_out(indices)
-        with torch.inference_mode(False):  # or changes would not be counted
+        with own_modes():  # or changes would not be counted
             for index in indices:
                 self._residency.put(index, self._sharing.weight_of(self._records[index]))
 

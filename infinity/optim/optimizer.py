@@ -155,9 +155,8 @@ class TorchRule:
     The optimizer is given one parameter at a time as a float32 leaf with its attributes and its
     state; state tensors of the parameter's shape become planes of their dtype, anything else (step
     counts, factored moments) stays in memory in ``small_state``, see ``state_planes``; what it
-    keeps in its groups is carried on by ``advance``. Optimizers
-    that look at several parameters at once, or need a closure, cannot work this way: they are a
-    ``ValueError``, see ``separable``.
+    keeps in its groups is carried on by ``advance``. Optimizers that look at several parameters at
+    once, or need a closure, cannot work this way: they are a ``ValueError``, see ``separable``.
     """
 
     whole_parameters = True
@@ -293,7 +292,10 @@ class TorchRule:
         master = leaf.detach().view(-1)
         if not state:
             planes = self.state_planes(master.dtype).planes
-            state = {plane.name: torch.zeros(len(master), dtype=plane.dtype) for plane in planes}
+            state = {
+                plane.name: torch.zeros(len(master), dtype=plane.dtype, device="cpu")
+                for plane in planes
+            }
             state["small"] = {}
         update = ParameterUpdate(
             parameter=-1, step=1, shape=leaf.shape, options=options, attributes=vars(leaf)
@@ -307,7 +309,8 @@ class TorchRule:
         of a parameter must be updated alone as they are in the whole.
         """
         rng = torch.Generator().manual_seed(0)
-        first, gradients = torch.randn(8, 4, generator=rng), torch.randn(2, 8, 4, generator=rng)
+        kind: Any = {"generator": rng, "dtype": torch.float32, "device": "cpu"}
+        first, gradients = torch.randn(8, 4, **kind), torch.randn(2, 8, 4, **kind)
         for group in self._optimizer.param_groups:
             after = partial(self._after, options_at(options_in(group), 0), group["params"][0])
             whole = after(first, gradients)
@@ -347,7 +350,8 @@ class TorchRule:
             for position, parameter in _one_of_each(group["params"]):
                 options = {**options_at(options_in(group), position)}
                 leaf = like(
-                    parameter, torch.zeros(shape_like(max(1, parameter.dim())), dtype=dtype)
+                    parameter,
+                    torch.zeros(shape_like(max(1, parameter.dim())), dtype=dtype, device="cpu"),
                 )
                 state: Mapping[str, Any] = {}
                 for _ in range(_PROBE_STEPS):
@@ -381,7 +385,7 @@ def _master(planes: Mapping[str, torch.Tensor]) -> torch.Tensor:
     from swap.kernels import merge_master
 
     if "lo" in planes:
-        out = torch.empty(planes["weight"].numel(), dtype=torch.float32)
+        out = torch.empty(planes["weight"].numel(), dtype=torch.float32, device="cpu")
         merge_master(planes["weight"], planes["lo"], out)
         return out
     return planes.get("master", planes["weight"])

@@ -45,7 +45,7 @@ def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.nn.Parameter:
     leaf = torch.nn.Parameter(values)
     for name, value in attributes_of(parameter).items():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape != values.shape:
-            places = torch.arange(values.numel()) % max(1, value.numel())
+            places = torch.arange(values.numel(), device="cpu") % max(1, value.numel())
             value = value.detach().reshape(-1)[places].view(values.shape)
         setattr(leaf, name, value)
     return leaf
@@ -63,7 +63,9 @@ def advance(step: Step, group: dict[str, Any], *, has_gradients: bool) -> set[st
     if not group["params"]:
         return set()
     position, model = max(enumerate(group["params"]), key=lambda found: found[1].dim())
-    leaf = like(model, torch.zeros(shape_like(max(1, model.dim()))))
+    leaf = like(
+        model, torch.zeros(shape_like(max(1, model.dim())), dtype=torch.float32, device="cpu")
+    )
     leaf.grad = torch.ones_like(leaf) if has_gradients else None
     before = options_at(options_in(group), position)
     _, after = step(leaf, {**options_at(options_in(group), position)}, {})
@@ -246,7 +248,7 @@ def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
     leaves = []
     for at in chosen:
         shape = shape_like(max(1, parameters[at].dim()))
-        leaves.append(like(parameters[at], torch.randn(shape, generator=rng)))
+        leaves.append(like(parameters[at], _randn(shape, rng)))
     small = options_in(group) | {"params": leaves}
     if small.get("param_names") is not None:
         small["param_names"] = [small["param_names"][at] for at in chosen]
@@ -256,7 +258,11 @@ def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
 def _gradients(
     leaves: Iterable[torch.Tensor], rng: torch.Generator, scale: float
 ) -> list[torch.Tensor | None]:
-    return [scale * torch.randn(leaf.shape, generator=rng) for leaf in leaves]
+    return [scale * _randn(leaf.shape, rng) for leaf in leaves]
+
+
+def _randn(shape: Sequence[int], rng: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=rng, dtype=torch.float32, device="cpu")
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

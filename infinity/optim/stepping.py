@@ -52,6 +52,11 @@ def updates_for(
     return updates
 
 
+def as_norm(norm: float) -> torch.Tensor:
+    """What users get of a norm: 0-d float32 on the CPU."""
+    return torch.tensor(norm, dtype=torch.float32, device="cpu")
+
+
 def clip_coefficient(norm: float, max_norm: float) -> float:
     """As ``torch.nn.utils.clip_grad_norm_``; a norm that is not finite makes the update so, too."""
     return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm

@@ -52,7 +52,7 @@ class StoredValues:
         """Elements ``[first, first + numel)`` in a row. Raises ``CorruptCheckpointError``,
         ``AioError``.
         """
-        out = torch.empty(numel, dtype=self.source.dtype)
+        out = torch.empty(numel, dtype=self.source.dtype, device="cpu")
         if numel:
             start = (self.first + first) * out.itemsize
             self.source.read(start, out.view(torch.uint8).numpy().data)

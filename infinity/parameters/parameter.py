@@ -329,7 +329,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     has_nan = dtype.is_floating_point or dtype.is_complex
     value = torch.empty(1, dtype=dtype, device=device)
     if has_nan:
-        value.copy_(torch.full((1,), float("nan")))
+        value.fill_(float("nan"))
     else:
         value.zero_()
     return value.expand(shape) if len(shape) else value.reshape(())

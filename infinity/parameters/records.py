@@ -213,7 +213,7 @@ def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
         return True
     offset = second.data_ptr() - first.data_ptr()
     nbytes = max(_reach_bytes(first), offset + _reach_bytes(second))
-    of_first = torch.zeros(nbytes, dtype=torch.bool)
+    of_first = torch.zeros(nbytes, dtype=torch.bool, device="cpu")
     _bytes_in(of_first, first, 0).fill_(True)
     return bool(_bytes_in(of_first, second, offset).any())
 

@@ -98,7 +98,9 @@ class Ranks:
         ``[offsets[r], offsets[r + 1])`` of it, this one's being ``part``; at a point where all have
         met.
         """
-        target = torch.empty(whole.shape, dtype=whole.dtype) if self._staged else whole
+        target = (
+            torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if self._staged else whole
+        )
         own = as_bytes(part.cpu() if self._staged else part)
         slices = [as_bytes(target[low:high]) for low, high in itertools.pairwise(offsets)]
         if len({piece.numel() for piece in slices}) == 1:
@@ -116,7 +118,7 @@ class Ranks:
         """Give each rank its slice of ``whole``, ``lengths[r]`` elements for rank ``r``; ``out``
         gets this rank's slices of all ranks, one after the other; at a point where all have met.
         """
-        target = torch.empty(out.shape, dtype=out.dtype) if self._staged else out
+        target = torch.empty(out.shape, dtype=out.dtype, device="cpu") if self._staged else out
         given = as_bytes(whole.cpu() if self._staged else whole)
         itemsize = whole.dtype.itemsize
         work = dist.all_to_all_single(

@@ -109,7 +109,7 @@ class OverRanks:
     def weight_of(self, record: Record) -> torch.Tensor:
         if not record.is_partitioned:
             return weight_of(self._state, record)
-        part = torch.empty(record.spec.numel, dtype=record.spec.dtype)
+        part = torch.empty(record.spec.numel, dtype=record.spec.dtype, device="cpu")
         self._state.planes.read(record.index, "weight", 0, part)
         whole = self._whole(record, part.to(self._state.device))
         return whole.view(record.shape)

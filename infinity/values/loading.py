@@ -297,7 +297,7 @@ def _master(read: Read, name: str, planes: Sequence[str]) -> torch.Tensor:
         return master
     if "lo" not in planes:
         return weight
-    out = torch.empty(weight.numel(), dtype=torch.float32)
+    out = torch.empty(weight.numel(), dtype=torch.float32, device="cpu")
     merge_master(weight.reshape(-1), others["lo"][name].reshape(-1), out)
     return out.view(weight.shape)
 

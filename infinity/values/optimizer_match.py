@@ -149,7 +149,10 @@ def small_state_of(rule: TorchRule, leaf: Leaf, part: str, saved: Mapping[str, A
         return {}
     if saved["optimizer_class"] == NATIVE:
         # As torch makes it: a count of its own for each parameter.
-        return {"step": torch.tensor(float(steps), dtype=torch.float32), IN_PLANES: [*MOMENTS]}
+        return {
+            "step": torch.tensor(float(steps), dtype=torch.float32, device="cpu"),
+            IN_PLANES: [*MOMENTS],
+        }
     planes = rule.state_planes(leaf.first.spec.dtype)
     return planes.restore(small, saved["planes"][leaf.name])
 

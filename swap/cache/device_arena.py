@@ -58,7 +58,7 @@ class HostLink:
     """A device that is host memory: copies are finished when they return."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
@@ -158,7 +158,7 @@ class DeviceArena:
             used_bytes = self._seen.used_bytes = self.used_bytes
             if used_bytes + nbytes > self._nbytes:
                 raise SlabFullError(nbytes, self._nbytes - used_bytes, 0)
-            entry = Entry(spec=spec, weight=torch.empty(0))
+            entry = Entry(spec=spec, weight=torch.empty(0, device="cpu"))
             if landing:
                 self._drop_finished_uploads()
                 assert self._landing is not None

@@ -284,7 +284,7 @@ class _Squares:
         for block_sum in sums:
             self.total += block_sum
         if self.blocks is not None:
-            self.blocks.append(torch.tensor(sums, dtype=torch.float64))
+            self.blocks.append(torch.tensor(sums, dtype=torch.float64, device="cpu"))
         if copy is not None:
             copy.copy_(values)
 

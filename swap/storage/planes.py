@@ -29,7 +29,7 @@ from swap.tiers import Tier
 def as_tensor(buffer: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """The bytes of a slab buffer as a flat tensor that keeps the buffer alive."""
     if not buffer.size:
-        return torch.empty(0, dtype=dtype)  # the strides of nothing cannot be viewed
+        return torch.empty(0, dtype=dtype, device="cpu")  # the strides of nothing cannot be viewed
     return torch.from_numpy(buffer).view(dtype)
 
 

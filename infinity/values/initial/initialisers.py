@@ -264,7 +264,7 @@ def _can_be_nan(tensor: torch.Tensor) -> bool:
 
 
 def _filled(buffer: torch.Tensor, fill: int) -> torch.Tensor:
-    real = torch.empty(buffer.shape, dtype=buffer.dtype)
+    real = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
     real.reshape(-1).view(torch.uint8).fill_(fill)
     return real
 
