@@ -3,7 +3,8 @@
 #
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.11 or later)
 #   TORCH=torch         another torch than the pinned one, such as the CUDA build; remembered
-#   ARGS="..."          more arguments for pytest (test, test-gpu, test-asan) or for the demo
+#   ARGS="..."          more arguments for pytest (test, proof, test-gpu, test-asan) or the demo
+#   WORKERS=2           how many processes `make test` runs tests in
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -19,13 +20,15 @@ C_FILES := $(wildcard */csrc/*.[ch])
 ALL_C_FILES := $(C_FILES) $(wildcard tests/*/*.[ch])
 BUILD_INPUTS := setup.py pyproject.toml MANIFEST.in $(wildcard */_build.py) $(C_FILES)
 ARGS :=
+WORKERS := 2
+PYTEST := $(BIN)/python -m pytest -q --durations=10
 ASAN_TREE := build/asan
 
 # A torch that was asked for once stays, or `make test` would throw a CUDA build out again.
 PINNED_TORCH := $(shell sed -n '/^torch==/p' requirements.txt)
 TORCH := $(or $(shell cat $(VENV)/torch-choice 2>/dev/null),$(PINNED_TORCH))
 
-.PHONY: help build demo test test-gpu test-asan check bench format clean FORCE
+.PHONY: help build demo test proof test-gpu test-asan check bench format clean FORCE
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,11 +38,15 @@ build: $(VENV)/built ## Set up .venv and build the native modules
 demo: $(VENV)/built ## Train a model bigger than its memory budget; results in demo-output
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: $(VENV)/built ## Run the tests
-	$(BIN)/python -m pytest -q -rs --durations=10 $(ARGS)
+test: $(VENV)/built ## Run the tests, without those that take long
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not proof" $(ARGS)
+
+# One after the other, since these take all processors, or the memory or the limits of the machine.
+proof: $(VENV)/built ## Run the tests that take long, and properties on many more examples
+	$(PYTEST) -m "proof or hypothesis" --hypothesis-profile=proof $(ARGS)
 
 test-gpu: $(VENV)/built ## Run the tests that need a CUDA device
-	$(BIN)/python -m pytest -q -rs --durations=10 -m gpu $(ARGS)
+	$(PYTEST) -m gpu $(ARGS)
 
 # The sanitizers need a build of their own, so the tests run in a copy of the tree. Leaks are
 # not looked for: the interpreter keeps memory until it ends.
@@ -52,7 +59,7 @@ test-asan: $(VENV)/built ## Run the tests of the C code under address and undefi
 	    $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace --force
 	cd $(ASAN_TREE) && ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 \
 	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	    $(CURDIR)/$(BIN)/python -m pytest -q -rs tests/aio tests/swap $(ARGS)
+	    $(CURDIR)/$(BIN)/python -m pytest -q tests/aio tests/swap $(ARGS)
 
 check: $(VENV)/built ## Check style, types and formatting
 	$(BIN)/ruff check .

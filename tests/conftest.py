@@ -8,9 +8,12 @@ from hypothesis import settings
 
 from aio import unasked
 
+pytest_plugins = ["tests.support.skips"]
+
 # How long an example takes says how busy the machine is, and nothing of what is tested.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+settings.register_profile("test", deadline=None, max_examples=25)
+settings.register_profile("proof", deadline=None, max_examples=200)
+settings.load_profile("test")  # --hypothesis-profile=proof comes after it
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +31,11 @@ def _why_no_gpu() -> str | None:
 
 def _why_not_root() -> str | None:
     return None if os.geteuid() == 0 else "needs root"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # beside other workers: their threads are enough
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

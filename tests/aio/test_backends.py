@@ -62,6 +62,7 @@ class TestAuto:
             record.getMessage()
         )
 
+    @pytest.mark.proof
     def test_spent_aio_contexts_fall_back_to_posix(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
     ) -> None:

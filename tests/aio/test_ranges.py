@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio import RangeAllocator
+from tests.support.examples import examples
 from tests.support.interrupts import interrupt
 
 ALIGNMENT = 8
@@ -58,7 +59,7 @@ class Model:
         self.taken += [False] * (nbytes // ALIGNMENT)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(nbytes=st.integers(0, 400), script=steps)
 def test_allocator_does_what_the_model_does(nbytes: int, script: list[Step]) -> None:
     allocator = RangeAllocator(nbytes, alignment=ALIGNMENT)

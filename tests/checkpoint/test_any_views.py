@@ -21,6 +21,7 @@ from checkpoint.format.tree import data_nodes
 from checkpoint.interop.zarr_layout import node_paths
 from tests.checkpoint.trees import assert_same
 from tests.checkpoint.views import Drawn, states_of_views, values
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
@@ -157,7 +158,7 @@ def assert_some_agree(some: list[Any], path: Path, engine: Engine) -> None:
 
 
 @settings(
-    max_examples=EXAMPLES,
+    max_examples=examples(EXAMPLES),
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

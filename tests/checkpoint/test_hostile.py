@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import checkpoint
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
+from tests.support.examples import examples
 
 FOLDER = Path(__file__).parent / "hostile"
 Document = dict[str, Any]
@@ -268,7 +269,9 @@ values = st.one_of(
 
 
 @settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(400),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_any_value_anywhere_loads_or_is_refused(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import checkpoint
 from aio import Engine
 from tests.checkpoint.trees import assert_same, bits, states
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
 
@@ -34,7 +35,9 @@ def roundtrip(state: Any, path: Path, **options: Any) -> Any:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(state=states, num_stripes=st.integers(0, 2))
 def test_any_tree_comes_back_equal(state: Any, num_stripes: int, engine: Engine) -> None:

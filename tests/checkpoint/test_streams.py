@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import checkpoint
 from aio import Engine, Operation
 from tests.checkpoint.trees import assert_same
+from tests.support.examples import examples
 
 SIZES = [0, 1, 4095, 4096, (8 << 20) - 1, 8 << 20, (8 << 20) + 1, (70 << 20) + 5]
 
@@ -62,7 +63,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(30),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     st.lists(
@@ -159,7 +162,9 @@ def test_a_block_that_was_kept_longest_is_kept_while_those_behind_it_come(tmp_pa
 
 
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(50),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @pytest.mark.usefixtures("small_blocks")
 @given(st.lists(st.tuples(st.integers(0, 90_000), st.integers(0, 20_000)), max_size=20))

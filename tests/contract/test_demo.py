@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = [
     *("--steps", "6", "--layers", "2", "--width", "256", "--batch", "2", "--sequence", "32"),
@@ -17,6 +19,7 @@ def run_demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.proof
 def test_demo_made_small_resumes_reports_and_leaves_only_its_results(tmp_path: Path) -> None:
     done = run_demo(tmp_path)
     assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ from aio import AioError
 from swap.plan.layout import PIECE, Subgroup, pack
 from swap.tiered import TieredState
 from swap.update.stages import Step
+from tests.support.examples import examples
 from tests.support.late_engine import Faults, Kind
 from tests.support.tiers import (
     RULE,
@@ -173,7 +174,7 @@ class Training:
     early=False,
     overlap=False,
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 1 << 16),
     kind=st.sampled_from(["read", "write", "allocate"]),

@@ -32,6 +32,7 @@ from infinity.activations.tiers import (
     mode_of,
 )
 from swap.timeline import Timeline
+from tests.support.examples import examples
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -567,7 +568,9 @@ def test_directory_that_is_not_there_is_refused_and_leaves_the_model(tmp_path: P
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_any_order_of_calls_gives_the_bits_back_within_the_budget(

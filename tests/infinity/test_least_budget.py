@@ -22,6 +22,7 @@ from infinity.parameters.records import records_of
 from infinity.planning.placing import demand_of, place_within
 from swap.plan.rules import AdamRule
 from swap.tiers import Budget
+from tests.support.examples import examples
 from tests.support.models import Stack, vectors
 
 MIB = 1 << 20
@@ -91,7 +92,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(case=cases(), more=st.sampled_from([0, 1, 4097, MIB]))
 def test_plan_and_offload_agree_on_the_least_budget(case: Case, more: int) -> None:
     with tempfile.TemporaryDirectory() as nvme:
@@ -115,7 +116,7 @@ def test_plan_and_offload_agree_on_the_least_budget(case: Case, more: int) -> No
             assert report.resident_bytes["nvme"] <= plan.nvme_wanted_bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     width=st.sampled_from([100, 256, 300]),
     depth=st.integers(1, 6),

@@ -19,6 +19,7 @@ STAGING = 128 << 20
 """Buffers to write from, and blocks of the checkpoint that were read last."""
 
 
+@pytest.mark.proof
 def test_export_of_a_checkpoint_of_ranks_never_holds_the_model(tmp_path: Path) -> None:
     reason = cgroup.unavailable_reason()
     if reason is not None:

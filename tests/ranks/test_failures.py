@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 import checkpoint
@@ -50,6 +51,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(
         assert set(told["later"].values()) == {2}
 
 
+@pytest.mark.proof
+@pytest.mark.proof
 def test_killed_ranks_leave_a_checkpoint_that_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     root = tmp_path / "run"
     rng = random.Random(7)

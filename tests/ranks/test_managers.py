@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import rank_managers
+from tests.support.proof import matrix
 from tests.support.ranks import run_ranks
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", matrix([2, 3], usual=[2]))
 def test_ranks_save_keep_and_load_a_series_of_checkpoints_together(
     tmp_path: Path, world_size: int
 ) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.ranks import ROOT
 
 
@@ -19,6 +21,9 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.proof
+@pytest.mark.proof
+@pytest.mark.proof
 def test_bench_ranks_saves_and_loads_evenly_and_leaves_nothing(tmp_path: Path) -> None:
     ssds = [tmp_path / "a", tmp_path / "b"]
     for ssd in ssds:

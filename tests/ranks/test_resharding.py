@@ -9,6 +9,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -28,6 +29,7 @@ def bytes_by_rank(path: Path) -> dict[str, int]:
     return dict(sizes)
 
 
+@pytest.mark.proof
 def test_checkpoints_of_one_to_four_ranks_go_on_with_the_same_bits_on_one_to_four(
     tmp_path: Path,
 ) -> None:

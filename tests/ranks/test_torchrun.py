@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.proof
 def test_a_rank_that_is_killed_is_started_again_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     run = tmp_path / "run"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support import rank_jobs
@@ -86,6 +87,7 @@ def test_two_ranks_in_every_mode_have_the_bits_of_one_that_accumulates(tmp_path:
     assert list((tmp_path / "two" / ".infinity").glob("*")) == []
 
 
+@pytest.mark.proof
 def test_four_ranks_have_the_bits_of_one_that_accumulates(tmp_path: Path) -> None:
     run = {"name": "four", "batches": [[0], [1], [2], [3]], "steps": 2, "max_grad_norm": 10.0}
     every = run_ranks(rank_jobs.train_each, tmp_path / "four", 4, runs=[run])

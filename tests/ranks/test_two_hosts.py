@@ -70,6 +70,7 @@ def _tensors(tree: object) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
+@pytest.mark.proof
 @pytest.mark.root
 def test_ranks_on_two_hosts_have_the_bits_of_those_on_one(
     hosts: tuple[Host, Host], tmp_path: Path

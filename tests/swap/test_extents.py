@@ -17,6 +17,7 @@ from aio import AioError, Engine
 from swap.storage import extents as module
 from swap.storage.directory import SwapDirectory
 from swap.storage.extents import ALIGNMENT, Extent, ExtentStore
+from tests.support.examples import examples
 from tests.support.late_engine import Faults, LateEngine
 
 MIB = 1 << 20
@@ -59,7 +60,7 @@ def rig_over(root: Path, **options: Any) -> Iterator[Rig]:
         yield Rig(stack, root, **options)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     num=st.integers(1, 3),
     script=st.lists(

@@ -18,6 +18,7 @@ from swap.plan.layout import PIECE, Layout, pack
 from swap.storage.directory import SwapDirectory
 from swap.storage.extents import ExtentStore
 from swap.timeline import Timeline
+from tests.support.examples import examples
 from tests.support.late_engine import Faults, Kind, LateEngine
 from tests.support.tiers import Plain, placement_of, random_values, same_bits, specs_of
 
@@ -104,7 +105,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         rig.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 1 << 16),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

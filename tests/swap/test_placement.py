@@ -15,6 +15,7 @@ from swap.plan.rules import AdamRule, FrozenRule, UpdateRule
 from swap.plan.traffic import traffic_of
 from swap.storage.slabs import slab_sizes
 from swap.tiers import Budget, BudgetError, Tier
+from tests.support.examples import examples
 
 
 class WholeRule(AdamRule):
@@ -98,7 +99,7 @@ def placed(draw: st.DrawFn) -> tuple[Case, int, Placement]:
     return case, budget, case.place(budget)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(case=cases())
 def test_least_budget_works_and_a_byte_less_does_not(case: Case) -> None:
     least = case.least()
@@ -109,7 +110,7 @@ def test_least_budget_works_and_a_byte_less_does_not(case: Case) -> None:
     assert str(least) in str(caught.value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(placed=placed())
 def test_budget_is_never_exceeded(placed: tuple[Case, int, Placement]) -> None:
     _, budget, placement = placed
@@ -119,7 +120,7 @@ def test_budget_is_never_exceeded(placed: tuple[Case, int, Placement]) -> None:
     assert placement.checkpoint_bytes >= MIN_CHECKPOINT_BYTES
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(placed=placed())
 def test_homes_hold_exactly_what_is_counted(placed: tuple[Case, int, Placement]) -> None:
     case, _, placement = placed
@@ -137,7 +138,7 @@ def test_homes_hold_exactly_what_is_counted(placed: tuple[Case, int, Placement])
     assert placement.gradient_nvme_bytes == held[Tier.NVME, "gradient"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(placed=placed())
 def test_parts_of_a_parameter_have_one_home(placed: tuple[Case, int, Placement]) -> None:
     """Whoever computes with weights at home needs all of them there."""
@@ -148,7 +149,7 @@ def test_parts_of_a_parameter_have_one_home(placed: tuple[Case, int, Placement])
     assert all(len(tiers) == 1 for tiers in homes.values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(placed=placed())
 def test_what_moves_has_slots_that_hold_it_and_an_arena_that_passes_it(
     placed: tuple[Case, int, Placement],
@@ -173,7 +174,7 @@ def test_what_moves_has_slots_that_hold_it_and_an_arena_that_passes_it(
     assert placement.arena_bytes % PIECE == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(placed=placed())
 def test_whole_parameters_are_never_split(placed: tuple[Case, int, Placement]) -> None:
     case, _, placement = placed
@@ -183,7 +184,7 @@ def test_whole_parameters_are_never_split(placed: tuple[Case, int, Placement]) -
                 assert len(placement.layout.segments_of[spec.index]) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=cases(), extra=st.lists(st.integers(0, 200 * MIB), min_size=2, max_size=4))
 def test_more_budget_never_means_more_traffic_than_everything_on_nvme(
     case: Case, extra: list[int]

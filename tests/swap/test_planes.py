@@ -18,6 +18,7 @@ from aio import AioError
 from swap.plan.layout import PIECE, pack
 from swap.storage.planes import as_bytes, as_tensor
 from swap.tiered import TieredState
+from tests.support.examples import examples
 from tests.support.late_engine import Faults, LateEngine
 from tests.support.tiers import (
     RULE,
@@ -56,7 +57,7 @@ def rig_in(folder: Path, *, dtype: torch.dtype = torch.float32, **homes: Any) ->
         yield Rig(stack, folder, dtype, **homes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     on_host=st.sets(st.integers(0, 4)),

@@ -26,6 +26,7 @@ from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.tiers import BudgetError
 from swap.update.stages import Step
+from tests.support.examples import examples
 from tests.support.late_engine import LateEngine
 from tests.support.late_link import LateLink
 from tests.support.tiers import (
@@ -291,4 +292,4 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestTiers.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)

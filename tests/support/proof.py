@@ -1,0 +1,21 @@
+"""Matrices of which ``make test`` runs a few cells, and ``make proof`` the others."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import pytest
+
+
+def matrix(cells: Iterable[Any], usual: Container[Any]) -> list[Any]:
+    """Parameters for ``pytest.mark.parametrize``: ``cells``, all but ``usual`` marked ``proof``.
+
+    A cell of several values is a tuple.
+    """
+    return [cell if cell in usual else _marked(cell) for cell in cells]
+
+
+def _marked(cell: Any) -> Any:
+    values = cell if isinstance(cell, tuple) else (cell,)
+    return pytest.param(*values, marks=pytest.mark.proof)
