@@ -39,7 +39,7 @@ def test_skips_are_counted_by_their_reason() -> None:
 def test_an_expected_failure_is_no_skip() -> None:
     skips = Skips([])
     failed = report("it is known")
-    failed.wasxfail = "it is known"  # type: ignore[attr-defined]
+    failed.wasxfail = "it is known"
     skips.pytest_runtest_logreport(failed)
     assert not skips.reasons
 

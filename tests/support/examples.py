@@ -13,5 +13,5 @@ _LEAST = 10
 
 def examples(number: int) -> int:
     """``number`` in the proportion of the profile; never below ``number`` or 10 of them."""
-    scaled = number * settings.default.max_examples // _USUAL
+    scaled = number * settings().max_examples // _USUAL
     return max(scaled, min(number, _LEAST))
