@@ -104,7 +104,10 @@ class StateEngine:
             for update in taken.updates.values():
                 update.member.steps = update.update.step
                 update.member.held = Held.VALUES
-        self.store.sweep(taken.left, partial(self._updater.work, taken))
+        try:
+            self.store.sweep(taken.left, partial(self._updater.work, taken))
+        finally:
+            self._updater.end_step()
         self.unfinished = None
         self.num_steps += 1
 

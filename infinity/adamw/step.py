@@ -16,6 +16,8 @@ from swap.plain import check_memory, is_plain, plain
 from swap.plan.layout import Segment
 from swap.plan.rules import AdamRule, ParameterUpdate
 
+_COMPARED_ELEMENTS = 32 * 1024
+"""Of a master and its weights at once, by copies that leave no holes in the heap."""
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -158,6 +160,11 @@ class Updater:
     def __init__(self, rule: AdamRule) -> None:
         self._rule = rule
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._ordered: torch.Tensor | None = None
+
+    def end_step(self) -> None:
+        """Give back what a step takes for gradients that lie in another order."""
+        self._ordered = None
 
     def work(
         self, step: Step, segments: Sequence[Segment], planes: Mapping[str, torch.Tensor]
@@ -203,7 +210,9 @@ class Updater:
         """Those of its elements, on the host."""
         if gradient.is_contiguous():
             return self._on_host(1, gradient.view(-1)[part])
-        out = torch.empty(part.stop - part.start, dtype=gradient.dtype, device="cpu")
+        if self._ordered is None:  # one for all: many would leave holes in the heap
+            self._ordered = torch.empty(TRANSFER_ELEMENTS * 4, dtype=torch.uint8, device="cpu")
+        out = self._ordered.view(gradient.dtype)[: part.stop - part.start]
         copy_elements(gradient, part.start, out)
         return out
 
@@ -223,12 +232,12 @@ class Updater:
 
 
 def _pieces(segment: Segment, update: MemberUpdate) -> Iterator[slice]:
-    """Of its elements: all at once where nothing is copied; a master is compared to its weights by
-    copies. Copies are smaller than what saves are staged in, which is free during a step.
+    """Of its elements: all at once where nothing is copied. Copies are smaller than what saves are
+    staged in, which is free during a step.
     """
     gradient = update.gradient
     is_copied = not (_is_plain_on_host(update.weight) and _is_plain_on_host(gradient))
-    is_copied = is_copied or not gradient.is_contiguous() or update.weight.dtype == torch.float16
+    is_copied = is_copied or not gradient.is_contiguous()
     size = TRANSFER_ELEMENTS if is_copied else segment.length
     for start in range(0, segment.length, max(1, size)):
         yield slice(start, min(start + size, segment.length))
@@ -243,5 +252,8 @@ def follow_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
 
     The others keep what the master has beyond the weights.
     """
-    changed = master.to(weight.dtype).view(torch.int16) != weight.view(torch.int16)
-    torch.where(changed, weight.to(master.dtype), master, out=master)
+    for start in range(0, len(master), _COMPARED_ELEMENTS):
+        part = slice(start, start + _COMPARED_ELEMENTS)
+        ours, theirs = master[part], weight[part]
+        changed = ours.to(theirs.dtype).view(torch.int16) != theirs.view(torch.int16)
+        torch.where(changed, theirs.to(ours.dtype), ours, out=ours)
