@@ -97,8 +97,11 @@ def test_interrupt_as_weights_are_put_in_place_leaves_no_placeholder_behind(
     model, losses = make(), list[float]()
     least = least_budget(make, tmp_path)
 
+    last = model[-1]
+    assert isinstance(last, Layer)
+
     def cut(parameter: OffloadedParameter, data: torch.Tensor, *, absent: bool) -> None:
-        is_last = not absent and parameter is model[-1].inner._parameters.get("weight")
+        is_last = not absent and parameter is dict.get(last.inner._parameters, "weight")
         if is_done or not is_last:
             put_data(parameter, data, absent=absent)
         if is_last:
