@@ -5,20 +5,23 @@ new values go to a new extent, and the old one is released when the new one is c
 extent keeps its bytes until the last pin is gone, so a snapshot copies nothing.
 
 The files grow by ``fallocate`` in large steps: a full disk is an error before the first byte of a
-write-back.
+write-back. Sizes differ, so free space comes to lie in many ranges; where the files cannot grow, an
+extent is put together from several. So it is bytes alone that decide whether there is room.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aio import AioError, Engine, Operation, RangeAllocator, Request
 from swap.storage.directory import SwapDirectory
+from swap.storage.joined import JoinedOperation
 
 ALIGNMENT = 4096
 _GROWTH_BYTES = 64 * 1024 * 1024
@@ -29,11 +32,20 @@ _GROWTH_PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """``nbytes`` at ``offset`` of one directory's swap file, both multiples of ``ALIGNMENT``."""
+    """``nbytes`` at ``offset`` of one directory's swap file, both multiples of ``ALIGNMENT``; or
+    where ``pieces`` are.
+    """
 
     directory: int
     offset: int
     nbytes: int
+    pieces: tuple[Extent, ...] = ()
+    """What it was put together from, in order, the first of which is at ``offset``; or nothing."""
+
+    @property
+    def ranges(self) -> tuple[Extent, ...]:
+        """The ranges of files that it consists of."""
+        return self.pieces or (self,)
 
 
 @dataclass(slots=True)
@@ -112,7 +124,7 @@ class ExtentStore:
         """A new extent of ``nbytes`` or more, on the directory furthest behind its share of those
         that have room.
 
-        Raises ``AioError`` (ENOSPC) when no directory has any.
+        Raises ``AioError`` (ENOSPC) when the directories do not have as much between them.
         """
         nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
@@ -150,26 +162,42 @@ class ExtentStore:
         """Read ``len(buffer)`` bytes from byte ``start`` of ``extent``; ``urgent`` reads have a
         lane of their own.
         """
-        request = self._request("read", extent, start, buffer)
-        lane = extent.directory + (0 if urgent else len(self._volumes))
-        return self._engine.submit([request], lane=lane)[0]
+        return self._transfer("read", extent, start, buffer, 0 if urgent else 1)
 
     def write(self, extent: Extent, start: int, buffer: Any) -> Operation:
         """Write ``buffer`` at byte ``start`` of ``extent``; it is the engine's until reaped."""
-        request = self._request("write", extent, start, buffer)
-        lane = extent.directory + 2 * len(self._volumes)
-        return self._engine.submit([request], lane=lane)[0]
+        return self._transfer("write", extent, start, buffer, 2)
 
     def close(self) -> None:
         """Remove the swap files. Idempotent; the engine must be idle."""
         for volume in self._volumes:
             volume.directory.close()
 
-    def _request(self, kind: Any, extent: Extent, start: int, buffer: Any) -> Request:
+    def _transfer(self, kind: Any, extent: Extent, start: int, buffer: Any, use: int) -> Operation:
+        """``use``: which of a directory's lanes."""
         assert start >= 0
         assert start + memoryview(buffer).nbytes <= extent.nbytes
-        volume = self._volumes[extent.directory]
-        return Request(kind, volume.directory.file, extent.offset + start, buffer)
+        if not extent.pieces:
+            return self._submit(self._request(kind, extent, start, buffer), extent, use)
+        whole = self._request(kind, extent.pieces[0], start, buffer)
+        operations: list[Operation] = []
+        try:
+            for piece, first, part in _parts(extent, start, buffer):
+                request = self._request(kind, piece, first, part)
+                operations.append(self._submit(request, piece, use))
+        except BaseException:  # what is under way must not outlive the caller's hold on the buffer
+            with suppress(AioError):
+                JoinedOperation(whole, operations).result()
+            raise
+        return JoinedOperation(whole, operations)
+
+    def _request(self, kind: Any, extent: Extent, start: int, buffer: Any) -> Request:
+        file = self._volumes[extent.directory].directory.file
+        return Request(kind, file, extent.offset + start, buffer)
+
+    def _submit(self, request: Request, extent: Extent, use: int) -> Operation:
+        lane = extent.directory + use * len(self._volumes)
+        return self._engine.submit([request], lane=lane)[0]
 
     def _allocate_on(self, order: Sequence[int], nbytes: int) -> Extent:
         for index in order:
@@ -190,7 +218,23 @@ class ExtentStore:
             assert offset is not None
             return self._taken(Extent(index, offset, nbytes))
         assert failure is not None
-        raise failure
+        if sum(volume.ranges.free_bytes for volume in self._volumes) < nbytes:
+            raise failure
+        return self._taken(self._put_together(order, nbytes))
+
+    def _put_together(self, order: Sequence[int], nbytes: int) -> Extent:
+        """Of the largest free ranges, which have room for it among them."""
+        pieces: list[Extent] = []
+        while nbytes:
+            index = max(order, key=lambda i: self._volumes[i].ranges.largest_free_bytes)
+            ranges = self._volumes[index].ranges
+            size = min(nbytes, ranges.largest_free_bytes)
+            offset = ranges.allocate(size)
+            assert offset is not None
+            pieces.append(Extent(index, offset, size))
+            nbytes -= size
+        total = sum(piece.nbytes for piece in pieces)
+        return Extent(pieces[0].directory, pieces[0].offset, total, tuple(pieces))
 
     def _grow(self, volume: _Volume, nbytes: int) -> None:
         volume.directory.file.allocate(volume.nbytes, nbytes)
@@ -204,5 +248,15 @@ class ExtentStore:
         return extent
 
     def _free(self, extent: Extent) -> None:
-        volume = self._volumes[extent.directory]
-        volume.ranges.release(extent.offset, extent.nbytes)
+        for piece in extent.ranges:
+            self._volumes[piece.directory].ranges.release(piece.offset, piece.nbytes)
+
+
+def _parts(extent: Extent, start: int, buffer: Any) -> Iterator[tuple[Extent, int, memoryview]]:
+    """(piece, byte in it, part of ``buffer``) for a transfer from byte ``start`` on."""
+    data, first = memoryview(buffer).cast("B"), 0
+    for piece in extent.pieces:
+        low, high = max(start, first), min(start + len(data), first + piece.nbytes)
+        if low < high:
+            yield piece, low - first, data[low - start : high - start]
+        first += piece.nbytes

@@ -235,3 +235,86 @@ def _raise(failure: BaseException) -> Any:
         raise failure
 
     return fail
+
+
+def _full_beyond(store: ExtentStore, nbytes: int) -> None:
+    """From now on the disks have so much and no more."""
+    grow = store._grow
+
+    def grow_within(volume: Any, step: int) -> None:
+        if sum(one.nbytes for one in store._volumes) + step > nbytes:
+            raise AioError("the disk is full", errno=errno.ENOSPC)
+        grow(volume, step)
+
+    replaced: Any = store
+    replaced._grow = grow_within
+
+
+@settings(max_examples=40, deadline=None)
+@given(num=st.integers(1, 2), numbers=st.lists(st.integers(-10, 40), max_size=60))
+def test_extents_that_come_and_go_find_room_as_long_as_there_are_bytes(
+    tmp_path_factory: pytest.TempPathFactory, num: int, numbers: list[int]
+) -> None:
+    pages = 64
+    with rig_over(tmp_path_factory.mktemp("swap"), num=num) as rig:
+        rig.store.reserve(pages * ALIGNMENT)
+        _full_beyond(rig.store, pages * ALIGNMENT)
+        owned: list[tuple[Extent, int]] = []
+        for fill, number in enumerate(numbers, 1):
+            if number <= 0:
+                if owned:
+                    extent, _ = owned.pop(number % len(owned))
+                    rig.store.release(extent)
+            elif rig.store.used_bytes + number * ALIGNMENT <= pages * ALIGNMENT:
+                owned.append((rig.store.allocate(number * ALIGNMENT), fill))
+                rig.write(*owned[-1])
+            else:
+                with pytest.raises(AioError, match="the disk is full"):
+                    rig.store.allocate(number * ALIGNMENT)
+            assert rig.store.used_bytes == sum(extent.nbytes for extent, _ in owned)
+        for extent, fill in owned:
+            assert rig.holds(extent, fill)
+        assert all(size <= pages * ALIGNMENT for size in rig.file_bytes())
+
+
+def _extent_in_three_pieces(rig: Rig) -> Extent:
+    extents = [rig.store.allocate(2 * ALIGNMENT) for _ in range(6)]
+    _full_beyond(rig.store, rig.store._volumes[0].nbytes)
+    if left := rig.store._volumes[0].ranges.free_bytes:
+        rig.store.allocate(left)
+    for extent in extents[::2]:
+        rig.store.release(extent)
+    extent = rig.store.allocate(6 * ALIGNMENT)
+    assert len(extent.pieces) == 3
+    return extent
+
+
+def test_parts_of_an_extent_in_pieces_are_read_and_written_where_they_belong(
+    tmp_path: Path,
+) -> None:
+    with rig_over(tmp_path) as rig:
+        extent = _extent_in_three_pieces(rig)
+        content = np.random.default_rng(0).integers(0, 256, extent.nbytes, np.uint8)
+        assert rig.store.write(extent, 0, content).result() == len(content)
+        for start, stop in ((0, 100), (8000, 8400), (8192, 16384), (5000, 20000), (16384, 24576)):
+            content[start:stop] += 1
+            rig.store.write(extent, start, content[start:stop]).result()
+            out = np.empty(stop - start, np.uint8)
+            assert rig.store.read(extent, start, out, urgent=False).result() == len(out)
+            assert np.array_equal(out, content[start:stop])
+        out = np.empty_like(content)
+        rig.store.read(extent, 0, out, urgent=True).result()
+        assert np.array_equal(out, content)
+
+
+def test_error_in_one_piece_is_raised_when_all_have_ended_and_told_once(tmp_path: Path) -> None:
+    with rig_over(tmp_path) as rig:
+        extent = _extent_in_three_pieces(rig)
+        told: list[Any] = []
+        rig.faults.arm("write", errno.EIO, after=1)
+        write = rig.store.write(extent, 0, np.zeros(extent.nbytes, np.uint8))
+        write.add_done_callback(told.append)
+        with pytest.raises(AioError):
+            write.result()
+        assert write.done()
+        assert told == [write]

@@ -1,0 +1,61 @@
+"""One transfer that is made in several places."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from aio import AioError, Operation, Request
+from aio.errors import let_go
+
+
+class JoinedOperation(Operation):
+    """Operations whose buffers are parts of one, as one operation: ended when all have."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, request: Request, pieces: Sequence[Operation]) -> None:
+        """``request`` is for the whole buffer, at the place of its first piece."""
+        self.request = request
+        self._pieces = tuple(pieces)
+
+    def done(self) -> bool:
+        return all(piece.done() for piece in self._pieces)
+
+    def result(self, timeout: float | None = None) -> int:
+        """As of one operation. After an error, too, all have ended and the buffer is free."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        failure: AioError | None = None
+        moved = 0
+        for piece in self._pieces:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                moved += piece.result(left)
+            except AioError as error:
+                failure = failure or let_go(error)
+        if failure is not None:
+            raise failure
+        return moved
+
+    def add_done_callback(self, callback: Callable[[Operation], object]) -> None:
+        others = [None] * (len(self._pieces) - 1)
+
+        def one_ended(_: Operation) -> None:
+            try:
+                others.pop()  # by one thread only, whoever comes first
+            except IndexError:
+                callback(self)
+
+        for piece in self._pieces:
+            piece.add_done_callback(one_ended)
+
+    @property
+    def started_at(self) -> float:
+        return min(piece.started_at for piece in self._pieces)
+
+    @property
+    def finished_at(self) -> float:
+        return max(piece.finished_at for piece in self._pieces)
+
+    def __repr__(self) -> str:
+        return f"<JoinedOperation {', '.join(map(repr, self._pieces))}>"
