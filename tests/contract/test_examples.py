@@ -140,6 +140,7 @@ def train_in_memory(folder: Path, learning_rate: float) -> tuple[list[float], An
     return losses, model
 
 
+@pytest.mark.proof
 def test_finetune_exports_what_training_in_memory_gives(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", layers=2, tied=True)
     printed = train_under_both("finetune_hf.py", folder, "1e-3")
@@ -161,6 +162,7 @@ def test_finetune_exports_what_training_in_memory_gives(tmp_path: Path) -> None:
         assert torch.equal(tuned, expected[name]), name
 
 
+@pytest.mark.proof
 def test_lora_saves_adapters_that_no_budget_changes(tmp_path: Path) -> None:
     from lora import add_adapters
 

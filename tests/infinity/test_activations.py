@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from infinity.activations.tiers import (
 )
 from swap.timeline import Timeline
 from tests.support.examples import examples
+from tests.support.proof import matrix
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -177,9 +179,11 @@ def gradient_of(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
 
 # Within offload.
 
+TRAINED = [*product((torch.float32, torch.bfloat16), ("no", "reentrant", "non-reentrant"))]
+TRAINED_USUALLY = [(torch.float32, "no"), (torch.bfloat16, "non-reentrant")]
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recompute", ["no", "reentrant", "non-reentrant"])
+
+@pytest.mark.parametrize(("dtype", "recompute"), matrix(TRAINED, usual=TRAINED_USUALLY))
 def test_training_gives_the_same_bits_in_every_mode_and_budget(
     dtype: torch.dtype, recompute: str, tmp_path: Path
 ) -> None:
@@ -643,6 +647,7 @@ print(mebibytes("VmHWM") - before)
 """
 
 
+@pytest.mark.proof
 def test_memory_of_the_process_grows_by_the_share_and_not_by_the_activations(
     tmp_path: Path,
 ) -> None:

@@ -12,6 +12,7 @@ SIZE = ["--width=64", "--depth=2", "--vocabulary=128", "--batch=1", "--tokens=32
 ROUNDS = ["--together", "--rounds=2", "--steps=2", "--device=cpu", "--budgets=32MiB"]
 
 
+@pytest.mark.proof
 def test_systems_train_the_same_in_blocks_that_take_turns(
     nvme: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

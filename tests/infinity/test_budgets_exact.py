@@ -21,6 +21,7 @@ from tests.support.models import (
     token_loss,
     vector_loss,
 )
+from tests.support.proof import matrix
 from tests.support.training import LossOf, assert_same_runs, same_bits, train_each
 
 
@@ -121,8 +122,20 @@ CASES = {
     ),
 }
 
+USUAL = {
+    "bf16 accumulated, clipped",
+    "fp16 clipped",
+    "fp32 dropout, recomputed",
+    "bf16 recomputed by reentry, accumulated",
+    "bf16 low rank",
+    "fp32 layers used twice",
+    "bf16 routed, clipped",
+    "mixed dtypes",
+}
+"""Each dtype, way of recomputing, option and shape of a model once; ``make proof`` runs all."""
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", matrix(CASES, usual=USUAL))
 def test_training_under_any_budget_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     runs = train_each(case.make, case.loss_of, tmp_path, steps=case.steps, **case.options)

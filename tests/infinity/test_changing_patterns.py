@@ -21,6 +21,7 @@ import infinity
 from swap.plan.rules import AdamRule
 from tests.support.eager import Eager
 from tests.support.models import Gpt, Routed, Stack, seeded, token_loss, tokens, vector_loss
+from tests.support.proof import matrix
 from tests.support.training import least_budget, same_bits
 
 ADAM = infinity.AdamW(lr=3e-3)
@@ -176,7 +177,10 @@ def _offloaded(script: Script, nvme: Path, dtype: torch.dtype | None, losses: li
     return values, (expected, unexpected, length), after.unexpected_uses
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+USUAL = {"branches", "routes that change", "routes that settle", "generation between steps"}
+
+
+@pytest.mark.parametrize("name", matrix(SCRIPTS, usual=USUAL))
 def test_a_step_unlike_the_last_is_right_and_one_like_it_foreseen(name: str, nvme: Path) -> None:
     script = SCRIPTS[name]
     dtype = script.dtype

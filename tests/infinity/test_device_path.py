@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from swap.plan.placement import Placement, place
 from swap.tiered import TieredState
 from swap.tiers import Budget
 from tests.support.models import Gpt, token_loss
+from tests.support.proof import matrix
 from tests.support.training import (
     WHOLE,
     Outcome,
@@ -24,6 +26,7 @@ from tests.support.training import (
 )
 
 _DEVICE_BYTES = 3 << 20
+CASES = [*product((torch.float32, torch.bfloat16), (None, 0.3))]
 
 
 @pytest.fixture
@@ -47,8 +50,7 @@ def separate_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("max_grad_norm", [None, 0.3])
+@pytest.mark.parametrize(("dtype", "max_grad_norm"), matrix(CASES, usual=[CASES[-1]]))
 def test_training_on_a_separate_device_has_the_same_bits(
     tmp_path: Path,
     dtype: torch.dtype,

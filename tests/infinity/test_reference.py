@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import Gpt, Zoo, seeded, token_loss
+from tests.support.proof import matrix
 from tests.support.training import Plain, least_budget, same_bits, ulps_between
 
 LR = 3e-3
@@ -21,6 +23,8 @@ Ours rounds as torch's fused loop does; torch's own two loops lie up to 4 apart.
 """
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAMW = infinity.AdamW(lr=LR, betas=(0.8, 0.95), weight_decay=0.1)
+MASTERS = [*product((torch.bfloat16, torch.float16), (Gpt, Zoo), (None, 0.5))]
+USUAL = [(torch.bfloat16, Zoo, 0.5), (torch.float16, Zoo, None)]
 TORCH_ADAMW = partial(torch.optim.AdamW, lr=LR, betas=(0.8, 0.95), weight_decay=0.1)
 
 
@@ -55,9 +59,7 @@ def test_float32_steps_are_those_of_torch_adamw(
             plain.round_masters()
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("make", [Gpt, Zoo])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "make", "max_grad_norm"), matrix(MASTERS, usual=USUAL))
 def test_masters_of_16_bit_weights_follow_torch_adamw(
     dtype: torch.dtype, make: Callable[[], nn.Module], max_grad_norm: float | None, nvme: Path
 ) -> None:

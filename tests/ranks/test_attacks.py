@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support import rank_attacks
 from tests.support.ranks import run_ranks
 
@@ -26,6 +28,7 @@ def test_ranks_that_are_missing_or_elsewhere_are_named_on_every_rank(tmp_path: P
     assert list((tmp_path / ".infinity").glob("*")) == []
 
 
+@pytest.mark.proof
 def test_a_rank_without_room_for_its_swap_file_is_named_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(rank_attacks.full_disks, tmp_path, 2)
     why = "AioError: cannot allocate "

@@ -52,7 +52,6 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(
 
 
 @pytest.mark.proof
-@pytest.mark.proof
 def test_killed_ranks_leave_a_checkpoint_that_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     root = tmp_path / "run"
     rng = random.Random(7)
@@ -81,6 +80,7 @@ def test_killed_ranks_leave_a_checkpoint_that_goes_on_with_the_same_bits(tmp_pat
         assert all(torch.equal(value, values[name]) for name, value in expected.items())
 
 
+@pytest.mark.proof
 def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
     root = tmp_path / "run"
     ranks = start_ranks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -15,6 +16,7 @@ from tests.support import rank_states
 from tests.support.ranks import run_ranks
 
 
+@pytest.mark.proof
 def test_buffers_extra_and_random_state_of_every_rank_come_back(tmp_path: Path) -> None:
     every = run_ranks(rank_states.resume, tmp_path, 2)
     for rank, told in enumerate(every):

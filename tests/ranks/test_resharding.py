@@ -59,5 +59,6 @@ def test_checkpoints_of_one_to_four_ranks_go_on_with_the_same_bits_on_one_to_fou
         assert max(sizes.values()) <= 1.25 * min(sizes.values())
 
 
+@pytest.mark.proof
 def test_what_ranks_saved_goes_into_fsdp2_and_tensor_parallelism_and_back(tmp_path: Path) -> None:
     run_ranks(rank_worlds.parallel_worlds, tmp_path, 2)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import checkpoint
 from tests.support import rank_weights
 from tests.support.ranks import run_ranks
 
 
+@pytest.mark.proof
 def test_ranks_begin_with_a_checkpoint_of_ranks_and_read_what_they_keep(tmp_path: Path) -> None:
     every = run_ranks(rank_weights.weights_of_a_checkpoint, tmp_path, 3)
     whole = sum(

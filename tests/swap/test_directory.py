@@ -22,6 +22,7 @@ from aio import AioError, Engine
 from aio.descriptors import Descriptor
 from swap.storage.directory import SwapDirectory, reclaim
 from tests.support.interrupts import interrupt
+from tests.support.proof import matrix
 from tests.support.tiers import Leftovers
 
 HOLD = """
@@ -138,7 +139,10 @@ def _open_and_close(root: str, start: threading.Barrier, times: int) -> None:
             directory.close()
 
 
-def test_processes_that_come_and_go_at_once_do_not_get_in_each_others_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", matrix([5, 40], usual=[5]))
+def test_processes_that_come_and_go_at_once_do_not_get_in_each_others_way(
+    times: int, tmp_path: Path
+) -> None:
     """As the ranks of a job do, on an SSD with leftovers that each of them wants to reclaim."""
     for name in range(50):
         leftover = tmp_path / ".infinity" / f"{name:012x}"
@@ -147,9 +151,8 @@ def test_processes_that_come_and_go_at_once_do_not_get_in_each_others_way(tmp_pa
         (leftover / "state.swap").touch()
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(4)
-    workers = [
-        context.Process(target=_open_and_close, args=(str(tmp_path), start, 40)) for _ in range(4)
-    ]
+    arguments = (str(tmp_path), start, times)
+    workers = [context.Process(target=_open_and_close, args=arguments) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
