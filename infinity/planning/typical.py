@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 VOCABULARY = 128_256
+MOST_PARAMETERS = 2 * 10**12
+"""More than any model has; every tensor of so many has a size that torch can count."""
 _BLOCK_MATRICES = 12
 _ASPECT = 128
 """Columns for each block."""
@@ -48,9 +50,12 @@ class Typical(nn.Module):
 
 
 def typical_model(num_parameters: int) -> nn.Module:
-    """Raises ``ValueError`` for a number below 1."""
-    if num_parameters < 1:
-        raise ValueError(f"number of parameters {num_parameters} must be 1 or more")
+    """Raises ``ValueError`` for a number below 1 or above ``MOST_PARAMETERS``."""
+    if not 1 <= num_parameters <= MOST_PARAMETERS:
+        raise ValueError(
+            f"number of parameters {num_parameters:,} must be between 1 and {MOST_PARAMETERS:,}; "
+            "of a larger model pass the model itself, on the meta device"
+        )
     return Typical(num_parameters)
 
 

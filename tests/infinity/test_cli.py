@@ -105,6 +105,13 @@ def test_plan_refuses_what_is_no_number_of_parameters_by_name(
     assert f"{text!r} is not a number of parameters" in capsys.readouterr().err
 
 
+def test_plan_refuses_more_parameters_than_any_model_has_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "1e30"]) == 1
+    assert "pass the model itself" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
 def test_plan_refuses_a_world_of_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
