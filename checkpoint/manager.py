@@ -33,7 +33,7 @@ from checkpoint.format.records import SaveInfo
 from checkpoint.loading.api import load
 from checkpoint.loading.manifest_cache import KnownManifests
 from checkpoint.loading.verdicts import Verdict, is_directory, pass_over, verdict_of
-from checkpoint.ranks.coordinator import Coordinator, SingleProcess
+from checkpoint.ranks.coordinator import Coordinator, Operation, SingleProcess, unaccompanied
 from checkpoint.saving.api import save_after, start_save
 from checkpoint.saving.commit_ranks import apart, together
 from checkpoint.saving.guard import Guard
@@ -117,7 +117,7 @@ class Manager:
         Raises as `save`, and instead of saving the error of this manager's last `save_async`, if
         nobody has been told of it.
         """
-        path = self.path(step)
+        path = unaccompanied(self._ranks, Operation.SAVE, lambda: self.path(step))
         previous = self._settle()
         info = save_after(
             self._last_saved,
@@ -139,7 +139,7 @@ class Manager:
         removed when the new one is durable. Without a guard, the memory for the copy is kept for
         the next one, which is then made at the speed of memory, until the manager is gone.
         """
-        path = self.path(step)
+        path = unaccompanied(self._ranks, Operation.SAVE, lambda: self.path(step))
         previous = self._settle()
         self._pending = start_save(
             state,
@@ -162,14 +162,14 @@ class Manager:
         Others are passed over with a warning that says what is wrong with them, be it damage or
         that they cannot be read.
         """
-        with self._turn():
+        with self._turn(Operation.STEPS):
             verdicts = dict(self._judged(self._judge))
             listing = self._candidates()
             return sorted(step for step in listing if verdicts.get(step) is Verdict.WHOLE)
 
     def latest(self) -> int | None:
         """The step that was saved last, of those that can be loaded; None if there is none."""
-        with self._turn():
+        with self._turn(Operation.LATEST):
             judged = self._judged(self._judge)
             return next((step for step, verdict in judged if verdict is Verdict.WHOLE), None)
 
@@ -183,7 +183,7 @@ class Manager:
         FileNotFoundError, which says what was passed over, if there is none to load, and what
         `load` raises.
         """
-        with self._turn():
+        with self._turn(Operation.LOAD):
             self._check_same(step)
             if step is not None:
                 path = self.path(step)
@@ -228,15 +228,22 @@ class Manager:
     # Agreeing with the other ranks.
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        self._ranks.begin()
+    def _turn(self, operation: Operation) -> Iterator[None]:
+        self._ranks.begin(operation)
         try:
             yield
         finally:
             self._ranks.end()
 
     def _check_same(self, step: int | None) -> None:
-        for rank, given in enumerate(steps := self._ranks.exchange(step)):
+        """Raises on every rank for what is no step on one, and for steps that differ."""
+
+        def check() -> int | None:
+            if step is not None:
+                self.path(step)
+            return step
+
+        for rank, given in enumerate(steps := together(self._ranks, check)):
             if given != steps[0]:
                 raise ValueError(f"rank 0 loads step {steps[0]}, rank {rank} step {given}")
 

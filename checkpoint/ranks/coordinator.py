@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Operation(enum.IntEnum):
+    """What ranks meet for. One that does something else is told so, whatever the points are."""
+
+    COMPARE = 0
+    SAVE = 101
+    LOAD = 102
+    STEPS = 103
+    LATEST = 104
+    OWN = 105
+
+
+def doing(kind: int) -> str | None:
+    """What a rank does at a point of this kind, for messages; None for what is no operation."""
+    return _DOING.get(kind)
+
+
+_DOING: dict[int, str] = {
+    Operation.COMPARE: "compares notes",
+    Operation.SAVE: "saves a checkpoint",
+    Operation.LOAD: "loads a checkpoint",
+    Operation.STEPS: "asks for the steps that can be loaded",
+    Operation.LATEST: "asks for the latest step",
+    Operation.OWN: "compares what each rank has for itself",
+}
 
 
 class Coordinator(Protocol):
@@ -19,9 +47,9 @@ class Coordinator(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def begin(self) -> None:
+    def begin(self, operation: Operation = Operation.COMPARE) -> None:
         """Waits until nothing else of this process uses the coordinator; `end` must follow, on any
-        thread.
+        thread. Ranks that meet for another `operation` all raise.
         """
         ...
 
@@ -47,7 +75,7 @@ class SingleProcess:
     rank = 0
     world_size = 1
 
-    def begin(self) -> None:
+    def begin(self, operation: Operation = Operation.COMPARE) -> None:
         """Saves of one process need not wait for each other."""
 
     def end(self) -> None:
@@ -60,3 +88,23 @@ class SingleProcess:
         if isinstance(value, BaseException):
             raise value
         return [value]
+
+
+def unaccompanied(ranks: Coordinator, operation: Operation, step: Callable[[], T]) -> T:
+    """Takes a step that comes before the first meeting of an operation. If it fails, so does the
+    operation, on every rank: there that is what this one brings to the meeting.
+    """
+    try:
+        return step()
+    except Exception as error:
+        tell(ranks, operation, error)
+        raise
+
+
+def tell(ranks: Coordinator, operation: Operation, error: BaseException) -> None:
+    """Brings an error to the first meeting of an operation, and raises it."""
+    ranks.begin(operation)
+    try:
+        ranks.exchange(error)
+    finally:
+        ranks.end()

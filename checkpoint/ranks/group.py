@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.errors import RankFailedError
+from checkpoint.ranks.coordinator import Operation, doing
 
 T = TypeVar("T")
 _CAUSE = "infinity-cause"
@@ -34,11 +35,9 @@ _HEADER = 4
 _DEFAULT_SECONDS = 1800.0
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", None)
 _PrefixStore: Any = getattr(dist, "PrefixStore", None)
-EXCHANGE = 0
-"""The kind of the points of ``exchange`` and ``broadcast``; others are their callers'."""
-
 Name = Callable[[int, int], str]
-"""What a rank is doing at a point of that kind and number, for messages."""
+"""What a rank is doing at a point of that kind and number, for messages. The kinds of ``exchange``
+and ``broadcast`` are those of ``Operation``; others are their callers'."""
 
 
 class GroupCoordinator:
@@ -75,16 +74,21 @@ class GroupCoordinator:
         self._name = name or _plain_name
         self._failure: RankFailedError | None = None
         self._count = 0
+        self._operation = Operation.COMPARE
         self._turn = threading.Lock()
 
     # Taking turns.
 
-    def begin(self) -> None:
-        """Waits until no save of this process uses the coordinator; `end` must follow."""
+    def begin(self, operation: Operation = Operation.COMPARE) -> None:
+        """Waits until nothing else of this process uses the coordinator; ``end`` must follow. Until
+        then exchanges are for this operation.
+        """
         self._turn.acquire()
+        self._operation = operation
 
     def end(self) -> None:
-        """Lets the next save use it."""
+        """Lets the next one use it."""
+        self._operation = Operation.COMPARE
         self._turn.release()
 
     # Meeting.
@@ -121,11 +125,14 @@ class GroupCoordinator:
         """The values of all ranks, by rank, on every rank; JSON values.
 
         If any rank's is an exception, every rank raises: that one its own, the others
-        RankFailedError with what failed first.
+        RankFailedError with what failed first. What is no JSON value fails so, too.
         """
-        raw = json.dumps(_encoded(value)).encode("ascii")
+        try:
+            raw = json.dumps(_encoded(value)).encode("ascii")
+        except (TypeError, ValueError, RecursionError) as error:
+            return self.exchange(error)
         self._count += 1
-        sizes = [point[2] for point in self.meet(EXCHANGE, self._count, len(raw))]
+        sizes = [point[2] for point in self.meet(self._operation, self._count, len(raw))]
         own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         every = [torch.empty_like(own) for _ in sizes]
@@ -226,7 +233,8 @@ def _encoded(value: object) -> dict[str, Any]:
 
 
 def _plain_name(kind: int, number: int) -> str:
-    return f"is at its exchange {number}" if kind == EXCHANGE else f"is at point {kind}:{number}"
+    what = doing(kind)
+    return f"is at point {kind}:{number}" if what is None else f"{what} (exchange {number})"
 
 
 _counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

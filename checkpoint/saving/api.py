@@ -27,7 +27,7 @@ from checkpoint.plan.write_runs import (
     check_staging_bytes,
     plan_slots,
 )
-from checkpoint.ranks.coordinator import Coordinator, SingleProcess
+from checkpoint.ranks.coordinator import Coordinator, Operation, SingleProcess, unaccompanied
 from checkpoint.saving.commit import SavePlan
 from checkpoint.saving.commit_ranks import apart, together
 from checkpoint.saving.guard import Guard, gate_of
@@ -110,11 +110,18 @@ def save_after(
     def plan(cancellation: Cancellation) -> SavePlan:
         return plan_save(state, path, stripe_dirs, ranks, staging_bytes, cancellation, before)
 
-    order = Order(
-        path=Path(path).resolve(), ranks=ranks, engine=engine, plan=plan, previous=previous
-    )
-    finish_device_work()
-    return save_now(order)
+    target = _target(path, ranks)
+    return save_now(Order(path=target, ranks=ranks, engine=engine, plan=plan, previous=previous))
+
+
+def _target(path: PathLike, ranks: Coordinator) -> Path:
+    """Where to save to, once the tensors are what the program has computed."""
+
+    def find() -> Path:
+        finish_device_work()
+        return Path(path).resolve()
+
+    return unaccompanied(ranks, Operation.SAVE, find)
 
 
 def save_async(
@@ -203,7 +210,7 @@ def start_save(
         )
 
     order = Order(
-        path=Path(path).resolve(),
+        path=_target(path, ranks),
         ranks=ranks,
         engine=engine,
         plan=plan,
@@ -212,7 +219,6 @@ def start_save(
         previous=previous,
         on_committed=on_committed,
     )
-    finish_device_work()
     return save_behind(order, after)
 
 

@@ -21,7 +21,7 @@ from aio import Engine
 from aio.threads import Latch
 from checkpoint.directory.lock import end_given_up
 from checkpoint.format.records import Manifest, SaveInfo
-from checkpoint.ranks.coordinator import Coordinator
+from checkpoint.ranks.coordinator import Coordinator, Operation, tell
 from checkpoint.saving.commit import SavePlan, commit
 from checkpoint.saving.commit_ranks import apart, commit_ranks, numbers_of
 from checkpoint.saving.guard import Gate
@@ -77,11 +77,7 @@ def _start(order: Order, worker: Worker[None], latch: Latch) -> None:
         wait_for(worker, latch)
     except OSError as error:
         if worker.was_withdrawn:
-            order.ranks.begin()
-            try:
-                order.ranks.exchange(error)
-            finally:
-                order.ranks.end()
+            tell(order.ranks, Operation.SAVE, error)
         raise
 
 
@@ -92,7 +88,7 @@ def _carry_out(
     outcome: SaveInfo | BaseException
     try:
         with ExitStack() as turn:
-            order.ranks.begin()
+            order.ranks.begin(Operation.SAVE)
             turn.callback(order.ranks.end)
             plan = order.plan(cancellation)
             sharing = _settle(order, cancellation)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint.ranks.group import EXCHANGE, GroupCoordinator
+from checkpoint.ranks.coordinator import doing
+from checkpoint.ranks.group import GroupCoordinator
 from swap.plain import check_plain
 
 GATHER, REDUCE, NORM, STEP, VALUES, SAVE, LOAD, LEAVE = range(1, 9)
@@ -137,9 +138,9 @@ class Ranks:
         self.saving.leave(error)
 
     def _name(self, kind: int, number: int) -> str:
-        if kind == EXCHANGE:
-            return "compares notes"
-        what = _KINDS[kind]
+        what = doing(kind) or _KINDS[kind]
+        if doing(kind):
+            return what
         if kind not in (GATHER, REDUCE, VALUES):
             return f"{what} {number}"
         return f"{what} {'small parameters' if number < 0 else self.names[number]}"

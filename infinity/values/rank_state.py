@@ -22,8 +22,8 @@ from torch import nn
 
 from checkpoint.directory.locate import peek_saved
 from checkpoint.interop.packing import pack, unpack
-from checkpoint.ranks.coordinator import Coordinator
-from checkpoint.saving.commit_ranks import together
+from checkpoint.ranks.coordinator import Coordinator, Operation
+from checkpoint.saving.commit_ranks import apart, together
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.ranks.context import Sharing
 from infinity.values.module_state import (
@@ -49,13 +49,13 @@ def own_states(coordinator: Coordinator, model: nn.Module, extra: Any) -> dict[s
     parts: dict[str, Any] = {_EXTRA: {"value": extra}}
     parts |= {_BUFFER + name: buffer for name, buffer in buffers_of(model).items()}
     parts |= {_MODULE + name: state for name, state in module_states(model).items()}
-    coordinator.begin()
+    coordinator.begin(Operation.OWN)
     try:
         every = together(coordinator, lambda: {name: _digest(p) for name, p in parts.items()})
         first = every[0]
         digests = every[coordinator.rank]
         mine = {name: p for name, p in parts.items() if digests[name] != first.get(name)}
-        packed = pack(mine) if mine else None
+        packed = apart(coordinator, lambda: pack(mine) if mine else None)
         sizes = coordinator.exchange(0 if packed is None else packed.numel())
     finally:
         coordinator.end()

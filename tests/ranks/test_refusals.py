@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.support import rank_refusals
@@ -40,3 +41,27 @@ def test_ranks_that_are_given_other_stripes_or_cannot_look_are_told_on_all(
     for name in ("order", "order, behind"):
         assert first[name] == "OSError: [Errno 5] Input/output error: 'a manifest'"
         assert second[name] == f"RankFailedError: rank 0 failed: {first[name]}"
+    for name, what in (
+        ("step", "ValueError: step='3' is not a number of steps"),
+        ("step, behind", "ValueError: step=-1 is not a number of steps"),
+        ("load", "ValueError: step='3' is not a number of steps"),
+        ("path", "TypeError: "),
+    ):
+        assert second[name].startswith(what)
+        assert first[name].startswith(f"RankFailedError: rank 1 failed: {what}"), name
+
+
+def test_ranks_that_call_different_things_are_told_which_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(rank_refusals.other_operations, tmp_path, 2)
+    others = (
+        "asks for the steps that can be loaded",
+        "asks for the latest step",
+        "loads a checkpoint",
+    )
+    for there, here, other in zip(first, second, others, strict=True):
+        found = re.findall(r"rank \d [^(]+ \(exchange \d+\)", there)
+        assert [entry.split(" (")[0] for entry in found] == [
+            "rank 0 saves a checkpoint",
+            f"rank 1 {other}",
+        ]
+        assert found == re.findall(r"rank \d [^(]+ \(exchange \d+\)", here)[::-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,5 +94,24 @@ def differing_calls(rank: int, folder: Path) -> dict[str, str]:
         told["order"] = complaint(lambda: manager.save(2, {"x": 2}))
         told["order, behind"] = complaint(lambda: manager.save_async(2, {"x": 2}))
     manager.save(2, {"x": 2})
+    none_such: Any = "3"
+    told["step"] = complaint(lambda: manager.save(none_such if odd else 3, {"x": 3}))
+    told["step, behind"] = complaint(lambda: manager.save_async(-1 if odd else 3, {"x": 3}))
+    told["load"] = complaint(lambda: manager.load(none_such if odd else 2))
+    place: Any = 7 if odd else folder / "step"
+    told["path"] = complaint(lambda: checkpoint.save({}, place, coordinator=coordinator))
     told["steps"] = str(manager.steps())
+    return told
+
+
+def other_operations(rank: int, folder: Path) -> list[str]:
+    """What each rank is told where rank 1 calls something else, as after an interrupt."""
+    told = []
+    for other in ("steps", "latest", "load"):
+        coordinator = checkpoint.GroupCoordinator(timeout_seconds=10)
+        manager = checkpoint.Manager(folder / other, coordinator=coordinator)
+        manager.save(1, {"x": 1})
+        told.append(
+            complaint(getattr(manager, other) if rank == 1 else partial(manager.save, 2, {}))
+        )
     return told
