@@ -40,15 +40,33 @@ def options_at(options: Mapping[str, Any], position: int) -> Mapping[str, Any]:
 
 def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.nn.Parameter:
     """A parameter of ``values`` with the attributes of ``parameter``; tensors among them that have
-    its shape get that of ``values``.
+    its shape, or one that is expanded to it, get that of ``values``.
     """
     leaf = torch.nn.Parameter(values)
     for name, value in attributes_of(parameter).items():
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape != values.shape:
-            places = torch.arange(values.numel(), device="cpu") % max(1, value.numel())
-            value = value.detach().reshape(-1)[places].view(values.shape)
+        is_tensor = isinstance(value, torch.Tensor) and values.dim() == parameter.dim()
+        shape = _shape_for(values, parameter, value) if is_tensor else None
+        if shape is not None and shape != value.shape:
+            places = torch.arange(shape.numel(), device="cpu") % max(1, value.numel())
+            value = value.detach().reshape(-1)[places].view(shape)
         setattr(leaf, name, value)
     return leaf
+
+
+def _shape_for(
+    values: torch.Tensor, parameter: torch.Tensor, value: torch.Tensor
+) -> torch.Size | None:
+    """What the shape of an attribute of ``parameter`` is for one like ``values``; None if it has
+    nothing to do with the parameter's.
+    """
+    if value.dim() != parameter.dim():
+        return None
+    sizes = []
+    for size, whole, here in zip(value.shape, parameter.shape, values.shape, strict=True):
+        if size not in (1, whole):
+            return None
+        sizes.append(here if size == whole else 1)
+    return torch.Size(sizes)
 
 
 def shape_like(dimensions: int) -> tuple[int, ...]:

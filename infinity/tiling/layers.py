@@ -19,6 +19,7 @@ from torch import nn
 from infinity.parameters.first_values import StoredValues, Values
 from infinity.parameters.parameter import placeholder
 from infinity.parameters.records import RESIDENT_ELEMENTS, Record, compute_dtype_of
+from infinity.tiling.belongings import cut_gradient, give_back, reason_against, share
 from infinity.tiling.tiled_linear import RowRange, TiledLinear, tiles_within
 from swap.tiers import format_bytes
 
@@ -26,7 +27,6 @@ MIN_TILE_BYTES = 4 * RESIDENT_ELEMENTS * torch.float32.itemsize
 """Least bound: near-equal tiles within it are larger than what always stays in memory."""
 
 _log = logging.getLogger(__name__)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +47,8 @@ class _Tiled:
     places: list[tuple[nn.Module, str]]
     joined: dict[int, _Joining] = field(default_factory=dict)
     """By the parameter's ``id``, on the way out."""
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Those that parameters came with, likewise."""
 
     @property
     def is_absent(self) -> bool:
@@ -153,9 +155,7 @@ class Tiling:
             return "a bias"
         if module is self._model:
             return "of the model itself, which nothing can take the place of"
-        if "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in _HOOKS):
-            return "of a layer with hooks or a forward of its own"
-        return None
+        return reason_against(module)
 
     def _replace(self, name: str, linear: nn.Linear, tiles: int) -> None:
         tiled = TiledLinear.cut(linear, tiles)
@@ -167,9 +167,13 @@ class Tiling:
         ]
         layer = _Tiled(name, linear, tiled, places)
         self._layers.append(layer)
+        share(linear, tiled)
         for parent, child in places:
             parent._modules[child] = tiled
-        for parameter, _ in layer.pairs():
+        for parameter, rows in layer.pairs():
+            if parameter.grad is not None:
+                layer.gradients[id(parameter)] = parameter.grad
+                cut_gradient(parameter.grad, parameter, rows)
             if not parameter.is_meta:
                 parameter.data = placeholder(parameter.shape, parameter.dtype, parameter.device)
         linear.forward = _refuse(name)  # type: ignore[method-assign]
@@ -200,6 +204,9 @@ def _give_back(layer: _Tiled, strides: Mapping[int, Sequence[int] | None]) -> No
     be called again after an interrupt.
     """
     for parameter, tiles in layer.pairs():
+        parameter.requires_grad_(any(tile.requires_grad for tile, _ in tiles))
+        if any(tile.grad is not None for tile, _ in tiles):  # nothing has used it
+            parameter.grad = layer.gradients.get(id(parameter))
         if parameter.is_meta:
             continue
         if id(parameter) not in layer.joined:
@@ -214,6 +221,7 @@ def _give_back(layer: _Tiled, strides: Mapping[int, Sequence[int] | None]) -> No
         parameter.data = joining.whole
     layer.linear.__dict__.pop("forward", None)
     layer.linear.train(layer.tiled.training)
+    give_back(layer.linear, layer.tiled)
     for parent, child in layer.places:
         parent._modules[child] = layer.linear
 

@@ -144,8 +144,15 @@ def _linear(tile: nn.Module) -> nn.Linear:
 def _rows_of_parameter(parameter: torch.Tensor, rows: RowRange) -> nn.Parameter:
     start, stop = rows
     tile = nn.Parameter(parameter.detach()[start:stop].contiguous(), parameter.requires_grad)
-    vars(tile).update(vars(parameter))
+    for name, value in vars(parameter).items():
+        is_cut = isinstance(value, torch.Tensor) and _has_rows_of(value, parameter)
+        vars(tile)[name] = value[start:stop] if is_cut else value
     return tile
+
+
+def _has_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether an attribute (a mask, say) is of each element of ``parameter``, or of each row."""
+    return value.dim() == parameter.dim() and value.shape[:1] == parameter.shape[:1]
 
 
 def _split_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_args: Any) -> None:

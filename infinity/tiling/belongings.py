@@ -1,0 +1,78 @@
+"""What a layer and its parameters have beside values (attributes, hooks, buffers, gradients): what
+of it a ``TiledLinear`` in the layer's place can have as well, and what it cannot.
+
+Buffers are in one dictionary for both. The dictionaries of hooks that a program fills inside the
+block pass to the layer with it, so that handles still remove them. Everything here can be done
+again after an interrupt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_FORWARD_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks"),
+)
+_STATE_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_BUFFERS = ("_buffers", "_non_persistent_buffers_set")
+_OWN = frozenset(vars(nn.Linear(1, 1, device="meta")) | {"forward": None, "has_bias": None}) - {
+    "_is_full_backward_hook"
+}
+"""Of every layer, or made anew for what stands for it."""
+
+
+def reason_against(layer: nn.Linear) -> str | None:
+    """What ``layer`` has that tiles in its place would lack; None if that is nothing."""
+    if "forward" in vars(layer) or any(
+        getattr(layer, hooks) for hooks in (*_FORWARD_HOOKS, *_STATE_HOOKS)
+    ):
+        return "of a layer with hooks or a forward of its own"
+    if layer._modules or layer._parameters.keys() - {"weight", "bias"}:
+        return "of a layer with more than a weight and a bias"
+    for parameter in layer.parameters(recurse=False):
+        hooked: Any = parameter
+        if hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
+            return "of a layer whose parameters have hooks"
+        gradient = parameter.grad
+        if gradient is not None and (
+            gradient.layout != torch.strided or gradient.dtype != parameter.dtype
+        ):
+            return "of a layer with a gradient that is sparse or of another dtype"
+    return None
+
+
+def share(layer: nn.Linear, tiled: nn.Module) -> None:
+    """Let ``tiled`` have what ``layer`` has and tiles have not."""
+    for name in _BUFFERS:
+        vars(tiled)[name] = vars(layer)[name]
+    _copy_attributes(layer, tiled)
+
+
+def give_back(layer: nn.Linear, tiled: nn.Module) -> None:
+    """Let ``layer`` have what became of that, and the hooks on ``tiled``."""
+    for name in _FORWARD_HOOKS:
+        vars(layer)[name] = vars(tiled)[name]
+    _copy_attributes(tiled, layer)
+
+
+def _copy_attributes(source: nn.Module, target: nn.Module) -> None:
+    for name in vars(target).keys() - vars(source).keys() - _OWN:
+        vars(target).pop(name, None)
+    vars(target).update({name: vars(source)[name] for name in vars(source).keys() - _OWN})
+
+
+def cut_gradient(
+    gradient: torch.Tensor, parameter: torch.Tensor, rows: list[tuple[Any, tuple[int, int]]]
+) -> None:
+    """Give the tiles of a parameter, with their rows, the ``gradient`` that it has."""
+    for tile, (start, stop) in rows:
+        tile.grad = gradient[start:stop]
+    parameter.grad = None

@@ -1,0 +1,168 @@
+"""What layers have beside values while they are tiled, and after."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import infinity
+from tests.support.training import WHOLE
+
+BOUND = 256 * 1024
+WIDTH, INNER = 256, 600
+
+
+class Net(nn.Module):
+    """Two large layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up: Any = nn.Linear(WIDTH, INNER)
+        self.down: Any = nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def loss(model: nn.Module, step: int = 0) -> torch.Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+    result: torch.Tensor = model(x).square().mean()
+    return result
+
+
+def kind(module: object) -> object:
+    return type(module)
+
+
+def offload(model: nn.Module, nvme: Path, **options: Any) -> Any:
+    return infinity.offload(
+        model, nvme, host_memory=WHOLE, **{"max_parameter_bytes": BOUND, **options}
+    )
+
+
+def _hook(model: Any) -> None:
+    model.up.weight.register_hook(lambda gradient: gradient * 0)
+
+
+def _hook_bias(model: Any) -> None:
+    model.up.bias.register_post_accumulate_grad_hook(lambda _: None)
+
+
+def _hook_state(model: Any) -> None:
+    model.up.register_state_dict_post_hook(lambda *_: None)
+
+
+def _sparse_gradient(model: Any) -> None:
+    model.up.weight.grad = torch.eye(INNER, WIDTH).to_sparse()
+
+
+def _submodule(model: Any) -> None:
+    model.up.extra = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_hook, "parameters have hooks"),
+        (_hook_bias, "parameters have hooks"),
+        (_hook_state, "hooks or a forward"),
+        (_sparse_gradient, "sparse or of another dtype"),
+        (_submodule, "more than a weight and a bias"),
+    ],
+)
+def test_a_layer_whose_belongings_cannot_be_cut_stays_whole(
+    change: Callable[[Any], None], reason: str, nvme: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    change(model)
+    with caplog.at_level(logging.WARNING), offload(model, nvme):
+        assert isinstance(model.up, nn.Linear)
+        assert isinstance(model.down, infinity.TiledLinear)
+    assert reason in caplog.text
+
+
+def test_gradients_brought_to_a_tiled_layer_are_accumulated_to(nvme: Path) -> None:
+    norms = []
+    for bound in (None, BOUND):
+        model = Net()
+        (1e3 * loss(model)).backward()
+        with offload(model, nvme, max_parameter_bytes=bound) as offloaded:
+            loss(model, 1).backward()
+            offloaded.step()
+            norms.append(offloaded.grad_norm.item())
+        assert model.up.weight.grad is None
+    assert norms[1] == pytest.approx(norms[0])
+
+
+def test_entering_that_fails_gives_a_tiled_layer_its_gradients_back(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    loss(model).backward()
+    before = model.up.weight.grad
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr("infinity.autograd.module_hooks.ModelHooks.attach", fail)
+    with pytest.raises(RuntimeError, match="no luck"), offload(model, nvme):
+        pass
+    assert before is not None
+    assert model.up.weight.grad is before
+
+
+def test_what_a_program_does_to_a_tiled_layer_outlasts_the_block(nvme: Path) -> None:
+    model: Any = Net()
+    model.up.note = "before"
+    model.up.register_buffer("scale", torch.ones(3))
+    calls: list[int] = []
+    with offload(model, nvme):
+        assert kind(model.up) is infinity.TiledLinear
+        assert (model.up.note, model.up.scale.tolist()) == ("before", [1.0] * 3)
+        model.up.note = "after"
+        del model.up.scale
+        model.up.register_buffer("shift", torch.zeros(2))
+        model.up.requires_grad_(False)
+        handle = model.down.register_forward_hook(lambda *_: calls.append(1))
+        loss(model)
+    assert kind(model.up) is nn.Linear
+    assert not any(parameter.requires_grad for parameter in model.up.parameters())
+    assert all(parameter.requires_grad for parameter in model.down.parameters())
+    assert [*model.up.state_dict()] == ["weight", "bias", "shift"]
+    assert model.up.note == "after"
+    loss(model)
+    handle.remove()
+    loss(model)
+    assert len(calls) == 2
+
+
+def test_attributes_with_the_rows_of_a_weight_are_cut_with_it(nvme: Path) -> None:
+    class Masked(torch.optim.SGD):
+        """Updates only what the mask of a parameter shows, by a rate for each row."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    mask = getattr(parameter, "mask", 1.0)
+                    parameter.sub_(mask * parameter.grad * getattr(parameter, "rate", 1.0))
+
+    model: Any = Net()
+    before = model.up.weight.detach().clone()
+    model.up.weight.mask = mask = torch.rand(INNER, WIDTH) < 0.5
+    model.up.weight.rate = rate = torch.randint(2, (INNER, 1)).float()
+    with offload(model, nvme, optimizer=lambda p: Masked(p, lr=1.0)) as offloaded:
+        assert isinstance(model.up, infinity.TiledLinear)
+        loss(model).backward()
+        offloaded.step()
+    changed = model.up.weight.detach() != before
+    assert changed.any()
+    assert not (changed & ~(mask & (rate != 0))).any()
