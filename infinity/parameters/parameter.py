@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from infinity.parameters.differentiated import PASSES, by_edges, is_by_inputs_alone
 from infinity.parameters.gradient import METADATA, OffloadedGradient, check_assigned
 
 _GRAD: Any = torch.Tensor.grad
@@ -144,6 +145,8 @@ class AbsentParameter(OffloadedParameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in PASSES and is_by_inputs_alone(func, args, kwargs, _is_absent):
+            return by_edges(func, args, kwargs, _is_absent)
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__self__", None) in _ABOUT_METADATA or func in _ABOUT_METADATA:
                 return func(*args, **kwargs)
@@ -158,6 +161,10 @@ class AbsentParameter(OffloadedParameter):
                 if any(owner.is_computing for owner in by_owner):
                     return result
                 return _with_own_memory(result, absent)
+
+
+def _is_absent(value: object) -> bool:
+    return isinstance(value, AbsentParameter)
 
 
 def _with_own_memory(result: Any, parameters: Sequence[torch.Tensor]) -> Any:

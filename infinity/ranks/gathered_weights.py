@@ -85,8 +85,9 @@ class GatherMemory:
         return BudgetError(
             f"no room for {what} ({format_bytes(nbytes)}) on one of the ranks: the "
             f"{format_bytes(self.nbytes)} for gathered weights and gradients are held by modules "
-            "at work, by autograd (a checkpointed block keeps its weights until its backward is "
-            "over) or by the program; give more host_memory, or checkpoint smaller blocks"
+            "and operations at work, by autograd (a checkpointed block keeps its weights until its "
+            "backward is over) or by the program; give more host_memory, or checkpoint smaller "
+            "blocks"
         )
 
     def _new(self, numel: int, dtype: torch.dtype, *, wait: bool) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ cache over it serialises.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 
 from aio import AioError, Operation, SlabFullError
 from swap.cache.arena import Arena, Entry
@@ -59,17 +59,28 @@ class Residents:
                 self.owners.note(entry.weight, parameter)
                 return entry
 
-    def too_small(self, parameter: int) -> BudgetError:
-        """The error of weights that there is no room for, whatever else leaves."""
+    def too_small(self, parameter: int, at_home: Set[int]) -> BudgetError:
+        """The error of weights that there is no room for, whatever else leaves; those ``at_home``
+        are computed with where they live.
+        """
         assert self._arena is not None
         spec = self._specs[parameter]
-        held = sum(self._specs[pinned].weight_bytes for pinned in self.pinned)
+        held = sum(self._specs[pinned].weight_bytes for pinned in self.pinned - at_home)
+        memory = "host_memory" if self._arena.uses_home else "device_memory"
+        what = f"no room for {spec.name} ({format_bytes(spec.weight_bytes)}): "
+        if held > self._arena.nbytes:
+            return BudgetError(
+                f"{what}{format_bytes(held)} of weights are needed at once, by one operation over "
+                "weights of several modules (torch.cat of them, say) or by forward passes of "
+                f"several threads, and there is room for {format_bytes(self._arena.nbytes)}; give "
+                f"at least {format_bytes(held - self._arena.nbytes)} more {memory}, or use "
+                "these weights one after another"
+            )
         return BudgetError(
-            f"no room for {spec.name} ({format_bytes(spec.weight_bytes)}): all "
-            f"{format_bytes(self._arena.nbytes)} for weights are taken, {format_bytes(held)} by "
-            "modules at work, the rest by tensors that autograd or the program still holds (a "
-            "checkpointed block keeps its weights until its backward is over); give more "
-            "host_memory, or checkpoint smaller blocks"
+            f"{what}all {format_bytes(self._arena.nbytes)} for weights are taken, "
+            f"{format_bytes(held)} by modules and operations at work, the rest by tensors that "
+            "autograd or the program still holds (a checkpointed block keeps its weights until its "
+            f"backward is over); give more {memory}, or checkpoint smaller blocks"
         )
 
     def _evict_one(self, sooner_than: int | None) -> bool:

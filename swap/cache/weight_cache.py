@@ -246,7 +246,9 @@ class WeightCache:
         assert self._arena is not None
         while (entry := self._find_or_start(parameter)) is None:
             if not self._arena.wait_for_release(_RELEASE_SECONDS):
-                raise self._residents.too_small(parameter)
+                each = range(len(self._specs))
+                at_home = {index for index in each if self.at_home(index) is not None}
+                raise self._residents.too_small(parameter, at_home)
         return entry
 
     def _find_or_start(self, parameter: int) -> Entry | None:
