@@ -93,6 +93,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     ) as offloaded:
         if newest:
             offloaded.load(manager.path(newest))
+            if dist.get_rank() == 0:
+                print(f"goes on from step {newest}", flush=True)
         for step in range(newest, options.steps):
             loss = loss_of(model, step, device)
             offloaded.backward(loss)

@@ -46,7 +46,6 @@ def test_training_on_cuda_has_the_same_bits_under_every_budget(
 
 def test_device_budget_bounds_the_weights_on_cuda(tmp_path: Path) -> None:
     limit = 16 << 20
-    torch.cuda.reset_peak_memory_stats()
     model = seeded(Gpt)
     with infinity.offload(
         model, tmp_path, device="cuda", host_memory="2GiB", device_memory=limit
