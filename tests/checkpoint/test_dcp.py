@@ -193,6 +193,7 @@ def ranks(kind: str, world: int, path: Path, *stripes: Path) -> None:
     assert [process.returncode for process in processes] == [0] * world, "\n".join(outcomes)
 
 
+@pytest.mark.proof
 def test_shards_of_two_ranks_load_on_three_and_on_one(tmp_path: Path, stripes: list[Path]) -> None:
     path = tmp_path / "step"
     ranks("save", 2, path, *stripes)

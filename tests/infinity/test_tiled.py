@@ -145,8 +145,8 @@ def test_other_values_are_as_close_as_another_order_of_adding(dtype: torch.dtype
     tiled(second).sum().backward()
     torch.testing.assert_close(tiled(second), linear(first))
     assert first.grad is not None
-    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.05}
-    torch.testing.assert_close(second.grad, first.grad, **near)
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (0.02, 0.05)
+    torch.testing.assert_close(second.grad, first.grad, rtol=rtol, atol=atol)
 
 
 def test_from_linear_shares_memory_and_to_linear_gives_the_values_back() -> None:
