@@ -15,6 +15,7 @@ class FFI:
 class Lib:
     AIO_READ: int
     AIO_WRITE: int
+    AIO_NO_THREAD: int
     AIO_POSIX: int
     AIO_LIBAIO: int
     AIO_IO_URING: int

@@ -20,7 +20,8 @@ _CODES: dict[str, int] = {
 # What "auto" tries, best first; posix always works.
 _PREFERENCE = ("io_uring", "libaio", "posix")
 # What has nothing to do with a backend: it would only be met again, with the first file.
-_SHORTAGES = (errno.EMFILE, errno.ENFILE)
+_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_SHORTAGES = (*_DESCRIPTORS, lib.AIO_NO_THREAD)
 _MAX_BLOCK_BYTES = 1 << 30
 _AIO_LIMIT = Path("/proc/sys/fs/aio-max-nr")
 _AIO_USED = Path("/proc/sys/fs/aio-nr")
@@ -81,8 +82,10 @@ class Limits:
                 f"block_bytes={self.block_bytes} is more than {_MAX_BLOCK_BYTES}, about the most"
                 " that Linux moves in one transfer"
             )
-        if self.max_pending_bytes < 1:
-            raise ValueError(f"max_pending_bytes={self.max_pending_bytes} is not positive")
+        if not 1 <= self.max_pending_bytes < 1 << 63:
+            raise ValueError(
+                f"max_pending_bytes={self.max_pending_bytes} is not between 1 and 2**63 - 1"
+            )
 
 
 class Started(NamedTuple):
@@ -117,7 +120,8 @@ def start(backend: Backend | MemoryBackend, limits: Limits) -> Started:
         if code in _SHORTAGES:
             break
     raise AioError(
-        f"cannot start an engine with backend {candidate}: {rejected[-1][1]}", errno=code
+        f"cannot start an engine with backend {candidate}: {rejected[-1][1]}",
+        errno=errno.EAGAIN if code == lib.AIO_NO_THREAD else code,
     )
 
 
@@ -153,7 +157,13 @@ def _explain(name: str, code: int, limits: Limits) -> str:
             f" fs.aio-max-nr ({_number(_AIO_USED)} of {_number(_AIO_LIMIT)} events are taken);"
             " raise it, or use fewer lanes or a smaller queue_depth"
         )
-    if code in _SHORTAGES:
+    if code == lib.AIO_NO_THREAD:
+        return (
+            f"{os.strerror(errno.EAGAIN)}: each of {limits.lanes} lanes takes a thread, and the"
+            " process or its user has as many as it may have; raise RLIMIT_NPROC (ulimit -u) or"
+            " pids.max of its cgroup, or use fewer lanes"
+        )
+    if code in _DESCRIPTORS:
         return f"{reason}: a lane takes up to two; close some, or raise RLIMIT_NOFILE (ulimit -n)"
     if code in (errno.ENOSYS, errno.EPERM):
         return f"{reason}: this kernel or container does not allow it"
@@ -164,6 +174,6 @@ def _explain(name: str, code: int, limits: Limits) -> str:
 
 def _number(path: Path) -> str:
     try:
-        return path.read_text(encoding="ascii").strip()
+        return path.read_bytes().strip().decode()
     except OSError:
         return "?"

@@ -5,11 +5,13 @@ has an owner object; numpy arrays, torch tensors, memoryviews and operations in 
 alive, directly or through one another, and the slab learns of its end by a weak reference.
 """
 
+import errno
 import logging
 import os
 import threading
 import time
 import weakref
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
@@ -22,6 +24,7 @@ from aio.ranges import RangeAllocator
 
 logger = logging.getLogger(__name__)
 
+_MEMORY = Path("/proc/meminfo")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -281,19 +284,29 @@ os.register_at_fork(after_in_child=_after_fork)
 def _map(nbytes: int, huge_pages: bool, inherited: bool) -> Any:
     """An anonymous mapping that unmaps itself with its last reference."""
     mapping = ffi.gc(ffi.new("aio_mapping *"), lib.aio_mapping_drop)
-    if lib.aio_mapping_new(mapping, nbytes, huge_pages, inherited):
+    if nbytes >= 1 << 63 or lib.aio_mapping_new(mapping, nbytes, huge_pages, inherited):
         raise MemoryError(f"cannot map {nbytes} bytes: the address space or its limit is spent")
     return mapping
 
 
 def _lock(mapping: Any, nbytes: int, *, required: bool) -> None:
-    error = -lib.aio_lock_memory(mapping.address, nbytes)
-    if not error:
+    available = _available_bytes()
+    if nbytes > available:  # who is privileged would have the kernel end processes for it
+        error = errno.ENOMEM
+        cause = f"{available} are available"
+    elif error := -lib.aio_lock_memory(mapping.address, nbytes):
+        cause = f"{os.strerror(error)}; raise RLIMIT_MEMLOCK (ulimit -l)"
+    else:
         return
-    message = (
-        f"cannot lock {nbytes} bytes of memory: {os.strerror(error)}; raise RLIMIT_MEMLOCK"
-        " (ulimit -l)"
-    )
+    message = f"cannot lock {nbytes} bytes of memory: {cause}"
     if required:
         raise AioError(message, errno=error, nbytes=nbytes)
     logger.warning("%s, or the kernel may swap the buffers out and I/O waits for them", message)
+
+
+def _available_bytes() -> int:
+    """What can be had without swapping, as far as the kernel tells."""
+    if not _MEMORY.exists():
+        return 1 << 63
+    fields = _MEMORY.read_text(encoding="utf-8").split()
+    return int(fields[fields.index("MemAvailable:") + 1]) * 1024

@@ -4,6 +4,7 @@ import errno
 import os
 
 from aio._native import ffi, lib
+from aio.errors import AioError
 
 
 class Descriptor:
@@ -25,6 +26,7 @@ class Descriptor:
         dir_fd: int | None = None,
     ) -> None:
         """Opens `path`, if there is one, as `open` does."""
+        self._name = ""
         self._native = ffi.gc(ffi.new("aio_descriptor *", {"number": -1}), lib.aio_descriptor_close)
         if path is not None:
             self.open(path, flags, mode, exact=exact, dir_fd=dir_fd)
@@ -48,13 +50,14 @@ class Descriptor:
         name = os.fsencode(path)
         if b"\0" in name:
             raise ValueError("embedded null byte")
+        self._name = os.fsdecode(path if called is None else called)
         flags |= os.O_CLOEXEC | (os.O_NOFOLLOW if exact else 0)
         place = -1 if dir_fd is None else dir_fd
         error = errno.EINTR
         while error == errno.EINTR:  # between two tries handlers of signals run, which may raise
             error = -lib.aio_descriptor_open(self._native, place, name, flags, mode)
         if error:
-            raise OSError(error, os.strerror(error), os.fspath(path if called is None else called))
+            raise OSError(error, os.strerror(error), self._name)
 
     @property
     def number(self) -> int:
@@ -62,9 +65,14 @@ class Descriptor:
         return int(self._native.number)
 
     def close(self) -> None:
-        """Idempotent. Raises what os.close raises."""
+        """Idempotent. Raises AioError; it is closed then, too."""
         if error := -lib.aio_descriptor_close(self._native):
-            raise OSError(error, os.strerror(error))
+            raise AioError(
+                f"cannot close {self._name}: {os.strerror(error)}; what was written to it since it"
+                " was synced may be lost",
+                errno=error,
+                filename=self._name,
+            )
 
     def __enter__(self) -> "Descriptor":
         return self

@@ -313,9 +313,11 @@ class File:
         interrupt.
         """
         self._native = None
-        if self._direct.descriptor is not None:
-            self._direct.descriptor.close()
-        self._opening.buffered.close()
+        try:
+            if self._direct.descriptor is not None:
+                self._direct.descriptor.close()
+        finally:
+            self._opening.buffered.close()
 
     def direct_was_refused(self) -> bool:
         """For the engine: the kernel would not transfer directly what kept the alignments.

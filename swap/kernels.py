@@ -6,7 +6,7 @@ call at once as long as no two write to the same memory; the tensors of one call
 
 Invariant: a result depends on its inputs alone, to the last bit: not on the number of threads, the
 instruction set or the address, nor on how a tensor is cut into pieces. All NaNs that the kernels
-compute are the same one.
+store are the same one; a sum of squares of which some are NaN is a NaN, and not always the same.
 
 The update rounds as torch's fused Adam for fp32 does: ``torch.optim.AdamW(fused=True)`` gives the
 same bits where it runs its vector code, which leaves out the last few elements of a tensor.

@@ -9,6 +9,7 @@
 
 /* cffi: begin */
 enum aio_kind { AIO_READ, AIO_WRITE };
+enum aio_shortage { AIO_NO_THREAD = 65536 }; /* beyond every errno: EAGAIN, but of a thread */
 enum aio_backend { AIO_POSIX, AIO_LIBAIO, AIO_IO_URING, AIO_MEMORY };
 
 typedef struct aio_engine aio_engine;
@@ -76,8 +77,8 @@ typedef struct {
     int32_t direct_refused; /* 1: the file turned out to take no direct I/O */
 } aio_completion;
 
-/* Starts the lanes. 0 and *engine, or -errno of the first lane whose backend cannot be set up;
- * then nothing is left behind. */
+/* Starts the lanes. 0 and *engine, or -errno of the first lane whose backend cannot be set up, or
+ * -AIO_NO_THREAD; then nothing is left behind. */
 int aio_engine_create(const aio_config *config, aio_engine **engine);
 /* Queues requests in order on `lane`, or each on the least loaded lane when it is negative. Waits
  * while a lane is over max_pending_bytes. 0; -ENOMEM, with none queued; or -ECANCELED, with those
@@ -113,7 +114,8 @@ void aio_file_drop(aio_file **file);
 int aio_file_alignment(int32_t fd, aio_alignment *alignment);
 /* Reserves a range and grows the file to its end. -EOPNOTSUPP where the file system cannot. After
  * another error, -EINTR among them, the file has its old length, or that of a write in flight that
- * made it longer, through whatever this process has open on it. `unhindered` lets signals wait, for a file system that starts anew after each. */
+ * made it longer, through whatever this process has open on it. `unhindered` lets signals wait, for
+ * a file system that starts anew after each. */
 int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes, int32_t unhindered);
 /* Makes the file at least this long, without reserving anything. -EINTR as any other error. */
 int aio_file_extend(aio_file *file, uint64_t end);

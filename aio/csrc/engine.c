@@ -46,7 +46,7 @@ static int lane_start(aio_engine *engine, uint32_t index) {
         pthread_mutex_destroy(&lane->lock);
         close(lane->wake_fd);
     }
-    return error;
+    return error == -EAGAIN ? -AIO_NO_THREAD : error;
 }
 
 /* Waits until every started lane has set its backend up. */

@@ -141,7 +141,7 @@ class TestNamed:
         ({"block_bytes": 6000}, "block_bytes=6000 is not a multiple of"),
         ({"block_bytes": 0}, "block_bytes=0 is not a multiple of"),
         ({"block_bytes": 2 << 30}, "block_bytes=2147483648 is more than 1073741824"),
-        ({"max_pending_bytes": 0}, "max_pending_bytes=0 is not positive"),
+        ({"max_pending_bytes": 0}, "max_pending_bytes=0 is not between 1 and"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int], message: str) -> None:

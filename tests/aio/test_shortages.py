@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from aio import Engine, _native
-from tests.aio.conftest import ROOT, Replaced, run_python
+from aio import AioError, Engine, Slab, _native
+from tests.aio.conftest import ROOT, Replaced, open_descriptors, run_python
 
 # Of the memory for requests there is so much, and no more.
 _NO_MEMORY = """
@@ -158,3 +158,53 @@ def test_interrupt_while_a_file_changes_its_length_is_raised_before_the_next_try
         with pytest.raises(KeyboardInterrupt):
             file.allocate(0, 10) if "allocate" in call else file.truncate(10)
         assert len(calls) == 3
+
+
+_NO_THREAD = "int pthread_create(void) { return 11; /* EAGAIN */ }"
+_LANES = """
+    from aio import AioError, Engine
+    for backend in ("auto", "libaio"):
+        try:
+            Engine(backend, lanes=4)
+        except AioError as error:
+            print(error.strerror, "|", error)
+"""
+
+
+def test_engine_without_threads_says_what_there_is_too_little_of(tmp_path: Path) -> None:
+    library = str(_library(tmp_path, _NO_THREAD))
+    lines = run_python(_LANES, LD_PRELOAD=library, OPENBLAS_NUM_THREADS="1")
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("Resource temporarily unavailable | cannot start an engine")
+        assert "each of 4 lanes takes a thread" in line
+        assert "RLIMIT_NPROC" in line
+
+
+def test_close_that_fails_names_the_file_and_closes_both_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close(descriptor: object) -> int:
+        number = _native.lib.aio_descriptor_close(descriptor)
+        return number or -errno.EIO
+
+    with Engine("posix") as engine:
+        file = engine.open(tmp_path / "data", "w")
+        before = open_descriptors()
+        held = {file._fd, getattr(file._direct.descriptor, "number", file._fd)}
+        monkeypatch.setattr(
+            "aio.descriptors.lib", Replaced(_native.lib, aio_descriptor_close=close)
+        )
+        with pytest.raises(AioError, match=r"cannot close .*data: Input/output error"):
+            file.close()
+        assert before - open_descriptors() == held
+
+
+def test_slab_larger_than_the_memory_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aio.buffers._available_bytes", lambda: 1 << 20)
+    with pytest.raises(AioError, match="1048576 are available"):
+        Slab(2 << 20, lock="required")
+    with pytest.raises(MemoryError):
+        Slab(1 << 64)
+    with pytest.raises(ValueError, match="max_pending_bytes=18446744073709551616 is not between"):
+        Engine("posix", max_pending_bytes=1 << 64)
