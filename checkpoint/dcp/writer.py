@@ -271,13 +271,14 @@ class StorageWriter(TorchStorageWriter):
 
     def _claim(self, save: _Save) -> _Save:
         """Makes `save` the one that runs. One that DCP gave up, because another rank failed, ends:
-        it tells no writer. Raises BlockingIOError if another one runs.
+        it tells no writer. Raises BlockingIOError naming its path if another one runs.
         """
         while (running := self._running.setdefault(_SAVE, save)) is not save:
             if not running.is_over():
                 raise BlockingIOError(
                     errno.EAGAIN,
-                    "another save to this checkpoint is still running, by the same StorageWriter",
+                    "this StorageWriter is still saving there; wait for that, or make a writer for "
+                    "each save",
                     str(running.destination.path),
                 )
             self._end(running)

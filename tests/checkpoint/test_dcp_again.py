@@ -208,3 +208,24 @@ def test_a_refused_save_of_the_same_writer_leaves_the_one_alone_that_begins(
     thread.join()
     assert saved(tmp_path / "s") == 1
     assert not (tmp_path / "other").exists()
+
+
+def test_a_writer_that_is_saving_elsewhere_says_where(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path / "first")
+    met, done = threading.Event(), threading.Event()
+
+    def save() -> None:
+        writer.prepare_global_plan([])
+        met.set()
+        done.wait()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    met.wait()
+    writer.reset(tmp_path / "second")
+    with pytest.raises(BlockingIOError, match="this StorageWriter is still saving there") as caught:
+        writer.prepare_global_plan([])
+    assert caught.value.filename == str(tmp_path / "first")
+    assert not (tmp_path / "second").exists()
+    done.set()
+    thread.join()
