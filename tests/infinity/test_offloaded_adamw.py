@@ -692,6 +692,7 @@ assert optimizer.report().nvme_bytes
     assert files_in(tmp_path) == []
 
 
+@pytest.mark.proof
 def test_two_ranks_of_fsdp2_and_of_ddp_train_as_with_torch_adamw(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     ranks = [

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from infinity.optim.optimizer import TorchRule
 from swap.plan.layout import Segment
 from swap.plan.rules import ParameterUpdate
 from tests.support.models import Gpt, Stack, seeded, token_loss, vector_loss
+from tests.support.proof import matrix
 from tests.support.training import (
     WHOLE,
     Plain,
@@ -86,8 +88,12 @@ FACTORIES: dict[str, Factory] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", FACTORIES)
+OF_TORCH = [*product(FACTORIES, (None, torch.bfloat16))]
+OF_TORCH_USUALLY = [*OF_TORCH[::4], *OF_TORCH[3::4]]
+"""Each optimizer once, in one dtype and the other by turns."""
+
+
+@pytest.mark.parametrize(("name", "dtype"), matrix(OF_TORCH, usual=OF_TORCH_USUALLY))
 def test_optimizers_of_torch_give_their_own_bits(
     name: str, dtype: torch.dtype | None, nvme: Path
 ) -> None:
@@ -229,12 +235,14 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["float", "tensor", "torch.optim.AdamW"])
-@pytest.mark.parametrize("name", SCHEDULERS)
+KINDS = ("float", "tensor", "torch.optim.AdamW")
+# LambdaLR keeps the tensor of the rate itself as its base.
+SCHEDULED = [cell for cell in product(SCHEDULERS, KINDS) if cell != ("lambda", "tensor")]
+
+
+@pytest.mark.parametrize(("name", "kind"), matrix(SCHEDULED, usual=SCHEDULED[::4]))
 def test_schedulers_change_what_they_change_in_torch(name: str, kind: str, nvme: Path) -> None:
     """A schedule moves on while the update before is still going on in the background."""
-    if kind == "tensor" and name == "lambda":
-        pytest.skip("LambdaLR keeps the tensor of the rate itself as its base")
     optimizers: dict[str, Any] = {
         "float": infinity.AdamW(lr=1e-2),
         "tensor": infinity.AdamW(lr=torch.tensor(1e-2)),
