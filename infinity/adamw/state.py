@@ -73,7 +73,7 @@ def tensors_of(member: Member, store: StateStore) -> dict[str, Any]:
 def tensor_of(member: Member, store: StateStore, name: str) -> torch.Tensor:
     """One entry of the state of a parameter; zeros, and the weights as master, if it has none."""
     if name == "step":
-        return torch.tensor(float(member.steps))
+        return torch.tensor(float(member.steps), dtype=torch.float32, device="cpu")
     values = torch.zeros(member.shape.numel(), dtype=plane_dtypes(member)[name])
     if member.held is Held.VALUES:
         store.read(member.number, name, 0, values)

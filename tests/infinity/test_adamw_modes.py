@@ -1,0 +1,57 @@
+"""Modes of the program change nothing of an ``OffloadedAdamW``, on whatever thread they are on."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from infinity import OffloadedAdamW
+
+NUM_ELEMENTS = 100
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _gradient(step: int) -> torch.Tensor:
+    return torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(step))
+
+
+def _train(parameter: nn.Parameter, optimizer: OffloadedAdamW, steps: range) -> None:
+    for step in steps:
+        parameter.grad = _gradient(step).to(parameter.dtype)
+        optimizer.step()
+
+
+def _optimizer_of(parameter: nn.Parameter, nvme: Path) -> OffloadedAdamW:
+    return OffloadedAdamW([parameter], lr=1e-2, nvme=nvme, host_memory="64MiB")
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_state_dict_taken_under_a_default_dtype_resumes_bit_for_bit(
+    default: torch.dtype, tmp_path: Path
+) -> None:
+    first = nn.Parameter(torch.ones(NUM_ELEMENTS))
+    with _optimizer_of(first, tmp_path) as optimizer:
+        _train(first, optimizer, range(259))  # bfloat16 has 258 and 260
+        with _default_dtype(default):
+            state = optimizer.state_dict()
+            step = optimizer.state[first]["step"]
+        assert (step.dtype, step.item()) == (torch.float32, 259)
+        assert state["state"][0]["step"].dtype == torch.float32
+        second = nn.Parameter(first.detach().clone())
+        with _optimizer_of(second, tmp_path) as resumed:
+            resumed.load_state_dict(state)
+            _train(second, resumed, range(259, 270))
+        _train(first, optimizer, range(259, 270))
+    assert torch.equal(first, second)
