@@ -22,11 +22,12 @@ T = TypeVar("T")
 
 
 class Changes:
-    """The changes of one optimizer. ``make`` must not be called from within a change."""
+    """The changes of one optimizer; a change cannot make another one."""
 
     def __init__(self) -> None:
         # Taken by who makes a change, never by a main thread: no interrupt leaves it locked.
         self._turn = threading.Lock()
+        self._maker: int | None = None  # the thread whose turn it is
         self._was_cut = False
         forks.note(self)
 
@@ -36,9 +37,10 @@ class Changes:
 
         An interrupt is raised when the change has ended, or was not begun. A second one is raised
         at once: the change ends by itself, and the next one waits for it. Raises ``OSError``
-        (EAGAIN) where there is no thread to be had.
+        (EAGAIN) where there is no thread to be had, and ``RuntimeError`` from within a change.
         """
         self._check_not_cut()
+        self._check_not_within()
         streams = [torch.cuda.current_stream(d) for d in devices if d.type == "cuda"]
         caller, threads = threading.get_ident(), torch.get_num_threads()
 
@@ -48,7 +50,11 @@ class Changes:
                 for stream in streams:
                     torch.cuda.set_stream(stream)
             with self._turn, torch.no_grad():
-                return change()
+                self._maker = threading.get_ident()
+                try:
+                    return change()
+                finally:
+                    self._maker = None
 
         return sheltered(make, "infinity-adamw")
 
@@ -61,6 +67,15 @@ class Changes:
     def after_fork(self) -> None:
         self._was_cut = self._was_cut or self._turn.locked()
         self._turn = threading.Lock()
+        self._maker = None
+
+    def _check_not_within(self) -> None:
+        """It would wait for itself for ever."""
+        if self._maker == threading.get_ident():
+            raise RuntimeError(
+                "a tensor or a mapping that the optimizer was given asks it for its state while "
+                "that is changed; give it plain tensors"
+            )
 
     def _check_not_cut(self) -> None:
         if self._was_cut:

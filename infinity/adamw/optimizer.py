@@ -322,17 +322,22 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return is_whole and not self.has_state() and makes_state_only(taken.updates.values())
 
     def _states_in(self, state_dict: Mapping[str, Any]) -> list[tuple[torch.Tensor, Any]]:
-        """Parameters and their states in a state dict, checked."""
+        """Parameters and their states in a state dict, checked.
+
+        What reads its tensors when they are looked at, as our ``state[parameter]``, reads them
+        here: of the state that it is to replace.
+        """
         for group in state_dict["param_groups"]:
             options_of(group)
         check_same_decay(state_dict["param_groups"], self.param_groups)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters, names = self._parameters(), names_of(self.param_groups)
-        states = [
-            (parameter, state_dict["state"][key])
-            for key, parameter in zip(saved, parameters, strict=False)
-            if key in state_dict["state"]
-        ]
+        given = state_dict["state"]
+        states: list[tuple[torch.Tensor, Any]] = []
+        for key, parameter in zip(saved, parameters, strict=False):
+            if key in given:
+                state = given[key]
+                states.append((parameter, dict(state) if isinstance(state, Mapping) else state))
         for parameter, state in states:
             shape = local(parameter).shape
             offloaded_state.check_tensors(names[id(parameter)], shape, state)
