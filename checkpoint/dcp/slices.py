@@ -66,6 +66,7 @@ class BoxPicker:
         if target.dtype == self.dtype:
             target = carrier_view(target)
             flat = flat.view(target.dtype)
+        assert first_byte % self.dtype.itemsize == 0, "pieces begin with an element"
         first = first_byte // self.dtype.itemsize
         done = 0
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Plain safetensors shards with an index, as Hugging Face keeps models, of tensors or checkpoints.
 
-The files hold the tensors one after the other and nothing else. They are written under temporary
-names, synced and renamed, the index last.
+The files hold the tensors one after the other, by item size, and nothing else. They are written
+under temporary names, synced and renamed, the index last.
 
 Invariants: one export at a time writes to a folder; of what was there before, only files that the
 index of an earlier export names are removed.
@@ -162,7 +162,7 @@ def _write(
         written = [target / f"{file}.tmp" for file in [*files, INDEX_NAME]]
         with Engine() as engine:
             for file, names in zip(written, shards, strict=False):
-                own = {name: sources[name] for name in names}
+                own = _by_item_size({name: sources[name] for name in names})
                 _write_shard(engine, file, own, staging_bytes, cancellation)
         cancellation.check()
         write_durably(written[-1], (index + "\n").encode())
@@ -237,6 +237,13 @@ def _file_name(number: int, count: int) -> str:
     if count == 1:
         return "model.safetensors"
     return f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _by_item_size(sources: Mapping[str, Source]) -> dict[str, Source]:
+    """The largest first, as safetensors itself orders tensors: without gaps, each then begins at a
+    multiple of its item size, so that no buffer ends within an element.
+    """
+    return dict(sorted(sources.items(), key=lambda item: -item[1].element.itemsize))
 
 
 def _write_shard(

@@ -30,10 +30,10 @@ class ByteSource(Protocol):
     """A tensor that is not in memory: it is saved by reading it piece by piece.
 
     `read(start, out)` fills `out` with bytes [start, start + len(out)) of the row-major tensor.
-    Pieces are asked for in any order and on any thread, one at a time of one object. Where `read`
-    may run on several threads at once, `thread_safe = True` on the object lets it, which stripes
-    and background saves gain by. Two objects may always be read at once: what they share (a file
-    and its position) is theirs to lock.
+    Pieces are whole elements, asked for in any order and on any thread, one at a time of one
+    object. Where `read` may run on several threads at once, `thread_safe = True` on the object lets
+    it, which stripes and background saves gain by. Two objects may always be read at once: what
+    they share (a file and its position) is theirs to lock.
     """
 
     dtype: torch.dtype
@@ -47,10 +47,10 @@ class ByteSink(Protocol):
     """A tensor that is not in memory: it is loaded by writing it piece by piece.
 
     `write(start, data)` takes bytes [start, start + len(data)) of the row-major tensor; `data` is
-    valid until the call returns. Pieces come in any order and on any thread, one at a time of one
-    object unless it has `thread_safe = True`, as for a `ByteSource`. Each byte comes once, but
-    again, and last as it is to stay, where another save or (`Manager.load`) damage made the load
-    begin anew.
+    valid until the call returns. Pieces are whole elements and come in any order and on any thread,
+    one at a time of one object unless it has `thread_safe = True`, as for a `ByteSource`. Each byte
+    comes once, but again, and last as it is to stay, where another save or (`Manager.load`) damage
+    made the load begin anew.
     """
 
     dtype: torch.dtype
@@ -81,9 +81,9 @@ class Source(NamedTuple):
     """One tensor to save: its type and where its row-major bytes are.
 
     They lie at `address` in host memory, or else `read` fills a buffer with them, from a byte
-    offset on that is a multiple of the item size. `owner` is what was given to be saved, `held` its
-    memory, which has to be there before and after each read (None: nobody else has it). `ranges`
-    are those of a `PartialSource`.
+    offset on and for a length that are multiples of the item size. `owner` is what was given to be
+    saved, `held` its memory, which has to be there before and after each read (None: nobody else
+    has it). `ranges` are those of a `PartialSource`.
     """
 
     element: ElementType
@@ -225,6 +225,7 @@ class _TensorReader:
 
     def __call__(self, start: int, out: memoryview) -> None:
         tensor = carrier_view(self._tensor)
+        assert start % tensor.element_size() == 0, "pieces begin with an element"
         flat = torch.frombuffer(out, dtype=tensor.dtype)
         first = start // tensor.element_size()
         done = 0

@@ -65,6 +65,7 @@ class _BoxWriter:
 
     def __call__(self, first_byte: int, data: memoryview) -> None:
         part = carrier_view(self.part)
+        assert first_byte % part.element_size() == 0, "pieces begin with an element"
         flat = torch.frombuffer(data, dtype=part.dtype)
         first = first_byte // part.element_size()
         done = 0
@@ -128,6 +129,7 @@ class _RowWriter:
     def __call__(self, first_byte: int, data: memoryview) -> None:
         itemsize = self.target.itemsize
         strides = contiguous_strides(self.target.shape)
+        assert first_byte % itemsize == 0, "pieces begin with an element"
         first = first_byte // itemsize
         done = 0
         for slices, shape in range_boxes(self.shape, first, first + len(data) // itemsize):

@@ -144,6 +144,8 @@ class Filler:
     def _read(self, number: int, first: int, out: Buffer) -> None:
         source, shard = self._sources[number - 1], self.plan.shards[number - 1]
         assert source.read is not None
+        ragged = first % source.element.itemsize or len(out) % source.element.itemsize
+        assert not ragged, "runs are cut between elements"
         self._check_held(number)
         source.read(shard.first_byte + first, out.data)
         self._check_held(number)

@@ -164,13 +164,15 @@ class StateBytes:
 
     def read(self, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
-        self.store.read(self.number, self.plane, start // self.dtype.itemsize, self._elements(out))
+        self.store.read(self.number, self.plane, self._first(start), self._elements(out))
 
     def write(self, start: int, data: memoryview) -> None:
         """Take ``data`` as the bytes from byte ``start``; whole elements. Raises ``AioError``."""
-        self.store.write(
-            self.number, self.plane, start // self.dtype.itemsize, self._elements(data)
-        )
+        self.store.write(self.number, self.plane, self._first(start), self._elements(data))
+
+    def _first(self, start: int) -> int:
+        assert start % self.dtype.itemsize == 0, "pieces begin with an element"
+        return start // self.dtype.itemsize
 
     def _elements(self, data: memoryview) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)

@@ -54,6 +54,7 @@ class PlaneBytes:
 
     def _kept(self, start: int, data: memoryview) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(parameter, first of the values that this rank keeps, where they are in ``data``)."""
+        assert start % self.dtype.itemsize == 0, "pieces begin with an element"
         values = torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
         first = start // self.dtype.itemsize
         for part, low, at, length in self.leaf.split(first, values.numel(), self.plane):
