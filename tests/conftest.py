@@ -1,5 +1,6 @@
 """Skips what this machine cannot run, each time with the reason."""
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -21,6 +22,16 @@ def no_errors_of_others() -> Iterator[None]:
     """What a test left without asking for its result is told in that test."""
     yield
     unasked.tell()
+
+
+@pytest.fixture(autouse=True)
+def no_locks_of_logs() -> Iterator[None]:
+    """An interrupt within a log leaves its lock held, and threads of later tests would wait."""
+    yield
+    for reference in logging._handlerList:  # type: ignore[attr-defined]
+        handler = reference()
+        while handler is not None and handler.lock is not None and handler.lock._is_owned():
+            handler.release()
 
 
 def _why_no_gpu() -> str | None:

@@ -11,6 +11,7 @@ Eviction drops what is used farthest in the future by the recorded schedule (Bel
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Hashable, Iterable, Mapping
 
 import torch
@@ -244,10 +245,13 @@ class WeightCache:
         lock: whoever is about to give some back may need it.
         """
         assert self._arena is not None
+        deadline = time.monotonic() + _RELEASE_SECONDS
         while (entry := self._find_or_start(parameter)) is None:
-            if not self._arena.wait_for_release(_RELEASE_SECONDS):
-                each = range(len(self._specs))
-                at_home = {index for index in each if self.at_home(index) is not None}
+            # Often: when another thread has computed with weights, nothing tells that they may go.
+            if self._arena.wait_for_release(_RELEASE_SECONDS / 40):
+                deadline = time.monotonic() + _RELEASE_SECONDS
+            elif time.monotonic() > deadline:
+                at_home = {i for i in range(len(self._specs)) if self.at_home(i) is not None}
                 raise self._residents.too_small(parameter, at_home)
         return entry
 
