@@ -213,11 +213,12 @@ class OffloadedModel:
         self.sharing.meet(LOAD, max(self.steps))
         self._saves.wait_done()
         self.state.flush()
-        extra = loading.load(self, path, stripe_dirs)
+        return loading.load(self, path, stripe_dirs, then=self._loaded)
+
+    def _loaded(self) -> None:
         self.optimizer.zero_grad()
         self._residency.reset()
         self._versions.count_updates(range(len(self.records)))
-        return extra
 
     def export(self, folder: str | os.PathLike[str]) -> list[str]:
         """Write the weights as Hugging Face safetensors shards with an index; returns the paths."""
@@ -233,9 +234,8 @@ class OffloadedModel:
         ``drive_endurance``: bytes that each drive is rated for (its TBW).
         """
         self._check_open()
-        budget, steps = self._budget.host_bytes, max(self.steps)
-        passing = self.sharing.peak_host_bytes
-        return make_report(self.state, self._activations, budget, steps, drive_endurance, passing)
+        numbers = self._budget.host_bytes, max(self.steps), drive_endurance
+        return make_report(self.state, self._activations, *numbers, self.sharing.peak_host_bytes)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the recent timeline as JSON that Perfetto and chrome://tracing open."""

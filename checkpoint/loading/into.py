@@ -78,6 +78,13 @@ def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
     Raises ValueError naming the leaf that the checkpoint lacks or that has another dtype or shape,
     TypeError for a live tree that holds what no checkpoint holds.
     """
+    plan = check_into(manifest, into, selection)
+    count_changes(plan.written)
+    return plan
+
+
+def check_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
+    """As ``plan_into``, and nothing of the live tree counts as changed yet."""
     saved = _Saved(manifest)
     live = encode_tree(into, is_target)
     assembler = Assembler(manifest, None)
@@ -104,7 +111,6 @@ def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
         TensorRead(index, TensorTarget(tensor)) for index, tensor in assembler.tensors.items()
     )
     _check_values((), into, saved, selection)
-    count_changes(plan.written)
     return plan
 
 

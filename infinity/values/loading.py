@@ -11,22 +11,23 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 import checkpoint
-from checkpoint.directory.relocation import StripeDirs
+from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.saving import commit_ranks as steps
 from infinity.optim.optimizer import TorchRule
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values import saved_state
 from infinity.values.leaves import leaves_of
+from infinity.values.load_targets import Targets, check_targets, literal, names_of, targets_of
 from infinity.values.module_state import (
     check_modules,
     load_buffers,
-    persistent_buffers,
     saved_buffers,
     set_module_states,
 )
@@ -39,7 +40,7 @@ from infinity.values.optimizer_match import (
     told_class,
 )
 from infinity.values.persistence import FORMAT, Trainee
-from infinity.values.plane_bytes import MASTER_PLANES, planes_of_leaf
+from infinity.values.plane_bytes import MASTER_PLANES
 from infinity.values.rank_state import (
     check_same_save,
     restore_own,
@@ -59,7 +60,11 @@ _MAX_LOADS = 20
 
 
 def load(
-    trainee: Trainee, path: str | os.PathLike[str], stripe_dirs: StripeDirs | None = None
+    trainee: Trainee,
+    path: str | os.PathLike[str],
+    stripe_dirs: StripeDirs | None = None,
+    *,
+    then: Callable[[], None] = lambda: None,
 ) -> Any:
     """Undo ``save``, also that of another number of ranks; returns ``extra``.
 
@@ -67,15 +72,21 @@ def load(
     what rank 0 saved, and a warning says whose state nobody took. Every rank loads the same save,
     however often it is saved over meanwhile. ``stripe_dirs`` is as in ``checkpoint.load``.
 
+    ``then`` is called when all is loaded but what modules are given by ``set_extra_state``, which
+    is last.
+
     Raises ``ValueError`` naming what does not match before anything is changed. A failure later (a
-    corrupt file, an I/O error) leaves values mixed: load again before training on.
+    corrupt file, an I/O error) leaves values mixed: load again before training on. What a
+    ``set_extra_state`` raises leaves that module and those after it with what they had, and
+    everything else loaded.
     """
     read = partial(checkpoint.load, path, stripe_dirs=stripe_dirs)
+    fits = partial(check_targets, Path(path).resolve(), relocation(stripe_dirs))
     for _ in range(_MAX_LOADS):
         before = saves_seen(trainee.sharing, path)
         if len(set(before)) > 1:
             continue
-        extra = _load(trainee, path, read)
+        extra = _load(trainee, path, read, fits, then)
         if saves_seen(trainee.sharing, path) == before:
             return extra
     check_same_save(before, path)
@@ -84,14 +95,34 @@ def load(
     )
 
 
-def _load(trainee: Trainee, path: str | os.PathLike[str], read: Read) -> Any:
-    saved = together(trainee.sharing, lambda: _read_scalars(trainee, path, read))
+def _load(
+    trainee: Trainee,
+    path: str | os.PathLike[str],
+    read: Read,
+    fits: Callable[[Any], None],
+    then: Callable[[], None],
+) -> Any:
+    saved, targets = together(trainee.sharing, lambda: _checked(trainee, path, read, fits))
     trainee.sharing.weights.drop()
     for plane in _absent_state(trainee, saved):
         trainee.state.planes.zero(plane)
-    extra = together(trainee.sharing, lambda: _load_values(trainee, saved, read))
+    extra, states = together(trainee.sharing, lambda: _load_values(trainee, saved, targets, read))
     _restore_scalars(trainee, saved, path)
+    then()
+    try:
+        together(trainee.sharing, lambda: set_module_states(trainee.model, states))
+    finally:  # which may have drawn random numbers
+        restore_random(trainee.sharing.rank, trainee.state.device, saved)
     return extra
+
+
+def _checked(
+    trainee: Trainee, path: str | os.PathLike[str], read: Read, fits: Callable[[Any], None]
+) -> tuple[dict[str, Any], Targets]:
+    saved = _read_scalars(trainee, path, read)
+    targets = targets_of(trainee, saved)
+    fits(targets.same)
+    return saved, targets
 
 
 def _absent_state(trainee: Trainee, saved: Mapping[str, Any]) -> set[str]:
@@ -188,55 +219,36 @@ def _check_moments(
             )
 
 
-def _load_values(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
-    """Fill what holds values, buffers too; returns ``extra``."""
-    model, theirs = trainee.model, saved["buffers"]
-    buffers = {
-        name: buffer for name, buffer in persistent_buffers(model).items() if theirs.get(name)
-    }
-    same: dict[str, Any] = {"model": dict(buffers), "optimizer": {}}
-    converted, recast, bare = [], [], []
-    for leaf in leaves_of(trainee.model, trainee.records):
-        is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
-        for plane in planes_of_leaf(trainee.state, leaf, None):
-            name = plane.plane.name
-            if is_converted and name in MASTER_PLANES:
-                continue
-            if name not in saved["planes"][leaf.name]:
-                if name in MASTER_PLANES:
-                    bare.append(leaf)
-                continue
-            if name == "weight":
-                same["model"][leaf.name] = plane
-            elif saved_state.must_cast(trainee.rule, saved, leaf, plane):
-                recast.append((leaf, plane))
-            else:
-                same["optimizer"].setdefault(name, {})[leaf.name] = plane
-        if is_converted:
-            converted.append(leaf)
-    read(only=_names_of(same), into=same, staging_bytes=trainee.checkpoint_bytes)
-    for leaf, plane in recast:
-        saved_state.cast(read, leaf, plane, _literal(f"optimizer.{plane.plane.name}.{leaf.name}"))
-    for leaf in bare:
+def _load_values(
+    trainee: Trainee, saved: Mapping[str, Any], targets: Targets, read: Read
+) -> tuple[Any, dict[str, Any]]:
+    """Fill what holds values, buffers too; returns ``extra``, and what modules are to be given by
+    ``set_extra_state``.
+    """
+    model, same = trainee.model, targets.same
+    read(only=names_of(same), into=same, staging_bytes=trainee.checkpoint_bytes)
+    for leaf, plane in targets.recast:
+        saved_state.cast(read, leaf, plane, literal(f"optimizer.{plane.plane.name}.{leaf.name}"))
+    for leaf in targets.bare:
         for part in leaf.parts:
             _reset_master(trainee.state, part)
-    for leaf in converted:
+    for leaf in targets.converted:
         values = _master(read, leaf.name, saved["planes"][leaf.name]).reshape(-1)
         for part, _, at, _ in leaf.split(0, values.numel(), _WEIGHT):
             kept = at + part.first
             trainee.state.fill(part.index, values[kept : kept + part.spec.numel])
     load_buffers(
         model,
-        theirs,
+        saved["buffers"],
         trainee.state.device,
-        lambda name: read(only=[_literal(f"model.{name}")])["model"][name],
+        lambda name: read(only=[literal(f"model.{name}")])["model"][name],
     )
-    set_module_states(model, saved.get("module_states", {}))
     return _load_own(trainee, saved, read)
 
 
-def _load_own(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
-    """Buffers that are this rank's own, and the ``extra`` that it returns."""
+def _load_own(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> tuple[Any, dict[str, Any]]:
+    """Buffers that are this rank's own; the ``extra`` that it returns, and states of modules."""
+    states = dict(saved.get("module_states", {}))
     rank, world_size = trainee.sharing.rank, trainee.sharing.world_size
     own, saved_by = saved.get("own_states", []), saved.get("world_size", world_size)
     lost = [other for other in own if other >= world_size]
@@ -245,10 +257,11 @@ def _load_own(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> Any:
             "saved by %d ranks, loaded on %d: %s", saved_by, world_size, _changed(lost, saved_by)
         )
     if rank in own:
-        has_extra, extra = restore_own(read, rank, trainee.model)
+        has_extra, extra, own_states = restore_own(read, rank, trainee.model)
+        states |= own_states
         if has_extra:
-            return extra
-    return read(only=["extra.*"])["extra"].get("value")
+            return extra, states
+    return read(only=["extra.*"])["extra"].get("value"), states
 
 
 def _changed(lost: list[int], saved_by: int) -> str:
@@ -270,26 +283,11 @@ def _reset_master(state: TieredState, part: Record) -> None:
         state.write_values(part.index, start, weights)
 
 
-def _names_of(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    names = []
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            names += _names_of(value, f"{prefix}{key}.")
-        else:
-            names.append(_literal(f"{prefix}{key}"))
-    return names
-
-
-def _literal(name: str) -> str:
-    """``name`` as a shell pattern that matches nothing else."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
 def _master(read: Read, name: str, planes: Sequence[str]) -> torch.Tensor:
     """The values of one parameter in the precision of its saved master, read whole."""
     rest = [f"optimizer.{plane}.{name}" for plane in planes if plane in ("lo", "master")]
     wanted = [f"model.{name}", *rest]
-    tree = read(only=[_literal(entry) for entry in wanted])
+    tree = read(only=[literal(entry) for entry in wanted])
     weight: torch.Tensor = tree["model"][name]
     others = tree.get("optimizer", {})
     if "master" in planes:
@@ -320,4 +318,3 @@ def _restore_scalars(
             group.update({k: v for k, v in (values or {}).items() if k not in OF_MEMBERS})
     if trainee.loss_scale_state is not None:
         trainee.loss_scale_state.restore(saved["loss_scale"])
-    restore_random(trainee.sharing.rank, trainee.state.device, saved)

@@ -26,12 +26,7 @@ from checkpoint.ranks.coordinator import Coordinator, Operation
 from checkpoint.saving.commit_ranks import apart, together
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.ranks.context import Sharing
-from infinity.values.module_state import (
-    buffers_of,
-    module_states,
-    set_buffer,
-    set_module_states,
-)
+from infinity.values.module_state import buffers_of, module_states, set_buffer
 from infinity.values.plane_bytes import BytesOfRank
 
 logger = logging.getLogger(__name__)
@@ -70,9 +65,11 @@ def _digest(part: Any) -> str:
     return hashlib.sha256(pack(part).numpy().data).hexdigest()
 
 
-def restore_own(read: Callable[..., Any], rank: int, model: nn.Module) -> tuple[bool, Any]:
-    """Fill ``model`` with the buffers and the state of modules that this rank saved; gives whether
-    it saved an ``extra`` of its own, and that.
+def restore_own(
+    read: Callable[..., Any], rank: int, model: nn.Module
+) -> tuple[bool, Any, dict[str, Any]]:
+    """Fill ``model`` with the buffers that this rank saved; gives whether it saved an ``extra`` of
+    its own, and that, and the states of modules that it saved.
 
     ``read`` is ``checkpoint.load`` of a checkpoint that has a state of this rank. Raises as that.
     """
@@ -82,9 +79,12 @@ def restore_own(read: Callable[..., Any], rank: int, model: nn.Module) -> tuple[
         for name, value in parts.items():
             if name.startswith(_BUFFER) and name.removeprefix(_BUFFER) in buffers:
                 set_buffer(model, name.removeprefix(_BUFFER), value)
-    states = {name: value for name, value in parts.items() if name.startswith(_MODULE)}
-    set_module_states(model, {name.removeprefix(_MODULE): v for name, v in states.items()})
-    return _EXTRA in parts, parts.get(_EXTRA, {}).get("value")
+    states = {
+        name.removeprefix(_MODULE): value
+        for name, value in parts.items()
+        if name.startswith(_MODULE)
+    }
+    return _EXTRA in parts, parts.get(_EXTRA, {}).get("value"), states
 
 
 def saves_seen(sharing: Sharing, path: str | os.PathLike[str]) -> list[int | None]:

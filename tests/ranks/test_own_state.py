@@ -66,5 +66,5 @@ def test_a_buffer_that_one_rank_alone_has_is_restored_there() -> None:
     mine.register_buffer("here", torch.zeros(3))
     parts = {"buffer.here": torch.ones(3), "buffer.gone": torch.ones(2)}
     found = restore_own(lambda only: {"ranks": {"1": pack(parts)}}, 1, mine)
-    assert found == (False, None)
+    assert found == (False, None, {})
     assert torch.equal(mine.get_buffer("here"), torch.ones(3))

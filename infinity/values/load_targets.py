@@ -1,0 +1,92 @@
+"""What a load of a checkpoint fills, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint.directory.locate import with_current_manifest
+from checkpoint.directory.relocation import Relocation
+from checkpoint.errors import CorruptCheckpointError
+from checkpoint.loading.into import check_into
+from checkpoint.plan.selection import Selection
+from infinity.values import saved_state
+from infinity.values.leaves import Leaf, leaves_of
+from infinity.values.module_state import persistent_buffers
+from infinity.values.persistence import Trainee
+from infinity.values.plane_bytes import MASTER_PLANES, PlaneBytes, planes_of_leaf
+
+
+def check_targets(path: Path, moved: Relocation, tree: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` unless everything that is read into what is there fits it."""
+    selection = Selection(names_of(tree))
+    try:
+        with_current_manifest(path, lambda manifest: check_into(manifest, tree, selection), moved)
+    except CorruptCheckpointError:
+        raise
+    except ValueError as error:
+        raise ValueError(
+            f"{path} does not fit the model, which is left as it was ({error}); load it into a "
+            "model like the one that was saved"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a load fills."""
+
+    same: dict[str, Any]
+    """A tree of what is read as it was saved."""
+    converted: list[Leaf]
+    """Weights that were saved in another dtype."""
+    recast: list[tuple[Leaf, PlaneBytes]]
+    """State of the optimizer that was."""
+    bare: list[Leaf]
+    """Weights without a master, which have one here."""
+
+
+def targets_of(trainee: Trainee, saved: Mapping[str, Any]) -> Targets:
+    theirs = saved["buffers"]
+    buffers = {
+        name: buffer
+        for name, buffer in persistent_buffers(trainee.model).items()
+        if theirs.get(name)
+    }
+    same: dict[str, Any] = {"model": dict(buffers), "optimizer": {}}
+    converted, recast, bare = [], [], []
+    for leaf in leaves_of(trainee.model, trainee.records):
+        is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
+        for plane in planes_of_leaf(trainee.state, leaf, None):
+            name = plane.plane.name
+            if is_converted and name in MASTER_PLANES:
+                continue
+            if name not in saved["planes"][leaf.name]:
+                if name in MASTER_PLANES:
+                    bare.append(leaf)
+                continue
+            if name == "weight":
+                same["model"][leaf.name] = plane
+            elif saved_state.must_cast(trainee.rule, saved, leaf, plane):
+                recast.append((leaf, plane))
+            else:
+                same["optimizer"].setdefault(name, {})[leaf.name] = plane
+        if is_converted:
+            converted.append(leaf)
+    return Targets(same, converted, recast, bare)
+
+
+def names_of(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    names = []
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            names += names_of(value, f"{prefix}{key}.")
+        else:
+            names.append(literal(f"{prefix}{key}"))
+    return names
+
+
+def literal(name: str) -> str:
+    """``name`` as a shell pattern that matches nothing else."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
