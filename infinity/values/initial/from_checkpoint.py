@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -56,7 +56,8 @@ class CheckpointValues:
         self._prefix = prefix_of([*every, *buffers], self._nodes, ("model.", ""))
         found = {index: self._find(known) for index, known in names.items()}
         self._found = {index: values for index, values in found.items() if values is not None}
-        check_fit(model, path, self._misfits(records, [*every, *buffers]))
+        misfits = self._misfits(records, [*every, *buffers])
+        check_fit(model, path, with_buffers(misfits, model, self._buffers(model)))
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, StoredValues]]:
         for record in records:
@@ -65,7 +66,7 @@ class CheckpointValues:
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         found = self._find([name])
         if found is not None:
-            return found.whole()
+            return found.whole().to(buffer.dtype)
         if buffer.is_meta:
             return self._initialisers.buffer(name, not_in=self._path)
         return buffer
@@ -90,6 +91,17 @@ class CheckpointValues:
                 name for name in self._nodes if name.startswith(self._prefix) and name not in known
             ],
         )
+
+    def _buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Shapes and dtypes of those that are stored, as tensors on the meta device."""
+        found = {
+            name: self._find([name]) for name, _ in model.named_buffers(remove_duplicate=False)
+        }
+        return {
+            name: torch.empty(values.shape, dtype=values.source.dtype, device="meta")
+            for name, values in found.items()
+            if values is not None
+        }
 
     def _find(self, names: Sequence[str]) -> StoredValues | None:
         """Raises ``ValueError`` for names of one parameter that have different values."""
@@ -137,6 +149,28 @@ class Misfits:
     foreign: Sequence[str]
     """Of a dtype that is no other precision of the model's."""
     extra: Sequence[str]
+
+
+def with_buffers(misfits: Misfits, model: nn.Module, stored: Mapping[str, torch.Tensor]) -> Misfits:
+    """And what of ``stored`` does not fit the buffers of ``model``. They take other dtypes as
+    ``load_state_dict`` does, but for kinds of numbers that would lose what they are.
+    """
+    pairs = [
+        (name, stored[name], buffer)
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if name in stored
+    ]
+    wrong = [
+        f"{name} ({tuple(found.shape)}, {tuple(buffer.shape)} in the model)"
+        for name, found, buffer in pairs
+        if found.shape != buffer.shape
+    ]
+    foreign = [
+        f"{name} ({found.dtype}, {buffer.dtype} in the model)"
+        for name, found, buffer in pairs
+        if not torch.can_cast(found.dtype, buffer.dtype)
+    ]
+    return replace(misfits, wrong=[*misfits.wrong, *wrong], foreign=[*misfits.foreign, *foreign])
 
 
 def check_fit(model: nn.Module, path: Path, misfits: Misfits) -> None:

@@ -24,6 +24,7 @@ from infinity.values.initial.from_checkpoint import (
     check_fit,
     is_checkpoint,
     names_of,
+    with_buffers,
 )
 from infinity.values.initial.initialisers import Initialisers
 from infinity.values.initial.weight_files import WeightFolder, converts, listed
@@ -132,7 +133,7 @@ class WeightFiles:
         wrong = [
             f"{name} ({tuple(made.shape)}, {tuple(shapes[name])} in the model)"
             for name, (_, made) in self._made_by.items()
-            if made.shape != shapes[name]
+            if name in dtypes and made.shape != shapes[name]
         ]
         foreign = [
             f"{name} ({made.dtype}, {dtypes[name]} in the model)"
@@ -143,7 +144,9 @@ class WeightFiles:
         extra = [
             name for name in self._folder.names if name not in used and not ignored_by(model, name)
         ]
-        check_fit(model, path, Misfits(missing, wrong, foreign, extra))
+        stored = {name: made for name, (_, made) in self._made_by.items()}
+        misfits = Misfits(missing, wrong, foreign, extra)
+        check_fit(model, path, with_buffers(misfits, model, stored))
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
         by_name = {name: record for record in records for name in self._names[record.index]}
@@ -166,7 +169,7 @@ class WeightFiles:
         stored = self._made_by.get(name)
         is_saved = self._initialisers.is_saved(name)
         if stored is not None and is_saved:
-            return stored[0].make(self._folder.read)[name]
+            return stored[0].make(self._folder.read)[name].to(buffer.dtype)
         if not buffer.is_meta:
             return buffer
         try:
@@ -174,7 +177,7 @@ class WeightFiles:
         except ValueError:
             if stored is None:
                 raise
-        return stored[0].make(self._folder.read)[name]
+        return stored[0].make(self._folder.read)[name].to(buffer.dtype)
 
     def _check_tied(self, first: str, values: torch.Tensor, others: Sequence[str]) -> None:
         for name in others:
