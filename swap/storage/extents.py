@@ -218,9 +218,17 @@ class ExtentStore:
             assert offset is not None
             return self._taken(Extent(index, offset, nbytes))
         assert failure is not None
-        if sum(volume.ranges.free_bytes for volume in self._volumes) < nbytes:
+        missing = nbytes - sum(volume.ranges.free_bytes for volume in self._volumes)
+        if missing > 0 and not any(self._has_grown(index, missing) for index in order):
             raise failure
         return self._taken(self._put_together(order, nbytes))
+
+    def _has_grown(self, index: int, nbytes: int) -> bool:
+        """Whether the disk has as much for a file."""
+        with suppress(AioError):
+            self._grow(self._volumes[index], nbytes)
+            return True
+        return False
 
     def _put_together(self, order: Sequence[int], nbytes: int) -> Extent:
         """Of the largest free ranges, which have room for it among them."""
