@@ -274,9 +274,6 @@ class OffloadedModel:
             return
         updates = self._updates(present)
         self.state.step(updates, scale, then=partial(self._taken, present))
-        advance_groups(self.rule, self.optimizer, (self.records[i].parameter for i in present))
-        self.sharing.end_step(present)
-        self._versions.count_updates(present)
 
     def _taken(self, present: Sequence[int]) -> None:
         """The step is under way. One that raised was not, and is taken again with its clipping."""
@@ -284,6 +281,9 @@ class OffloadedModel:
         for index in present:
             self.steps[index] += 1
             self._saved.generations[index] += 1
+        self._versions.count_updates(present)
+        self.sharing.end_step(present)
+        advance_groups(self.rule, self.optimizer, (self.records[i].parameter for i in present))
 
     def _end_pass(self) -> None:
         self.state.weights.end_cycle()
