@@ -45,6 +45,19 @@ class Cancellation:
             raise StoppedError("interrupted")
 
 
+class _Thread(threading.Thread):
+    """The thread of a worker."""
+
+
+def join_workers() -> None:
+    """Waits for workers that began when the interpreter had waited for threads: those of atexit
+    handlers. It ends the process by a signal if they still let go of tensors when it is gone.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, _Thread):
+            thread.join()
+
+
 class Worker(Generic[T]):
     """A piece of work and the thread that it runs on, which the interpreter waits for at its end.
 
@@ -95,7 +108,7 @@ class Worker(Generic[T]):
 
     def _launch(self) -> None:
         try:
-            threading.Thread(target=self._run, name=self._name, daemon=False).start()
+            _Thread(target=self._run, name=self._name, daemon=False).start()
         except BaseException as error:
             self._refusal = error
         self._launched.set()

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
 from typing import TypeVar
 
 from checkpoint.sheltered import StoppedError, no_thread
@@ -58,3 +61,54 @@ def started(run: Callable[[], None], name: str) -> threading.Thread:
     except RuntimeError as error:
         raise no_thread(name) from error
     return thread
+
+
+class Workers:
+    """At most `count` threads that do what they are given, begun as there is work for them.
+
+    Leaving the context waits until all of it is done.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count, self._name = count, name
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Has a thread do this. Raises OSError (EAGAIN) if there is none to be had."""
+        done: Future[T] = Future()
+        with self._lock:
+            if len(self._threads) < self._count:
+                self._threads.append(started(self._run, f"{self._name}-{len(self._threads)}"))
+        self._work.put(partial(_settle, done, work))
+        return done
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            # Nothing of the last work outlives it while the thread waits.
+            del work
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def _settle(done: Future[T], work: Callable[[], T]) -> None:
+    try:
+        result = work()
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(result)

@@ -18,7 +18,7 @@ from pathlib import Path
 from aio.errors import let_go
 from aio.threads import Latch, say
 from checkpoint.format.records import SaveInfo
-from checkpoint.sheltered import Cancellation
+from checkpoint.sheltered import Cancellation, join_workers
 
 logger = logging.getLogger(__name__)
 
@@ -208,5 +208,6 @@ def settle(path: Path, cancellation: Cancellation, before: PendingSave | None = 
 
 @atexit.register
 def _tell_at_exit() -> None:
+    join_workers()
     for pending in _registry.take_untold():
         pending.log()

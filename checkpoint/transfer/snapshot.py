@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from aio import File, Slab
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.plan.write_runs import Run, Slots, plan_slots
 from checkpoint.sheltered import Cancellation, StoppedError
-from checkpoint.threads import run_all
+from checkpoint.threads import Workers, run_all
 from checkpoint.transfer.filling import Buffer, Filler
 from checkpoint.transfer.memory import KeptMemory
 from checkpoint.transfer.writer import Reap
@@ -53,7 +53,7 @@ class EarlySupply:
         for _ in range(self._slots.count):
             self._free.put(slab.allocate(self._slots.nbytes))
 
-    def copy_all(self, pool: ThreadPoolExecutor) -> None:
+    def copy_all(self, workers: Workers) -> None:
         """Copies every run as buffers become free. Raises StoppedError after `stop`."""
         copies: list[Future[None]] = []
         try:
@@ -62,7 +62,7 @@ class EarlySupply:
                 buffer = self._free.get()
                 if buffer is None:
                     raise StoppedError
-                done = pool.submit(self.filler.copy, run, buffer)
+                done = workers.submit(partial(self.filler.copy, run, buffer))
                 copies.append(done)
                 self._copies.put(_Copy(run, buffer, done))
         except BaseException:
@@ -147,8 +147,8 @@ class EarlyStage:
 
     def _copy(self) -> None:
         threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
-        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-copy") as pool:
-            tasks = [partial(supply.copy_all, pool) for supply in self.supplies]
+        with Workers(threads, "checkpoint-copy") as workers:
+            tasks = [partial(supply.copy_all, workers) for supply in self.supplies]
             run_all(tasks, self.stop, "checkpoint-stage")
 
     def check_copied(self) -> None:

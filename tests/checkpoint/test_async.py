@@ -243,3 +243,30 @@ def test_a_failure_nobody_asked_for_is_told_at_exit(tmp_path: Path) -> None:
     assert "nobody asked for its result" in done.stderr
     assert "the source is gone" in done.stderr
     assert not (tmp_path / "step").exists()
+
+
+AFTER_THE_SCRIPT = """
+import atexit, pathlib, sys, threading, torch, checkpoint
+folder = pathlib.Path(sys.argv[1])
+def train():
+    state = {"x": torch.ones(1 << 20), "turned": torch.ones(9, 5).t()}
+    checkpoint.save_async(state, folder / "step").result()
+    checkpoint.Manager(folder / "run").save_async(1, state).result()
+def wait_and_train():
+    threading.main_thread().join()
+    train()
+if sys.argv[2] == "thread":
+    threading.Thread(target=wait_and_train).start()
+else:
+    atexit.register(train)
+"""
+
+
+@pytest.mark.parametrize("where", ["thread", "atexit"])
+def test_a_save_that_begins_after_the_end_of_the_script_is_made(tmp_path: Path, where: str) -> None:
+    """Thread pools of the standard library take no work then."""
+    command = [sys.executable, "-c", AFTER_THE_SCRIPT, str(tmp_path), where]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert checkpoint.verify(tmp_path / "step").ok
+    assert checkpoint.Manager(tmp_path / "run").latest() == 1
