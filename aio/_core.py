@@ -183,6 +183,17 @@ class Core:
             self._slot = None
         _live.discard(self)
 
+    def drain(self) -> None:
+        """See Engine.drain."""
+        self.check_process()
+        if self.on_reaper():
+            raise RuntimeError(
+                "waiting in a callback until an engine has drained would stop the thread that"
+                " reaps completions: wait elsewhere"
+            )
+        for ticket, _ in list(self._in_flight.values()):
+            ticket.wait(None)
+
     def stop(self) -> None:
         """Takes nothing more and lets the lanes drain. Returns at once; callable anywhere."""
         if self.is_forked():

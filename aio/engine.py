@@ -182,6 +182,14 @@ class Engine:
             raise ValueError(f"lane={lane} is not between 0 and {self.lanes - 1}")
         return self._core.submit(requests, -1 if lane is None else lane)
 
+    def drain(self) -> None:
+        """Waits until every request that it has now has ended, in success or failure.
+
+        For who may have lost an operation: an interrupt (Ctrl-C) can come between `submit` and the
+        caller's hold on what it returned. Raises RuntimeError as Operation.result() does.
+        """
+        self._core.drain()
+
     def close(self) -> None:
         """Refuses new requests, waits for those it has, and frees everything. Idempotent.
 

@@ -168,6 +168,12 @@ class ExtentStore:
         """Write ``buffer`` at byte ``start`` of ``extent``; it is the engine's until reaped."""
         return self._transfer("write", extent, start, buffer, 2)
 
+    def drain(self) -> None:
+        """Wait until every transfer that was begun has ended, also one whose operation an interrupt
+        kept from its caller. What became of it is not told.
+        """
+        self._engine.drain()
+
     def close(self) -> None:
         """Remove the swap files. Idempotent; the engine must be idle."""
         for volume in self._volumes:

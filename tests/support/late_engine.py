@@ -169,6 +169,9 @@ class LateEngine:
             chosen = self._random.choice(self._late)
         chosen.carry_out()
 
+    def drain(self) -> None:
+        self.carry_out_all()
+
     def carry_out_all(self) -> None:
         while True:
             with self._lock:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aio import AioError, Slab
+from aio import AioError, Operation, Slab
 from swap.gradients.store import GradientStore
 from swap.plan.layout import PIECE, Layout, pack
 from swap.storage.directory import SwapDirectory
@@ -162,6 +163,31 @@ def test_gradient_added_after_clearing_survives_the_write_of_the_one_before(
     rig.add(3, seed=1)
     rig.act("clear", 3, seed=0)
     rig.add(3, seed=2)
+    rig.engine.carry_out_all()
+    rig.check_all()
+
+
+@pytest.mark.parametrize("after", range(2))
+def test_gradient_added_after_an_interrupt_survives_the_writes_of_the_one_before(
+    make: Make, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(eager=0.0)
+    submit, left = rig.extents.write, iter(range(after))
+
+    def cut(*arguments: Any) -> Operation:
+        operation = submit(*arguments)
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return operation
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.extents, "write", cut)
+        with pytest.raises(KeyboardInterrupt):
+            rig.store.add(5, random_values(1, SIZES[5]))
+    assert rig.engine.num_in_flight == after + 1
+    rig.act("clear", 5, seed=0)
+    rig.add(5, seed=2)
+    rig.store.settle()
     rig.engine.carry_out_all()
     rig.check_all()
 
