@@ -28,7 +28,8 @@ from swap.timeline import Timeline
 
 _LOOKS_PER_ARENA = 16
 _RELEASE_SECONDS = 2.0
-"""How long a fetch waits for memory that the update, autograd or the engine is about to drop."""
+"""A fetch waits so long for memory that autograd or the engine drops; ten times that if an update
+is under way, which a busy machine holds up."""
 
 
 class WeightCache:
@@ -241,16 +242,14 @@ class WeightCache:
         return self._arena.ready(entry)
 
     def _find_or_read(self, parameter: int) -> Entry:
-        """The entry of ``parameter``, which may still be reading. Waits for memory without the
-        lock: whoever is about to give some back may need it.
-        """
+        """The entry of ``parameter``, be it reading. Waits without the lock, which others need."""
         assert self._arena is not None
-        deadline = time.monotonic() + _RELEASE_SECONDS
+        since = time.monotonic()
         while (entry := self._find_or_start(parameter)) is None:
             # Often: when another thread has computed with weights, nothing tells that they may go.
             if self._arena.wait_for_release(_RELEASE_SECONDS / 40):
-                deadline = time.monotonic() + _RELEASE_SECONDS
-            elif time.monotonic() > deadline:
+                since = time.monotonic()
+            elif time.monotonic() - since > _RELEASE_SECONDS * (10 if self._pending else 1):
                 at_home = {i for i in range(len(self._specs)) if self.at_home(i) is not None}
                 raise self._residents.too_small(parameter, at_home)
         return entry
