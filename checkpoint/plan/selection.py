@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from checkpoint.format.names import closest
+
+_SPECIAL = re.compile(r"[*?\[]")
 
 
 class Selection:
     """Patterns as in the shell (`*`, `?`, `[abc]`), each of which must match something.
 
-    Raises ValueError if there are none.
+    Raises ValueError if there are none, TypeError for what is no text.
     """
 
     def __init__(self, only: str | Sequence[str] | None) -> None:
         patterns = [only] if isinstance(only, str) else only
-        self._patterns = None if patterns is None else list(patterns)
+        self._patterns = None if patterns is None else _listed(patterns)
         if self._patterns == []:
             raise ValueError("only=[] asks for nothing; leave `only` out to have everything")
-        self._compiled = [re.compile(fnmatch.translate(text)) for text in self._patterns or ()]
-        self._matched = [False] * len(self._compiled)
-        self._names: list[str] = []
+        # Lists of names are long, as are checkpoints: only what has to be is tried one by one.
+        self._plain = {text for text in self._patterns or () if not _SPECIAL.search(text)}
+        self._compiled = {
+            text: re.compile(fnmatch.translate(text))
+            for text in self._patterns or ()
+            if text not in self._plain
+        }
+        self._matched: set[str] = set()
+        self._wanted: dict[str, bool] = {}
 
     @property
     def is_everything(self) -> bool:
@@ -32,18 +41,30 @@ class Selection:
         """Whether a leaf of this name was asked for."""
         if self._patterns is None:
             return True
-        hit = False
-        for index, pattern in enumerate(self._compiled):
-            if pattern.match(name):
-                self._matched[index] = hit = True
-        if not hit:
-            self._names.append(name)
+        hit = self._wanted.get(name)
+        if hit is None:
+            hit = self._wanted[name] = self._match(name)
         return hit
+
+    def _match(self, name: str) -> bool:
+        matched = {text for text, pattern in self._compiled.items() if pattern.match(name)}
+        if name in self._plain:
+            matched.add(name)
+        self._matched |= matched
+        return bool(matched)
 
     def check_matched(self) -> None:
         """Raises ValueError naming a pattern that nothing matched, when all names were seen."""
-        for text, matched in zip(self._patterns or (), self._matched, strict=True):
-            if not matched:
-                similar = closest(text, self._names)
+        for text in self._patterns or ():
+            if text not in self._matched:
+                similar = closest(text, [name for name, hit in self._wanted.items() if not hit])
                 hint = f"; there is {', '.join(map(repr, similar))}" if similar else ""
                 raise ValueError(f"only={text!r} matches no name in the checkpoint{hint}")
+
+
+def _listed(patterns: object) -> list[str]:
+    texts: list[Any] = list(patterns) if isinstance(patterns, Iterable) else [patterns]
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"only={text!r} is no pattern; give the names of leaves, as strings")
+    return texts
