@@ -141,9 +141,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError(
-            "the state of an offloaded optimizer does not fit a state_dict; call "
-            "offloaded.save(path); accelerator.prepare and Trainer, which ask for one, cannot take "
-            "this optimizer: call backward and step() in a loop of your own"
+            "the state of an offloaded optimizer does not fit a state_dict; call offloaded.save(path)"
+            "; keep the optimizer from accelerator.prepare and Trainer, which ask for one"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

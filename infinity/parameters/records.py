@@ -116,6 +116,7 @@ def records_of(
             )
         )
     _check_sharing(named)
+    _check_buffers(model, named)
     return records
 
 
@@ -199,6 +200,32 @@ def _check_sharing(named: Sequence[tuple[str, nn.Parameter]]) -> None:
                     "them by assigning the same Parameter object to both modules"
                 )
         reaching.append(span)
+
+
+def _check_buffers(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """A buffer over memory of a trained parameter would keep the values that it has now."""
+    trained = [
+        (name, parameter)
+        for name, parameter in named
+        if parameter.requires_grad and _has_bytes(parameter)
+    ]
+    for name, buffer in model.named_buffers():
+        if type(buffer) is not torch.Tensor or not _has_bytes(buffer):
+            continue
+        for other, parameter in trained:
+            first, second = sorted((buffer, parameter), key=torch.Tensor.data_ptr)
+            is_reached = first.data_ptr() + _reach_bytes(first) > second.data_ptr()
+            if is_reached and _share_bytes(first, second):
+                raise ValueError(
+                    f"buffer {name} and parameter {other} share memory, and the buffer would not "
+                    "follow the parameter; compute it from the parameter in forward, or register a "
+                    "clone of it"
+                )
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    is_real = tensor.layout == torch.strided and not tensor.is_meta
+    return is_real and not tensor._is_zerotensor() and tensor.numel() > 0
 
 
 def _reach_bytes(tensor: torch.Tensor) -> int:

@@ -71,6 +71,34 @@ def test_parameters_that_take_turns_in_memory_are_offloaded(name: str, nvme: Pat
     assert all(map(same_bits, model.parameters(), before))
 
 
+@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_buffer_over_memory_of_a_trained_parameter_is_refused(
+    name: str, persistent: bool, nvme: Path
+) -> None:
+    first, second = SHARING[name]()
+    model = nn.Module()
+    model.weight = nn.Parameter(first)
+    model.register_buffer("seen", second, persistent=persistent)
+    with pytest.raises(ValueError, match="buffer seen and parameter weight share memory"):
+        infinity.offload(model, nvme).__enter__()
+    model.weight.requires_grad_(False)  # nothing to follow
+    with infinity.offload(model, nvme, host_memory="64MiB"):
+        pass
+
+
+@pytest.mark.parametrize("name", APART)
+def test_buffer_that_takes_turns_with_a_parameter_in_memory_is_offloaded(
+    name: str, nvme: Path
+) -> None:
+    first, second = APART[name]()
+    model = nn.Module()
+    model.weight = nn.Parameter(first)
+    model.register_buffer("seen", second)
+    with infinity.offload(model, nvme, host_memory="64MiB"):
+        pass
+
+
 EXPANDED: dict[str, Callable[[], torch.Tensor]] = {
     "expanded": lambda: torch.randn(64, 1).expand(64, 64),
     "windows": lambda: torch.randn(127).as_strided((64, 64), (1, 1)),
