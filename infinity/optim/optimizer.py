@@ -141,7 +141,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError(
-            "the state of an offloaded optimizer does not fit a state_dict; call offloaded.save(path)"
+            "the state of an offloaded optimizer fits no state_dict; call offloaded.save(path)"
             "; keep the optimizer from accelerator.prepare and Trainer, which ask for one"
         )
 
