@@ -71,7 +71,7 @@ class Worker(Generic[T]):
         """It has not begun and never will."""
         self._work: Callable[[Cancellation], T] | None = work
         self._name = name
-        self._claim = _thread.allocate_lock()  # taken once, by who begins the work or withdraws it
+        self._claim: dict[str, str] = {}  # by who begins the work or withdraws it, for ever
         self._launched = Latch()
         self._refusal: BaseException | None = None
         self._result: T | None = None
@@ -93,9 +93,12 @@ class Worker(Generic[T]):
             raise no_thread(self._name) from self._refusal
 
     def withdraw(self) -> None:
-        """Asks it to stop; if it has not begun, it never will. Then `ended` will be set."""
+        """Asks it to stop; if it has not begun, it never will. Then `ended` will be set.
+
+        Where it is interrupted itself, to be called again.
+        """
         self.cancellation.request()
-        if self._claim.acquire(blocking=False):
+        if self._claimed_for("nothing"):
             self._work = None
             self.was_withdrawn = True
             self.ended.set()
@@ -115,7 +118,7 @@ class Worker(Generic[T]):
 
     def _run(self) -> None:
         work, self._work = self._work, None
-        if work is None or not self._claim.acquire(blocking=False):
+        if work is None or not self._claimed_for("work"):
             return
         try:
             self._result = work(self.cancellation)
@@ -124,24 +127,45 @@ class Worker(Generic[T]):
         del work
         self.ended.set()
 
+    def _claimed_for(self, what: str) -> bool:
+        """Whether it is to do this, "work" or "nothing": what comes first."""
+        return self._claim.setdefault("what", what) == what
+
 
 def sheltered(work: Callable[[Cancellation], T], name: str) -> T:
     """Does the work where no handler runs, and waits for it; gives or raises what it did.
 
     Another thread than the main one is such a place itself.
 
-    An interrupt of the waiting is raised when the work has ended; a second one at once, and the
-    work then ends by itself.
+    An interrupt of the waiting is raised when the work has ended, however many come: work that
+    writes to tensors of the caller must not go on behind his back.
     """
     if threading.current_thread() is not threading.main_thread():
         return work(Cancellation())
     worker = Worker(work, name)
-    wait_for(worker, worker.ended)
+    try:
+        worker.start()
+        worker.ended.wait()
+    except BaseException:
+        # Not in a function of its own: where two signals come at once, what the handler of the
+        # second raises comes up at the very next call, and that has to be within the inner block.
+        while True:
+            try:
+                worker.withdraw()
+                worker.ended.wait()
+                break
+            except BaseException:  # there is one interrupt on its way, which says so
+                pass
+        raise
     return worker.outcome()
 
 
 def wait_for(worker: Worker[T], latch: Latch) -> None:
-    """Starts a worker and waits for one of its latches, which is set when it has ended at last."""
+    """Starts a worker and waits for one of its latches, which is set when it has ended at last.
+
+    An interrupt is raised when the work has ended; a second one at once: the work, which changes
+    nothing of the caller's, then ends by itself.
+    """
     try:
         worker.start()
         latch.wait()

@@ -33,17 +33,14 @@ def run_apart(action: Callable[[], None], name: str) -> None:
         start_thread(thread)
         join_thread(thread)
     except BaseException:
-        _insist_on_the_end(thread)
+        # Not in a function of its own: where two signals come at once, what the handler of the
+        # second raises comes up at the very next call, and that has to be within the inner block.
+        while True:
+            try:
+                join_thread(thread)
+                break
+            except BaseException:  # there is one interrupt on its way, which says so
+                pass
         raise
     if failures:
         raise failures[0]
-
-
-def _insist_on_the_end(thread: Thread) -> None:
-    """However often that is interrupted: there is one interrupt on its way, which says so."""
-    while True:
-        try:
-            join_thread(thread)
-            return
-        except BaseException as interrupt:
-            let_go(interrupt)

@@ -35,9 +35,9 @@ class Changes:
         """Returns or raises what ``change`` does. Work that it queues on GPUs among ``devices``
         is in the order of the streams that the caller has there.
 
-        An interrupt is raised when the change has ended, or was not begun. A second one is raised
-        at once: the change ends by itself, and the next one waits for it. Raises ``OSError``
-        (EAGAIN) where there is no thread to be had, and ``RuntimeError`` from within a change.
+        An interrupt is raised when the change has ended, or was not begun, however many come.
+        Raises ``OSError`` (EAGAIN) where there is no thread to be had, and ``RuntimeError`` from
+        within a change.
         """
         self._check_not_cut()
         self._check_not_within()
@@ -59,7 +59,7 @@ class Changes:
         return sheltered(make, "infinity-adamw")
 
     def wait(self) -> None:
-        """Wait for a change that still runs because waiting for it was interrupted."""
+        """Wait for a change that another thread makes."""
         self._check_not_cut()
         if self._turn.locked():
             self.make(lambda: None)

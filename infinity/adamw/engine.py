@@ -108,6 +108,7 @@ class StateEngine:
             self.store.sweep(taken.left, partial(self._updater.work, taken))
         finally:
             self._updater.end_step()
+            count_changes(changed)  # again, for saves of other threads that began meanwhile
         self.unfinished = None
         self.num_steps += 1
 

@@ -22,6 +22,7 @@ from sweep_saves import KINDS, Case, Footing, Interrupter, Place, interrupt_poin
 import checkpoint
 from aio.threads import Latch
 from checkpoint.sheltered import StoppedError, Worker, sheltered
+from tests.support.keyboard import keyboard_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -222,6 +223,52 @@ def test_sheltered_work_raises_here_what_it_raised_there() -> None:
     with pytest.raises(StoppedError, match="there"):
         sheltered(fail, "test")
     assert sheltered(lambda _: threading.current_thread().name, "test") == "test"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_sheltered_work_has_ended_when_the_second_interrupt_is_raised(at_once: bool) -> None:
+    was_raised = threading.Event()
+    steps: list[str] = []
+
+    def work(_: object) -> None:
+        if at_once:
+            keyboard.press(signal.SIGINT, signal.SIGTERM)
+        else:
+            keyboard.press()
+            keyboard.press()
+        was_raised.wait(0.2)  # in vain, unless the interrupt is raised before the end
+        steps.append("ended")
+
+    with keyboard_of(signal.SIGINT, signal.SIGTERM) as keyboard:
+        with pytest.raises(KeyboardInterrupt):
+            sheltered(work, "test")
+        at_the_interrupt = list(steps)
+        was_raised.set()
+    assert at_the_interrupt == ["ended"]
+
+
+@pytest.mark.timeout(60)
+def test_a_load_that_is_interrupted_twice_writes_nothing_afterwards(tmp_path: Path) -> None:
+    checkpoint.save({"x": torch.ones(4, dtype=torch.uint8)}, tmp_path / "step")
+    was_raised = threading.Event()
+    written: list[bytes] = []
+
+    class Sink:
+        dtype, shape = torch.uint8, (4,)
+
+        def write(self, start: int, data: memoryview) -> None:
+            keyboard.press()
+            keyboard.press()
+            was_raised.wait(0.2)
+            written.append(bytes(data))
+
+    with keyboard_of(signal.SIGINT) as keyboard:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.load(tmp_path / "step", into={"x": Sink()})
+        at_the_interrupt = list(written)
+        was_raised.set()
+    assert at_the_interrupt == [bytes([1, 1, 1, 1])]
 
 
 FORKING = """

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from infinity import OffloadedAdamW
 from infinity.adamw.tiers.blocks import Slots
 from swap.plan.rules import AdamRule
 from tests.support.interrupts import Lines, interrupt, sampled
+from tests.support.keyboard import keyboard_of
 
 NUM_SAMPLES = 15
 SIZES = (300_000, 70_001, 5)
@@ -97,6 +99,51 @@ def test_signal_during_a_kernel_is_raised_when_the_step_has_ended(
             optimizer.step()
         assert optimizer.report().steps == 2
         assert same(outcome(parameters, optimizer), expected)
+
+
+@pytest.mark.timeout(60)
+def test_step_that_is_interrupted_twice_has_ended_when_that_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = make_parameters(torch.float16)
+    was_raised = threading.Event()
+    apply = AdamRule.apply
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.setattr(AdamRule, "apply", apply)
+        keyboard.press()
+        keyboard.press()
+        was_raised.wait(0.2)  # in vain, unless the interrupt is raised before the end
+        apply(*arguments)
+
+    with optimizer_of(parameters, tmp_path) as optimizer, keyboard_of(signal.SIGINT) as keyboard:
+        give_gradients(parameters, 0)
+        monkeypatch.setattr(AdamRule, "apply", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        at_the_interrupt = [parameter.detach().clone() for parameter in parameters]
+        was_raised.set()
+        optimizer.flush()
+        assert same(at_the_interrupt, [parameter.detach() for parameter in parameters])
+        assert optimizer.report().steps == 1
+
+
+def test_save_of_another_thread_that_begins_within_a_step_is_told_of_the_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = make_parameters(torch.float16)
+    seen: list[int] = []
+    apply = AdamRule.apply
+
+    def looked_at(*arguments: Any) -> None:
+        seen.append(parameters[0]._version)
+        apply(*arguments)
+
+    with optimizer_of(parameters, tmp_path) as optimizer:
+        give_gradients(parameters, 0)
+        monkeypatch.setattr(AdamRule, "apply", looked_at)
+        optimizer.step()
+    assert parameters[0]._version > max(seen)
 
 
 def test_interrupted_add_param_group_leaves_tables_that_agree(tmp_path: Path) -> None:

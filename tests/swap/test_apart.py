@@ -4,49 +4,35 @@ import errno
 import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType
 
 import pytest
 
 from aio import AioError
 from aio.threads import Thread, join_thread, start_thread
 from swap.apart import run_apart
-
-PATIENCE_SECONDS = 20.0
-
-
-class Keyboard:
-    """Ctrl-C, pressed from another thread; ``press`` returns when its handler is at work."""
-
-    def __init__(self) -> None:
-        self._handled = threading.Semaphore(0)
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        self._handled.release()
-        raise KeyboardInterrupt
-
-    def press(self) -> None:
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
-        assert self._handled.acquire(timeout=PATIENCE_SECONDS)
+from tests.support.keyboard import PATIENCE_SECONDS, Keyboard, keyboard_of
 
 
 @pytest.fixture
 def keyboard() -> Iterator[Keyboard]:
-    made = Keyboard()
-    before = signal.signal(signal.SIGINT, made.handle)
-    yield made
-    signal.signal(signal.SIGINT, before)
+    with keyboard_of(signal.SIGINT, signal.SIGTERM) as made:
+        yield made
 
 
 @pytest.mark.timeout(60)
-def test_interrupt_of_the_waiting_is_raised_when_the_action_has_ended(keyboard: Keyboard) -> None:
+@pytest.mark.parametrize("presses", [1, 2, "at once"])
+def test_interrupt_of_the_waiting_is_raised_when_the_action_has_ended(
+    keyboard: Keyboard, presses: int | str
+) -> None:
     was_raised = threading.Event()
     steps: list[str] = []
 
     def action() -> None:
-        keyboard.press()
+        if presses == "at once":
+            keyboard.press(signal.SIGINT, signal.SIGTERM)
+        else:
+            for _ in range(int(presses)):
+                keyboard.press()
         was_raised.wait(0.2)  # in vain, unless the interrupt is raised before the end
         steps.append("ended")
 

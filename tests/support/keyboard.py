@@ -1,0 +1,53 @@
+"""Ctrl-C, pressed while the main thread waits."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+PATIENCE_SECONDS = 20.0
+
+
+class Keyboard:
+    """Ctrl-C, pressed from another thread; ``press`` returns when its handler is at work."""
+
+    def __init__(self) -> None:
+        self._handled = threading.Semaphore(0)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        self._handled.release()
+        raise KeyboardInterrupt
+
+    def press(self, *numbers: signal.Signals) -> None:
+        """SIGINT, or these signals at once."""
+        sent = numbers or (signal.SIGINT,)
+        for number in sent:
+            self._send(number)
+        for number in sent:
+            self._wait(number)
+
+    def _send(self, number: signal.Signals) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, number)
+
+    def _wait(self, number: signal.Signals) -> None:
+        """Python does not see a signal that comes just before a wait begins; another wakes it."""
+        for _ in range(int(PATIENCE_SECONDS)):
+            if self._handled.acquire(timeout=1.0):
+                return
+            self._send(number)
+        raise AssertionError(f"{number.name} was not handled")
+
+
+@contextmanager
+def keyboard_of(*numbers: signal.Signals) -> Iterator[Keyboard]:
+    """Its handler is that of these signals."""
+    made = Keyboard()
+    before = {number: signal.signal(number, made.handle) for number in numbers}
+    yield made
+    for number, handler in before.items():
+        signal.signal(number, handler)
