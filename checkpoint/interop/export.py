@@ -34,7 +34,7 @@ from checkpoint.plan.striping import Shard
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes, plan_slots
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import view_of
-from checkpoint.tensors.sources import Source, finish_device_work, source_of
+from checkpoint.tensors.sources import Source, finish_device_work, is_data_leaf, source_of
 from checkpoint.transfer.filling import Filler
 from checkpoint.transfer.memory import staging_slab
 from checkpoint.transfer.writer import FileJob, FillingSupply, Writer
@@ -69,6 +69,7 @@ def export_safetensors(
     Raises what `load` and `write_safetensors` raise, ValueError if nothing is left to write.
     """
     checkpoint = Path(path).resolve()
+    _check_shard_bytes(max_shard_bytes)
     selection = Selection(only)
     moved = relocation(stripe_dirs)
 
@@ -102,14 +103,16 @@ def write_safetensors(
     `max_shard_bytes` long unless a single tensor is longer. Files of these names are replaced, and
     other files of an earlier export to this folder are removed.
 
-    Raises, before anything is written, TypeError for a value that cannot be saved, ValueError for a
-    name that safetensors cannot hold (`__metadata__`, half a surrogate pair), IsADirectoryError for
-    a directory where a file is to be, FileExistsError where there are several shards and a
-    `model.safetensors` of somebody else, which readers would take instead, and BlockingIOError
-    while another export to this folder runs: of several ranks, one makes it. Raises OSError naming
-    the file; the files of an unfinished call are removed, as they are after an interrupt.
+    Raises, before anything is written, TypeError for a value that cannot be saved and for a size
+    that is no int, ValueError for a size below 1 and for a name that safetensors cannot hold
+    (`__metadata__`, half a surrogate pair), IsADirectoryError for a directory where a file is to
+    be, FileExistsError where there are several shards and a `model.safetensors` of somebody else,
+    which readers would take instead, and BlockingIOError while another export to this folder runs:
+    of several ranks, one makes it. Raises OSError naming the file; the files of an unfinished call
+    are removed, as they are after an interrupt.
     """
     check_staging_bytes(staging_bytes)
+    _check_shard_bytes(max_shard_bytes)
     _check_names(tensors)
     sources = {name: _source(name, value) for name, value in tensors.items()}
     finish_device_work()
@@ -213,7 +216,21 @@ def _remove_temporaries(folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
+def _check_shard_bytes(max_shard_bytes: object) -> None:
+    """Raises TypeError for what is no number of bytes, ValueError for one below 1."""
+    if not isinstance(max_shard_bytes, int):
+        raise TypeError(f"max_shard_bytes={max_shard_bytes!r} is no number of bytes; give an int")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} is less than 1")
+
+
 def _source(name: str, value: Any) -> Source:
+    if not is_data_leaf(value):
+        kind = type(value).__qualname__
+        raise TypeError(
+            f"cannot write {name!r}: a value of type {kind} is no tensor, array or byte source; "
+            "leave it out"
+        )
     try:
         return source_of(value)
     except TypeError as error:

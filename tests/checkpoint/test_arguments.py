@@ -62,3 +62,25 @@ def test_staging_bytes_that_are_no_number_of_bytes_are_refused(
     with pytest.raises(kind, match="staging_bytes="):
         getattr(checkpoint, function)(*arguments, staging_bytes=value)
     assert not (tmp_path / "step").exists()
+
+
+@pytest.mark.parametrize("value", [None, 1.0, "x", [1], torch.float32])
+def test_an_export_of_what_is_no_tensor_names_it(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(TypeError, match=r"cannot write 'head': .* is no tensor"):
+        checkpoint.write_safetensors({"w": torch.ones(1), "head": value}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [("5GB", TypeError), (float("nan"), TypeError), (0, ValueError), (-5, ValueError)],
+)
+def test_a_size_of_shards_that_is_none_is_refused(
+    tmp_path: Path, value: Any, kind: type[Exception]
+) -> None:
+    checkpoint.save({"w": torch.ones(1)}, tmp_path / "step")
+    with pytest.raises(kind, match="max_shard_bytes="):
+        checkpoint.write_safetensors({"w": torch.ones(1)}, tmp_path / "a", max_shard_bytes=value)
+    with pytest.raises(kind, match="max_shard_bytes="):
+        checkpoint.export_safetensors(tmp_path / "step", tmp_path / "b", max_shard_bytes=value)
+    assert [file.name for file in tmp_path.iterdir()] == ["step"]
