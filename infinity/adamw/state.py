@@ -74,12 +74,17 @@ def tensor_of(member: Member, store: StateStore, name: str) -> torch.Tensor:
     """One entry of the state of a parameter; zeros, and the weights as master, if it has none."""
     if name == "step":
         return torch.tensor(float(member.steps), dtype=torch.float32, device="cpu")
-    values = torch.zeros(member.shape.numel(), dtype=plane_dtypes(member)[name])
+    values = _zeros(member, plane_dtypes(member)[name])
     if member.held is Held.VALUES:
         store.read(member.number, name, 0, values)
     elif name == "master":
         values.copy_(member.weight())
     return like(unflat(values, member.layout, member.shape), member.parameter)
+
+
+def _zeros(member: Member, dtype: torch.dtype) -> torch.Tensor:
+    """Of a device that is named: modes of the program apply on threads that it made itself."""
+    return torch.zeros(member.shape.numel(), dtype=dtype, device="cpu")
 
 
 def check_tensors(member_name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:
@@ -138,7 +143,7 @@ def take_tensors(member: Member, store: StateStore, state: Mapping[str, Any]) ->
         if name in state:
             values = flat(plain(local(state[name])), member.layout).to("cpu", dtype)
         else:
-            values = torch.zeros(member.shape.numel(), dtype=dtype)
+            values = _zeros(member, dtype)
         if name == "master" and name not in state:
             values.copy_(member.weight())
         store.write(member.number, name, 0, values.contiguous())

@@ -1,6 +1,7 @@
 """Modes of the program change nothing of an ``OffloadedAdamW``, on whatever thread they are on."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,3 +56,28 @@ def test_state_dict_taken_under_a_default_dtype_resumes_bit_for_bit(
             _train(second, resumed, range(259, 270))
         _train(first, optimizer, range(259, 270))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_state_goes_out_and_in_on_a_thread_with_a_default_device(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    parameter = nn.Parameter(torch.ones(NUM_ELEMENTS, dtype=dtype))
+
+    def out_and_in() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        with torch.device("meta"):
+            state = optimizer.state_dict()
+            entry = state["state"][0]
+            optimizer.load_state_dict(state)
+            without = {name: values for name, values in entry.items() if name != "master"}
+            optimizer.load_state_dict({**state, "state": {0: without}})  # as torch's AdamW
+            return entry, optimizer.state[parameter]["exp_avg"]
+
+    with _optimizer_of(parameter, tmp_path) as optimizer, ThreadPoolExecutor(1) as executor:
+        _train(parameter, optimizer, range(2))
+        expected = optimizer.state_dict()["state"][0]
+        found, exp_avg = executor.submit(out_and_in).result()
+        assert {values.device.type for values in (*found.values(), exp_avg)} == {"cpu"}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], values) for name, values in expected.items())
+        assert torch.equal(exp_avg, expected["exp_avg"])
