@@ -88,8 +88,9 @@ def test_a_save_that_another_thread_runs_is_left_alone(tmp_path: Path) -> None:
     )
     thread.start()
     reached.wait()
-    for other in (StorageWriter(tmp_path / "s"), writer):
-        with pytest.raises(CheckpointException, match="another save to this checkpoint is still"):
+    another = StorageWriter(tmp_path / "s")
+    for other, what in ((another, "another save to this"), (writer, "this StorageWriter is still")):
+        with pytest.raises(CheckpointException, match=what):
             dcp_save(state(2), storage_writer=other)
     go_on.set()
     thread.join()
@@ -202,7 +203,7 @@ def test_a_refused_save_of_the_same_writer_leaves_the_one_alone_that_begins(
     thread.start()
     reached.wait()
     for path in (None, tmp_path / "other"):
-        with pytest.raises(CheckpointException, match="by the same StorageWriter"):
+        with pytest.raises(CheckpointException, match="this StorageWriter is still saving there"):
             dcp_save(state(2), storage_writer=writer, checkpoint_id=path)
     go_on.set()
     thread.join()
