@@ -21,7 +21,7 @@ _FAILING: dict[str, tuple[str, BaseException]] = {
     "engine": ("checkpoint.saving.running.Engine", OSError(errno.EAGAIN, "no more requests")),
     "memory": ("checkpoint.transfer.memory.KeptMemory.take", MemoryError("for the copy")),
     "thread": ("checkpoint.sheltered._thread.start_new_thread", RuntimeError("no more threads")),
-    "copy": ("checkpoint.transfer.snapshot.ThreadPoolExecutor", RuntimeError("no more threads")),
+    "copy": ("checkpoint.transfer.snapshot.Workers", RuntimeError("no more threads")),
     "staging": ("checkpoint.saving.commit.filling_supplies", MemoryError("for the buffers")),
     "write": ("checkpoint.saving.data_files.RankFiles.write", _NO_SPACE),
 }
