@@ -1,9 +1,10 @@
-"""A directory for swap files that must be empty again after every test."""
+"""A directory for swap files that must be empty again after every test, and quiet computing."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -13,3 +14,12 @@ def nvme(tmp_path: Path) -> Iterator[Path]:
     directory.mkdir()
     yield directory
     assert list(directory.rglob("*")) == []
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small models compute faster so, when tests share a machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -36,6 +36,8 @@ from swap.timeline import Timeline
 from tests.support.examples import examples
 from tests.support.proof import matrix
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 KIB = 1024
 MIB = 1024 * KIB
@@ -115,15 +117,6 @@ class Hooks(torch.autograd.graph.saved_tensors_hooks):
             return activations.restore(saved) if isinstance(saved, SavedActivation) else saved
 
         super().__init__(pack, unpack)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small models compute faster so, when tests share a machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

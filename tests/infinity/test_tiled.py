@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,11 @@ import infinity
 from infinity import TiledLinear
 from infinity.tiling.tiled_linear import rows_of, tiles_within
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BOUND = 256 * 1024
 AMPLE = "1GiB"
 SMALL = "16MiB"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small models compute faster so, when tests share a machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Net(nn.Module):
