@@ -1,10 +1,15 @@
 """A directory for swap files that must be empty again after every test, and quiet computing."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from infinity.activations.tiers import NvmeActivations
+from swap.timeline import Timeline
+from tests.support.activations import CPU, Make
 
 
 @pytest.fixture
@@ -23,3 +28,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    return Timeline()
+
+
+@pytest.fixture
+def on_nvme(tmp_path: Path, timeline: Timeline) -> Iterator[Make]:
+    made = []
+
+    def make(budget_bytes: int) -> NvmeActivations:
+        made.append(NvmeActivations(CPU, budget_bytes, [os.fspath(tmp_path)], timeline))
+        return made[-1]
+
+    yield make
+    for activations in made:
+        activations.close()
+        activations.close()
+        assert list(tmp_path.rglob("*")) == []
