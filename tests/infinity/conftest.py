@@ -10,6 +10,8 @@ import torch
 from infinity.activations.tiers import NvmeActivations
 from swap.timeline import Timeline
 from tests.support.activations import CPU, Make
+from tests.support.models import Stack
+from tests.support.training import WHOLE, least_budget
 
 
 @pytest.fixture
@@ -48,3 +50,9 @@ def on_nvme(tmp_path: Path, timeline: Timeline) -> Iterator[Make]:
         activations.close()
         activations.close()
         assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.fixture(params=["whole", "least"])
+def host_memory(request: pytest.FixtureRequest, nvme: Path) -> int:
+    """Bytes for ``Stack()``."""
+    return WHOLE if request.param == "whole" else least_budget(Stack, nvme)
