@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.optim.optimizer import TorchRule
+from infinity.optim.torch_rule import TorchRule
 from swap.plan.layout import Segment
 from swap.plan.rules import ParameterUpdate
 from tests.support.models import Gpt, Stack, seeded, token_loss, vector_loss

@@ -364,7 +364,7 @@ def test_checkpoints_load_under_other_tiles(
     ) as offloaded:
         train(model, offloaded, range(5, 6))
         offloaded.load(path)
-        assert set(offloaded.steps) == {2}
+        assert set(offloaded._training.steps) == {2}
         offloaded.save(tmp_path / "again")
     assert same(values(model), expected)
     if dtypes[0] is dtypes[1]:

@@ -196,7 +196,7 @@ def test_homes_are_those_that_offload_gives(extra: int, tmp_path: Path) -> None:
     model = seeded(Stack)
     trace = _recorded()
     with infinity.offload(model, tmp_path, host_memory=least + extra) as offloaded:
-        placement = offloaded.state.placement
+        placement = offloaded._training.state.placement
     homes: Homes = homes_of(trace, Budget(host_bytes=least + extra), on_host=True)
     assert homes.placement == placement
 
