@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from infinity.activations.tiers import NvmeActivations
 from swap.timeline import Timeline
 from tests.support.activations import CPU, Make
-from tests.support.models import Stack
-from tests.support.training import WHOLE, least_budget
+from tests.support.models import Stack, seeded
+from tests.support.training import WHOLE, least_budget, same_bits, values_of
 
 
 @pytest.fixture
@@ -56,3 +57,15 @@ def on_nvme(tmp_path: Path, timeline: Timeline) -> Iterator[Make]:
 def host_memory(request: pytest.FixtureRequest, nvme: Path) -> int:
     """Bytes for ``Stack()``."""
     return WHOLE if request.param == "whole" else least_budget(Stack, nvme)
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    """A model that an offload which fails must leave as it is."""
+    model = seeded(Stack)
+    before, data = values_of(model), [parameter.data_ptr() for parameter in model.parameters()]
+    yield model
+    assert [parameter.data_ptr() for parameter in model.parameters()] == data
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert all(same_bits(value, before[name]) for name, value in values_of(model).items())
+    assert not model._forward_pre_hooks
