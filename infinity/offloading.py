@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Sequence
 from functools import partial
 
@@ -183,6 +184,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
             compute_dtype=dtype,
             checkpoint_bytes=placed.placement.checkpoint_bytes,
             sharing=sharing,
+            run=_name_of_run(ranks),
         )
     )
     with together(ranks):
@@ -193,6 +195,11 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     undo.enter_context(WithoutWeakReferences(model))
     training.attach(undo)
     return training
+
+
+def _name_of_run(ranks: Ranks | None) -> str:
+    name = uuid.uuid4().hex
+    return name if ranks is None else ranks.coordinator.exchange(name)[0]
 
 
 def _open_state(

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,12 +28,14 @@ from infinity.background import BackgroundSaves
 from infinity.optim.accumulated import Accumulated
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer, StepTaker
+from infinity.optim.state_reference import StateReference
 from infinity.optim.stepping import as_norm, clip_coefficient, options_of, updates_for
 from infinity.optim.torch_rule import advance_groups
 from infinity.parameters.parameter import become_offloaded, take_grad
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.restoring import Restoring
+from infinity.values.optimizer_match import class_of
 from swap.forks import check_process
 from swap.plan.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
 from swap.tiered import TieredState
@@ -60,6 +63,8 @@ class Parts:
     compute_dtype: torch.dtype | None
     checkpoint_bytes: int
     sharing: Sharing
+    run: str
+    """A name of this block alone, the same on all ranks."""
 
 
 class Training:
@@ -93,6 +98,7 @@ class Training:
         self._hooks = ModelHooks(parts.model, records, *hooked, parts.compute_dtype, passes)
         self._restoring = Restoring(parts.model, state, sharing)
         self._process, self._open = os.getpid(), True
+        self.reference = StateReference(parts.run, records, class_of(parts.rule))
         self.optimizer = parts.optimizer_for(self)
 
     # What must hold before anything else is done.
@@ -159,6 +165,7 @@ class Training:
             self._saved.generations[index] += 1
         self._versions.count_updates(present)
         self.sharing.end_step(present)
+        self.reference.stepped()
         advance_groups(self.rule, self.optimizer, (self.records[i].parameter for i in present))
 
     def _end_pass(self) -> None:
@@ -181,6 +188,19 @@ class Training:
 
     def clear_gradients(self) -> None:
         self.gradients.clear()
+
+    def describe_state(self) -> dict[str, Any]:
+        self.check_open()
+        scale = self.loss_scale_state
+        return self.reference.describe(self.steps, None if scale is None else scale.saved())
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_open()
+        self.reference.check(state_dict, self.steps)
+
+    def restore_loss_scale(self, saved: Sequence[Any] | None) -> None:
+        if self.loss_scale_state is not None:
+            self.loss_scale_state.restore(saved)
 
     def loaded(self) -> None:
         """Other values are at home, and other state."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
 
+from infinity.optim.state_reference import KEY
 from swap.plan.rules import STATE_DTYPES
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -69,6 +70,15 @@ class StepTaker(Protocol):
     def clear_gradients(self) -> None:
         """Forget all gradients."""
 
+    def describe_state(self) -> dict[str, Any]:
+        """Which state it is that the optimizer has now."""
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` unless ``state_dict`` is of the state that is here."""
+
+    def restore_loss_scale(self, saved: Sequence[Any] | None) -> None:
+        """Be as it was told in ``describe_state``."""
+
 
 class AbsentState(dict[torch.Tensor, Any]):
     """``state`` of an optimizer that has none to show: empty, but true, for torch takes a step with
@@ -88,7 +98,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """The optimizer of an offloaded model: ``param_groups``, schedulers and step hooks work as
     ever.
 
-    Its state is not in ``state``; it is saved with ``offloaded.save``.
+    Its state is not in ``state``; it is saved with ``offloaded.save``. It can be neither copied nor
+    pickled.
     """
 
     def __init__(
@@ -122,10 +133,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._owner.clear_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError(
-            "the state of an offloaded optimizer fits no state_dict; call offloaded.save(path)"
-            "; keep the optimizer from accelerator.prepare and Trainer, which ask for one"
-        )
+        """Groups and options as ever, and which state it is: where the state is stays, see
+        ``state_reference``. Small, of numbers and text.
+        """
+        packed: dict[str, Any] = super().state_dict()
+        return {**packed, KEY: self._owner.describe_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise RuntimeError("call offloaded.load(path) to load the state of an offloaded optimizer")
+        """Take the options of ``state_dict``, and its loss scale; the state that it is of must be
+        here already, in the run that it was taken in or by ``offloaded.load``.
+
+        Raises ``ValueError`` saying what to do if it is not, before anything is changed.
+        """
+        self._owner.check_state(state_dict)
+        groups = {"state": {}, "param_groups": state_dict["param_groups"]}
+        super().load_state_dict(groups)
+        self.state = AbsentState()  # type: ignore[assignment]
+        self._owner.restore_loss_scale(state_dict[KEY]["loss_scale"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "the optimizer of an offloaded model cannot be copied or pickled; take its "
+            "state_dict(), and save the state that it is of with offloaded.save(path)"
+        )

@@ -322,5 +322,6 @@ def _restore_scalars(
         groups = _groups(training, saved, path)
         for group, values in zip(training.optimizer.param_groups, groups, strict=True):
             group.update({k: v for k, v in (values or {}).items() if k not in OF_MEMBERS})
+    training.reference.loaded(saved.get("state") if is_taken else None, path)
     if training.loss_scale_state is not None:
         training.loss_scale_state.restore(saved["loss_scale"])

@@ -31,6 +31,7 @@ from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.saving import commit_ranks as steps
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer
+from infinity.optim.state_reference import StateReference
 from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
@@ -63,6 +64,7 @@ class TrainingState(Protocol):
     loss_scale_state: LossScale | None
     checkpoint_bytes: int
     sharing: Sharing
+    reference: StateReference
 
 
 def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, *, block: bool) -> Any:
@@ -75,6 +77,7 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, *, b
     Several ranks save one checkpoint, each what it keeps, see ``rank_state``.
     """
     _warn_of_gradients(training, path)
+    training.reference.saved(path)
     state = _sources(training)
     state["infinity"] = {
         "random_of_ranks": random_of_ranks(training.sharing, training.state.device)
@@ -149,10 +152,11 @@ def _scalars(training: TrainingState) -> dict[str, Any]:
         "optimizer_class": class_of(training.rule),
         "plane_dtypes": saved_state.plane_dtypes(training.state, training.rule, leaves),
         "state_dtype": saved_state.state_dtype(training.rule),
+        "state": training.reference.name,
         "parts": {leaf.name: [part.numel for part in leaf.parts] for leaf in leaves},
         "buffers": {name: b is not None for name, b in buffers_of(training.model).items()},
         "module_states": module_states(training.model),
-        "loss_scale": None if scale is None else [scale.value, scale.good_steps],
+        "loss_scale": None if scale is None else scale.saved(),
         "small_state": {training.records[index].name: dict(s) for index, s in small.items()},
         "random": random_state(),
         "world_size": training.sharing.world_size,
