@@ -1,6 +1,6 @@
 """What a host does in a second beside I/O, measured alone: the AdamW kernel, storing gradients.
 
-Benchmarks write it down beside their results, for the simulator to predict these from.
+Benchmarks write it down beside their results, for ``bound_steps.py`` to compare them with.
 """
 
 from __future__ import annotations

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from deepspeed_config import zero3_on_nvme
 from gpt import GPT
-from simulator.recording import record
-from simulator.trace import Trace
 
 import infinity
 
@@ -88,14 +86,12 @@ class Block:
 class Sample:
     """One block: seconds of each step, bytes moved in a step, peak resident bytes.
 
-    ``phase_seconds``: the mean of each part of a step, as the program sees it. ``trace``: what a
-    step in memory does, for the simulator.
+    ``phase_seconds``: the mean of each part of a step, as the program sees it.
     """
 
     system: str
     step_seconds: list[float]
     phase_seconds: dict[str, float]
-    trace: dict[str, Any] | None = None
     read_bytes: int = 0
     written_bytes: int = 0
     peak_bytes: int = 0
@@ -131,33 +127,20 @@ class Loop:
         self._backward = backward
         self._finish = finish
 
-    def run(
-        self,
-        steps: int,
-        around: Callable[[int, Callable[[], None]], None] = lambda _, passes: passes(),
-    ) -> Block:
-        """A block of steps, the last with what was still under way.
-
-        ``around(step, passes)`` runs the forward and backward pass of a step.
-        """
-        block, marks = Block(), [0.0, 0.0, 0.0, 0.0]
-        losses: list[torch.Tensor] = []
+    def run(self, steps: int) -> Block:
+        """A block of steps, the last with what was still under way."""
+        block = Block()
         for step, batch in enumerate(itertools.islice(self._batches, steps)):
-
-            def passes(batch: torch.Tensor = batch) -> None:
-                loss = self._model(batch[:, :-1], batch[:, 1:])
-                marks[1] = time.perf_counter()
-                self._backward(loss)
-                losses.append(loss.detach())
-
-            marks[0] = time.perf_counter()
-            around(step, passes)
-            marks[2] = time.perf_counter()
+            marks = [time.perf_counter()]
+            loss = self._model(batch[:, :-1], batch[:, 1:])
+            marks.append(time.perf_counter())
+            self._backward(loss)
+            marks.append(time.perf_counter())
             self._update()
-            block.losses.append(losses.pop().item())
+            block.losses.append(loss.item())
             if step == steps - 1:
                 self._finish()
-            marks[3] = time.perf_counter()
+            marks.append(time.perf_counter())
             block.step_seconds.append(marks[3] - marks[0])
             for name, (first, last) in zip(_PHASES, itertools.pairwise(marks), strict=True):
                 mean = (last - first) / steps
@@ -189,20 +172,11 @@ def _plain(job: Job) -> Generator[Sample]:
                 weight.copy_(master)
                 master.grad = None
 
-    traces: list[Trace] = []
-
-    def watch(step: int, passes: Callable[[], None]) -> None:
-        if step == 1 and job.device == "cpu":
-            traces.append(record(model, passes))
-        else:
-            passes()
-
     loop = Loop(job, model, update)
-    loop.run(WARM_STEPS, watch)
-    trace = traces[0].as_json() if traces else None
+    loop.run(WARM_STEPS)
     while True:
         block = loop.run(job.steps)
-        yield Sample(system=job.system, peak_bytes=_peak(), trace=trace, **asdict(block))
+        yield Sample(system=job.system, peak_bytes=_peak(), **asdict(block))
 
 
 def _ours(job: Job) -> Generator[Sample]:

@@ -12,7 +12,7 @@ import pytest
 import infinity
 from tests.support.models import Stack, seeded, vector_loss
 
-LATE = ["infinity.autograd.versions.Versions.note", "infinity.training.advance_groups"]
+LATE = ["infinity.autograd.versions.Versions.note", "infinity.model.advance_groups"]
 
 
 @pytest.mark.parametrize("function", LATE)
@@ -37,7 +37,7 @@ def test_interrupt_after_a_step_was_taken_leaves_nothing_of_it_undone(
             with pytest.raises(KeyboardInterrupt):
                 offloaded.step()
         assert done == [attribute]
-        assert {*offloaded._training.steps} == {1}
+        assert {*offloaded.steps} == {1}
         after = [parameter._version for parameter in model.parameters()]
         assert all(new > old for new, old in zip(after, before, strict=True))
         offloaded.optimizer.zero_grad()

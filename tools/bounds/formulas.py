@@ -1,15 +1,49 @@
-"""The formulas of the papers, as a check beside the replay.
+"""How long work takes whose amounts are known: the step's bounds, and the formulas of the papers.
 
 ZeRO-Infinity (arXiv 2104.07857), section 4: state that is moved at ``bandwidth`` for each use lets
 a device work at ``ait * bandwidth / (ait * bandwidth + peak)`` of its speed, if nothing overlaps;
-``ait`` are the operations for each byte moved. FastPersist (arXiv 2406.13768),
-section 4.2: a checkpoint is cut evenly over writers, and takes what the slowest SSD takes.
+``ait`` are the operations for each byte moved. FastPersist (arXiv 2406.13768), section 4.2: a
+checkpoint is cut evenly over writers, and takes what the slowest SSD takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBounds:
+    """A step of which each part works for so many ``seconds`` when nothing else does.
+
+    ``together_seconds`` are what several parts take that share something: reads and writes an SSD.
+    """
+
+    seconds: Mapping[str, float]
+    together_seconds: float = 0.0
+
+    @property
+    def least_seconds(self) -> float:
+        """If everything overlaps."""
+        return max(*self.seconds.values(), self.together_seconds)
+
+    @property
+    def most_seconds(self) -> float:
+        """If nothing does."""
+        return sum(self.seconds.values())
+
+    @property
+    def limit(self) -> str:
+        """The part that works longest."""
+        return max(self.seconds, key=lambda part: self.seconds[part])
+
+
+def disk_seconds(
+    read: float, written: float, *, ssd_read: float, ssd_write: float, ssd_together: float
+) -> tuple[dict[str, float], float]:
+    """Seconds of reads and of writes, one after the other, and of both at once."""
+    parts = {"reads": read / ssd_read, "writes": written / ssd_write}
+    return parts, max(*parts.values(), (read + written) / ssd_together)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +72,6 @@ def efficiency(ait: float, bandwidth: float, peak: float) -> float:
     """Part of ``peak`` operations a second that is reached, with ``bandwidth`` bytes a second."""
     work = ait * bandwidth
     return 1.0 if work == float("inf") else work / (work + peak)
-
-
-def needed_bandwidth(ait: float, peak: float, wanted: float) -> float:
-    """Bytes a second for each device that an efficiency of ``wanted`` (below 1) takes."""
-    return wanted * peak / (ait * (1 - wanted))
-
-
-def shares_of(num_bytes: int, num_writers: int) -> list[int]:
-    """Bytes of each writer; they differ by one at most."""
-    least, more = divmod(num_bytes, num_writers)
-    return [least + (index < more) for index in range(num_writers)]
 
 
 def save_seconds(

@@ -1,15 +1,51 @@
 """Machines to look at. Every figure is from where the comment says, and any can be replaced by an
-option of ``simulate.py``.
+option of ``bound_steps.py``.
 """
 
 from __future__ import annotations
 
-from simulator.rates import Node
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 _KERNEL_BYTES = 26
 """Bytes that our kernel moves for each parameter of halves: 14 read, 12 written."""
 _OF_MEMORY = 0.6
 """Part of the memory's nominal bandwidth that the kernel is assumed to get."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine with ``num_devices`` of a kind; everything a second, memory in bytes.
+
+    SSDs, ``adam`` (parameters that the CPUs update) belong to all ranks of the node together;
+    ``flops``, links and memory are those of one device, ``network`` is what one rank receives.
+    ``ssd_together`` bounds bytes read and written at once.
+    """
+
+    name: str
+    num_devices: int
+    flops: float
+    ssd_read: float
+    ssd_write: float
+    ssd_together: float = float("inf")
+    adam: float
+    to_device: float
+    from_device: float
+    network: float
+    host_memory: int
+    device_memory: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str) and not value > 0:
+                raise ValueError(f"{field.name}={value} must be positive")
+
+    def changed(self, values: Mapping[str, Any]) -> Node:
+        """A copy in which ``values`` that are not None replace what is here."""
+        return replace(self, **{name: v for name, v in values.items() if v is not None})
+
 
 V100 = Node(
     name="DGX-2: 16 V100 of 32 GB",
@@ -26,8 +62,6 @@ V100 = Node(
     from_device=3.0e9,
     # ZeRO-Infinity, figure 2b: 60 to 100 GB/s between GPUs.
     network=60e9,
-    # Assumed.
-    network_latency_seconds=100e-6,
     # 1.5 TB of a node over 16 ranks, less an eighth for everything else.
     host_memory=84 << 30,
     device_memory=28 << 30,
@@ -49,8 +83,6 @@ H100 = Node(
     from_device=50e9,
     # A network card of 400 Gbit/s for each GPU.
     network=50e9,
-    # Assumed.
-    network_latency_seconds=50e-6,
     # 2 TB of a node over 8 ranks, less an eighth.
     host_memory=220 << 30,
     device_memory=72 << 30,

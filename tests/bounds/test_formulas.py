@@ -1,9 +1,7 @@
-"""The formulas of the papers, by the figures that the papers take from them."""
+"""The bounds of a step, and the formulas of the papers by the figures that these take from them."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from simulator.analytic import efficiency, intensity, needed_bandwidth, save_seconds, shares_of
+from bounds.formulas import StepBounds, disk_seconds, efficiency, intensity, save_seconds
 
 PEAK = 70e12
 
@@ -17,18 +15,6 @@ def test_efficiencies_are_those_of_section_4_of_zero_infinity() -> None:
     assert efficiency(one.activations, float("inf"), PEAK) == 1.0
 
 
-@given(ait=st.floats(1, 1e6), wanted=st.floats(0.01, 0.99))
-def test_the_bandwidth_that_an_efficiency_needs_gives_it(ait: float, wanted: float) -> None:
-    assert efficiency(ait, needed_bandwidth(ait, PEAK, wanted), PEAK) == pytest.approx(wanted)
-
-
-@given(num_bytes=st.integers(0, 10**15), writers=st.integers(1, 5000))
-def test_writers_share_a_checkpoint_to_the_byte(num_bytes: int, writers: int) -> None:
-    shares = shares_of(num_bytes, writers)
-    assert sum(shares) == num_bytes
-    assert max(shares) - min(shares) <= 1
-
-
 def test_saves_scale_with_nodes_and_with_writers_until_their_disks_are_busy() -> None:
     one = save_seconds(10**12, writers=[8], ssd_write=10e9)
     assert one == pytest.approx(100.0)
@@ -38,3 +24,13 @@ def test_saves_scale_with_nodes_and_with_writers_until_their_disks_are_busy() ->
     # A node with fewer writers has less to write; the others take as long as they do.
     uneven = save_seconds(10**12, writers=[8, 2], ssd_write=10e9)
     assert uneven == pytest.approx(80.0)
+
+
+def test_a_step_is_as_long_as_its_longest_part_or_as_all_of_them() -> None:
+    disks, together = disk_seconds(20, 10, ssd_read=10, ssd_write=10, ssd_together=10)
+    assert (disks, together) == ({"reads": 2.0, "writes": 1.0}, 3.0)
+    _, apart = disk_seconds(20, 10, ssd_read=10, ssd_write=10, ssd_together=float("inf"))
+    assert apart == 2.0
+    step = StepBounds(seconds={"computing": 2.5, **disks}, together_seconds=together)
+    assert (step.least_seconds, step.most_seconds, step.limit) == (3.0, 5.5, "computing")
+    assert StepBounds(seconds={"computing": 4.0, **disks}).least_seconds == 4.0

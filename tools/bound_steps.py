@@ -1,13 +1,14 @@
-"""What a step of training takes: replayed in simulated time, and beside measurements.
+"""Between which bounds a step of training lies, on machines that are not there; and the lower one
+beside measurements.
 
-    simulate.py --parameters 70e9 --ranks 64 --per-node 16 --node v100
-    simulate.py --layers 128 --hidden 25600 --ranks 512 --per-node 16 --batch 7 --ssd-read 28e9
-    simulate.py --validate bench.json [more.json ...]
+    bound_steps.py --parameters 70e9 --ranks 64 --per-node 16 --node v100
+    bound_steps.py --layers 128 --hidden 25600 --ranks 512 --per-node 16 --batch 7 --ssd-read 28e9
+    bound_steps.py --compare bench.json [more.json ...]
 
-The first two make up a transformer and print what a rank keeps, moves and waits for, beside the
-bandwidth model of ZeRO-Infinity and the writer scaling of FastPersist. The last predicts the runs
-that `bench_offload.py --json` measured. Rates are bytes or operations a second; `--json` writes all
-of it to a file.
+The first two print what ``infinity.plan`` says that a rank of a transformer keeps and moves, how
+long each part of the machine works for that, and the formulas of ZeRO-Infinity and FastPersist.
+The last takes what ``bench_offload.py --json`` measured. Rates are bytes or operations a second;
+`--json` writes all of it to a file.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bounds.nodes import NODES
+from bounds.scenario import Outlook, Scenario, look
+from bounds.transformer import Transformer, shape_of
+from bounds.validation import Comparison, comparisons
 from rich.console import Console
 from rich.table import Table
-from simulator.nodes import NODES
-from simulator.rates import UNLIMITED
-from simulator.scenario import Outlook, Scenario, look
-from simulator.transformer import Transformer, shape_of
-from simulator.validation import Prediction, predictions
 
 from swap.storage.endurance import DRIVE_ENDURANCE
-from swap.tiers import Tier, format_bytes, parse_bytes
+from swap.tiers import format_bytes, parse_bytes
 
 RATES = {
     "flops": "operations a second of a device, as it computes without waiting",
@@ -39,36 +39,33 @@ RATES = {
     "to_device": "of one device",
     "from_device": "of one device",
     "network": "what one rank receives",
-    "network_latency_seconds": "of a transfer between all ranks",
 }
 MEMORY = {"host_memory": "of one rank", "device_memory": "of one rank"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print tables, and write JSON where that is asked for."""
+    """Print a table, and write JSON where that is asked for."""
     parser = _arguments()
     options = parser.parse_args(argv)
     try:
-        tables, result = _validate(options) if options.validate else _look(options)
+        table, result = _compare(options) if options.compare else _look(options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    console = Console(width=None if Console().is_terminal else 160)
-    for table in tables:
-        console.print(table)
+    Console(width=None if Console().is_terminal else 160).print(table)
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1))
 
 
-def _validate(options: argparse.Namespace) -> tuple[list[Table], Any]:
-    found: list[Prediction] = []
-    for path in options.validate:
-        found += predictions(Path(path).stem, json.loads(Path(path).read_text()))
-    return [_validation_table(found)], [_as_json(prediction) for prediction in found]
+def _compare(options: argparse.Namespace) -> tuple[Table, Any]:
+    found: list[Comparison] = []
+    for path in options.compare:
+        found += comparisons(Path(path).stem, json.loads(Path(path).read_text()))
+    return _comparison_table(found), [{**asdict(one), "error": one.error} for one in found]
 
 
-def _look(options: argparse.Namespace) -> tuple[list[Table], Any]:
+def _look(options: argparse.Namespace) -> tuple[Table, Any]:
     outlook = look(_scenario(options))
-    return [_outlook_table(outlook)], outlook.as_json()
+    return _outlook_table(outlook), outlook.as_json()
 
 
 def _scenario(options: argparse.Namespace) -> Scenario:
@@ -78,7 +75,6 @@ def _scenario(options: argparse.Namespace) -> Scenario:
         text = getattr(options, name)
         given[name] = None if text is None else parse_bytes(text, name=name)
     node = NODES[options.node].changed(given)
-    tile = options.max_parameter_bytes
     return Scenario(
         model=Transformer(
             layers=options.layers or layers,
@@ -86,17 +82,15 @@ def _scenario(options: argparse.Namespace) -> Scenario:
             tokens=options.tokens,
             micro_batch=options.batch,
             recomputes=not options.keeps_activations,
-            max_parameter_bytes=None if tile is None else parse_bytes(tile, name="max_parameter"),
         ),
         node=node,
         world_size=options.ranks,
         per_node=options.per_node or min(node.num_devices, options.ranks),
         passes=options.passes,
-        activations=Tier[options.activations.upper()],
-        saves=options.saves,
+        activations=options.activations,
+        max_parameter_bytes=options.max_parameter_bytes,
         writers=options.writers,
         writer_limit=options.writer_limit,
-        steps=options.steps,
     )
 
 
@@ -114,67 +108,57 @@ def _outlook_table(outlook: Outlook) -> Table:
 
 
 def _rows(outlook: Outlook) -> Iterator[tuple[str, str]]:
-    scenario, times, formula = outlook.scenario, outlook.times, outlook.formula
+    scenario, step, saving = outlook.scenario, outlook.step, outlook.with_saves
     tokens = scenario.passes * scenario.model.micro_batch * scenario.model.tokens
     yield "tokens a step, each rank", f"{tokens:,.0f}"
-    yield "parameters kept by a rank", f"{outlook.kept_parameters / 1e6:,.1f} M"
-    yield "subgroups of a rank", f"{outlook.num_subgroups:,}"
     yield "host memory of a rank", format_bytes(outlook.host_bytes)
     yield "NVMe of a rank", f"{format_bytes(outlook.nvme_bytes)}, {outlook.nvme_share:.0%} of state"
-    moved = f"{times.read_bytes / 1e9:.1f} + {times.written_bytes / 1e9:.1f} GB"
+    moved = f"{outlook.read_bytes / 1e9:.1f} + {outlook.written_bytes / 1e9:.1f} GB"
     yield "read + written a step, each rank", moved
-    yield "computing alone", f"{outlook.least_compute_seconds:.1f} s"
-    yield "step, replayed", f"{times.step_seconds:.1f} s"
-    yield "of it waiting for weights", f"{times.stall_seconds:.1f} s"
-    yield "of it with the SSDs at work", f"{times.disk_seconds:.1f} s"
-    yield "of it with the kernel at work", f"{times.kernel_seconds:.1f} s"
-    yield "TFLOP/s a device, replayed", f"{outlook.flops_per_device / 1e12:.1f}"
-    yield "efficiency, replayed", f"{outlook.efficiency:.0%}"
-    for name, value in formula.items():
+    for part, seconds in step.seconds.items():
+        yield f"{part} alone", f"{seconds:.1f} s"
+    yield "step, if all of it overlaps", f"{step.least_seconds:.1f} s, for {step.limit}"
+    yield "step, if nothing does", f"{step.most_seconds:.1f} s"
+    yield "TFLOP/s a device, at most", f"{outlook.flops_per_device / 1e12:.1f}"
+    yield "efficiency, at most", f"{outlook.efficiency:.0%}"
+    for name, value in outlook.formula.items():
         yield f"efficiency, formula, {name}", f"{value:.0%}"
-    steps = scenario.per_node * times.written_bytes
-    yield "written a day, each node", f"{steps * 86400 / times.step_seconds / 1e12:,.0f} TB"
-    writing = parse_bytes(DRIVE_ENDURANCE, name="endurance")
-    life = writing / (steps / 8) if steps else float("inf")
+    written = scenario.per_node * outlook.written_bytes
+    yield "written a day, each node", f"{written * 86400 / step.least_seconds / 1e12:,.0f} TB"
+    life = parse_bytes(DRIVE_ENDURANCE, name="endurance") * 8 / written if written else float("inf")
     yield f"steps in the life of 8 drives of {DRIVE_ENDURANCE} a node", f"{life:,.0f}"
     alone = f"{outlook.save_alone_seconds:.1f} s"
     yield "checkpoint", f"{outlook.checkpoint_bytes / 1e12:.2f} TB, {alone} alone"
-    if outlook.times_with_saves is not None:
-        longer = outlook.times_with_saves.step_seconds / times.step_seconds - 1
-        yield "one at every step, durable after", f"{outlook.times_with_saves.save_seconds:.1f} s"
-        yield "and steps longer by", f"{longer:.1%}"
+    longer = f"{saving.least_seconds / step.least_seconds - 1:.1%}"
+    yield "one in every step", f"{saving.least_seconds:.1f} s a step at least, {longer} longer"
 
 
-def _validation_table(found: Sequence[Prediction]) -> Table:
-    table = Table(title="predicted beside measured")
-    headings = "result,budget,measured s,predicted s,error,larger of both s,its error"
-    for heading in (*headings.split(","), "read GB", "predicted", "written GB", "predicted"):
-        table.add_column(heading, justify="left" if heading in ("result", "budget") else "right")
+def _comparison_table(found: Sequence[Comparison]) -> Table:
+    table = Table(title="bounds beside measurements")
+    headings = "result,budget,measured s,at least s,its error,at most s,limit"
+    for heading in (*headings.split(","), "read GB", "planned", "written GB", "planned"):
+        left = heading in ("result", "budget", "limit")
+        table.add_column(heading, justify="left" if left else "right")
     for entry in found:
         table.add_row(
             entry.name,
             entry.budget,
             f"{entry.measured_seconds:.3f}",
-            f"{entry.predicted.step_seconds:.3f}",
+            f"{entry.step.least_seconds:.3f}",
             f"{entry.error:+.1%}",
-            f"{entry.bound_seconds:.3f}",
-            f"{entry.bound_error:+.1%}",
+            f"{entry.step.most_seconds:.3f}",
+            entry.step.limit,
             f"{entry.measured_read_bytes / 1e9:.2f}",
-            f"{entry.predicted.read_bytes / 1e9:.2f}",
+            f"{entry.planned_read_bytes / 1e9:.2f}",
             f"{entry.measured_written_bytes / 1e9:.2f}",
-            f"{entry.predicted.written_bytes / 1e9:.2f}",
+            f"{entry.planned_written_bytes / 1e9:.2f}",
         )
     return table
 
 
-def _as_json(prediction: Prediction) -> dict[str, Any]:
-    errors = {"error": prediction.error, "bound_error": prediction.bound_error}
-    return {**asdict(prediction), **errors}
-
-
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--validate", nargs="+", metavar="JSON", help="of bench_offload.py")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--compare", nargs="+", metavar="JSON", help="of bench_offload.py")
     parser.add_argument("--parameters", type=float, default=70e9, help="a usual shape of that size")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
@@ -187,10 +171,8 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--node", choices=sorted(NODES), default="v100")
     parser.add_argument("--activations", choices=["device", "host", "nvme"], default="host")
     parser.add_argument("--keeps-activations", action="store_true", help="no recomputation")
-    parser.add_argument("--saves", action="store_true", help="a checkpoint at every step, too")
     parser.add_argument("--writers", type=int, help="of each node, for a checkpoint alone")
-    parser.add_argument("--writer-limit", type=float, default=UNLIMITED, help="of one writer")
-    parser.add_argument("--steps", type=int, default=2, help="steps that are averaged")
+    parser.add_argument("--writer-limit", type=float, default=float("inf"), help="of one writer")
     for name, text in {**RATES, **MEMORY}.items():
         kind = str if name in MEMORY else float
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)

@@ -1,1 +1,0 @@
-"""A step of training replayed in simulated time; ``simulate.py`` is its command line."""
