@@ -16,30 +16,30 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from checkpoint.bench.arguments import STDOUT, Options, UsageError, parse_arguments
-from checkpoint.bench.comparisons import compare
-from checkpoint.bench.machine import describe_directory, describe_machine
-from checkpoint.bench.measuring import (
+from checkpoint.bench.conditions.arguments import STDOUT, Options, UsageError, parse_arguments
+from checkpoint.bench.conditions.machine import describe_directory, describe_machine
+from checkpoint.bench.conditions.pagecache import PageCache
+from checkpoint.bench.conditions.scratch import DiskSpaceError, check_space, open_scratch
+from checkpoint.bench.conditions.units import format_size
+from checkpoint.bench.conditions.workload import CheckError, State
+from checkpoint.bench.measure.comparisons import compare
+from checkpoint.bench.measure.measuring import (
     REHEARSAL_BYTES,
     Measurement,
     OnStep,
     needed_bytes,
     old_objects_set_aside,
 )
-from checkpoint.bench.pagecache import PageCache
-from checkpoint.bench.plot import draw
-from checkpoint.bench.report import to_json
-from checkpoint.bench.results import Results, recommend, summarize
-from checkpoint.bench.schedule import Schedule, limit_directories, plan_schedule
-from checkpoint.bench.scratch import DiskSpaceError, check_space, open_scratch
-from checkpoint.bench.table import (
+from checkpoint.bench.measure.results import Results, recommend, summarize
+from checkpoint.bench.measure.schedule import Schedule, limit_directories, plan_schedule
+from checkpoint.bench.output.plot import draw
+from checkpoint.bench.output.report import to_json
+from checkpoint.bench.output.table import (
     closing_notes,
     comparison_table,
     recommendation_text,
     results_table,
 )
-from checkpoint.bench.units import format_size
-from checkpoint.bench.workload import CheckError, State
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 _MAX_WIDTH = 400

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint.bench import arguments
-from checkpoint.bench.arguments import Options, UsageError, parse_arguments
-from checkpoint.bench.settings import SWEPT_BLOCK_BYTES, SWEPT_QUEUE_DEPTHS, Setting
-from checkpoint.bench.units import format_size, parse_size
+from checkpoint.bench.conditions import arguments
+from checkpoint.bench.conditions.arguments import Options, UsageError, parse_arguments
+from checkpoint.bench.conditions.settings import SWEPT_BLOCK_BYTES, SWEPT_QUEUE_DEPTHS, Setting
+from checkpoint.bench.conditions.units import format_size, parse_size
 
 
 @pytest.fixture

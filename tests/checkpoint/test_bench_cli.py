@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 import checkpoint
 from aio import AioError, File
 from checkpoint.bench import cli
-from checkpoint.bench.peers import TorchSave
-from checkpoint.bench.scratch import PREFIX
-from checkpoint.bench.systems import Infinity
+from checkpoint.bench.conditions.scratch import PREFIX
+from checkpoint.bench.systems.peers import TorchSave
+from checkpoint.bench.systems.system import Infinity
 from tests.support.rig import ssd_fixture
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ ssds = ssd_fixture(2)
 def page_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Others need the page cache too."""
     drop = tmp_path_factory.mktemp("proc") / "drop_caches"
-    monkeypatch.setattr("checkpoint.bench.pagecache._DROP", drop)
+    monkeypatch.setattr("checkpoint.bench.conditions.pagecache._DROP", drop)
     return drop
 
 
@@ -203,7 +203,9 @@ def test_bench_that_cannot_work_is_refused_before_anything_is_written(
     message: str,
 ) -> None:
     reason = "it is missing"
-    monkeypatch.setattr("checkpoint.bench.fastpersist.DeepSpeed.unavailable_reason", lambda: reason)
+    monkeypatch.setattr(
+        "checkpoint.bench.systems.fastpersist.DeepSpeed.unavailable_reason", lambda: reason
+    )
     assert run(directories, *words) == 2
     assert message in capsys.readouterr().err
     assert left_in(directories) == []
@@ -215,9 +217,9 @@ def test_bench_comparing_all_leaves_out_what_is_not_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        "checkpoint.bench.fastpersist.DeepSpeed.unavailable_reason", lambda: "it is missing"
+        "checkpoint.bench.systems.fastpersist.DeepSpeed.unavailable_reason", lambda: "it is missing"
     )
-    monkeypatch.setattr("checkpoint.bench.fio.Fio.unavailable_reason", lambda: "no fio")
+    monkeypatch.setattr("checkpoint.bench.systems.fio.Fio.unavailable_reason", lambda: "no fio")
     assert run(directories[:1], "--runs", "1", "--compare", "all", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["skipped"]["deepspeed"] == "it is missing"

@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from checkpoint.bench.comparisons import compare
-from checkpoint.bench.fio import Fio
-from checkpoint.bench.measuring import Row, Sample
-from checkpoint.bench.peers import TorchSave
-from checkpoint.bench.plot import draw
-from checkpoint.bench.raw import Raw
-from checkpoint.bench.report import to_json
-from checkpoint.bench.results import Results, Spread, recommend, spread, summarize
-from checkpoint.bench.schedule import Contestant, Role
-from checkpoint.bench.settings import Setting
-from checkpoint.bench.systems import Infinity, System
-from checkpoint.bench.table import (
+from checkpoint.bench.conditions.settings import Setting
+from checkpoint.bench.conditions.workload import equal_workload
+from checkpoint.bench.measure.comparisons import compare
+from checkpoint.bench.measure.measuring import Row, Sample
+from checkpoint.bench.measure.results import Results, Spread, recommend, spread, summarize
+from checkpoint.bench.measure.schedule import Contestant, Role
+from checkpoint.bench.output.plot import draw
+from checkpoint.bench.output.report import to_json
+from checkpoint.bench.output.table import (
     closing_notes,
     comparison_table,
     recommendation_text,
     results_table,
 )
-from checkpoint.bench.workload import equal_workload
+from checkpoint.bench.systems.fio import Fio
+from checkpoint.bench.systems.peers import TorchSave
+from checkpoint.bench.systems.raw import Raw
+from checkpoint.bench.systems.system import Infinity, System
 
 A, B = Path("/ssd/a"), Path("/ssd/b")
 GB = 10**9

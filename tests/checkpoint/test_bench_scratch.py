@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.bench.pagecache import PageCache, files_below
-from checkpoint.bench.scratch import (
+from checkpoint.bench.conditions.pagecache import PageCache, files_below
+from checkpoint.bench.conditions.scratch import (
     PREFIX,
     DiskSpaceError,
     check_space,
@@ -70,7 +70,7 @@ def test_scratch_in_a_directory_that_takes_nothing_leaves_nothing_in_the_others(
 def test_leftovers_of_a_killed_process_are_removed_and_no_others(directories: list[Path]) -> None:
     script = (
         "import sys, os, signal, pathlib\n"
-        "from checkpoint.bench.scratch import open_scratch\n"
+        "from checkpoint.bench.conditions.scratch import open_scratch\n"
         "home = pathlib.Path(sys.argv[1])\n"
         "with open_scratch([home]) as scratch, scratch.place([home], 1) as place:\n"
         "    (place.main / 'file').write_bytes(b'x')\n"

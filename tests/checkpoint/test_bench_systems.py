@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from aio import Engine
-from checkpoint.bench.fastpersist import DeepSpeed
-from checkpoint.bench.fio import Fio, bytes_and_seconds
-from checkpoint.bench.peers import Dcp, Safetensors, TorchSave, Zarr
-from checkpoint.bench.raw import Raw, part_bytes
-from checkpoint.bench.scratch import Place
-from checkpoint.bench.settings import Setting
-from checkpoint.bench.systems import Infinity, InfinityAsync, System, make_durable, stripes
-from checkpoint.bench.workload import CheckError, State, TensorSpec, Workload
+from checkpoint.bench.conditions.scratch import Place
+from checkpoint.bench.conditions.settings import Setting
+from checkpoint.bench.conditions.workload import CheckError, State, TensorSpec, Workload
+from checkpoint.bench.systems.fastpersist import DeepSpeed
+from checkpoint.bench.systems.fio import Fio, bytes_and_seconds
+from checkpoint.bench.systems.peers import Dcp, Safetensors, TorchSave, Zarr
+from checkpoint.bench.systems.raw import Raw, part_bytes
+from checkpoint.bench.systems.system import Infinity, InfinityAsync, System, make_durable, stripes
 
 RAM = Path("/dev/shm")  # syncs cost nothing there
 SMALL = Setting(backend="posix", queue_depth=4, block_bytes=1 << 16, staging_bytes=1 << 20)
@@ -144,7 +144,7 @@ def test_raw_uses_every_lane_of_the_engine(
         return submit(self, requests, lane=lane)
 
     monkeypatch.setattr(Engine, "submit", noting)
-    monkeypatch.setattr("checkpoint.bench.raw._REQUEST_BYTES", 1 << 16)
+    monkeypatch.setattr("checkpoint.bench.systems.raw._REQUEST_BYTES", 1 << 16)
     setting = Setting(backend="posix", queue_depth=2, block_bytes=1 << 16, lanes=4)
     Raw(setting).save(state, place)
     assert set(lanes) == {0, 1, 2, 3}
@@ -211,6 +211,6 @@ def test_make_durable_syncs_every_file_and_directory(
 
 
 def test_pattern_of_raw_io_is_not_compressible() -> None:
-    from checkpoint.bench.raw import _pattern
+    from checkpoint.bench.systems.raw import _pattern
 
     assert len(np.unique(_pattern(1 << 16))) == 256

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.bench.workload import (
+from checkpoint.bench.conditions.workload import (
     CheckError,
     State,
     TensorSpec,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import product
 
 from aio import Backend, Engine
-from checkpoint.bench.units import format_size
+from checkpoint.bench.conditions.units import format_size
 from checkpoint.plan.write_runs import STAGING_BYTES
 
 DEFAULT_QUEUE_DEPTH = 32

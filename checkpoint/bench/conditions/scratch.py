@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio import sync_directory
-from checkpoint.bench.units import format_size
+from checkpoint.bench.conditions.units import format_size
 
 PREFIX = ".ckpt-bench-"
 _WORK = "work"

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoint.bench.comparisons import describe
-from checkpoint.bench.results import DIRECTIONS, Direction, Figures, Results
-from checkpoint.bench.settings import Setting, varying_fields
-from checkpoint.bench.units import format_size
-from checkpoint.bench.workload import Workload
+from checkpoint.bench.conditions.settings import Setting, varying_fields
+from checkpoint.bench.conditions.units import format_size
+from checkpoint.bench.conditions.workload import Workload
+from checkpoint.bench.measure.comparisons import describe
+from checkpoint.bench.measure.results import DIRECTIONS, Direction, Figures, Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

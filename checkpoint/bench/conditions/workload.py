@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoint.bench.units import format_size
+from checkpoint.bench.conditions.units import format_size
 from checkpoint.format.checksum import crc32c
 
 _NUM_LAYERS = 12

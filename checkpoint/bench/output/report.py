@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from checkpoint.bench.comparisons import Comparison
-from checkpoint.bench.results import (
+from checkpoint.bench.conditions.workload import Workload
+from checkpoint.bench.measure.comparisons import Comparison
+from checkpoint.bench.measure.results import (
     Direction,
     Figures,
     Recommendation,
     Results,
 )
-from checkpoint.bench.schedule import Contestant
-from checkpoint.bench.workload import Workload
+from checkpoint.bench.measure.schedule import Contestant
 
 LAYOUT = 1
 

@@ -17,8 +17,9 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from checkpoint.bench.scratch import Place
-from checkpoint.bench.systems import (
+from checkpoint.bench.conditions.scratch import Place
+from checkpoint.bench.conditions.workload import State
+from checkpoint.bench.systems.system import (
     Loaded,
     SaveTimes,
     Stopwatch,
@@ -26,7 +27,6 @@ from checkpoint.bench.systems import (
     make_durable,
     touch_pages,
 )
-from checkpoint.bench.workload import State
 
 _DCP_THREADS = 4
 _ZARR_CHUNK_BYTES = 64 << 20

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from checkpoint.bench.results import (
+from checkpoint.bench.conditions.workload import Workload
+from checkpoint.bench.measure.results import (
     DIRECTIONS,
     Direction,
     Figures,
@@ -19,8 +20,7 @@ from checkpoint.bench.results import (
     speed,
     spread,
 )
-from checkpoint.bench.systems import Infinity
-from checkpoint.bench.workload import Workload
+from checkpoint.bench.systems.system import Infinity
 
 
 @dataclass(frozen=True, slots=True)

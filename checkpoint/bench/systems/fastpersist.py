@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from checkpoint.bench.peers import OneFolder, quiet
-from checkpoint.bench.scratch import Place
-from checkpoint.bench.settings import Setting
-from checkpoint.bench.workload import State
+from checkpoint.bench.conditions.scratch import Place
+from checkpoint.bench.conditions.settings import Setting
+from checkpoint.bench.conditions.workload import State
+from checkpoint.bench.systems.peers import OneFolder, quiet
 
 _BUFFER_BYTES = 128 << 20
 

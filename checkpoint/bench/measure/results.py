@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from checkpoint.bench.measuring import Row, Sample
-from checkpoint.bench.settings import Setting
+from checkpoint.bench.conditions.settings import Setting
+from checkpoint.bench.measure.measuring import Row, Sample
 
 Direction = Literal["save", "load"]
 DIRECTIONS: tuple[Direction, ...] = ("save", "load")

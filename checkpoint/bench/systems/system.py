@@ -19,10 +19,10 @@ import torch
 
 import checkpoint
 from aio import sync_directory
-from checkpoint.bench.pagecache import files_below
-from checkpoint.bench.scratch import Place
-from checkpoint.bench.settings import Setting
-from checkpoint.bench.workload import State, byte_view
+from checkpoint.bench.conditions.pagecache import files_below
+from checkpoint.bench.conditions.scratch import Place
+from checkpoint.bench.conditions.settings import Setting
+from checkpoint.bench.conditions.workload import State, byte_view
 
 _PAGE_BYTES = 4096
 

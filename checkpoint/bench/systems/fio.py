@@ -7,11 +7,11 @@ import shutil
 import subprocess
 from typing import Any
 
-from checkpoint.bench.raw import part_bytes
-from checkpoint.bench.scratch import Place
-from checkpoint.bench.settings import Setting
-from checkpoint.bench.systems import Loaded, SaveTimes, System
-from checkpoint.bench.workload import State
+from checkpoint.bench.conditions.scratch import Place
+from checkpoint.bench.conditions.settings import Setting
+from checkpoint.bench.conditions.workload import State
+from checkpoint.bench.systems.raw import part_bytes
+from checkpoint.bench.systems.system import Loaded, SaveTimes, System
 
 _ENGINES = {"libaio": "libaio", "io_uring": "io_uring", "posix": "psync"}
 

@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from aio import AioError, Backend, Engine
-from checkpoint.bench.settings import SWEPT_BLOCK_BYTES, SWEPT_QUEUE_DEPTHS, Grid, Setting
-from checkpoint.bench.units import format_size, parse_size
-from checkpoint.bench.workload import Workload, equal_workload, gpt_workload, model_workload
+from checkpoint.bench.conditions.settings import (
+    SWEPT_BLOCK_BYTES,
+    SWEPT_QUEUE_DEPTHS,
+    Grid,
+    Setting,
+)
+from checkpoint.bench.conditions.units import format_size, parse_size
+from checkpoint.bench.conditions.workload import (
+    Workload,
+    equal_workload,
+    gpt_workload,
+    model_workload,
+)
 from checkpoint.transfer.memory import available_bytes
 
 T = TypeVar("T")

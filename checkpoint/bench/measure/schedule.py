@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from checkpoint.bench.arguments import Options, UsageError
-from checkpoint.bench.fastpersist import DeepSpeed
-from checkpoint.bench.fio import Fio
-from checkpoint.bench.peers import Dcp, OneFolder, Safetensors, TorchSave, Zarr
-from checkpoint.bench.raw import Raw
-from checkpoint.bench.settings import Setting
-from checkpoint.bench.systems import Infinity, InfinityAsync, System
+from checkpoint.bench.conditions.arguments import Options, UsageError
+from checkpoint.bench.conditions.settings import Setting
+from checkpoint.bench.systems.fastpersist import DeepSpeed
+from checkpoint.bench.systems.fio import Fio
+from checkpoint.bench.systems.peers import Dcp, OneFolder, Safetensors, TorchSave, Zarr
+from checkpoint.bench.systems.raw import Raw
+from checkpoint.bench.systems.system import Infinity, InfinityAsync, System
 
 Role = Literal["limit", "raw", "infinity", "peer"]
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from checkpoint.bench.pagecache import PageCache
-from checkpoint.bench.schedule import Contestant
-from checkpoint.bench.scratch import DiskSpaceError, Scratch
-from checkpoint.bench.workload import State, gpt_workload
+from checkpoint.bench.conditions.pagecache import PageCache
+from checkpoint.bench.conditions.scratch import DiskSpaceError, Scratch
+from checkpoint.bench.conditions.workload import State, gpt_workload
+from checkpoint.bench.measure.schedule import Contestant
 
 REHEARSAL_BYTES = 4 << 20
 _PAGE_BYTES = 4096

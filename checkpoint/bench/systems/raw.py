@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 
 from aio import Engine, File, Operation, Request, Slab
-from checkpoint.bench.scratch import Place
-from checkpoint.bench.settings import Setting
-from checkpoint.bench.systems import Loaded, SaveTimes, Stopwatch, System
-from checkpoint.bench.workload import CheckError, State
+from checkpoint.bench.conditions.scratch import Place
+from checkpoint.bench.conditions.settings import Setting
+from checkpoint.bench.conditions.workload import CheckError, State
+from checkpoint.bench.systems.system import Loaded, SaveTimes, Stopwatch, System
 
 _REQUEST_BYTES = 16 << 20
 _BUFFER_BYTES = 64 << 20

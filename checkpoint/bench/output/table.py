@@ -9,10 +9,17 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from checkpoint.bench.comparisons import Comparison
-from checkpoint.bench.results import DIRECTIONS, Direction, Figures, Recommendation, Results, Spread
-from checkpoint.bench.settings import Setting, varying_fields
-from checkpoint.bench.workload import Workload
+from checkpoint.bench.conditions.settings import Setting, varying_fields
+from checkpoint.bench.conditions.workload import Workload
+from checkpoint.bench.measure.comparisons import Comparison
+from checkpoint.bench.measure.results import (
+    DIRECTIONS,
+    Direction,
+    Figures,
+    Recommendation,
+    Results,
+    Spread,
+)
 
 _GB = 1e9
 

@@ -1,0 +1,1 @@
+"""Systems taking turns, and what their times come to."""

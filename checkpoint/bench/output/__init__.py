@@ -1,0 +1,1 @@
+"""Results as a table, a picture and JSON."""

@@ -1,0 +1,1 @@
+"""What is compared: the library itself, its engine alone, other libraries and programs."""
