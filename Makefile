@@ -28,7 +28,7 @@ ASAN_TREE := build/asan
 PINNED_TORCH := $(shell sed -n '/^torch==/p' requirements.txt)
 TORCH := $(or $(shell cat $(VENV)/torch-choice 2>/dev/null),$(PINNED_TORCH))
 
-.PHONY: help build demo test proof test-gpu test-asan check bench format clean FORCE
+.PHONY: help build demo test proof test-frameworks test-gpu test-asan check bench format clean FORCE
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,11 +39,14 @@ demo: $(VENV)/built ## Train a model bigger than its memory budget; results in d
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/built ## Run the tests, without those that take long
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not proof" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not proof and not frameworks" $(ARGS)
 
 # One after the other, since these take all processors, or the memory or the limits of the machine.
 proof: $(VENV)/built ## Run the tests that take long, and properties on many more examples
 	$(PYTEST) -m "proof or hypothesis" --hypothesis-profile=proof $(ARGS)
+
+test-frameworks: $(VENV)/built ## Run the tests of the trainers and loops of others
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "frameworks and not proof" $(ARGS)
 
 test-gpu: $(VENV)/built ## Run the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)

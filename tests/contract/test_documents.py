@@ -34,9 +34,14 @@ def test_document_names_only_targets_and_files_that_exist(document: Path) -> Non
     assert missing_paths(text, document.parent) == set()
 
 
-def test_check_test_and_proof_are_what_ci_runs() -> None:
+def test_checks_and_all_kinds_of_tests_are_what_ci_runs() -> None:
     script = (ROOT / ".ci" / "run").read_text()
-    assert re.findall(r"^make (\w+)", script, re.MULTILINE) == ["check", "test", "proof"]
+    assert re.findall(r"^make ([\w-]+)", script, re.MULTILINE) == [
+        "check",
+        "test",
+        "test-frameworks",
+        "proof",
+    ]
 
 
 def test_what_is_missing_in_a_text_is_found() -> None:

@@ -1,0 +1,85 @@
+"""One checkpoint of a trainer, from its first file to the rename that makes it exist."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import rotate_checkpoints
+
+import checkpoint
+from infinity.integrations.transformers import folders
+
+logger = logging.getLogger(__name__)
+STATE = "infinity"
+"""Folder within a checkpoint that ``offloaded.save`` wrote."""
+
+
+class Saves:
+    """``checkpoint-<step>`` of ``trainer`` in the folder ``run``. States: new, staging, staged,
+    then published or dropped.
+    """
+
+    def __init__(self, run: Path, name: str, trainer: Any) -> None:
+        self.staging_folder = run / folders.SAVING
+        self._staged = self.staging_folder / name
+        self._final = run / name
+        self._trainer = trainer
+        self.pending: checkpoint.PendingSave | None = None
+        self.is_staging = False
+
+    @contextmanager
+    def staging(self) -> Iterator[None]:
+        """What is saved inside goes to the staging folder; nothing of it stays after an error."""
+        shutil.rmtree(self.staging_folder, ignore_errors=True)
+        self._staged.mkdir(parents=True)
+        self.is_staging = True
+        try:
+            yield
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self.is_staging = False
+
+    def staged(self) -> None:
+        """All files but those of the pending save are there. The best checkpoint may be this one,
+        which will have another name.
+        """
+        state = self._trainer.state
+        if state.best_model_checkpoint == str(self._staged):
+            state.best_model_checkpoint = str(self._final)
+            state.save_to_json(str(self._staged / TRAINER_STATE_NAME))
+
+    def publish_if_done(self) -> None:
+        """Without waiting."""
+        if self.pending is None or self.pending.done():
+            self._trainer._finish_saves()
+
+    def finish(self) -> None:
+        """Wait until all is durable, and publish. Raises what kept it from being saved."""
+        try:
+            if self.pending is not None:
+                self.pending.result()
+            folders.publish(self._staged, self._final)
+        except BaseException:
+            self._drop()
+            raise
+        shutil.rmtree(self.staging_folder, ignore_errors=True)
+        arguments, state = self._trainer.args, self._trainer.state
+        rotate_checkpoints(
+            output_dir=str(self._final.parent),
+            save_total_limit=arguments.save_total_limit,
+            best_model_checkpoint=state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+    def _drop(self) -> None:
+        if self.pending is not None:
+            self.pending.wait_done()
+        shutil.rmtree(self.staging_folder, ignore_errors=True)

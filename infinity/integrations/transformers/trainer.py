@@ -1,0 +1,357 @@
+"""``OffloadMixin``: any class that derives from ``transformers.Trainer``, within a budget.
+
+What the trainer does with a model in memory (placing it, preparing it, clipping, saving, loading)
+is done with the offloaded one instead; its loop, its data and its callbacks are its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+import infinity
+from infinity.integrations.transformers import folders, optimizers, weights
+from infinity.integrations.transformers.arguments import NAMES, settings_of
+from infinity.integrations.transformers.refusals import check_arguments, check_objects
+from infinity.integrations.transformers.saves import STATE, Saves
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadMixin(_Base):
+    """Goes first among the bases: ``class OffloadSFTTrainer(OffloadMixin, SFTTrainer): ...``.
+
+    Takes the options of ``infinity.offload`` (``nvme``, ``host_memory``, ``device_memory``,
+    ``compute_dtype``, ``state_dtype``, ``activations``, ``max_parameter_bytes``, ``weights``) as
+    keyword arguments, or from ``args`` where that is an ``OffloadArguments`` or inherits from
+    ``OffloadArgumentsMixin``. Raises ``ValueError`` naming an option of the trainer that cannot be
+    honoured, before anything is loaded.
+
+    The model is offloaded by the first ``train``, ``evaluate`` or ``predict``, and stays so: what
+    follows (more training, evaluation, ``save_model``) keeps the budget, too. ``close()``, the end
+    of ``with OffloadTrainer(...) as trainer`` or of the trainer itself gives the model its trained
+    values back, as real tensors in memory (or leaves it on meta, if it came so). An exception or
+    an interrupt in ``train`` leaves the trainer usable.
+    """
+
+    args: Any
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+    _created_lr_scheduler: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name) for name in NAMES if name in kwargs}
+        bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        check_arguments(bound.get("args"))
+        check_objects(bound)
+        self._offload_settings = settings_of(bound.get("args"), given)
+        self._offload_block: Block | None = None
+        self._offload_saves: Saves | None = None
+        super().__init__(*args, **kwargs)
+        check_arguments(self.args)  # some trainers make their own
+
+    @property
+    def offloaded(self) -> infinity.OffloadedModel:
+        """The handle of the offloaded model. Raises ``RuntimeError`` while it is not offloaded."""
+        if self._offload_block is None:
+            raise RuntimeError("the model is offloaded by the first train, evaluate or predict")
+        return self._offload_block.offloaded
+
+    def close(self) -> None:
+        """Finish saves, and give the model its trained values back. Idempotent.
+
+        Raises what ``infinity.offload`` raises at the end of its block, and the error of a save.
+        """
+        block, self._offload_block = self._offload_block, None
+        if block is None:
+            return
+        try:
+            self._finish_saves()
+        finally:
+            self.optimizer = self.callback_handler.optimizer = None
+            block.close()
+
+    def __enter__(self) -> OffloadMixin:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # The life of the model.
+
+    def _open(self, *, trains: bool) -> None:
+        """Offload the model, if it is not; for inference alone if it is not to be trained."""
+        block = self._offload_block
+        if block is not None and block.offloaded.model is self.model and block.trains >= trains:
+            return
+        self.close()
+        self._offload_block = Block(self._enter(trains=trains), trains=trains)
+        self._prepare_model()
+        if trains:
+            self.optimizer = self.offloaded.optimizer
+
+    def _enter(self, *, trains: bool) -> tuple[ExitStack, infinity.OffloadedModel]:
+        settings = self._offload_settings
+        made = self._framework_optimizer() if trains else None
+        optimizer: Any = None
+        if made is not None:
+            names = optimizers.names_of(self.model, made)
+            again = self._framework_optimizer
+            optimizer = optimizers.chosen(made, again, settings.state_dtype)
+        stack = ExitStack()
+        offloaded = stack.enter_context(
+            infinity.offload(
+                self.model,
+                settings.nvme,
+                optimizer=optimizer,
+                device=self.args.device,
+                compute_dtype=settings.compute_dtype,
+                device_memory=settings.device_memory,
+                host_memory=settings.host_memory,
+                activations=settings.activations,
+                weights=settings.weights,
+                max_parameter_bytes=settings.max_parameter_bytes,
+            )
+        )
+        if isinstance(optimizer, infinity.AdamW) and made is not None:
+            optimizers.set_groups(offloaded, made.param_groups, names)
+        return stack, offloaded
+
+    def _framework_optimizer(self) -> torch.optim.Optimizer:
+        """What this trainer would train the model in memory with; it has no state yet."""
+        self.optimizer = None
+        try:
+            return super().create_optimizer()
+        finally:
+            self.optimizer = None
+
+    def _prepare_model(self) -> None:
+        """Mixed precision, as ``accelerator.prepare`` does; placing is not its business here."""
+        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+        self.model._is_accelerate_prepared = True
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Weights go to the device when they are needed there."""
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        self.close()
+        return super().call_model_init(trial)
+
+    # Training.
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        folders.recover(Path(self.args.output_dir))
+        try:
+            outcome = super().train(*args, **kwargs)
+        except BaseException:
+            self.is_in_train = False
+            self._finish_saves_after_failure()
+            raise
+        self._finish_saves()
+        return outcome
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Offload the model for training; the optimizer is that of the offloaded one."""
+        self._open(trains=True)
+        return self.offloaded.optimizer
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        if self._created_lr_scheduler:
+            self.lr_scheduler = None
+            self._created_lr_scheduler = False
+        self.create_optimizer()
+        self._prepare_model()
+        self.create_scheduler(num_training_steps=max_steps)
+        self.model_wrapped = self.model
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._offload_saves is not None:
+            self._offload_saves.publish_if_done()
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return self.offloaded.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.offloaded.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._finish_saves()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self._open(trains=self._will_train())
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        self._open(trains=self._will_train())
+        return super().predict(*args, **kwargs)
+
+    def _will_train(self) -> bool:
+        """Whether a model that is offloaded now gets optimizer state."""
+        return self.is_in_train or self.train_dataset is not None
+
+    # Saving.
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As ever, in a folder that becomes ``checkpoint-<step>`` when all of it is durable."""
+        self._finish_saves()
+        run = Path(super()._get_output_dir(trial))
+        self._offload_saves = saves = Saves(run, f"checkpoint-{self.state.global_step}", self)
+        with saves.staging():
+            super()._save_checkpoint(model, trial)
+            saves.staged()
+        if not self._may_publish_later():
+            self._finish_saves()
+
+    def _get_output_dir(self, trial: Any) -> str:
+        saves = self._offload_saves
+        if saves is not None and saves.is_staging:
+            return str(saves.staging_folder)
+        return super()._get_output_dir(trial)
+
+    def _may_publish_later(self) -> bool:
+        """Unless something looks for the folder as soon as it is said to be saved."""
+        watchers = [
+            type(callback)
+            for callback in self.callback_handler.callbacks
+            if not _leaves_saves_alone(type(callback))
+        ]
+        return not (watchers or self.args.push_to_hub or self.args.enable_jit_checkpoint)
+
+    def _finish_saves(self) -> None:
+        saves, self._offload_saves = self._offload_saves, None
+        if saves is not None:
+            saves.finish()
+
+    def _finish_saves_after_failure(self) -> None:
+        """What was saved before something else failed is a checkpoint, too."""
+        try:
+            self._finish_saves()
+        except Exception:
+            logger.exception("a checkpoint could not be saved, while training was stopped")
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self._offload_block is None or state_dict is not None:
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        saves = self._offload_saves
+        if saves is not None and saves.is_staging:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write_folder(folder)
+            return
+        with folders.replacing(folder) as staged:
+            self._write_folder(staged)
+
+    def _write_folder(self, folder: Path) -> None:
+        weights.write_model(self.offloaded, folder)
+        processing = self.processing_class
+        if processing is None:
+            processing = getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        saves, path = self._offload_saves, Path(output_dir) / STATE
+        if saves is not None and saves.is_staging:
+            saves.pending = self.offloaded.save(path, block=False)
+        else:
+            self.offloaded.save(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that its state has none of the optimizer
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    # Loading.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights come with the rest where we saved them; see ``_load_optimizer_and_scheduler``."""
+        folder = Path(resume_from_checkpoint)
+        if (folder / STATE).is_dir():
+            return
+        if (folder / "optimizer.pt").exists():
+            raise ValueError(
+                f"{folder} was saved by a trainer that keeps its optimizer in memory, whose "
+                "optimizer.pt cannot be taken over; train on from its weights alone: pass "
+                f"weights={str(folder)!r} and leave resume_from_checkpoint out"
+            )
+        if not weights.has_weights(folder):
+            raise ValueError(f"Can't find a valid checkpoint at {folder}")
+        self._open(trains=True)
+        self._read_folder(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / STATE).is_dir():
+            return
+        self.offloaded.load(Path(checkpoint) / STATE)
+        state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        folder = Path(self.state.best_model_checkpoint or "")
+        logger.info("Loading best model from %s (score: %s).", folder, self.state.best_metric)
+        if (folder / STATE).is_dir():
+            weights.read_state(self.offloaded, folder / STATE)
+        else:
+            self._read_folder(folder)
+
+    def _read_folder(self, folder: Path) -> None:
+        missing = weights.read_folder(self.offloaded, folder)
+        if missing:
+            logger.warning("%s has no values of %s", folder, ", ".join(missing))
+
+
+class OffloadTrainer(OffloadMixin, Trainer):
+    """``transformers.Trainer`` within a budget, see ``OffloadMixin``."""
+
+
+class Block:
+    """A model that is offloaded, until ``close`` or until nothing refers to this any more."""
+
+    def __init__(self, entered: tuple[ExitStack, infinity.OffloadedModel], *, trains: bool) -> None:
+        stack, self.offloaded = entered
+        self.trains = trains
+        self._leave = weakref.finalize(self, stack.close)
+        self._leave.atexit = False  # there, it would read the whole model into memory for nothing
+
+    def close(self) -> None:
+        self._leave()
+
+
+def _leaves_saves_alone(callback: type) -> bool:
+    from transformers import TrainerCallback
+
+    return callback.on_save is TrainerCallback.on_save  # type: ignore[attr-defined]
