@@ -118,9 +118,16 @@ class Core:
         except BaseException:
             # An interrupt may have kept the call from being made. C says what it will report;
             # of the rest nobody has an operation.
-            for native in batch:
-                if not native.accepted:
-                    self._release(native.token, *entries[native.token])
+            while True:
+                try:
+                    for native in batch:
+                        if not native.accepted:
+                            self._release(native.token, *entries[native.token])
+                    break
+                except Exception:
+                    raise
+                except BaseException:  # another interrupt; what is left here would never end
+                    pass
             raise
         for native in batch:
             if not native.accepted:  # the engine is being closed meanwhile

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ class BackwardPasses:
         self._lock = threading.Lock()
         self._known: dict[int, weakref.ref[_End]] = {}
         """By what autograd numbers them with."""
-        self._alone: list[threading.Thread] = []
+        self._alone: dict[FrameType, threading.Thread] = {}
+        """By the call that it is run in."""
 
     def brings(self) -> None:
         """A gradient arrives, of the pass that runs on this thread.
@@ -47,23 +49,28 @@ class BackwardPasses:
             self._known[number] = weakref.ref(end)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """A pass is run inside, from its beginning to its end. Raises as ``brings``."""
+    def alone(self, call: FrameType) -> Iterator[None]:
+        """A pass is run inside, in ``call``, from its beginning to its end. Raises as
+        ``brings``.
+        """
         thread = threading.current_thread()
-        with self._lock:
-            self._check(thread)
-            self._alone.append(thread)
         try:
+            with self._lock:
+                self._check(thread)
+                self._alone[call] = thread
             yield
         finally:
-            self._alone.remove(thread)
+            self._alone.pop(call, None)
 
     def _check(self, thread: threading.Thread) -> None:
         for number, end in [*self._known.items()]:
             if (found := end()) is None or found.has_come:
                 del self._known[number]
+        for call in [*self._alone]:
+            if has_ended(call):  # an interrupt kept it from being taken off
+                self._alone.pop(call, None)
         ends = [end() for end in self._known.values()]
-        for other in [*self._alone, *(end.thread for end in ends if end is not None)]:
+        for other in [*self._alone.values(), *(end.thread for end in ends if end is not None)]:
             if other is not thread:
                 raise RuntimeError(
                     f"backward passes of an offloaded model run on two threads at once, "
@@ -71,6 +78,17 @@ class BackwardPasses:
                     "would be a matter of chance; begin one when the other has ended (forward "
                     "passes may overlap)"
                 )
+
+
+def has_ended(call: FrameType) -> bool:
+    """Also for a frame of another thread. Python itself tells, and it alone, since it refuses to
+    clear what runs; what has ended loses its variables, which nobody misses.
+    """
+    try:
+        call.clear()
+    except RuntimeError:
+        return False
+    return True
 
 
 class _End:

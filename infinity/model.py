@@ -34,6 +34,7 @@ from infinity.ranks.context import Sharing
 from infinity.report import Report, make_report, write_trace
 from infinity.restoring import Restoring
 from infinity.values import loading, persistence
+from swap.apart import run_apart
 from swap.forks import check_process
 from swap.plan.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
 from swap.storage.endurance import DRIVE_ENDURANCE
@@ -108,7 +109,8 @@ class OffloadedModel:
         step is done then.
         """
         self._check_open()
-        self.optimizer.step()
+        with self._gradients.cleared_after_step():
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -116,7 +118,7 @@ class OffloadedModel:
         ``RuntimeError`` while another backward pass runs.
         """
         self._check_open()
-        with self._gradients.passes.alone():
+        with self._gradients.passes.alone(sys._getframe()):
             self._gradients.scale.backward(loss)
 
     @own_modes()
@@ -157,10 +159,8 @@ class OffloadedModel:
         return self._gradients.read(self._index_of(parameter))
 
     def flush(self) -> None:
-        """Wait until the last step is finished and every value is at home.
-
-        Raises ``AioError`` if the step was stopped by an I/O error; a further call tries to finish
-        it.
+        """Wait until the last step is finished and every value is at home. Raises ``AioError`` if
+        the step was stopped by an I/O error; a further call tries to finish it.
         """
         self._check_open()
         self.state.flush()
@@ -218,7 +218,7 @@ class OffloadedModel:
     def _loaded(self) -> None:
         self.optimizer.zero_grad()
         self._residency.reset()
-        self._versions.count_updates(range(len(self.records)))
+        run_apart(partial(self._versions.count_updates, range(len(self.records))), "infinity-load")
 
     def export(self, folder: str | os.PathLike[str]) -> list[str]:
         """Write the weights as Hugging Face safetensors shards with an index; returns the paths."""

@@ -71,6 +71,7 @@ class Activations:
         self._left_alone: set[int] = set()
         self._next = 0
         self._closed = False
+        self._is_consistent = True  # else an interrupt has come between two of these
 
     @property
     def peak_budget_bytes(self) -> int:
@@ -80,12 +81,14 @@ class Activations:
     def counts(self) -> dict[str, int]:
         """Bytes of what is saved for graphs that are alive, by where they are."""
         with self._lock:
-            self._drop_dead()
-            return {
+            self._begin()
+            counts = {
                 "in host": self.held_bytes,
                 "in host, peak": self.peak_bytes,
                 "on nvme": self._nvme_bytes(),
             }
+            self._is_consistent = True
+            return counts
 
     def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are in memory for as long as the model is offloaded, saved or not."""
@@ -98,15 +101,17 @@ class Activations:
         if not self._is_worth_it(tensor):
             return None
         with self._lock:
-            self._drop_dead()
+            self._begin()
             storage = self._find(tensor) or self._admit(tensor)
             if storage is None:
+                self._is_consistent = True
                 return None
             saved = SavedActivation(tensor, storage)
             storage.uses += 1
             self._uses[weakref.ref(saved, self._dead.put)] = storage
             self._saved(storage)
             self.peak_bytes = max(self.peak_bytes, self._taken_bytes())
+            self._is_consistent = True
         return saved
 
     def restore(self, saved: SavedActivation) -> torch.Tensor:
@@ -120,17 +125,18 @@ class Activations:
                     "a backward pass needs what its forward pass saved inside the offload block; "
                     "call backward inside the block"
                 )
-            self._drop_dead()
+            self._begin()
             tensor = saved.view(self._memory_of(saved.storage))
             self._restored(saved.storage)
             self.peak_bytes = max(self.peak_bytes, self._taken_bytes())
+            self._is_consistent = True
             return tensor
 
     def close(self) -> None:
         """Forget everything, remove the files. Idempotent."""
         with self._lock:
             self._closed = True
-            self._drop_dead()
+            self._begin()
             for storage in self._alive.values():
                 storage.memory = None
             self._alive.clear()
@@ -165,6 +171,13 @@ class Activations:
     def _restored(self, storage: SavedStorage) -> None:
         """A tensor over the memory of ``storage`` is on its way to a backward pass."""
 
+    def _take_stock(self) -> None:
+        """Only storages in ``_alive`` are needed; whatever else is held goes."""
+        self.held_bytes = 0
+        for storage in self._alive.values():
+            if storage.memory is not None:
+                self._hold(storage.nbytes)
+
     def _forget(self, storage: SavedStorage) -> None:
         """Nobody needs ``storage`` any more."""
         if storage.memory is not None:
@@ -172,6 +185,30 @@ class Activations:
         storage.memory = None
 
     # What they share.
+
+    def _begin(self) -> None:
+        """Of all that changes something, with the lock held; what it ends with sets
+        ``_is_consistent``. So what an interrupt, or an error, has cut in two is put right here.
+        """
+        if not self._is_consistent:
+            self._find_alive()
+            self._take_stock()
+        self._is_consistent = False
+        self._drop_dead()
+
+    def _find_alive(self) -> None:
+        """The tables, from what autograd holds."""
+        self._uses = {use: kept for use, kept in self._uses.items() if use() is not None}
+        storages = sorted({*self._uses.values()}, key=lambda storage: storage.number)
+        for storage in storages:
+            storage.uses = 0
+        for storage in self._uses.values():
+            storage.uses += 1
+        self._alive = {storage.number: storage for storage in storages}
+        self._known = {
+            key: known for key, known in self._known.items() if known.storage.number in self._alive
+        }
+        self._keys = {known.storage.number: key for key, known in self._known.items()}
 
     def _add(self, tensor: torch.Tensor, memory: torch.Tensor) -> SavedStorage:
         where = tensor.untyped_storage()
@@ -195,15 +232,17 @@ class Activations:
     def _drop_dead(self) -> None:
         while True:
             try:
-                storage = self._uses.pop(self._dead.get_nowait())
+                storage = self._uses.pop(self._dead.get_nowait(), None)
             except queue.Empty:
                 return
+            if storage is None:  # it was found when stock was taken
+                continue
             storage.uses -= 1
             if storage.uses or storage.number not in self._alive:
                 continue
             del self._alive[storage.number]
-            key = self._keys.pop(storage.number)
-            if key in self._known and self._known[key].storage is storage:
+            key = self._keys.pop(storage.number, None)
+            if key is not None and key in self._known and self._known[key].storage is storage:
                 del self._known[key]
             self._forget(storage)
 

@@ -9,7 +9,7 @@ storage) takes it from under a write, too; it is refused afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,9 +158,14 @@ class Volume:
             # Room in every directory, or the first would take all until it is full.
             self._extents.reserve(self._first_bytes)
             self._first_bytes = 0
-        storage.extent = self._extents.allocate(storage.nbytes)
-        write = self._extents.write(storage.extent, 0, as_bytes(storage.memory))
+        extent = self._extents.allocate(storage.nbytes)
+        try:
+            write = self._extents.write(extent, 0, as_bytes(storage.memory))
+        except Exception:
+            self._extents.release(extent)
+            raise
         storage.write = self._timeline.watch(write, _LABEL, purpose="activations")
+        storage.extent = extent  # last: who has one is written, or is being written
 
     def finish_write(self, storage: SavedStorage) -> None:
         """Wait until ``storage`` is on NVMe, writing it now if it is not. Raises ``AioError``; its
@@ -182,10 +187,11 @@ class Volume:
     def start_read(self, storage: SavedStorage, *, urgent: bool) -> None:
         """Give ``storage`` new memory, and start reading into it."""
         assert storage.extent is not None
-        storage.memory = page_aligned(storage.nbytes)
-        storage.address = storage.memory.data_ptr()
-        read = self._extents.read(storage.extent, 0, as_bytes(storage.memory), urgent=urgent)
+        memory = page_aligned(storage.nbytes)
+        read = self._extents.read(storage.extent, 0, as_bytes(memory), urgent=urgent)
         storage.read = self._timeline.watch(read, _LABEL, purpose="activations")
+        storage.address = memory.data_ptr()
+        storage.memory = memory  # last: what is there holds the bytes, or is being read
 
     def finish_read(self, storage: SavedStorage) -> None:
         """Wait until the memory of ``storage`` holds its bytes. Raises ``AioError``; it has no
@@ -218,6 +224,19 @@ class Volume:
             for operation in (self._leaving[0].write, self._leaving[0].read):
                 _look_at(operation)
 
+    def take_stock(self, alive: Collection[SavedStorage]) -> None:
+        """After an interrupt: nothing is needed but what ``alive`` storages have, and no transfer
+        is under way that they do not know of.
+        """
+        self._extents.drain()
+        for storage in alive:
+            if storage.extent is None:
+                storage.write = None
+            if storage.memory is None:
+                storage.read = None
+        self._leaving.clear()
+        self._extents.release_others([s.extent for s in alive if s.extent is not None])
+
     def close(self) -> None:
         """Remove the files. Idempotent."""
         self._undo.close()
@@ -235,9 +254,9 @@ class Volume:
         return True
 
     def _release(self, storage: SavedStorage) -> None:
-        assert storage.extent is not None
-        self._extents.release(storage.extent)
-        storage.extent = None
+        extent, storage.extent = storage.extent, None  # first: it is not to be released twice
+        assert extent is not None
+        self._extents.release(extent)
 
     def _result(self, operation: Operation) -> None:
         if operation.done():

@@ -143,6 +143,14 @@ class NvmeActivations(Activations):
         self._read_ahead()
         self._give_back()
 
+    def _take_stock(self) -> None:
+        if self._closed:
+            return
+        alive = self._alive.values()
+        self._volume.take_stock(alive)
+        self._in_memory = {s.number: s for s in alive if s.memory is not None}
+        super()._take_stock()
+
     def _forget(self, storage: SavedStorage) -> None:
         if storage.memory is not None:
             self._out_of_memory(storage)

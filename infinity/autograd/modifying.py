@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from infinity.autograd.residency import Residency
 from infinity.autograd.versions import Versions
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
+from swap.apart import run_apart
 
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor | None
 
@@ -38,8 +40,10 @@ class Loans:
         self._residency = residency
         self._sharing = sharing
         self._versions = versions
-        self._asked: Counter[int] = Counter()
-        self._modified: Counter[int] = Counter()
+        self._lent: dict[object, tuple[list[int], bool]] = {}
+        """Who asked, for what, and whether to modify it: the only table, for an interrupt would
+        leave two of them apart.
+        """
         self._is_over = False
 
     @contextmanager
@@ -49,10 +53,10 @@ class Loans:
         Raises ``RuntimeError`` naming what else was changed inside; nothing is taken back then.
         """
         indices = sorted({record.index for record in chosen})
-        new = [index for index in indices if not self._asked[index]]
-        self._asked.update(indices)
-        self._modified.update(indices if modify else ())
+        loan = object()
         try:
+            new = sorted({*indices} - self._asked())
+            self._lent[loan] = indices, modify
             self._hand_out(new)
             yield
             self._check_open()
@@ -60,13 +64,14 @@ class Loans:
             self._residency.check_faces(indices)
             if modify:
                 for index in indices:
-                    if self._modified[index] == 1:
+                    if self._modified()[index] == 1:
                         with own_modes():
                             self._sharing.write_back(self._records[index])
         finally:
-            self._modified.subtract(indices if modify else ())
-            self._asked.subtract(indices)
-            self._take_in([index for index in indices if not self._asked[index]])
+            try:
+                self._end(loan)
+            finally:
+                self._end(loan)  # should an interrupt have kept it from beginning
 
     def check_none(self, what: str) -> None:
         """Raises ``RuntimeError`` if a parameter is lent: ``what`` would change it at home."""
@@ -76,7 +81,7 @@ class Loans:
         """Raises ``RuntimeError`` if a parameter is lent to be modified: ``what`` reads it at
         home.
         """
-        self._refuse(+self._modified, what, "would write the values from before")
+        self._refuse(self._modified(), what, "would write the values from before")
 
     def _refuse(self, indices: Collection[int], what: str, why: str) -> None:
         if indices:
@@ -106,12 +111,26 @@ class Loans:
             for index in indices:
                 self._residency.put(index, self._sharing.weight_of(self._records[index]))
 
-    def _take_in(self, indices: Sequence[int]) -> None:
+    def _end(self, loan: object) -> None:
+        """Idempotent; an interrupt comes before or after."""
+        if loan in self._lent:
+            run_apart(partial(self._take_in, loan), "infinity-gathered")
+
+    def _take_in(self, loan: object) -> None:
+        indices, _ = self._lent.pop(loan)
+        indices = sorted({*indices} - self._asked())
         if not self._is_over:
             try:
                 self._residency.let_in(indices)
             finally:
                 self._versions.note(indices)
+
+    def _asked(self) -> set[int]:
+        return {index for indices, _ in self._lent.values() for index in indices}
+
+    def _modified(self) -> Counter[int]:
+        """How many asked for each to modify it."""
+        return Counter(i for indices, modify in self._lent.values() if modify for i in indices)
 
     def _check_open(self) -> None:
         if self._is_over:

@@ -23,27 +23,29 @@ class Phases:
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._forward_depth = 0
+        self._forwards: set[int] = set()
+        """Threads that one runs on, or did when an interrupt came."""
         self._forward_start = 0.0
         self._backward: tuple[float, float] | None = None
         self._lock = threading.RLock()
 
     def forward_begins(self) -> None:
-        """The outermost module begins its forward."""
+        """The outermost module begins its forward, inside no other."""
+        this = threading.get_ident()
         with self._lock:
-            if self._forward_depth == 0:
+            alive = {thread.ident for thread in threading.enumerate()} - {this}
+            self._forwards &= alive
+            if not self._forwards:
                 self.end_backward()
                 self._forward_start = time.perf_counter()
-            self._forward_depth += 1
+            self._forwards.add(this)
 
     def forward_ends(self) -> None:
         """It returned or raised."""
         with self._lock:
-            if self._forward_depth == 0:
-                return
-            self._forward_depth -= 1
-            if self._forward_depth == 0:
+            if self._forwards == {threading.get_ident()}:
                 self._timeline.add("forward", self._forward_start, time.perf_counter())
+            self._forwards.discard(threading.get_ident())
 
     def backward_works(self) -> None:
         """Autograd asked for a saved tensor or delivered a gradient."""

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.backward_passes import has_ended
 from infinity.parameters.parameter import (
     AbsentParameter,
     OffloadedParameter,
@@ -70,14 +71,7 @@ class _Frame:
     """The oldest first."""
 
     def has_ended(self) -> bool:
-        """Also for a frame of another thread. Python itself tells, and it alone, since it refuses
-        to clear what runs; what has ended loses its variables, which nobody misses.
-        """
-        try:
-            self.call.clear()
-        except RuntimeError:
-            return False
-        return True
+        return has_ended(self.call)
 
 
 class Residency:

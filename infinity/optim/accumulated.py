@@ -41,6 +41,10 @@ class Accumulated:
         self.clip_factor = 1.0
         self.passes = BackwardPasses()
         self._consumed: set[int] = set()
+        self._is_clearing = False
+        """Whether who takes a step now clears the gradients after it."""
+        self._is_to_be_cleared = False
+        """Whether he was to, and has not yet: an interrupt may have kept him from it."""
         self._adding = threading.Lock()
 
     @property
@@ -96,6 +100,8 @@ class Accumulated:
         except RuntimeError as refusal:
             self._state.gradients.lose(index, refusal)
             raise
+        if self._is_to_be_cleared:
+            self._forget_used()
         if index in self._consumed:
             raise RuntimeError(
                 f"{self._records[index].name} got a gradient on top of one that a step has used; "
@@ -115,6 +121,18 @@ class Accumulated:
         """A step has used these, or was skipped because of them: they are to be cleared."""
         self.clip_factor = 1.0
         self._consumed.update(indices)
+        self._is_to_be_cleared = self._is_clearing
+
+    @contextmanager
+    def cleared_after_step(self) -> Iterator[None]:
+        """A step is taken inside, and ``clear`` is called after it: or, if an interrupt comes
+        between, what was used is forgotten when the next gradient arrives.
+        """
+        self._is_clearing = True
+        try:
+            yield
+        finally:
+            self._is_clearing = False
 
     def take_left(self) -> None:
         """Take what an interrupted backward pass left on parameters, where autograd has put it."""
@@ -128,8 +146,12 @@ class Accumulated:
             take_grad(record.parameter)  # an interrupt may have left it there
         self._sharing.drop_gradients()
         self._state.clear_gradients()
+        self._forget_used()
+
+    def _forget_used(self) -> None:
         self._consumed.clear()
         self._forget_factors()
+        self._is_to_be_cleared = False
 
     @contextmanager
     def _or_lost(self, *indices: int) -> Iterator[None]:

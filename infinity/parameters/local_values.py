@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from infinity.parameters.records import Record
+from swap.apart import run_apart
 from swap.plain import check_memory
 from swap.tiered import TieredState
 
@@ -30,8 +31,12 @@ def write_back(state: TieredState, record: Record) -> None:
     master = state.read_values(record.index, 0, record.spec.numel)
     changed = before != after
     master = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
-    state.fill(record.index, master)
-    state.weights.drop()
+
+    def fill() -> None:
+        state.fill(record.index, master)
+        state.weights.drop()
+
+    run_apart(fill, "infinity-modify")  # an interrupt comes before or after
 
 
 def read_values(state: TieredState, record: Record, out: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -48,8 +48,6 @@ class SpillWriter:
         self._extents = extents
         self._timeline = timeline
         self._chunks: list[_Chunk] = []
-        self._may_be_unrecorded = False
-        """Whether a write may be under way that is none of a chunk's."""
         self._lock = threading.Lock()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -69,9 +67,13 @@ class SpillWriter:
 
     def write(self, segment: Segment, extent: Extent, start: int, values: torch.Tensor) -> None:
         """Start writing a buffer, which is the writer's from now on."""
-        with self._submitting():
+
+        def begin() -> None:
             operation = self._submit(segment, extent, start, values)
             self._chunks.append(_Chunk(segment, extent, start, values, operation))
+
+        with self._lock:
+            self._extents.run_drained(begin)
 
     def settle(self, subgroup: int) -> None:
         """Wait until all chunks of ``subgroup`` are on the SSD; raises ``AioError``."""
@@ -117,36 +119,21 @@ class SpillWriter:
         return None
 
     def _write_again(self, chunk: _Chunk, failed: Operation) -> None:
-        with self._submitting():
+        def begin() -> None:
+            chunk.operation = self._submit(chunk.segment, chunk.extent, chunk.start, chunk.values)
+
+        with self._lock:
             if chunk.operation is failed:
-                chunk.operation = self._submit(
-                    chunk.segment, chunk.extent, chunk.start, chunk.values
-                )
+                self._extents.run_drained(begin)
 
     def _select(self, wanted: Callable[[Segment], bool]) -> list[_Chunk]:
         with self._lock:
-            self._await_unrecorded()
             return [chunk for chunk in self._chunks if wanted(chunk.segment)]
 
     def _remove(self, chunk: _Chunk) -> None:
         with self._lock:
             if chunk in self._chunks:
                 self._chunks.remove(chunk)
-
-    @contextlib.contextmanager
-    def _submitting(self) -> Iterator[None]:
-        """A write is submitted inside and recorded, unless something is raised."""
-        with self._lock:
-            self._await_unrecorded()
-            self._may_be_unrecorded = True
-            yield
-            self._may_be_unrecorded = False
-
-    def _await_unrecorded(self) -> None:
-        """With the lock held."""
-        if self._may_be_unrecorded:
-            self._extents.drain()
-            self._may_be_unrecorded = False
 
     def _submit(
         self, segment: Segment, extent: Extent, start: int, values: torch.Tensor

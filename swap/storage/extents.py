@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aio import AioError, Engine, Operation, RangeAllocator, Request
 from swap.storage.directory import SwapDirectory
 from swap.storage.joined import JoinedOperation
 
+T = TypeVar("T")
 ALIGNMENT = 4096
 _GROWTH_BYTES = 64 * 1024 * 1024
 _GROWTH_PARTS = 16
@@ -168,6 +169,39 @@ class ExtentStore:
         """Write ``buffer`` at byte ``start`` of ``extent``; it is the engine's until reaped."""
         return self._transfer("write", extent, start, buffer, 2)
 
+    def release_others(self, known: Iterable[Extent]) -> None:
+        """Give back every extent but ``known`` and pinned ones, after an interrupt that may have
+        lost sight of some. To be called by who has all of them, with no transfer under way.
+        """
+        with self._lock:
+            kept: list[list[int]] = [[] for _ in self._volumes]
+            for extent in (*known, *self._pins):
+                for piece in extent.ranges:
+                    kept[piece.directory].append(piece.offset)
+            for volume, offsets in zip(self._volumes, kept, strict=True):
+                volume.ranges.release_others(offsets)
+
+    def run_drained(self, action: Callable[[], T]) -> T:
+        """Run ``action``, which begins transfers and takes note of their operations.
+
+        When it raises, every transfer has ended before what it raised goes on: also one whose
+        operation an interrupt kept from being noted, and however many interrupts come.
+        """
+        try:
+            return action()
+        except BaseException:
+            # Not in a function of its own, see ``run_apart``: the second of two signals comes up
+            # at the very next call.
+            while True:
+                try:
+                    self.drain()
+                    break
+                except Exception:  # there is no waiting here, nor is there an interrupt
+                    break
+                except BaseException:  # one is on its way, which says so
+                    pass
+            raise
+
     def drain(self) -> None:
         """Wait until every transfer that was begun has ended, also one whose operation an interrupt
         kept from its caller. What became of it is not told.
@@ -186,16 +220,16 @@ class ExtentStore:
         if not extent.pieces:
             return self._submit(self._request(kind, extent, start, buffer), extent, use)
         whole = self._request(kind, extent.pieces[0], start, buffer)
-        operations: list[Operation] = []
-        try:
+
+        def submit_all() -> Operation:
+            operations: list[Operation] = []
             for piece, first, part in _parts(extent, start, buffer):
                 request = self._request(kind, piece, first, part)
                 operations.append(self._submit(request, piece, use))
-        except BaseException:  # what is under way must not outlive the caller's hold on the buffer
-            with suppress(AioError):
-                JoinedOperation(whole, operations).result()
-            raise
-        return JoinedOperation(whole, operations)
+            return JoinedOperation(whole, operations)
+
+        # What is under way must not outlive the caller's hold on the buffer.
+        return self.run_drained(submit_all)
 
     def _request(self, kind: Any, extent: Extent, start: int, buffer: Any) -> Request:
         file = self._volumes[extent.directory].directory.file

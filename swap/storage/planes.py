@@ -8,7 +8,7 @@ are all still zero (moments before the first step) has no extent and is never re
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from aio import AioError, Operation, Slab
+from swap.apart import run_apart
 from swap.kernels import copy_bytes
 from swap.plain import check_plain, plain
 from swap.plan.layout import PAGE, Plane, Segment, Subgroup
@@ -142,7 +143,12 @@ class PlaneStore:
         return pinned
 
     def zero(self, name: str) -> None:
-        """Make every plane of that name all zeros, wherever it is."""
+        """Make every plane of that name all zeros, wherever it is; an interrupt comes before or
+        after.
+        """
+        run_apart(partial(self._zero, name), "infinity-zero")
+
+    def _zero(self, name: str) -> None:
         for (_, plane), tensor in self._host.items():
             if plane == name:
                 tensor.zero_()
@@ -157,16 +163,20 @@ class PlaneStore:
         Raises ``AioError``; ``out`` is the caller's again then, too. The caller sees to it that no
         update is under way.
         """
-        with _ended_together() as pending:
-            for segment, low, part in self._overlaps(parameter, name, start, out):
-                if self.is_host(segment.subgroup):
-                    part.copy_(self._host[segment.subgroup, name][low : low + part.numel()])
-                    continue
-                extent = self.extent(segment.subgroup, name)
-                if extent is None:
-                    part.zero_()
-                else:
-                    self._start("read", extent, low, part, pending)
+        self._together(partial(self._read, parameter, name, start, out))
+
+    def _read(
+        self, parameter: int, name: str, start: int, out: torch.Tensor, pending: list[Operation]
+    ) -> None:
+        for segment, low, part in self._overlaps(parameter, name, start, out):
+            if self.is_host(segment.subgroup):
+                part.copy_(self._host[segment.subgroup, name][low : low + part.numel()])
+                continue
+            extent = self.extent(segment.subgroup, name)
+            if extent is None:
+                part.zero_()
+            else:
+                self._start("read", extent, low, part, pending)
 
     def write(self, parameter: int, name: str, start: int, values: torch.Tensor) -> None:
         """Overwrite values ``[start, start + len(values))`` of one plane in place (no
@@ -175,16 +185,36 @@ class PlaneStore:
         For filling and loading, with no update under way; several threads may write different
         ones. Raises ``AioError``; ``values`` is the caller's again then, too.
         """
-        with _ended_together() as pending:
-            for segment, low, part in self._overlaps(parameter, name, start, values):
-                if self.is_host(segment.subgroup):
-                    self._host[segment.subgroup, name][low : low + part.numel()].copy_(part)
-                    continue
-                with self._filling:
+        self._together(partial(self._write, parameter, name, start, values))
+
+    def _write(
+        self, parameter: int, name: str, start: int, values: torch.Tensor, pending: list[Operation]
+    ) -> None:
+        for segment, low, part in self._overlaps(parameter, name, start, values):
+            if self.is_host(segment.subgroup):
+                self._host[segment.subgroup, name][low : low + part.numel()].copy_(part)
+                continue
+            with self._filling:
+                extent = self.extent(segment.subgroup, name)
+                if extent is None:
+                    # Apart, so that an interrupt leaves no extent to nobody.
+                    fill = partial(self._fill_with_zeros, segment.subgroup, name)
+                    run_apart(fill, "infinity-fill")
                     extent = self.extent(segment.subgroup, name)
-                    if extent is None:
-                        extent = self._fill_with_zeros(segment.subgroup, name)
-                self._start("write", extent, low, part, pending)
+                    assert extent is not None
+            self._start("write", extent, low, part, pending)
+
+    def _together(self, begin: Callable[[list[Operation]], None]) -> None:
+        """Begin transfers, and wait for all of them."""
+
+        def run() -> None:
+            with _ended_together() as pending:
+                begin(pending)
+
+        if self._extents is None:
+            run()
+        else:
+            self._extents.run_drained(run)
 
     def _overlaps(
         self, parameter: int, name: str, start: int, tensor: torch.Tensor
@@ -237,7 +267,7 @@ class PlaneStore:
                 extent = self._extents.allocate(plane.nbytes(group.numel))
             self._on_nvme[group.index, plane.name] = extent
 
-    def _fill_with_zeros(self, subgroup: int, name: str) -> Extent:
+    def _fill_with_zeros(self, subgroup: int, name: str) -> None:
         assert self._extents is not None
         nbytes = self.plane(subgroup, name).nbytes(self.layout.subgroups[subgroup].numel)
         extent = self._extents.allocate(nbytes)
@@ -248,7 +278,6 @@ class PlaneStore:
             self._extents.release(extent)
             raise
         self.publish(subgroup, {name: extent})
-        return extent
 
     def _drop(self, subgroup: int, name: str) -> None:
         assert self._extents is not None
@@ -268,9 +297,7 @@ class PlaneStore:
 
 @contextmanager
 def _ended_together() -> Iterator[list[Operation]]:
-    """Transfers that have all ended when the block is left, however it is left; raises the first
-    failure among them.
-    """
+    """Transfers that have all ended when the block is left; raises the first failure among them."""
     pending: list[Operation] = []
     failure: AioError | None = None
     try:

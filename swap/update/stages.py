@@ -8,8 +8,9 @@ was before the step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -132,9 +133,8 @@ class Stages:
             data = as_bytes(plane)
             extent = self._extents.allocate(data.nbytes)
             job.extents[name] = extent
-            write = self._extents.write(extent, 0, data)
             label = f"subgroup {job.subgroup.index} {name}"
-            job.writes.append(self._timeline.watch(write, label, purpose=_purpose(name)))
+            self._begin(job.writes, partial(self._extents.write, extent, 0, data), label, name)
 
     def is_written(self, job: Job) -> bool:
         return all(operation.done() for operation in job.writes)
@@ -242,9 +242,17 @@ class Stages:
         assert extent is not None
         part = job.planes[name][first:last]
         start = first * part.dtype.itemsize
-        operation = self._extents.read(extent, start, as_bytes(part), urgent=False)
-        label = f"subgroup {job.subgroup.index} {name}"
-        job.reads.append(self._timeline.watch(operation, label, purpose=_purpose(name)))
+        submit = partial(self._extents.read, extent, start, as_bytes(part), urgent=False)
+        self._begin(job.reads, submit, f"subgroup {job.subgroup.index} {name}", name)
+
+    def _begin(
+        self, noted: list[Operation], submit: Callable[[], Operation], label: str, plane: str
+    ) -> None:
+        """A transfer of the staging slot, which nobody else gets while it is under way."""
+        assert self._extents is not None
+        self._extents.run_drained(
+            lambda: noted.append(self._timeline.watch(submit(), label, purpose=_purpose(plane)))
+        )
 
     def _apply(self, job: Job, segment: Segment, update: ParameterUpdate, scale: float) -> None:
         assert job.gradient is not None

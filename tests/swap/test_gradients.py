@@ -184,7 +184,7 @@ def test_gradient_added_after_an_interrupt_survives_the_writes_of_the_one_before
         patched.setattr(rig.extents, "write", cut)
         with pytest.raises(KeyboardInterrupt):
             rig.store.add(5, random_values(1, SIZES[5]))
-    assert rig.engine.num_in_flight == after + 1
+    assert rig.engine.num_in_flight == 0
     rig.act("clear", 5, seed=0)
     rig.add(5, seed=2)
     rig.store.settle()

@@ -19,6 +19,7 @@ from swap.plan.layout import PIECE, pack
 from swap.storage.planes import as_bytes, as_tensor
 from swap.tiered import TieredState
 from tests.support.examples import examples
+from tests.support.interrupts import interrupt, sampled
 from tests.support.late_engine import Faults, LateEngine
 from tests.support.tiers import (
     RULE,
@@ -177,6 +178,65 @@ def test_error_is_raised_when_nothing_uses_the_callers_memory_any_more(
             transfer(0, "weight", 0, values)
         assert caught.value.errno == errno.EIO
         assert rig.engine.num_in_flight == 0
+
+
+@pytest.mark.parametrize("num_interrupts", [1, 3])
+@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_transfer_that_an_interrupt_kept_from_being_noted_has_ended(
+    tmp_path: Path,
+    kind: str,
+    is_aligned: bool,
+    num_interrupts: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with rig_in(tmp_path) as rig:
+        fill_both(rig.state, rig.plain)
+        extents, engine = rig.state.extents, rig.engine
+        assert extents is not None
+        assert engine is not None
+        engine.eager = 0.0
+        submit, drain, left = getattr(extents, kind), engine.drain, [None] * num_interrupts
+
+        def cut(*arguments: Any, **options: Any) -> None:
+            submit(*arguments, **options)
+            left.pop()
+            raise KeyboardInterrupt
+
+        def cut_drain() -> None:
+            if left:
+                left.pop()
+                raise KeyboardInterrupt
+            drain()
+
+        monkeypatch.setattr(extents, kind, cut)
+        monkeypatch.setattr(engine, "drain", cut_drain)
+        values = torch.zeros(SIZES[0] + 1)[0 if is_aligned else 1 :][: SIZES[0]]
+        transfer = rig.planes.read if kind == "read" else rig.planes.write
+        with pytest.raises(KeyboardInterrupt):
+            transfer(0, "weight", 0, values)
+        assert engine.num_in_flight == 0
+        assert not left
+
+
+def test_plane_that_an_interrupt_came_into_as_it_was_made_leaves_no_extent_to_nobody(
+    tmp_path: Path,
+) -> None:
+    with rig_in(tmp_path) as rig:
+        extents = rig.state.extents
+        assert extents is not None
+        used = extents.used_bytes
+        values = random_values(0, SIZES[0])
+
+        def write() -> None:
+            rig.planes.write(0, "exp_avg", 0, values)
+
+        total = interrupt(write, None).seen
+        for number in sampled(total, 40):
+            for action in (lambda: rig.planes.zero("exp_avg"), write):
+                interrupt(action, number)
+            rig.planes.zero("exp_avg")
+            assert extents.used_bytes == used
 
 
 @pytest.mark.parametrize("kind", ["write", "allocate"])

@@ -1,0 +1,41 @@
+"""Ctrl-C at any line of what a run does: it goes on with the same bits, and nothing is left."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.interrupted_runs import ACTIONS, Run, Scenario, running
+from tests.support.interrupts import sampled
+
+NUM_SAMPLES = 2
+SCENARIOS = [
+    Scenario(activations, is_least)
+    for activations in ("keep", "host", "nvme")
+    for is_least in (True, False)
+]
+
+
+def check(run: Run, action: str, wanted: int, seed: int) -> None:
+    lines, wrong = run.interrupted(action, None)
+    assert wrong == "", action
+    for number in sampled(lines.seen, wanted, seed):
+        lines, wrong = run.interrupted(action, number)
+        assert wrong == "", f"{run.scenario}: {action} interrupted at {lines.line}, line {number}"
+
+
+@pytest.mark.timeout(300)
+def test_interrupted_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    with running(Scenario("nvme", is_least=True), tmp_path) as run:
+        for action in ("forward", "backward", "step", "modify"):
+            check(run, action, NUM_SAMPLES, seed=1)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_run_interrupted_at_many_lines_goes_on_with_the_same_bits(
+    scenario: Scenario, action: str, tmp_path: Path
+) -> None:
+    with running(scenario, tmp_path) as run:
+        check(run, action, 30, seed=0)

@@ -1,0 +1,272 @@
+"""A run that is interrupted at a chosen line of one of the things it does, and then goes on.
+
+What each leaves is compared with an undisturbed run: values are as before or as after it, what
+comes next has the same bits, and memory, files and descriptors are those that were there before.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from infinity import OffloadedModel
+from tests.support.interrupts import Lines, interrupt
+from tests.support.tiers import Leftovers
+from tests.support.training import WHOLE, least_budget, same_bits
+
+WIDTH = 130
+BATCH = 512
+"""So that what autograd saves is large enough to be taken by ``activations=``."""
+ACTIVATION_BYTES = 700_000
+"""Less than one forward pass saves."""
+WARM_UP = 3
+"""Steps after which updates begin during the backward pass."""
+
+Values = dict[str, torch.Tensor]
+
+
+class Layer(nn.Module):
+    """Reaches for the weights of an inner module, beside calling one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.linear(torch.tanh(self.inner(x)), self.out.weight, self.out.bias)
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Layer() for _ in range(4)])
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """How a model is offloaded."""
+
+    activations: str
+    is_least: bool
+
+    def __str__(self) -> str:
+        return f"{self.activations}, {'least' if self.is_least else 'ample'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Values of the model after a number of steps."""
+
+    steps: int
+    values: Values
+
+
+class Run:
+    """A model in an offload block, which goes back to the same point of its training before each
+    interrupt.
+    """
+
+    def __init__(
+        self, scenario: Scenario, model: nn.Module, offloaded: OffloadedModel, folder: Path
+    ) -> None:
+        self.scenario = scenario
+        self.model = model
+        self.offloaded = offloaded
+        self.folder = folder
+        self.loss: torch.Tensor | None = None
+        activations: Any = offloaded._activations
+        if scenario.activations != "keep":
+            activations.budget_bytes = ACTIVATION_BYTES
+        self.activations = activations
+        for _ in range(WARM_UP):
+            self.train()
+        self.start = self.saved("start")
+        self.train()
+        self.next = self.saved("next")
+        self.train()
+        self.later = self.now()
+        self.go_back()
+        self.train()
+        self.remains = self._remains()
+
+    # What a run does.
+
+    def forward(self) -> None:
+        self.loss = self.model(torch.ones(BATCH, WIDTH)).square().mean()
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+
+    def step(self) -> None:
+        self.offloaded.step()
+
+    def flush(self) -> None:
+        self.offloaded.flush()
+
+    def train(self) -> None:
+        self.forward()
+        self.backward()
+        self.step()
+
+    def modify(self) -> None:
+        with self.offloaded.gathered(modify=True), torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.next.values[name])
+
+    def save(self) -> None:
+        self.offloaded.save(self.folder / "other")
+
+    def save_behind(self) -> None:
+        self.offloaded.save(self.folder / "other", block=False).result()
+
+    def load(self) -> None:
+        self.offloaded.load(self.folder / "next")
+
+    # What comes before and after.
+
+    def now(self) -> Moment:
+        with self.offloaded.gathered():
+            values = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        return Moment(max(self.offloaded.steps), values)
+
+    def saved(self, name: str) -> Moment:
+        self.offloaded.save(self.folder / name)
+        return self.now()
+
+    def go_back(self) -> None:
+        self.loss = None
+        self.offloaded.load(self.folder / "start")
+
+    def _remains(self) -> dict[str, Any]:
+        """What must be the same whenever the model is at rest."""
+        state = self.offloaded.state
+        self.loss = None
+        self.offloaded.flush()
+        state.weights.drop()
+        gc.collect()
+        found: dict[str, Any] = {name: slab.used_bytes for name, slab in state.slabs.items()}
+        if state.extents is not None:
+            found["extents"] = state.extents.used_bytes
+        found["activations"] = self.activations.counts() | {"in host, peak": 0}
+        found["pins"] = len(state.weights._pins)
+        found["held"] = len([*self.offloaded._residency.held])
+        found["rest"] = Leftovers.of(self.folder / "nvme")
+        return found
+
+    def undisturbed_after(self, action: str) -> str:
+        """What is wrong after an interrupt of ``action``, if something is."""
+        wrong = str(getattr(self, f"_after_{action}")())
+        if wrong:
+            return wrong
+        if (remains := self._remains()) != self.remains:
+            return f"left behind: {_difference(remains, self.remains)}"
+        return ""
+
+    def before(self, action: str) -> None:
+        """Come to where ``action`` can be taken."""
+        self.go_back()
+        if action in ("backward", "step", "flush"):
+            self.forward()
+        if action in ("step", "flush"):
+            self.backward()
+        if action == "flush":
+            self.step()
+        if action in ("save", "save_behind"):
+            self.offloaded.save(self.folder / "other")
+
+    def _after_forward(self) -> str:
+        self.loss = None
+        self.offloaded.optimizer.zero_grad()
+        return self._goes_on()
+
+    _after_backward = _after_forward
+
+    def _after_step(self) -> str:
+        if max(self.offloaded.steps) == self.start.steps:
+            self.step()
+        return self._goes_on()
+
+    def _after_flush(self) -> str:
+        return self._goes_on()
+
+    def _after_modify(self) -> str:
+        found = self.now().values
+        for name, value in found.items():
+            if not any(same_bits(value, m.values[name]) for m in (self.start, self.next)):
+                return f"{name} is neither as before nor as after"
+        self.go_back()
+        return self._goes_on()
+
+    def _after_save(self) -> str:
+        self.offloaded.load(self.folder / "other")
+        return self._goes_on()
+
+    _after_save_behind = _after_save
+
+    def _after_load(self) -> str:
+        self.load()
+        return self._is(self.next) or self._goes_on()
+
+    def _goes_on(self) -> str:
+        """As an undisturbed run does, until ``later``."""
+        if max(self.offloaded.steps) == self.start.steps:
+            if wrong := self._is(self.start):
+                return wrong
+            self.train()
+        if wrong := self._is(self.next):
+            return wrong
+        self.train()
+        return self._is(self.later)
+
+    def _is(self, expected: Moment) -> str:
+        found = self.now()
+        if found.steps != expected.steps or {*self.offloaded.steps} != {expected.steps}:
+            return f"steps are {self.offloaded.steps}, not {expected.steps}"
+        for name, value in expected.values.items():
+            if not same_bits(found.values[name], value):
+                return f"{name} differs after {expected.steps} steps"
+        return ""
+
+    def interrupted(self, action: str, number: int | None) -> tuple[Lines, str]:
+        """``action``, interrupted at its line ``number``, and what is wrong with what follows."""
+        self.before(action)
+        lines = interrupt(getattr(self, action), number)
+        try:
+            return lines, self.undisturbed_after(action)
+        except Exception as error:
+            return lines, f"{type(error).__name__}: {error}"
+
+
+ACTIONS = ("forward", "backward", "step", "flush", "modify", "save", "save_behind", "load")
+
+
+def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {value} not {expected[key]}"
+        for key, value in found.items()
+        if value != expected[key]
+    )
+
+
+@contextmanager
+def running(scenario: Scenario, folder: Path) -> Iterator[Run]:
+    """A run in ``folder``."""
+    nvme = folder / "nvme"
+    nvme.mkdir()
+    offload = partial(infinity.offload, activations=scenario.activations)
+    host_memory = WHOLE
+    if scenario.is_least:
+        host_memory = least_budget(make, nvme, activations=scenario.activations)
+    model = make()
+    with offload(model, nvme, host_memory=host_memory) as offloaded:
+        yield Run(scenario, model, offloaded, folder)
