@@ -49,6 +49,7 @@ from swap.plan.placement import Placement
 from swap.plan.rules import FrozenRule, UpdateRule
 from swap.storage.bandwidth import shares
 from swap.storage.directory import reclaim
+from swap.storage.heap import SmallHeap, give_back_freed_memory
 from swap.tiered import TieredState
 from swap.undo import Undo
 
@@ -139,6 +140,7 @@ def _begin(model: nn.Module, given: Arguments, undo: Undo) -> OffloadedModel:
 def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) -> OffloadedModel:
     """Offload ``model``; ``undo`` undoes all of it."""
     dtype = options.compute_dtype
+    undo.enter_context(SmallHeap())
     with together(ranks):
         check_model(model)
         for directory in options.directories:
@@ -189,6 +191,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     offloaded.optimizer = optimizer_for(options.optimizer, inner, records, offloaded)
     undo.enter_context(WithoutWeakReferences(model))
     offloaded.attach(undo)
+    give_back_freed_memory()  # which the model had its values in
     return offloaded
 
 

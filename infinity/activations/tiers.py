@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 
 from aio import AioError
-from infinity.activations.malloc import give_back_freed_memory
 from infinity.activations.offloading import Activations
 from infinity.activations.storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of
+from swap.storage.heap import give_back_freed_memory
 from swap.storage.planes import page_aligned
 from swap.tiers import Budget
 from swap.timeline import Timeline
