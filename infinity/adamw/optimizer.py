@@ -81,6 +81,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     ``OSError``, and leaves nothing behind.
     """
 
+    has_own_tiers = True
+    """What ``offload`` asks of an optimizer that it is given."""
+
     def __init__(
         self,
         params: Any,

@@ -39,11 +39,27 @@ def rule_for(
             f"optimizer={optimizer!r} is neither infinity.AdamW(...), a factory params -> "
             "Optimizer, nor None"
         )
+    _check_factory(getattr(optimizer, "func", optimizer))
     inner = optimizer([record.parameter for record in trained])
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(f"the optimizer factory returned {type(inner).__name__}, not an Optimizer")
+    try:
+        _check_factory(type(inner))
+    except TypeError:
+        inner.close()  # type: ignore[attr-defined]
+        raise
     _check_groups(inner, trained)
     return TorchRule(inner), inner
+
+
+def _check_factory(factory: object) -> None:
+    """Raises ``TypeError`` for an optimizer that has tiers of its own (``OffloadedAdamW``)."""
+    if getattr(factory, "has_own_tiers", False):
+        raise TypeError(
+            f"{getattr(factory, '__name__', factory)} keeps its state on NVMe by itself, for a "
+            "model that is not offloaded; to offload pass optimizer=infinity.AdamW(...), whose "
+            "results are the same"
+        )
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, trained: Sequence[Record]) -> None:

@@ -75,6 +75,7 @@ class OffloadedParameter(nn.Parameter):
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
+            self._check_trainable("cannot be given a gradient")
             check_assigned(self._name, self, gradient)
         is_arriving = _GRAD.__get__(self) is not None
         _GRAD.__set__(self, gradient if is_arriving else None)
@@ -118,17 +119,21 @@ class OffloadedParameter(nn.Parameter):
 
     @requires_grad.setter
     def requires_grad(self, required: bool) -> None:
-        if required and not self.offload_trainable:
-            raise RuntimeError(
-                f"{self._name} was frozen when it was offloaded and has no optimizer state; call "
-                "requires_grad_(True) before the block, and requires_grad_(False) inside it for "
-                "as long as it is not to be trained"
-            )
+        if required:
+            self._check_trainable("cannot be trained")
         _REQUIRES_GRAD.__set__(self, required)
 
     def requires_grad_(self, requires_grad: bool = True) -> OffloadedParameter:
         self.requires_grad = requires_grad
         return self
+
+    def _check_trainable(self, refusal: str) -> None:
+        if not self.offload_trainable:
+            raise RuntimeError(
+                f"{self._name} was frozen when it was offloaded, has no optimizer state and "
+                f"{refusal}; call requires_grad_(True) before the block, and requires_grad_(False) "
+                "inside it for as long as it is not to be trained"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)

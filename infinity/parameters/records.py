@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from infinity.parameters.partition import Cut, Share, partition
+from infinity.parameters.shared_memory import check_sharing, reach_bytes
 from swap.plain import check_memory
 from swap.plan.layout import ParameterSpec, pad
 
@@ -115,8 +116,7 @@ def records_of(
                 stride=_permuted_stride(parameter),
             )
         )
-    _check_sharing(named)
-    _check_buffers(model, named)
+    check_sharing(model, named)
     return records
 
 
@@ -170,7 +170,7 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
     if not parameter.is_meta:
         check_memory(name, parameter)
-        if parameter.requires_grad and _reach_bytes(parameter) < parameter.nbytes:
+        if parameter.requires_grad and reach_bytes(parameter) < parameter.nbytes:
             raise ValueError(
                 f"{name} is expanded: several of its elements are one in memory, and no "
                 "optimizer can update it; give the module nn.Parameter(parameter.detach().clone()) "
@@ -178,78 +178,6 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
             )
     if not parameter.is_leaf:
         raise ValueError(f"{name} is not a leaf tensor; offload parameters, not results")
-
-
-def _check_sharing(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Distinct parameters over the same memory would be trained apart; plain PyTorch trains them
-    together. Their memory may be interleaved, as columns of a matrix are.
-    """
-    spans = []
-    for name, parameter in named:
-        if not (parameter.is_meta or parameter._is_zerotensor()) and parameter.numel():
-            start = parameter.data_ptr()
-            spans.append((start, start + _reach_bytes(parameter), name, parameter))
-    spans.sort(key=lambda span: span[:2])
-    reaching: list[tuple[int, int, str, nn.Parameter]] = []
-    for span in spans:
-        reaching = [other for other in reaching if other[1] > span[0]]
-        for _, _, name, other in reaching:
-            if _share_bytes(other, span[3]):
-                raise ValueError(
-                    f"{name} and {span[2]} are different parameters over the same memory; tie "
-                    "them by assigning the same Parameter object to both modules"
-                )
-        reaching.append(span)
-
-
-def _check_buffers(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """A buffer over memory of a trained parameter would keep the values that it has now."""
-    trained = [
-        (name, parameter)
-        for name, parameter in named
-        if parameter.requires_grad and _has_bytes(parameter)
-    ]
-    for name, buffer in model.named_buffers():
-        if type(buffer) is not torch.Tensor or not _has_bytes(buffer):
-            continue
-        for other, parameter in trained:
-            first, second = sorted((buffer, parameter), key=torch.Tensor.data_ptr)
-            is_reached = first.data_ptr() + _reach_bytes(first) > second.data_ptr()
-            if is_reached and _share_bytes(first, second):
-                raise ValueError(
-                    f"buffer {name} and parameter {other} share memory, and the buffer would not "
-                    "follow the parameter; compute it from the parameter in forward, or register a "
-                    "clone of it"
-                )
-
-
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    is_real = tensor.layout == torch.strided and not tensor.is_meta
-    return is_real and not tensor._is_zerotensor() and tensor.numel() > 0
-
-
-def _reach_bytes(tensor: torch.Tensor) -> int:
-    """From the first byte of ``tensor`` to the last."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
-
-
-def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether a byte belongs to both, which begin in this order and reach into one another."""
-    if all(torch.ops.aten.is_non_overlapping_and_dense(tensor) for tensor in (first, second)):
-        return True
-    offset = second.data_ptr() - first.data_ptr()
-    nbytes = max(_reach_bytes(first), offset + _reach_bytes(second))
-    of_first = torch.zeros(nbytes, dtype=torch.bool, device="cpu")
-    _bytes_in(of_first, first, 0).fill_(True)
-    return bool(_bytes_in(of_first, second, offset).any())
-
-
-def _bytes_in(memory: torch.Tensor, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """What ``memory``, a byte for each byte, has for those of ``tensor``, which is there."""
-    size = tensor.element_size()
-    dims = [(n, step * size) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
-    return memory.as_strided([*(n for n, _ in dims), size], [*(s for _, s in dims), 1], offset)
 
 
 def least_arena_bytes(model: nn.Module, records: Sequence[Record]) -> int:

@@ -79,8 +79,11 @@ class Residents:
         return BudgetError(
             f"{what}all {format_bytes(self._arena.nbytes)} for weights are taken, "
             f"{format_bytes(held)} by modules and operations at work, the rest by tensors that "
-            "autograd or the program still holds (a checkpointed block keeps its weights until its "
-            f"backward is over); give more {memory}, or checkpoint smaller blocks"
+            "autograd or the program still holds (views, as parameters_to_vector takes; a "
+            "checkpointed block keeps its weights until its backward is over, and what hooks save, "
+            "as those of selective checkpointing and torch.autograd.graph.save_on_cpu, stays until "
+            f"the graph is gone); give more {memory}, checkpoint smaller blocks, use activations= "
+            "in place of such hooks, or use weights one after another"
         )
 
     def _evict_one(self, sooner_than: int | None) -> bool:

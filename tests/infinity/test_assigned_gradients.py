@@ -13,7 +13,7 @@ import infinity
 from aio import AioError
 from swap.tiered import TieredState
 from tests.support.models import Stack, seeded, vector_loss
-from tests.support.training import WHOLE, same_bits
+from tests.support.training import WHOLE, least_budget, same_bits
 
 SHAPE = (256, 256)
 Make = Callable[[torch.Tensor], Any]
@@ -95,3 +95,18 @@ def test_an_assigned_gradient_that_cannot_be_kept_is_lost_by_name(
         with pytest.raises(AioError, match=r"gradient of layers\.0\.weight was lost"):
             offloaded.step()
         offloaded.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("host_memory", [WHOLE, None])
+def test_gradient_of_a_parameter_that_came_frozen_is_refused(
+    host_memory: int | None, nvme: Path
+) -> None:
+    model = seeded(Stack)
+    weight = model.layer(0).weight.requires_grad_(False)
+    host_memory = host_memory or least_budget(lambda: model, nvme)
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+        with pytest.raises(RuntimeError, match=r"layers\.0\.weight was frozen.*before the block"):
+            weight.grad = torch.ones(SHAPE)
+        weight.grad = None
+        vector_loss(model, 0).backward()
+        offloaded.step()

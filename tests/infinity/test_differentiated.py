@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import infinity
 from swap.tiers import format_bytes
@@ -61,6 +67,81 @@ def test_an_operation_over_more_weights_than_fit_says_how_many(nvme: Path) -> No
     needed = format_bytes(sum(weight.nbytes for weight in weights))
     assert f"{needed} of weights are needed at once, by one operation over weights of" in text
     assert "more host_memory, or use these weights one after another" in text
+
+
+def _saved_on_cpu(model: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return vector_loss(model, 0)
+
+
+def _selectively_checkpointed(model: Any) -> Any:
+    def policy(*_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(vector_loss, model, 0, use_reentrant=False, context_fn=contexts)
+
+
+def _as_a_vector(model: Any) -> Any:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    return vector.square().sum() + vector_loss(model, 0)
+
+
+def _refusal(ask: Callable[[Any], Any], model: Any) -> str:
+    """Keeps nothing of the error but its text."""
+    try:
+        ask(model).backward()
+    except infinity.BudgetError as error:
+        return str(error)
+    raise AssertionError("it fitted into the least budget")
+
+
+def _layers() -> nn.Sequential:
+    """None saves its output: torch keeps a graph for ever whose hooks return such a one as it is,
+    as those of save_on_cpu do with a tensor that is there.
+    """
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
+
+
+NEEDS_MORE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "saved on the CPU": (_saved_on_cpu, "save_on_cpu.*use activations= in place of such hooks"),
+    "a vector of all": (_as_a_vector, "parameters_to_vector.*or use weights one after another"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_MORE)
+def test_training_goes_on_after_an_operation_that_needs_more_than_the_least(
+    name: str, nvme: Path
+) -> None:
+    ask, remedy = NEEDS_MORE[name]
+    least = least_budget(_layers, nvme)
+    values = []
+    for refused in (False, True):
+        model = seeded(_layers)
+        with infinity.offload(model, nvme, host_memory=least) as offloaded:
+            for number in range(2):
+                if refused and not number:
+                    assert re.search(remedy, _refusal(ask, model))
+                    model.zero_grad()
+                vector_loss(model, number).backward()
+                offloaded.step()
+        values.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(same_bits, *values))
+
+
+@pytest.mark.parametrize("ask", [_saved_on_cpu, _selectively_checkpointed, _as_a_vector])
+def test_operations_over_weights_of_several_modules_give_the_bits_of_plain_torch(
+    ask: Callable[[Any], Any], nvme: Path
+) -> None:
+    expected, model = seeded(Stack), seeded(Stack)
+    ask(expected).backward()
+    with infinity.offload(model, nvme, host_memory="64MiB") as offloaded:
+        ask(model).backward()
+        for plain, parameter in zip(expected.parameters(), model.parameters(), strict=True):
+            found = offloaded.gradient(parameter)
+            assert found is not None
+            assert plain.grad is not None
+            assert same_bits(found, plain.grad)
 
 
 def test_gradients_by_frozen_parameters_are_refused_as_by_torch(nvme: Path) -> None:

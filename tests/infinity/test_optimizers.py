@@ -453,6 +453,16 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"shape \(5, 7\), which is not one of those",
     ),
+    "one with tiers of its own": (
+        infinity.OffloadedAdamW,
+        TypeError,
+        r"OffloadedAdamW keeps its state on NVMe by itself.*optimizer=infinity\.AdamW",
+    ),
+    "a partial of such": (
+        partial(infinity.OffloadedAdamW, nvme="/nowhere"),
+        TypeError,
+        "OffloadedAdamW keeps its state on NVMe by itself",
+    ),
     "fails": (lambda parameters: 1 / 0, ZeroDivisionError, "division"),
 }
 
@@ -469,6 +479,20 @@ def test_a_wrong_optimizer_is_refused_before_anything_changes(name: str, nvme: P
         pass
     assert type(model.layer(0).weight) is nn.Parameter
     assert all(same_bits(value, before[name]) for name, value in values_of(model).items())
+
+
+def test_a_factory_that_makes_an_optimizer_with_own_tiers_is_refused_and_leaves_no_files(
+    nvme: Path,
+) -> None:
+    made: list[infinity.OffloadedAdamW] = []
+
+    def factory(parameters: list[nn.Parameter]) -> infinity.OffloadedAdamW:
+        made.append(infinity.OffloadedAdamW(parameters, nvme=nvme, host_memory="64MiB"))
+        return made[0]
+
+    with pytest.raises(TypeError, match="OffloadedAdamW keeps its state on NVMe by itself"):
+        infinity.offload(Stack(), nvme, optimizer=factory).__enter__()
+    assert not any(nvme.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ def test_buffer_over_memory_of_a_trained_parameter_is_refused(
     model = nn.Module()
     model.weight = nn.Parameter(first)
     model.register_buffer("seen", second, persistent=persistent)
-    with pytest.raises(ValueError, match="buffer seen and parameter weight share memory"):
+    refusal = r"buffer seen and parameter weight share memory.*requires_grad_\(False\)"
+    with pytest.raises(ValueError, match=refusal):
         infinity.offload(model, nvme).__enter__()
     model.weight.requires_grad_(False)  # nothing to follow
     with infinity.offload(model, nvme, host_memory="64MiB"):
@@ -95,6 +96,37 @@ def test_buffer_that_takes_turns_with_a_parameter_in_memory_is_offloaded(
     model = nn.Module()
     model.weight = nn.Parameter(first)
     model.register_buffer("seen", second)
+    with infinity.offload(model, nvme, host_memory="64MiB"):
+        pass
+
+
+KEPT: dict[str, Callable[[torch.Tensor], object]] = {
+    "tensor": lambda seen: seen,
+    "list": lambda seen: [None, seen],
+    "tuple": lambda seen: (seen, 3),
+    "dictionary": lambda seen: {"seen": seen},
+    "another Parameter": nn.Parameter,
+}
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_attribute_over_memory_of_a_trained_parameter_is_refused(how: str, nvme: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].__dict__["seen"] = KEPT[how](model[0].weight.data.t())
+    refusal = r"attribute 0\.seen and parameter 0\.weight share memory.*make it a clone"
+    with pytest.raises(ValueError, match=refusal):
+        infinity.offload(model, nvme).__enter__()
+    model[0].weight.requires_grad_(False)  # nothing to follow
+    with infinity.offload(model, nvme, host_memory="64MiB"):
+        pass
+
+
+def test_attributes_that_are_parameters_or_are_computed_in_forward_are_offloaded(
+    nvme: Path,
+) -> None:
+    model = nn.Sequential(nn.LSTM(8, 8), nn.utils.spectral_norm(nn.Linear(8, 8)))
+    model.weights = [*model.parameters()]
+    model.first = {"copy": model[1].bias.detach().clone()}
     with infinity.offload(model, nvme, host_memory="64MiB"):
         pass
 
