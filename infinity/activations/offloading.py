@@ -1,5 +1,5 @@
 """Saved tensors of autograd that are not weights: which of them are taken, and how they are met
-again. What is done with them is decided in ``activation_tiers``.
+again. What is done with them is decided in ``tiers``.
 
 Invariants:
 - A storage is kept once, however many saved tensors lie in it, unless it was changed in between.

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -272,7 +273,8 @@ class StateStore:
                 return extents.read(extent, start + at, buffer, urgent=True)
             return extents.write(extent, start + at, buffer)
 
-        (self._passage.read if kind == "read" else self._passage.write)(start, memory, transfer)
+        way = self._passage.read if kind == "read" else self._passage.write
+        extents.run_drained(partial(way, start, memory, transfer))
 
 
 def _memory_of(block: Block) -> np.ndarray | None:
