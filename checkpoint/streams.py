@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from aio import Engine, Operation
 from checkpoint._native import ffi
-from checkpoint.directory.destination import PathLike
+from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.replacing import Replacement
 from checkpoint.format.checksum import copy_ranges
 from checkpoint.sheltered import sheltered
@@ -53,9 +53,9 @@ def open_stream(path: PathLike, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
     naming the file.
     """
     if mode == "wb":
-        return cast(BinaryIO, _StreamWriter(Path(path).resolve()))
+        return cast(BinaryIO, _StreamWriter(checkpoint_path(path)))
     if mode == "rb":
-        raw = _StreamReader(Path(path).resolve())
+        raw = _StreamReader(checkpoint_path(path))
         return cast(BinaryIO, io.BufferedReader(raw, _SMALL_READ_BYTES))
     raise ValueError(f'mode={mode!r} is neither "rb" nor "wb"')
 

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from checkpoint.dcp.contents import Contents, StoredChunk
 from checkpoint.dcp.slices import BoxPicker, check_target, place_of_box
-from checkpoint.directory.destination import PathLike
+from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import read_manifest
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
@@ -60,7 +60,7 @@ class StorageReader(TorchStorageReader):
         stripe_dirs: StripeDirs | None = None,
     ) -> None:
         super().__init__()
-        self.path = Path(path).resolve()
+        self.path = checkpoint_path(path)
         self._options = ReadOptions(engine=None, staging_bytes=staging_bytes, verify=verify)
         self._moved = relocation(stripe_dirs)
         self._load_id = secrets.token_hex(8)
@@ -69,7 +69,7 @@ class StorageReader(TorchStorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id).resolve()
+            self.path = checkpoint_path(checkpoint_id, "checkpoint_id")
         self._manifest = None
         self._load_id = secrets.token_hex(8)
 

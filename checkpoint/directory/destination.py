@@ -55,6 +55,18 @@ class Destination:
         return f"{folder}/r{rank}-{number}.safetensors"
 
 
+def checkpoint_path(path: PathLike, name: str = "path") -> Path:
+    """The absolute path that a caller means. Raises TypeError for what is no path, by its `name`
+    among the arguments.
+    """
+    given = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(given, str):
+        raise TypeError(
+            f"{name} is a {type(path).__name__}, not a path; give a str or an os.PathLike of str"
+        )
+    return Path(given).resolve()
+
+
 def stripe_paths(stripe_dirs: Iterable[PathLike] | None) -> tuple[Path, ...]:
     """Checks the directories that are to take the data. Raises TypeError, ValueError, OSError."""
     stripes = resolved_stripes(stripe_dirs)

@@ -18,6 +18,8 @@ from checkpoint.format.records import FileRecord, Manifest
 
 T = TypeVar("T")
 _HEAD_BYTES = 4096
+_ZIP = b"PK\x03\x04"
+_STEP = re.compile(r"step-[0-9]+")
 _MAX_RETRIES = 20
 """Saves in a row that may each take the place of the checkpoint between a look at its manifest and
 the opening of its files. On a busy machine a few of them did."""
@@ -40,9 +42,45 @@ def read_manifest(checkpoint: Path, moved: Relocation = AS_SAVED) -> Manifest:
                 errno.ENOENT, "there is no checkpoint", str(checkpoint)
             ) from None
         raise IncompleteCheckpointError(
-            f"{checkpoint} holds no {MANIFEST_NAME}: no save to it has finished"
+            f"{checkpoint} holds no {MANIFEST_NAME}: {_instead(checkpoint)}"
         ) from None
+    except NotADirectoryError:
+        what = f"a checkpoint is a directory, and this is {_kind_of_file(checkpoint)}"
+        raise NotADirectoryError(errno.ENOTDIR, what, str(checkpoint)) from None
     return moved.apply(decode_manifest(raw, path))
+
+
+def _instead(folder: Path) -> str:
+    """What a folder without a manifest may be."""
+    try:
+        names = [entry.name for entry in folder.iterdir()]
+    except OSError:
+        names = []
+    if ".metadata" in names:
+        return "it is a checkpoint of torch.distributed.checkpoint; load it with that"
+    if (folder.parent / MANIFEST_NAME).exists():
+        return f"it has data of the checkpoint {folder.parent}; give that path"
+    if any(name.endswith(".safetensors") for name in names):
+        return (
+            "it is a folder of safetensors files; read them with safetensors.torch.load_file, or "
+            "give it to infinity.offload as weights="
+        )
+    if any(_STEP.fullmatch(name) for name in names):
+        return "it is the root of a Manager; use Manager(path).load(), or give the path of a step"
+    return "no save to it has finished"
+
+
+def _kind_of_file(path: Path) -> str:
+    """What a file may be that is given for a checkpoint."""
+    if path.name == MANIFEST_NAME:
+        return f"a manifest; give the directory that it is in, {path.parent}"
+    if path.suffix == ".safetensors":
+        return "a safetensors file; read it with safetensors.torch.load_file"
+    with open_regular_file(path) as (file, _):
+        head = file.read(len(_ZIP))
+    if head == _ZIP:
+        return "a zip file, as torch.save makes them; read it with torch.load"
+    return "a file"
 
 
 def with_current_manifest(

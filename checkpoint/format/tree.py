@@ -8,8 +8,9 @@ object whose first key is a tag. Nothing here touches a file, and no node can na
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -53,13 +54,15 @@ class EncodedTree:
     by_name: dict[str, Leaf]
 
 
-def encode_tree(state: object, is_data: Callable[[object], bool]) -> EncodedTree:
+def encode_tree(
+    state: object, is_data: Callable[[object], bool], refuse: Refuse | None = None
+) -> EncodedTree:
     """Encodes `state`; whatever `is_data` accepts becomes a leaf whose node the caller fills.
 
-    Raises TypeError naming the path of a value of another type, ValueError for a container that
-    holds itself or nests deeper than MAX_DEPTH.
+    Raises TypeError for a value of another type, of which `refuse` says what is wrong, ValueError
+    for a container that holds itself or nests deeper than MAX_DEPTH.
     """
-    encoder = _Encoder(is_data)
+    encoder = _Encoder(is_data, refuse or _refusal)
     node = encoder.encode((), state)
     names = unique_names([natural_name(path) for path, _ in encoder.places])
     by_name = {name: leaf for name, (_, leaf) in zip(names, encoder.places, strict=True)}
@@ -68,11 +71,16 @@ def encode_tree(state: object, is_data: Callable[[object], bool]) -> EncodedTree
     return EncodedTree(node, list(encoder.leaf_of.values()), by_name)
 
 
+Refuse = Callable[[Path, object], str]
+"""What is said of a value at a path that a tree does not hold."""
+
+
 class _Encoder:
-    def __init__(self, is_data: Callable[[object], bool]) -> None:
+    def __init__(self, is_data: Callable[[object], bool], refuse: Refuse) -> None:
         self.leaf_of: dict[int, Leaf] = {}
         self.places: list[tuple[Path, Leaf]] = []
         self._is_data = is_data
+        self._refuse = refuse
         self._open: set[int] = set()
 
     def encode(self, path: Path, value: Any) -> Node:
@@ -83,7 +91,7 @@ class _Encoder:
             return self._encode_scalar(path, value)
         if self._is_data(value):
             return self._leaf(path, value).node
-        raise TypeError(_refusal(path, value))
+        raise TypeError(self._refuse(path, value))
 
     def _leaf(self, path: Path, value: Any) -> Leaf:
         leaf = self.leaf_of.get(id(value))
@@ -133,7 +141,9 @@ class _Encoder:
         # torch.nn.Module.state_dict() hangs the versions of its modules on the dict itself.
         metadata = getattr(value, "_metadata", None)
         if metadata is not None:
-            node["metadata"] = _Encoder(_is_never_data).encode((*path, "_metadata"), metadata)
+            node["metadata"] = _Encoder(_is_never_data, self._refuse).encode(
+                (*path, "_metadata"), metadata
+            )
         return node
 
     def _pairs(self, path: Path, value: dict[Any, Any]) -> list[Node]:
@@ -170,11 +180,33 @@ def _json_text(node: Node) -> str:
 
 
 def _refusal(path: Path, value: object) -> str:
-    kind = type(value)
     return (
-        f"cannot save {render(path)}: {kind.__module__}.{kind.__qualname__} is not a type that "
-        "checkpoints hold; convert it to plain containers, numbers, strings, arrays or tensors"
+        f"cannot save {render(path)}: {kind_of(value)} is not a type that checkpoints hold; "
+        f"{_remedy(value)}"
     )
+
+
+def kind_of(value: object) -> str:
+    """The full name of a value's type."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def has_state_dict(value: object) -> bool:
+    """Whether it is a module, an optimizer, a scheduler or another such object."""
+    return not isinstance(value, type) and callable(getattr(value, "state_dict", None))
+
+
+def _remedy(value: object) -> str:
+    """What to give instead of a value."""
+    if has_state_dict(value):
+        return "give what its state_dict() returns"
+    if isinstance(value, Mapping):
+        return "give dict(...) of it"
+    if isinstance(value, os.PathLike):
+        return "give str(...) of it"
+    if isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
+        return "give list(...) of it"
+    return "convert it to plain containers, numbers, strings, arrays or tensors"
 
 
 class _Missing:

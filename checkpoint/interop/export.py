@@ -13,13 +13,13 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from aio import Engine, sync_directory
-from checkpoint.directory.destination import PathLike
+from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.generations import write_durably
 from checkpoint.directory.locate import open_regular_file
 from checkpoint.directory.lock import locked
@@ -68,7 +68,7 @@ def export_safetensors(
 
     Raises what `load` and `write_safetensors` raise, ValueError if nothing is left to write.
     """
-    checkpoint = Path(path).resolve()
+    checkpoint = checkpoint_path(path)
     _check_shard_bytes(max_shard_bytes)
     selection = Selection(only)
     moved = relocation(stripe_dirs)
@@ -124,9 +124,13 @@ def write_safetensors(
     )
 
 
-def _check_names(names: Iterable[object]) -> None:
+def _check_names(tensors: Mapping[str, Any]) -> None:
     """Raises TypeError or ValueError for a name that no reader of safetensors would give back."""
-    for name in names:
+    if not isinstance(tensors, Mapping):
+        does = callable(getattr(tensors, "state_dict", None))
+        remedy = "give what its state_dict() returns" if does else "give a dict of tensors by name"
+        raise TypeError(f"tensors is a {type(tensors).__name__}, not a mapping; {remedy}")
+    for name in tensors:
         if not isinstance(name, str):
             raise TypeError(f"cannot write {name!r}: the name of a tensor is a string")
         if name == METADATA_KEY:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoint.directory.destination import PathLike
+from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.relocation import Relocation, StripeDirs, relocation
 from checkpoint.directory.replacing import replace_durably
 from checkpoint.format.records import Manifest
@@ -39,7 +39,7 @@ def open_zarr(
     """
     from checkpoint.interop.zarr_store import open_group
 
-    return open_group(Path(path).resolve(), verify=verify, moved=relocation(stripe_dirs))
+    return open_group(checkpoint_path(path), verify=verify, moved=relocation(stripe_dirs))
 
 
 def write_references(
@@ -55,7 +55,7 @@ def write_references(
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint, OSError for `file`.
     """
-    checkpoint, moved, target = Path(path).resolve(), relocation(stripe_dirs), Path(file)
+    checkpoint, moved, target = checkpoint_path(path), relocation(stripe_dirs), Path(file)
 
     def work(cancellation: Cancellation) -> None:
         _write_references(checkpoint, moved, target, cancellation)

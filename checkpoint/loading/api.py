@@ -11,7 +11,7 @@ import torch
 
 from aio import Engine
 from checkpoint.collector import paused_collector
-from checkpoint.directory.destination import PathLike
+from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import with_current_manifest
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.format.records import Manifest
@@ -64,10 +64,10 @@ def load(
     matches nothing, for no pattern at all and for an `into` that does not fit, OSError for what
     cannot be read. After an error, or an interrupt, tensors of `into` may hold old and new values.
     """
-    checkpoint = Path(path).resolve()
+    checkpoint = checkpoint_path(path)
     check_staging_bytes(staging_bytes)
     moved = relocation(stripe_dirs)
-    device = None if map_location is None else _indexed(torch.device(map_location))
+    device = None if map_location is None else _device(map_location)
     selection = Selection(only)
     is_inference = torch.is_inference_mode_enabled()
 
@@ -88,8 +88,15 @@ def load(
     return sheltered(work, "checkpoint-load")
 
 
-def _indexed(device: torch.device) -> torch.device:
-    """Each thread has a current device of its own, and loads have threads of their own."""
+def _device(map_location: str | torch.device) -> torch.device:
+    """Of a device without a number, that of this thread: loads have threads of their own."""
+    try:
+        device = torch.device(map_location)
+    except TypeError as error:
+        raise TypeError(
+            f"map_location is a {type(map_location).__name__}, not a device; give one, or None for "
+            "the device that each tensor was saved from"
+        ) from error
     if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -100,7 +107,7 @@ def list_tensors(path: PathLike) -> list[str]:
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint.
     """
-    checkpoint = Path(path).resolve()
+    checkpoint = checkpoint_path(path)
     return with_current_manifest(checkpoint, lambda manifest: list(data_nodes(manifest.tree)))
 
 

@@ -18,7 +18,13 @@ from checkpoint.format import elements
 from checkpoint.format.names import Path, closest, natural_name, render
 from checkpoint.format.records import Manifest
 from checkpoint.format.slices import may_overlap_itself
-from checkpoint.format.tree import DataNode, decode_tree, encode_tree
+from checkpoint.format.tree import (
+    DataNode,
+    decode_tree,
+    encode_tree,
+    has_state_dict,
+    kind_of,
+)
 from checkpoint.loading.reading import TensorRead
 from checkpoint.plan.selection import Selection
 from checkpoint.tensors.assembly import Assembler, TensorView, array_dtype, view_of
@@ -86,7 +92,7 @@ def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
 def check_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
     """As ``plan_into``, and nothing of the live tree counts as changed yet."""
     saved = _Saved(manifest)
-    live = encode_tree(into, is_target)
+    live = encode_tree(into, is_target, _refusal)
     assembler = Assembler(manifest, None)
     plan = IntoPlan([], [], lambda: _replace((), into, saved, selection))
     parts: dict[int, list[Part]] = {}
@@ -112,6 +118,16 @@ def check_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
     )
     _check_values((), into, saved, selection)
     return plan
+
+
+def _refusal(path: Path, value: object) -> str:
+    what = f"cannot load: {render(path, 'into')} is a {kind_of(value)}; "
+    if has_state_dict(value):
+        return what + (
+            "give what its state_dict() returns, and hand what load returns to its "
+            "load_state_dict()"
+        )
+    return what + "give plain containers of tensors, arrays and byte sinks, or leave out into="
 
 
 def _tensors_of(value: Any, target: Target) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio import Engine
-from checkpoint.directory.destination import PathLike
+from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import with_current_manifest
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.errors import CorruptCheckpointError
@@ -65,7 +65,7 @@ def verify(
     Raises FileNotFoundError for a missing path, IncompleteCheckpointError for one without manifest,
     OSError for what cannot be read at all.
     """
-    checkpoint = Path(path).resolve()
+    checkpoint = checkpoint_path(path)
     check_staging_bytes(staging_bytes)
     moved = relocation(stripe_dirs)
     reports: list[VerifyReport] = []

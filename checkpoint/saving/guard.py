@@ -64,7 +64,8 @@ def gate_of(guard: Guard) -> Gate:
     """
     if not callable(getattr(guard, "register_step_pre_hook", None)):
         raise TypeError(
-            f"guard={guard!r} has no register_step_pre_hook; give a torch.optim.Optimizer"
+            f"guard is a {type(guard).__name__}, without a register_step_pre_hook; give a "
+            "torch.optim.Optimizer"
         )
     gate = _gates.get(guard)
     if gate is None:
