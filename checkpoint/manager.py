@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from aio import Engine
-from checkpoint.directory.destination import PathLike, resolved_stripes
+from checkpoint.directory.destination import PathLike, checkpoint_path, resolved_stripes
 from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.directory.relocation import Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
@@ -33,9 +33,15 @@ from checkpoint.format.records import SaveInfo
 from checkpoint.loading.api import load
 from checkpoint.loading.manifest_cache import KnownManifests
 from checkpoint.loading.verdicts import Verdict, is_directory, pass_over, verdict_of
-from checkpoint.ranks.coordinator import Coordinator, Operation, SingleProcess, unaccompanied
+from checkpoint.ranks.coordinator import (
+    Coordinator,
+    Operation,
+    apart,
+    ranks_of,
+    together,
+    unaccompanied,
+)
 from checkpoint.saving.api import save_after, start_save
-from checkpoint.saving.commit_ranks import apart, together
 from checkpoint.saving.guard import Guard
 from checkpoint.saving.pending import PendingSave
 from checkpoint.transfer.memory import KeptMemory
@@ -90,12 +96,12 @@ class Manager:
             raise ValueError(f"keep={keep} would remove what was just saved; give 1 or more")
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every={keep_every} is not a number of steps")
-        self.root = Path(root).resolve()
+        self.root = checkpoint_path(root, "root")
         self._stripe_dirs = resolved_stripes(stripe_dirs)
         self._keep = keep
         self._keep_every = keep_every
         self._engine = engine
-        self._ranks: Coordinator = coordinator or SingleProcess()
+        self._ranks: Coordinator = ranks_of(coordinator)
         self._pending: PendingSave | None = None
         self._memory = KeptMemory()
         self._searched = self._stripe_dirs
@@ -117,8 +123,7 @@ class Manager:
         Raises as `save`, and instead of saving the error of this manager's last `save_async`, if
         nobody has been told of it.
         """
-        path = unaccompanied(self._ranks, Operation.SAVE, lambda: self.path(step))
-        previous = self._settle()
+        path, previous = self._before_save(step)
         info = save_after(
             self._last_saved,
             state,
@@ -139,8 +144,7 @@ class Manager:
         removed when the new one is durable. Without a guard, the memory for the copy is kept for
         the next one, which is then made at the speed of memory, until the manager is gone.
         """
-        path = unaccompanied(self._ranks, Operation.SAVE, lambda: self.path(step))
-        previous = self._settle()
+        path, previous = self._before_save(step)
         self._pending = start_save(
             state,
             path,
@@ -226,6 +230,10 @@ class Manager:
             logger.info("%s: step %d was loaded", self.root, step)
 
     # Agreeing with the other ranks.
+
+    def _before_save(self, step: int) -> tuple[Path, PendingSave | None]:
+        """Where a step goes, and the background save before it, which has ended."""
+        return unaccompanied(self._ranks, Operation.SAVE, lambda: (self.path(step), self._settle()))
 
     @contextmanager
     def _turn(self, operation: Operation) -> Iterator[None]:

@@ -112,10 +112,13 @@ class Items:
     def write(
         self, destination: Destination, rank: int, staging_bytes: int, cancellation: Cancellation
     ) -> Written:
-        """Writes them to files of this rank, durably.
+        """Writes them to files of this rank, durably; none if there are none: a rank without items
+        tells DCP of nothing, so that its files would be in no manifest.
 
         Raises OSError naming the file, ChangedTensorError, and StoppedError when it is to stop.
         """
+        if not self.sizes:
+            return Written(RankRecords((), {}), (), {})
         records = zip(self._records, self._sources, strict=True)
         versions = Versions((record.name, source) for record, source in records)
         weights = [1.0] * destination.num_stripes

@@ -29,7 +29,7 @@ from torch.futures import Future
 from aio import sync_directory
 from checkpoint.dcp.items import Entry, Items, Written
 from checkpoint.dcp.tree import build_tree, data_name, entry_node
-from checkpoint.directory.destination import Destination, PathLike, stripe_paths
+from checkpoint.directory.destination import Destination, PathLike, checkpoint_path, stripe_paths
 from checkpoint.directory.generations import (
     clear_leftovers,
     create_generation,
@@ -212,7 +212,7 @@ class StorageWriter(TorchStorageWriter):
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         super().__init__()
-        self.path = Path(path).resolve()
+        self.path = checkpoint_path(path)
         self._stripes = stripe_paths(stripe_dirs)
         self._staging_bytes = staging_bytes
         self._save_id = secrets.token_hex(8)
@@ -224,7 +224,7 @@ class StorageWriter(TorchStorageWriter):
         if save is not None and save.is_over():
             self._end(save)
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id).resolve()
+            self.path = checkpoint_path(checkpoint_id, "checkpoint_id")
             _asked_here()[self] = self.path
         self._save_id = secrets.token_hex(8)
 

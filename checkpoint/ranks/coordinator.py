@@ -6,6 +6,8 @@ import enum
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from checkpoint.sheltered import Worker, wait_for
+
 T = TypeVar("T")
 
 
@@ -90,21 +92,67 @@ class SingleProcess:
         return [value]
 
 
+def ranks_of(coordinator: Coordinator | None) -> Coordinator:
+    """Those of a caller, or this process alone. Raises TypeError for what is no coordinator."""
+    if coordinator is None:
+        return SingleProcess()
+    if not callable(getattr(coordinator, "exchange", None)):
+        raise TypeError(
+            f"coordinator is a {type(coordinator).__name__}, not a Coordinator; of a process group "
+            "give checkpoint.GroupCoordinator(process_group)"
+        )
+    return coordinator
+
+
 def unaccompanied(ranks: Coordinator, operation: Operation, step: Callable[[], T]) -> T:
-    """Takes a step that comes before the first meeting of an operation. If it fails, so does the
-    operation, on every rank: there that is what this one brings to the meeting.
+    """Takes a step that comes before the first meeting of an operation. If it fails or is
+    interrupted the operation fails, on every rank: that is what this one brings to the meeting.
     """
     try:
         return step()
-    except Exception as error:
+    except BaseException as error:
         tell(ranks, operation, error)
         raise
 
 
 def tell(ranks: Coordinator, operation: Operation, error: BaseException) -> None:
-    """Brings an error to the first meeting of an operation, and raises it."""
-    ranks.begin(operation)
+    """Brings an error to the first meeting of an operation, and raises it. The others may be long
+    in coming: further interrupts end the waiting for them.
+    """
+    if ranks.world_size == 1:
+        raise error
+
+    def meet(_: object) -> None:
+        ranks.begin(operation)
+        try:
+            ranks.exchange(error)
+        finally:
+            ranks.end()
+
+    worker = Worker(meet, "checkpoint-tell")
     try:
+        wait_for(worker, worker.ended)
+    except OSError:  # there is no thread to be had
+        meet(worker)
+    worker.outcome()
+
+
+def together(ranks: Coordinator, step: Callable[[], T]) -> list[T]:
+    """Takes a step that all ranks take; gives what it gave on each of them, JSON values.
+
+    Raises what the step raised here, or RankFailedError if it failed elsewhere. What the step heard
+    of a failure by way of other ranks, or another coordinator, is told as any other error is.
+    """
+    try:
+        value = step()
+    except BaseException as error:
         ranks.exchange(error)
-    finally:
-        ranks.end()
+        raise
+    return ranks.exchange(value)
+
+
+def apart(ranks: Coordinator, step: Callable[[], T]) -> T:
+    """Takes a step that all ranks take, each for itself. Raises as `together`."""
+    given: list[T] = []
+    together(ranks, lambda: given.append(step()))
+    return given[0]

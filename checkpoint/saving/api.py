@@ -15,7 +15,7 @@ from typing import Any
 
 from aio import Engine
 from checkpoint.collector import paused_collector
-from checkpoint.directory.destination import Destination, PathLike, stripe_paths
+from checkpoint.directory.destination import Destination, PathLike, checkpoint_path, stripe_paths
 from checkpoint.format.manifest import check_limits
 from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.format.rules import MAX_SIZE
@@ -27,9 +27,15 @@ from checkpoint.plan.write_runs import (
     check_staging_bytes,
     plan_slots,
 )
-from checkpoint.ranks.coordinator import Coordinator, Operation, SingleProcess, unaccompanied
+from checkpoint.ranks.coordinator import (
+    Coordinator,
+    Operation,
+    apart,
+    ranks_of,
+    together,
+    unaccompanied,
+)
 from checkpoint.saving.commit import SavePlan
-from checkpoint.saving.commit_ranks import apart, together
 from checkpoint.saving.guard import Guard, gate_of
 from checkpoint.saving.pending import PendingSave
 from checkpoint.saving.rank_plan import account_of, check_whole, plan_rank
@@ -79,7 +85,7 @@ def save(
     An interrupt (KeyboardInterrupt, or what a handler of yours raises) stops the save and is raised
     when everything that it made is removed, or when it is done, if it had got so far.
     """
-    ranks = coordinator or SingleProcess()
+    ranks = ranks_of(coordinator)
     return save_after(
         _at_any_time, state, path, stripe_dirs, engine, ranks, staging_bytes=staging_bytes
     )
@@ -105,21 +111,21 @@ def save_after(
     one raises.
     """
 
-    check_staging_bytes(staging_bytes)
-
     def plan(cancellation: Cancellation) -> SavePlan:
         return plan_save(state, path, stripe_dirs, ranks, staging_bytes, cancellation, before)
 
-    target = _target(path, ranks)
+    target = _target(path, ranks, staging_bytes)
     return save_now(Order(path=target, ranks=ranks, engine=engine, plan=plan, previous=previous))
 
 
-def _target(path: PathLike, ranks: Coordinator) -> Path:
+def _target(path: PathLike, ranks: Coordinator, staging_bytes: int | None) -> Path:
     """Where to save to, once the tensors are what the program has computed."""
 
     def find() -> Path:
+        if staging_bytes is not None:
+            check_staging_bytes(staging_bytes)
         finish_device_work()
-        return Path(path).resolve()
+        return checkpoint_path(path)
 
     return unaccompanied(ranks, Operation.SAVE, find)
 
@@ -189,9 +195,7 @@ def start_save(
     for its copies that is kept for the next one. `on_committed` is given the manifest of a save by
     one process. `before` and `previous` are as in `save_after`.
     """
-    ranks = coordinator or SingleProcess()
-    if staging_bytes is not None:
-        check_staging_bytes(staging_bytes)
+    ranks = ranks_of(coordinator)
 
     def plan(cancellation: Cancellation) -> SavePlan:
         memory_bytes = staging_bytes or STAGING_BYTES
@@ -210,7 +214,7 @@ def start_save(
         )
 
     order = Order(
-        path=_target(path, ranks),
+        path=_target(path, ranks, staging_bytes),
         ranks=ranks,
         engine=engine,
         plan=plan,
@@ -301,7 +305,7 @@ def _checked(
 ) -> tuple[Path, tuple[Path, ...], StatePlan]:
     if guard is not None:
         gate_of(guard)  # raises for one that cannot wait
-    target = Path(path).resolve()
+    target = checkpoint_path(path)
     _check_target(target)
     stripes = stripe_paths(stripe_dirs)
     if stripes:

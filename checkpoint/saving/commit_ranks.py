@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 from aio import Engine, sync_directory
 from checkpoint.directory.generations import clear_leftovers, create_generation, discard_generation
 from checkpoint.directory.lock import locked
-from checkpoint.errors import RankFailedError
 from checkpoint.format.manifest import encode_manifest
 from checkpoint.format.records import ChunkRecord, FileRecord, Manifest
 from checkpoint.plan.readable import check_files
-from checkpoint.ranks.coordinator import Coordinator
+from checkpoint.ranks.coordinator import Coordinator, together
 from checkpoint.saving.commit import (
     SavePlan,
     check_replaceable,
@@ -32,8 +31,6 @@ from checkpoint.saving.commit import (
 )
 from checkpoint.saving.data_files import RankFiles, RankRecords
 from checkpoint.transfer.snapshot import EarlyStage, copy_errors
-
-T = TypeVar("T")
 
 
 def commit_ranks(
@@ -82,28 +79,6 @@ def commit_ranks(
         # 8. to 11. The manifest.
         numbers = together(coordinator, lambda: _publish(plan, every, undo) if is_first else {})
     return numbers[0]
-
-
-def together(coordinator: Coordinator, step: Callable[[], T]) -> list[T]:
-    """Takes a step that all ranks take; gives what it gave on each of them, JSON values.
-
-    Raises what the step raised here, or RankFailedError if it failed elsewhere.
-    """
-    try:
-        value = step()
-    except RankFailedError:
-        raise
-    except BaseException as error:
-        coordinator.exchange(error)
-        raise
-    return coordinator.exchange(value)
-
-
-def apart(coordinator: Coordinator, step: Callable[[], T]) -> T:
-    """Takes a step that all ranks take, each for itself. Raises as `together`."""
-    given: list[T] = []
-    together(coordinator, lambda: given.append(step()))
-    return given[0]
 
 
 def _prepare(plan: SavePlan, held: ExitStack, undo: ExitStack) -> None:

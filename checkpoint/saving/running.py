@@ -21,9 +21,9 @@ from aio import Engine
 from aio.threads import Latch
 from checkpoint.directory.lock import end_given_up
 from checkpoint.format.records import Manifest, SaveInfo
-from checkpoint.ranks.coordinator import Coordinator, Operation, tell
+from checkpoint.ranks.coordinator import Coordinator, Operation, apart, tell
 from checkpoint.saving.commit import SavePlan, commit
-from checkpoint.saving.commit_ranks import apart, commit_ranks, numbers_of
+from checkpoint.saving.commit_ranks import commit_ranks, numbers_of
 from checkpoint.saving.guard import Gate
 from checkpoint.saving.pending import PendingSave, settle
 from checkpoint.sheltered import Cancellation, Worker, wait_for
@@ -52,7 +52,6 @@ class Order:
 
 def save_now(order: Order) -> SaveInfo:
     """Carries an order out. Raises what `save` does."""
-    end_given_up(order.path)
     pending = PendingSave(order.path)
     worker = Worker(partial(_carry_out, order, pending, False), "checkpoint-save")
     _start(order, worker, worker.ended)
@@ -63,7 +62,6 @@ def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
     """Carries an order out in the background. Returns when the tensors may change or their guard is
     held back. Raises what `save_async` does.
     """
-    end_given_up(order.path)
     pending = PendingSave(order.path, after)
     worker = Worker(partial(_carry_out, order, pending, True), "checkpoint-save")
     _start(order, worker, pending.has_begun if order.early is None else pending.has_staged)
@@ -72,10 +70,14 @@ def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
 
 
 def _start(order: Order, worker: Worker[None], latch: Latch) -> None:
-    """`wait_for`; a rank that finds no thread says so to those that wait for it."""
+    """`wait_for`; a rank that does not begin, because it finds no thread or is interrupted, says so
+    to those that wait for it.
+    """
     try:
+        end_given_up(order.path)
         wait_for(worker, latch)
-    except OSError as error:
+    except BaseException as error:
+        worker.withdraw()
         if worker.was_withdrawn:
             tell(order.ranks, Operation.SAVE, error)
         raise

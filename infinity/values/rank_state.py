@@ -22,8 +22,7 @@ from torch import nn
 
 from checkpoint.directory.locate import peek_saved
 from checkpoint.interop.packing import pack, unpack
-from checkpoint.ranks.coordinator import Coordinator, Operation
-from checkpoint.saving.commit_ranks import apart, together
+from checkpoint.ranks.coordinator import Coordinator, Operation, apart, together
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.ranks.context import Sharing
 from infinity.values.module_state import buffers_of, module_states, set_buffer
@@ -42,11 +41,15 @@ def own_states(coordinator: Coordinator, model: nn.Module, extra: Any) -> dict[s
     It is a copy, which takes its size in memory. Raises as ``checkpoint.save`` for ``extra``.
     """
     parts: dict[str, Any] = {_EXTRA: {"value": extra}}
-    parts |= {_BUFFER + name: buffer for name, buffer in buffers_of(model).items()}
-    parts |= {_MODULE + name: state for name, state in module_states(model).items()}
+
+    def digests_of_parts() -> dict[str, str]:
+        parts.update({_BUFFER + name: buffer for name, buffer in buffers_of(model).items()})
+        parts.update({_MODULE + name: state for name, state in module_states(model).items()})
+        return {name: _digest(part) for name, part in parts.items()}
+
     coordinator.begin(Operation.OWN)
     try:
-        every = together(coordinator, lambda: {name: _digest(p) for name, p in parts.items()})
+        every = together(coordinator, digests_of_parts)
         first = every[0]
         digests = every[coordinator.rank]
         mine = {name: p for name, p in parts.items() if digests[name] != first.get(name)}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoint
+import checkpoint.dcp
 
 
 @pytest.fixture
@@ -84,3 +88,91 @@ def test_a_size_of_shards_that_is_none_is_refused(
     with pytest.raises(kind, match="max_shard_bytes="):
         checkpoint.export_safetensors(tmp_path / "step", tmp_path / "b", max_shard_bytes=value)
     assert [file.name for file in tmp_path.iterdir()] == ["step"]
+
+
+def _given(kind: str) -> Any:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    return {
+        "module": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "generator": model.parameters(),
+        "defaultdict": defaultdict(int),
+        "path": Path("a"),
+        "function": len,
+    }[kind]
+
+
+_REMEDIES = {
+    "module": r"give what its state_dict\(\) returns",
+    "optimizer": r"give what its state_dict\(\) returns",
+    "scheduler": r"give what its state_dict\(\) returns",
+    "generator": r"give list\(\.\.\.\) of it",
+    "defaultdict": r"give dict\(\.\.\.\) of it",
+    "path": r"give str\(\.\.\.\) of it",
+    "function": "convert it to plain containers",
+}
+
+
+@pytest.mark.parametrize("kind", _REMEDIES)
+def test_what_no_tree_holds_is_refused_with_what_to_give_instead(tmp_path: Path, kind: str) -> None:
+    given, remedy = _given(kind), _REMEDIES[kind]
+    with pytest.raises(TypeError, match=rf"^cannot save state\['x'\]: .*; {remedy}"):
+        checkpoint.save({"x": given}, tmp_path / "step")
+    checkpoint.save({"x": torch.ones(2)}, tmp_path / "step")
+    with pytest.raises(TypeError, match=r"^cannot load: into\['x'\] is a .*; give ") as caught:
+        checkpoint.load(tmp_path / "step", into={"x": given})
+    if "state_dict" in remedy:
+        assert "state_dict()" in str(caught.value)
+        assert "load_state_dict()" in str(caught.value)
+        with pytest.raises(TypeError, match=f"not a mapping; {remedy}"):
+            checkpoint.write_safetensors(given, tmp_path / "export")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_path_to_something_else_is_refused_with_what_it_is(tmp_path: Path) -> None:
+    tensors = {"w": torch.ones(2)}
+    torch.save(tensors, tmp_path / "x.pt")
+    save_file(tensors, tmp_path / "x.safetensors")
+    (tmp_path / "hub").mkdir()
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    dcp_save(dict(tensors), checkpoint_id=tmp_path / "torch", no_dist=True)
+    checkpoint.Manager(tmp_path / "run").save(1, tensors)
+    step = tmp_path / "run" / "step-1"
+    (data,) = (entry for entry in step.iterdir() if entry.is_dir())
+    others = {
+        tmp_path / "x.pt": "read it with torch.load",
+        tmp_path / "x.safetensors": r"read it with safetensors\.torch\.load_file",
+        tmp_path / "hub": "a folder of safetensors files",
+        tmp_path / "torch": r"a checkpoint of torch\.distributed\.checkpoint",
+        tmp_path / "run": r"the root of a Manager; use Manager\(path\)\.load\(\)",
+        step / "manifest.json": f"give the directory that it is in, {step}",
+        data: f"data of the checkpoint {step}; give that path",
+    }
+    for path, what in others.items():
+        kind = checkpoint.IncompleteCheckpointError if path.is_dir() else NotADirectoryError
+        for read in (checkpoint.load, checkpoint.list_tensors, checkpoint.verify):
+            with pytest.raises(kind, match=what):
+                read(path)
+
+
+def test_what_is_no_path_is_refused_by_the_name_of_the_argument(tmp_path: Path) -> None:
+    given: Any = {"w": 1}
+    refused: Any
+    for refused in (
+        lambda: checkpoint.save(tmp_path, given),
+        lambda: checkpoint.load(given),
+        lambda: checkpoint.verify(b"/tmp/step"),  # type: ignore[arg-type]
+        lambda: checkpoint.open_stream(given),
+        lambda: checkpoint.dcp.StorageReader(given),
+        lambda: checkpoint.dcp.StorageWriter(given),
+    ):
+        with pytest.raises(TypeError, match=r"^path is a (dict|bytes), not a path; give a str"):
+            refused()
+    with pytest.raises(TypeError, match=r"^root is a dict, not a path"):
+        checkpoint.Manager(given)
+    with pytest.raises(TypeError, match="map_location is a dict, not a device"):
+        checkpoint.load(tmp_path, map_location=given)
+    with pytest.raises(TypeError, match=r"give checkpoint\.GroupCoordinator"):
+        checkpoint.save({}, tmp_path / "step", coordinator=given)

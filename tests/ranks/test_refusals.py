@@ -46,9 +46,26 @@ def test_ranks_that_are_given_other_stripes_or_cannot_look_are_told_on_all(
         ("step, behind", "ValueError: step=-1 is not a number of steps"),
         ("load", "ValueError: step='3' is not a number of steps"),
         ("path", "TypeError: "),
+        ("staging", "TypeError: staging_bytes='1GiB' is no number"),
+        ("staging, behind", "TypeError: staging_bytes='1GiB' is no number"),
     ):
         assert second[name].startswith(what)
         assert first[name].startswith(f"RankFailedError: rank 1 failed: {what}"), name
+
+
+def test_an_interrupt_before_a_save_begins_is_told_to_the_ranks_that_wait(tmp_path: Path) -> None:
+    first, second = run_ranks(rank_refusals.interrupted_saves, tmp_path, 2)
+    for name in ("settling", "starting"):
+        assert second[name] == "interrupted"
+        assert first[name].startswith("RankFailedError: rank 1 failed: KeyboardInterrupt"), name
+        assert first[f"after {name}"] == second[f"after {name}"] == ""
+
+
+def test_a_rank_that_other_ranks_failed_tells_those_it_saves_with(tmp_path: Path) -> None:
+    first, second = run_ranks(rank_refusals.failures_elsewhere, tmp_path, 2)
+    assert first[0] == "RankFailedError: rank 7 of another group failed"
+    assert second[0] == f"RankFailedError: rank 0 failed: {first[0]}"
+    assert first[1] == second[1] == ""
 
 
 def test_ranks_that_call_different_things_are_told_which_on_all(tmp_path: Path) -> None:

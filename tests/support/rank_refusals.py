@@ -100,8 +100,58 @@ def differing_calls(rank: int, folder: Path) -> dict[str, str]:
     told["load"] = complaint(lambda: manager.load(none_such if odd else 2))
     place: Any = 7 if odd else folder / "step"
     told["path"] = complaint(lambda: checkpoint.save({}, place, coordinator=coordinator))
+    few: dict[str, Any] = {"staging_bytes": "1GiB" if odd else 1 << 20, "coordinator": coordinator}
+    told["staging"] = complaint(lambda: checkpoint.save({}, folder / "step", **few))
+    told["staging, behind"] = complaint(lambda: checkpoint.save_async({}, folder / "step", **few))
     told["steps"] = str(manager.steps())
     return told
+
+
+def interrupted_saves(rank: int, folder: Path) -> dict[str, str]:
+    """What each rank is told where a Ctrl-C meets rank 1 before its part of a save begins."""
+    coordinator = checkpoint.GroupCoordinator(timeout_seconds=10)
+    manager = checkpoint.Manager(folder / "run", coordinator=coordinator)
+    told = {}
+    for number, (name, target) in enumerate(_BEFORE_A_SAVE.items()):
+        manager.save_async(2 * number, {"x": 1})
+        with mock.patch(target, side_effect=KeyboardInterrupt) if rank == 1 else nullcontext():
+            try:
+                told[name] = complaint(partial(manager.save, 2 * number + 1, {"x": 1}))
+            except KeyboardInterrupt:
+                told[name] = "interrupted"
+        told[f"after {name}"] = complaint(partial(manager.save, 2 * number + 1, {"x": 1}))
+    return told
+
+
+_BEFORE_A_SAVE = {
+    "settling": "checkpoint.saving.pending.PendingSave.wait_done",
+    "starting": "checkpoint.saving.running.wait_for",
+}
+
+
+def failures_elsewhere(rank: int, folder: Path) -> list[str]:
+    """What each rank is told where what rank 0 saves comes from ranks that failed it."""
+    coordinator = checkpoint.GroupCoordinator(timeout_seconds=10)
+    tree = {"x": _FromOthers(rank == 0)}
+    told = [complaint(lambda: checkpoint.save(tree, folder / "step", coordinator=coordinator))]
+    tree["x"].fails = False
+    told.append(complaint(lambda: checkpoint.save(tree, folder / "step", coordinator=coordinator)))
+    return told
+
+
+class _FromOthers:
+    """Bytes that another group of ranks has."""
+
+    dtype = torch.uint8
+    shape = (9000,)
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def read(self, start: int, out: memoryview) -> None:
+        if self.fails:
+            raise checkpoint.RankFailedError("rank 7 of another group failed", rank=7)
+        out[:] = bytes(len(out))
 
 
 def other_operations(rank: int, folder: Path) -> list[str]:

@@ -1,0 +1,16 @@
+"""What several ranks save through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support import rank_dcp
+from tests.support.ranks import run_ranks
+
+
+def test_a_rank_that_dcp_gives_nothing_to_write_leaves_no_file(tmp_path: Path) -> None:
+    for files in run_ranks(rank_dcp.save_replicated, tmp_path, 2):
+        manifest = json.loads((tmp_path / "step" / "manifest.json").read_text())
+        assert files == [file["path"].rpartition("/")[2] for file in manifest["files"]]
+        assert len(files) == 1
