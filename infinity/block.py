@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from infinity.autograd.modes import own_modes
 from infinity.model import OffloadedModel
+from infinity.training import Training
 from swap.undo import Undo
 
 _log = logging.getLogger(__name__)
@@ -31,12 +32,12 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
     Entering raises what ``offload`` says, and ``RuntimeError`` for a block that was entered before.
     """
 
-    def __init__(self, model: Any, begin: Callable[[Undo], OffloadedModel]) -> None:
+    def __init__(self, model: Any, begin: Callable[[Undo], Training]) -> None:
         self._kind = type(model).__name__
-        self._begin: Callable[[Undo], OffloadedModel] | None = begin
+        self._begin: Callable[[Undo], Training] | None = begin
         self._undo = Undo()
         self._process = os.getpid()
-        self._state_of: OffloadedModel | None = None
+        self._training: Training | None = None
 
     def __enter__(self) -> OffloadedModel:
         if self._begin is None:
@@ -48,9 +49,9 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         try:
             self._process = os.getpid()
             with own_modes():
-                self._state_of = offloaded = begin(self._undo)
+                self._training = training = begin(self._undo)
             _entered[id(self)] = self
-            return offloaded
+            return OffloadedModel(training)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -80,7 +81,7 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
             with own_modes():
                 self._undo.__exit__(kind, error, trace)
         finally:
-            self._state_of = None
+            self._training = None
             _entered.pop(id(self), None)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -103,8 +104,8 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
             "lost; enter blocks by `with`, or through an ExitStack that is closed",
             self._kind,
         )
-        assert self._state_of is not None
-        self._state_of.state.close()
+        assert self._training is not None
+        self._training.state.close()
 
 
 @atexit.register

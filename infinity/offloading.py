@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Sequence
 from functools import partial
 
@@ -21,10 +22,10 @@ from infinity.arguments import (
 )
 from infinity.autograd.refusals import check_model
 from infinity.block import OffloadBlock
-from infinity.model import OffloadedModel
 from infinity.optim.chosen import optimizer_for, rule_for
 from infinity.optim.loss_scale import LossScale
-from infinity.optim.optimizer import AdamW, OptimizerFactory, TorchRule
+from infinity.optim.optimizer import AdamW, OptimizerFactory
+from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record, records_of
 from infinity.parameters.weak_references import WithoutWeakReferences
 from infinity.planning.placing import demand_of, place_within
@@ -43,6 +44,7 @@ from infinity.ranks.gather_plan import GatherPlan
 from infinity.ranks.gathered_weights import GatherMemory
 from infinity.ranks.zero3 import OverRanks
 from infinity.tiling.layers import Tiling
+from infinity.training import Parts, Training
 from infinity.values.buffers import BufferConversion
 from infinity.values.initial.materialize import fill_all, values_for
 from swap.plan.placement import Placement
@@ -124,7 +126,7 @@ def offload(
     return OffloadBlock(model, partial(_begin, model, arguments))
 
 
-def _begin(model: nn.Module, given: Arguments, undo: Undo) -> OffloadedModel:
+def _begin(model: nn.Module, given: Arguments, undo: Undo) -> Training:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not an nn.Module")
     target = device_of(given.device)
@@ -137,7 +139,7 @@ def _begin(model: nn.Module, given: Arguments, undo: Undo) -> OffloadedModel:
     return _enter(undo, model, options, ranks)
 
 
-def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) -> OffloadedModel:
+def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) -> Training:
     """Offload ``model``; ``undo`` undoes all of it."""
     dtype = options.compute_dtype
     undo.enter_context(SmallHeap())
@@ -170,29 +172,37 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
         )
         undo.callback(activations.close)
     sharing = _sharing(undo, records, state, placed.gathering, options, ranks)
-    offloaded = OffloadedModel(
-        model,
-        records,
-        state,
-        rule=rule,
-        budget=options.budget,
-        activations=activations,
-        max_grad_norm=options.max_grad_norm,
-        loss_scale=LossScale() if dtype == torch.float16 else None,
-        compute_dtype=dtype,
-        checkpoint_bytes=placed.placement.checkpoint_bytes,
-        sharing=sharing,
+    training = Training(
+        Parts(
+            model=model,
+            records=records,
+            state=state,
+            rule=rule,
+            budget=options.budget,
+            optimizer_for=partial(optimizer_for, options.optimizer, inner, records),
+            activations=activations,
+            max_grad_norm=options.max_grad_norm,
+            loss_scale=LossScale() if dtype == torch.float16 else None,
+            compute_dtype=dtype,
+            checkpoint_bytes=placed.placement.checkpoint_bytes,
+            sharing=sharing,
+            run=_name_of_run(ranks),
+        )
     )
     with together(ranks):
         fill_all(state, records, values, sharing)
     sharing.agree_on_values()
     undo.enter_context(BufferConversion(model, options.device, dtype, values))
     activations.leave_alone(model.buffers())
-    offloaded.optimizer = optimizer_for(options.optimizer, inner, records, offloaded)
     undo.enter_context(WithoutWeakReferences(model))
-    offloaded.attach(undo)
+    training.attach(undo)
     give_back_freed_memory()  # which the model had its values in
-    return offloaded
+    return training
+
+
+def _name_of_run(ranks: Ranks | None) -> str:
+    name = uuid.uuid4().hex
+    return name if ranks is None else ranks.coordinator.exchange(name)[0]
 
 
 def _open_state(

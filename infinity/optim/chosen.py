@@ -11,9 +11,9 @@ from infinity.optim.optimizer import (
     OffloadedOptimizer,
     OptimizerFactory,
     StepTaker,
-    TorchRule,
 )
 from infinity.optim.separable import share_hooks
+from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record
 from swap.plan.rules import AdamRule, FrozenRule, UpdateRule
 

@@ -29,6 +29,10 @@ class LossScale:
     good_steps: int = 0
     skipped_steps: int = 0
 
+    def saved(self) -> list[Any]:
+        """What ``restore`` takes."""
+        return [self.value, self.good_steps]
+
     def restore(self, saved: Sequence[Any] | None) -> None:
         """Be as ``saved``, value and good steps, or as new where none was."""
         fresh = type(self)()

@@ -1,32 +1,15 @@
-"""Optimizers as users see them, and the rules by which their updates are computed on staged
-tensors.
-"""
+"""Optimizers as users see them: the options of ours, and what they hold inside the block."""
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from infinity.optim.separable import (
-    advance,
-    check_separable,
-    forget_hooks,
-    like,
-    options_at,
-    options_in,
-    plain_step,
-    shape_like,
-)
-from infinity.optim.torch_state import StatePlanes
-from swap.plain import is_in_place, plain
-from swap.plan.layout import Plane, Segment
-from swap.plan.rules import STATE_DTYPES, ParameterUpdate, UpdateRule, master_planes
+from infinity.optim.state_reference import KEY
+from swap.plan.rules import STATE_DTYPES
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
@@ -87,6 +70,15 @@ class StepTaker(Protocol):
     def clear_gradients(self) -> None:
         """Forget all gradients."""
 
+    def describe_state(self) -> dict[str, Any]:
+        """Which state it is that the optimizer has now."""
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` unless ``state_dict`` is of the state that is here."""
+
+    def restore_loss_scale(self, saved: Sequence[Any] | None) -> None:
+        """Be as it was told in ``describe_state``."""
+
 
 class AbsentState(dict[torch.Tensor, Any]):
     """``state`` of an optimizer that has none to show: empty, but true, for torch takes a step with
@@ -106,7 +98,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """The optimizer of an offloaded model: ``param_groups``, schedulers and step hooks work as
     ever.
 
-    Its state is not in ``state``; it is saved with ``offloaded.save``.
+    Its state is not in ``state``; it is saved with ``offloaded.save``. It can be neither copied nor
+    pickled.
     """
 
     def __init__(
@@ -140,261 +133,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._owner.clear_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError(
-            "the state of an offloaded optimizer fits no state_dict; call offloaded.save(path)"
-            "; keep the optimizer from accelerator.prepare and Trainer, which ask for one"
-        )
+        """Groups and options as ever, and which state it is: where the state is stays, see
+        ``state_reference``. Small, of numbers and text.
+        """
+        packed: dict[str, Any] = super().state_dict()
+        return {**packed, KEY: self._owner.describe_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise RuntimeError("call offloaded.load(path) to load the state of an offloaded optimizer")
+        """Take the options of ``state_dict``, and its loss scale; the state that it is of must be
+        here already, in the run that it was taken in or by ``offloaded.load``.
 
+        Raises ``ValueError`` saying what to do if it is not, before anything is changed.
+        """
+        self._owner.check_state(state_dict)
+        groups = {"state": {}, "param_groups": state_dict["param_groups"]}
+        super().load_state_dict(groups)
+        self.state = AbsentState()  # type: ignore[assignment]
+        self._owner.restore_loss_scale(state_dict[KEY]["loss_scale"])
 
-class TorchRule:
-    """Runs any ``torch.optim.Optimizer`` on whole parameters, in float32 on the CPU.
-
-    The optimizer is given one parameter at a time as a float32 leaf with its attributes and its
-    state; state tensors of the parameter's shape become planes of their dtype, anything else (step
-    counts, factored moments) stays in memory in ``small_state``, see ``state_planes``; what it
-    keeps in its groups is carried on by ``advance``. Optimizers that look at several parameters at
-    once, or need a closure, cannot work this way: they are a ``ValueError``, see ``separable``.
-    """
-
-    whole_parameters = True
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        if type(optimizer).__name__ == "LBFGS":
-            raise ValueError("LBFGS looks at all parameters at once and cannot be offloaded")
-        self._optimizer = optimizer
-        self._starts_with_state = bool(optimizer.state)
-        optimizer.state.clear()
-        self._planes: dict[torch.dtype, StatePlanes] = {}
-        self.group_keys = check_separable(
-            optimizer,
-            self._trial,
-            self._step_options,
-            partial(self.state_planes, torch.float32),
-            has_state=self._starts_with_state,
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "the optimizer of an offloaded model cannot be copied or pickled; take its "
+            "state_dict(), and save the state that it is of with offloaded.save(path)"
         )
-        """What steps change in the groups, for all of its parameters."""
-        widths = [plane.dtype.itemsize for plane in self.state_planes(torch.float32).planes]
-        self.scratch_bytes_per_element = 4 * max([4, *widths])
-        self.small_state: dict[int, dict[str, Any]] = defaultdict(dict)
-        self._before: dict[int, tuple[int, dict[str, Any]]] = {}
-
-    @property
-    def optimizer_class(self) -> str:
-        """The class of the optimizer, with its module."""
-        kind = type(self._optimizer)
-        return f"{kind.__module__}.{kind.__qualname__}"
-
-    def forget_state(self, groups: Iterable[dict[str, Any]]) -> None:
-        """As before the first step: nothing in memory, nor in ``groups`` what steps change there.
-        The planes are the caller's.
-        """
-        self.small_state.clear()
-        self._before.clear()
-        for group in groups:
-            for key in self.group_keys:
-                group.pop(key, None)
-
-    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        return (*master_planes(dtype), *self.state_planes(dtype).planes)
-
-    def state_planes(self, dtype: torch.dtype) -> StatePlanes:
-        """Of parameters with weights of ``dtype``."""
-        kind = torch.float64 if dtype == torch.float64 else torch.float32
-        if kind not in self._planes:
-            self._planes[kind] = self._probe(kind)
-        return self._planes[kind]
-
-    def advance(self, groups: Iterable[dict[str, Any]], stepped: Iterable[torch.Tensor]) -> None:
-        """Let ``groups`` be as the step leaves them that was taken for these parameters."""
-        if self.group_keys:
-            taken = {id(parameter) for parameter in stepped}
-            for group in groups:
-                has_gradients = any(id(parameter) in taken for parameter in group["params"])
-                advance(self._step_options, group, has_gradients=has_gradients)
-
-    def check(self, update: ParameterUpdate) -> None:
-        """Optimizers of torch look at their options when they are made, and not again."""
-
-    def apply(
-        self,
-        segment: Segment,
-        update: ParameterUpdate,
-        planes: Mapping[str, torch.Tensor],
-        gradient: torch.Tensor,
-        gradient_scale: float,
-    ) -> None:
-        master = _master(planes)
-        scaled = (gradient.to(master.dtype) * gradient_scale).view(update.shape)
-        self._apply(master, scaled, update, planes, self._small_state_before(update))
-        _store_master(master, planes)
-
-    def _apply(
-        self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        update: ParameterUpdate,
-        planes: Mapping[str, torch.Tensor],
-        small: dict[str, Any],
-    ) -> None:
-        leaf = torch.nn.Parameter(master.view(update.shape))
-        for name, value in update.attributes.items():
-            setattr(leaf, name, value)
-        leaf.grad = gradient
-        kept = self.state_planes(master.dtype)
-        state = kept.state(small, planes, update.shape)
-        after = self._step_one(leaf, dict(update.options), state)
-        kept.keep(dict(after), planes, small, update.shape)
-        if not is_in_place(leaf.detach(), master):  # the optimizer put other data in its place
-            master.copy_(plain(leaf.detach()).reshape(-1))
-
-    def _small_state_before(self, update: ParameterUpdate) -> dict[str, Any]:
-        """The small state that ``update`` starts from, also when it is computed a second time."""
-        step, before = self._before.get(update.parameter, (0, {}))
-        if step == update.step:
-            self.small_state[update.parameter] = copy.deepcopy(before)
-        else:
-            before = copy.deepcopy(self.small_state[update.parameter])
-            self._before[update.parameter] = (update.step, before)
-        return self.small_state[update.parameter]
-
-    def _step_one(
-        self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
-    ) -> Mapping[str, Any]:
-        # Not copy.copy: optimizers leave attributes of their own out of what they pickle.
-        worker = object.__new__(type(self._optimizer))
-        worker.__dict__.update(self._optimizer.__dict__)
-        forget_hooks(worker)
-        worker.param_groups = [options | {"params": [leaf]}]
-        worker.state = defaultdict(dict)
-        if state:
-            worker.state[leaf] = state
-        elif self._starts_with_state:
-            # What it made when it was made was for all parameters at once, and is gone.
-            make: Any = type(worker)
-            worker.state = make([options | {"params": [leaf]}], **worker.defaults).state
-        plain_step(worker)
-        result: Mapping[str, Any] = worker.state[leaf]
-        options.update({k: v for k, v in worker.param_groups[0].items() if k != "params"})
-        return result
-
-    def _step_options(
-        self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
-    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        return self._step_one(leaf, options, state), options
-
-    def _trial(
-        self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
-    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """``apply``, with ``state`` in planes of its own."""
-        master = leaf.detach().view(-1)
-        if not state:
-            planes = self.state_planes(master.dtype).planes
-            state = {
-                plane.name: torch.zeros(len(master), dtype=plane.dtype, device="cpu")
-                for plane in planes
-            }
-            state["small"] = {}
-        update = ParameterUpdate(
-            parameter=-1, step=1, shape=leaf.shape, options=options, attributes=vars(leaf)
-        )
-        assert leaf.grad is not None
-        self._apply(master, leaf.grad, update, state, state["small"])
-        return state, options
-
-    def check_elementwise(self) -> None:
-        """Raise ``ValueError`` for an optimizer that does not treat every element by itself: rows
-        of a parameter must be updated alone as they are in the whole.
-        """
-        rng = torch.Generator().manual_seed(0)
-        kind: Any = {"generator": rng, "dtype": torch.float32, "device": "cpu"}
-        first, gradients = torch.randn(8, 4, **kind), torch.randn(2, 8, 4, **kind)
-        for group in self._optimizer.param_groups:
-            after = partial(self._after, options_at(options_in(group), 0), group["params"][0])
-            whole = after(first, gradients)
-            halves = [
-                after(first[rows].reshape(-1), gradients[:, rows].reshape(2, -1))
-                for rows in (slice(0, 3), slice(3, 8))
-            ]
-            if not torch.equal(whole.reshape(-1), torch.cat(halves)):
-                raise ValueError(
-                    f"{type(self._optimizer).__name__} looks at more than one element of a "
-                    "parameter at once, and each rank has a slice of every parameter; over several "
-                    "ranks use infinity.AdamW, another optimizer that treats elements by "
-                    "themselves, or the optimizer itself under FSDP2"
-                )
-
-    def _after(
-        self,
-        options: Mapping[str, Any],
-        parameter: torch.Tensor,
-        first: torch.Tensor,
-        gradients: torch.Tensor,
-    ) -> torch.Tensor:
-        """A throw-away parameter like ``parameter`` after a step for each of ``gradients``."""
-        leaf = like(parameter, first.clone())
-        state: Mapping[str, Any] = {}
-        for gradient in gradients:
-            leaf.grad = gradient.clone()
-            state = self._step_one(leaf, dict(options), dict(state))
-        return leaf.detach()
-
-    def _probe(self, dtype: torch.dtype) -> StatePlanes:
-        """The state that has a value for each element, found by steps on throw-away parameters of
-        as many dimensions as those of each group have.
-        """
-        found = StatePlanes(type(self._optimizer).__name__)
-        for group in self._optimizer.param_groups:
-            for position, parameter in _one_of_each(group["params"]):
-                options = {**options_at(options_in(group), position)}
-                leaf = like(
-                    parameter,
-                    torch.zeros(shape_like(max(1, parameter.dim())), dtype=dtype, device="cpu"),
-                )
-                state: Mapping[str, Any] = {}
-                for _ in range(_PROBE_STEPS):
-                    leaf.grad = torch.ones_like(leaf)
-                    state = dict(self._step_one(leaf, options, dict(state)))
-                    found.note(state, leaf.shape)
-        return found
-
-
-_PROBE_STEPS = 3
-"""Optimizers make some of their state after the first step."""
-
-
-def _one_of_each(parameters: Iterable[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """A parameter, and where it is, for each number of dimensions."""
-    found: dict[int, tuple[int, torch.Tensor]] = {}
-    for position, parameter in enumerate(parameters):
-        found.setdefault(max(1, parameter.dim()), (position, parameter))
-    return list(found.values())
-
-
-def advance_groups(
-    rule: UpdateRule, optimizer: torch.optim.Optimizer, stepped: Iterable[torch.Tensor]
-) -> None:
-    """A step was taken for these parameters: the groups are what the optimizer makes of them."""
-    if isinstance(rule, TorchRule):
-        rule.advance(optimizer.param_groups, stepped)
-
-
-def _master(planes: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    from swap.kernels import merge_master
-
-    if "lo" in planes:
-        out = torch.empty(planes["weight"].numel(), dtype=torch.float32, device="cpu")
-        merge_master(planes["weight"], planes["lo"], out)
-        return out
-    return planes.get("master", planes["weight"])
-
-
-def _store_master(master: torch.Tensor, planes: Mapping[str, torch.Tensor]) -> None:
-    from swap.kernels import split_master
-
-    if "lo" in planes:
-        split_master(master, planes["weight"], planes["lo"])
-    elif "master" in planes:
-        planes["weight"].copy_(master)

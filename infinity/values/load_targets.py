@@ -15,7 +15,7 @@ from checkpoint.plan.selection import Selection
 from infinity.values import saved_state
 from infinity.values.leaves import Leaf, leaves_of
 from infinity.values.module_state import persistent_buffers
-from infinity.values.persistence import Trainee
+from infinity.values.persistence import TrainingState
 from infinity.values.plane_bytes import MASTER_PLANES, PlaneBytes, planes_of_leaf
 
 
@@ -47,18 +47,18 @@ class Targets:
     """Weights without a master, which have one here."""
 
 
-def targets_of(trainee: Trainee, saved: Mapping[str, Any]) -> Targets:
+def targets_of(training: TrainingState, saved: Mapping[str, Any]) -> Targets:
     theirs = saved["buffers"]
     buffers = {
         name: buffer
-        for name, buffer in persistent_buffers(trainee.model).items()
+        for name, buffer in persistent_buffers(training.model).items()
         if theirs.get(name)
     }
     same: dict[str, Any] = {"model": dict(buffers), "optimizer": {}}
     converted, recast, bare = [], [], []
-    for leaf in leaves_of(trainee.model, trainee.records):
+    for leaf in leaves_of(training.model, training.records):
         is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
-        for plane in planes_of_leaf(trainee.state, leaf, None):
+        for plane in planes_of_leaf(training.state, leaf, None):
             name = plane.plane.name
             if is_converted and name in MASTER_PLANES:
                 continue
@@ -68,7 +68,7 @@ def targets_of(trainee: Trainee, saved: Mapping[str, Any]) -> Targets:
                 continue
             if name == "weight":
                 same["model"][leaf.name] = plane
-            elif saved_state.must_cast(trainee.rule, saved, leaf, plane):
+            elif saved_state.must_cast(training.rule, saved, leaf, plane):
                 recast.append((leaf, plane))
             else:
                 same["optimizer"].setdefault(name, {})[leaf.name] = plane

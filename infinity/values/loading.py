@@ -19,7 +19,7 @@ import torch
 import checkpoint
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.saving import commit_ranks as steps
-from infinity.optim.optimizer import TorchRule
+from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values import saved_state
@@ -39,7 +39,7 @@ from infinity.values.optimizer_match import (
     takes_state,
     told_class,
 )
-from infinity.values.persistence import FORMAT, Trainee
+from infinity.values.persistence import FORMAT, TrainingState
 from infinity.values.plane_bytes import MASTER_PLANES
 from infinity.values.rank_state import (
     check_same_save,
@@ -60,7 +60,7 @@ _MAX_LOADS = 20
 
 
 def load(
-    trainee: Trainee,
+    training: TrainingState,
     path: str | os.PathLike[str],
     stripe_dirs: StripeDirs | None = None,
     *,
@@ -83,11 +83,11 @@ def load(
     read = partial(checkpoint.load, path, stripe_dirs=stripe_dirs)
     fits = partial(check_targets, Path(path).resolve(), relocation(stripe_dirs))
     for _ in range(_MAX_LOADS):
-        before = saves_seen(trainee.sharing, path)
+        before = saves_seen(training.sharing, path)
         if len(set(before)) > 1:
             continue
-        extra = _load(trainee, path, read, fits, then)
-        if saves_seen(trainee.sharing, path) == before:
+        extra = _load(training, path, read, fits, then)
+        if saves_seen(training.sharing, path) == before:
             return extra
     check_same_save(before, path)
     raise BlockingIOError(
@@ -96,41 +96,41 @@ def load(
 
 
 def _load(
-    trainee: Trainee,
+    training: TrainingState,
     path: str | os.PathLike[str],
     read: Read,
     fits: Callable[[Any], None],
     then: Callable[[], None],
 ) -> Any:
-    saved, targets = together(trainee.sharing, lambda: _checked(trainee, path, read, fits))
-    trainee.sharing.weights.drop()
-    for plane in _absent_state(trainee, saved):
-        trainee.state.planes.zero(plane)
-    extra, states = together(trainee.sharing, lambda: _load_values(trainee, saved, targets, read))
-    _restore_scalars(trainee, saved, path)
+    saved, targets = together(training.sharing, lambda: _checked(training, path, read, fits))
+    training.sharing.weights.drop()
+    for plane in _absent_state(training, saved):
+        training.state.planes.zero(plane)
+    extra, states = together(training.sharing, lambda: _load_values(training, saved, targets, read))
+    _restore_scalars(training, saved, path)
     then()
     try:
-        together(trainee.sharing, lambda: set_module_states(trainee.model, states))
+        together(training.sharing, lambda: set_module_states(training.model, states))
     finally:  # which may have drawn random numbers
-        restore_random(trainee.sharing.rank, trainee.state.device, saved)
+        restore_random(training.sharing.rank, training.state.device, saved)
     return extra
 
 
 def _checked(
-    trainee: Trainee, path: str | os.PathLike[str], read: Read, fits: Callable[[Any], None]
+    training: TrainingState, path: str | os.PathLike[str], read: Read, fits: Callable[[Any], None]
 ) -> tuple[dict[str, Any], Targets]:
-    saved = _read_scalars(trainee, path, read)
-    targets = targets_of(trainee, saved)
+    saved = _read_scalars(training, path, read)
+    targets = targets_of(training, saved)
     fits(targets.same)
     return saved, targets
 
 
-def _absent_state(trainee: Trainee, saved: Mapping[str, Any]) -> set[str]:
+def _absent_state(training: TrainingState, saved: Mapping[str, Any]) -> set[str]:
     """Planes of state that the checkpoint has not of every parameter that has them here."""
     return {
         plane
-        for leaf in leaves_of(trainee.model, trainee.records)
-        for plane in trainee.state.plane_names(leaf.first.index)
+        for leaf in leaves_of(training.model, training.records)
+        for plane in training.state.plane_names(leaf.first.index)
         if plane not in MASTER_PLANES and plane not in saved["planes"][leaf.name]
     }
 
@@ -144,21 +144,23 @@ def together(sharing: Sharing, step: Callable[[], T]) -> T:
     return found[0]
 
 
-def _read_scalars(trainee: Trainee, path: str | os.PathLike[str], read: Read) -> dict[str, Any]:
+def _read_scalars(
+    training: TrainingState, path: str | os.PathLike[str], read: Read
+) -> dict[str, Any]:
     saved: dict[str, Any] = read(only=["infinity.*"])["infinity"]
     saved.setdefault("optimizer_class", told_class(saved))
     saved["buffers"] = saved_buffers(saved, path)
-    _check(trainee, saved, path)
-    if trainee.sharing.rank == 0:  # those of other ranks may have other names
-        check_modules(trainee.model, saved, saved["buffers"], path)
+    _check(training, saved, path)
+    if training.sharing.rank == 0:  # those of other ranks may have other names
+        check_modules(training.model, saved, saved["buffers"], path)
     return saved
 
 
-def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def _check(training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     if saved["format"] != FORMAT:
         raise ValueError(f"{path} has format {saved['format']}; this version reads {FORMAT}")
     shapes = saved["shapes"]
-    ours = {leaf.name: list(leaf.shape) for leaf in leaves_of(trainee.model, trainee.records)}
+    ours = {leaf.name: list(leaf.shape) for leaf in leaves_of(training.model, training.records)}
     for name, shape in ours.items():
         if name not in shapes:
             raise ValueError(f"{path} has no parameter {name}, which the model has")
@@ -167,43 +169,45 @@ def _check(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[s
     for name in shapes:
         if name not in ours:
             raise ValueError(f"{path} has a parameter {name}, which the model has not")
-    if not _takes_state(trainee, saved, path):
+    if not _takes_state(training, saved, path):
         return
-    _check_moments(trainee, saved, path)
-    names = {record.name for record in trainee.records}
-    if isinstance(trainee.rule, TorchRule) and not saved["small_state"].keys() <= names:
+    _check_moments(training, saved, path)
+    names = {record.name for record in training.records}
+    if isinstance(training.rule, TorchRule) and not saved["small_state"].keys() <= names:
         raise ValueError(
             f"{path} has optimizer state of layers that were tiled in another way; load it with "
             "the max_parameter_bytes that it was saved with"
         )
-    groups = _groups(trainee, saved, path)
-    for group, values in zip(trainee.optimizer.param_groups, groups, strict=True):
-        check_options(trainee.rule, group, values or {}, saved, path)
+    groups = _groups(training, saved, path)
+    for group, values in zip(training.optimizer.param_groups, groups, strict=True):
+        check_options(training.rule, group, values or {}, saved, path)
 
 
-def _takes_state(trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> bool:
-    leaves = leaves_of(trainee.model, trainee.records)
-    return takes_state(trainee.state, trainee.rule, leaves, saved, path)
+def _takes_state(
+    training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]
+) -> bool:
+    leaves = leaves_of(training.model, training.records)
+    return takes_state(training.state, training.rule, leaves, saved, path)
 
 
 def _groups(
-    trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]
+    training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> list[Mapping[str, Any] | None]:
     """What was saved for each group of the optimizer."""
-    names = {id(record.parameter): record.name for record in trainee.records}
-    groups = trainee.optimizer.param_groups
+    names = {id(record.parameter): record.name for record in training.records}
+    groups = training.optimizer.param_groups
     members = [[names[id(parameter)] for parameter in group["params"]] for group in groups]
     return match_groups(members, saved, path)
 
 
 def _check_moments(
-    trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]
+    training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> None:
     """Moments are not converted; frozen parameters have none."""
-    theirs, ours = saved.get("state_dtype", torch.float32), saved_state.state_dtype(trainee.rule)
-    for leaf in leaves_of(trainee.model, trainee.records):
-        saved_state.check_dtypes(trainee.state, trainee.rule, leaf, saved, path)
-        planes = trainee.state.plane_names(leaf.first.index)
+    theirs, ours = saved.get("state_dtype", torch.float32), saved_state.state_dtype(training.rule)
+    for leaf in leaves_of(training.model, training.records):
+        saved_state.check_dtypes(training.state, training.rule, leaf, saved, path)
+        planes = training.state.plane_names(leaf.first.index)
         if not {"exp_avg", "exp_avg_sq"} & {*planes} & {*saved["planes"][leaf.name]}:
             continue
         if theirs != ours:
@@ -220,36 +224,38 @@ def _check_moments(
 
 
 def _load_values(
-    trainee: Trainee, saved: Mapping[str, Any], targets: Targets, read: Read
+    training: TrainingState, saved: Mapping[str, Any], targets: Targets, read: Read
 ) -> tuple[Any, dict[str, Any]]:
     """Fill what holds values, buffers too; returns ``extra``, and what modules are to be given by
     ``set_extra_state``.
     """
-    model, same = trainee.model, targets.same
-    read(only=names_of(same), into=same, staging_bytes=trainee.checkpoint_bytes)
+    model, same = training.model, targets.same
+    read(only=names_of(same), into=same, staging_bytes=training.checkpoint_bytes)
     for leaf, plane in targets.recast:
         saved_state.cast(read, leaf, plane, literal(f"optimizer.{plane.plane.name}.{leaf.name}"))
     for leaf in targets.bare:
         for part in leaf.parts:
-            _reset_master(trainee.state, part)
+            _reset_master(training.state, part)
     for leaf in targets.converted:
         values = _master(read, leaf.name, saved["planes"][leaf.name]).reshape(-1)
         for part, _, at, _ in leaf.split(0, values.numel(), _WEIGHT):
             kept = at + part.first
-            trainee.state.fill(part.index, values[kept : kept + part.spec.numel])
+            training.state.fill(part.index, values[kept : kept + part.spec.numel])
     load_buffers(
         model,
         saved["buffers"],
-        trainee.state.device,
+        training.state.device,
         lambda name: read(only=[literal(f"model.{name}")])["model"][name],
     )
-    return _load_own(trainee, saved, read)
+    return _load_own(training, saved, read)
 
 
-def _load_own(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> tuple[Any, dict[str, Any]]:
+def _load_own(
+    training: TrainingState, saved: Mapping[str, Any], read: Read
+) -> tuple[Any, dict[str, Any]]:
     """Buffers that are this rank's own; the ``extra`` that it returns, and states of modules."""
     states = dict(saved.get("module_states", {}))
-    rank, world_size = trainee.sharing.rank, trainee.sharing.world_size
+    rank, world_size = training.sharing.rank, training.sharing.world_size
     own, saved_by = saved.get("own_states", []), saved.get("world_size", world_size)
     lost = [other for other in own if other >= world_size]
     if rank == 0 and own and (lost or saved_by < world_size):
@@ -257,7 +263,7 @@ def _load_own(trainee: Trainee, saved: Mapping[str, Any], read: Read) -> tuple[A
             "saved by %d ranks, loaded on %d: %s", saved_by, world_size, _changed(lost, saved_by)
         )
     if rank in own:
-        has_extra, extra, own_states = restore_own(read, rank, trainee.model)
+        has_extra, extra, own_states = restore_own(read, rank, training.model)
         states |= own_states
         if has_extra:
             return extra, states
@@ -301,20 +307,21 @@ def _master(read: Read, name: str, planes: Sequence[str]) -> torch.Tensor:
 
 
 def _restore_scalars(
-    trainee: Trainee, saved: Mapping[str, Any], path: str | os.PathLike[str]
+    training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> None:
-    rule, leaves = trainee.rule, leaves_of(trainee.model, trainee.records)
-    is_taken = _takes_state(trainee, saved, path)
+    rule, leaves = training.rule, leaves_of(training.model, training.records)
+    is_taken = _takes_state(training, saved, path)
     for leaf in leaves:
         for part in leaf.parts:
-            trainee.steps[part.index] = steps_of(leaf, saved) if is_taken else 0
+            training.steps[part.index] = steps_of(leaf, saved) if is_taken else 0
     if isinstance(rule, TorchRule):
-        rule.forget_state(trainee.optimizer.param_groups)
+        rule.forget_state(training.optimizer.param_groups)
         if is_taken:
             saved_state.restore_small(rule, leaves, saved)
     if is_taken:
-        groups = _groups(trainee, saved, path)
-        for group, values in zip(trainee.optimizer.param_groups, groups, strict=True):
+        groups = _groups(training, saved, path)
+        for group, values in zip(training.optimizer.param_groups, groups, strict=True):
             group.update({k: v for k, v in (values or {}).items() if k not in OF_MEMBERS})
-    if trainee.loss_scale_state is not None:
-        trainee.loss_scale_state.restore(saved["loss_scale"])
+    training.reference.loaded(saved.get("state") if is_taken else None, path)
+    if training.loss_scale_state is not None:
+        training.loss_scale_state.restore(saved["loss_scale"])

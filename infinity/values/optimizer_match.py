@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from infinity.optim.optimizer import AdamW, TorchRule
+from infinity.optim.optimizer import AdamW
+from infinity.optim.torch_rule import TorchRule
 from infinity.optim.torch_state import IN_PLANES
 from infinity.values.leaves import Leaf
 from infinity.values.plane_bytes import MASTER_PLANES

@@ -30,7 +30,9 @@ import checkpoint
 from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.saving import commit_ranks as steps
 from infinity.optim.loss_scale import LossScale
-from infinity.optim.optimizer import OffloadedOptimizer, TorchRule
+from infinity.optim.optimizer import OffloadedOptimizer
+from infinity.optim.state_reference import StateReference
+from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values import saved_state
@@ -50,7 +52,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 
 
-class Trainee(Protocol):
+class TrainingState(Protocol):
     """What is saved and loaded: the parts of an ``OffloadedModel``."""
 
     model: nn.Module
@@ -62,9 +64,10 @@ class Trainee(Protocol):
     loss_scale_state: LossScale | None
     checkpoint_bytes: int
     sharing: Sharing
+    reference: StateReference
 
 
-def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any, *, block: bool) -> Any:
+def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, *, block: bool) -> Any:
     """Save everything that training goes on from. The update must be flushed.
 
     Without ``block`` the bytes are read while training goes on: nothing at home changes before the
@@ -73,38 +76,41 @@ def save(trainee: Trainee, path: str | os.PathLike[str], extra: Any, *, block: b
 
     Several ranks save one checkpoint, each what it keeps, see ``rank_state``.
     """
-    _warn_of_gradients(trainee, path)
-    state = _sources(trainee)
-    state["infinity"] = {"random_of_ranks": random_of_ranks(trainee.sharing, trainee.state.device)}
-    coordinator = trainee.sharing.coordinator
+    _warn_of_gradients(training, path)
+    training.reference.saved(path)
+    state = _sources(training)
+    state["infinity"] = {
+        "random_of_ranks": random_of_ranks(training.sharing, training.state.device)
+    }
+    coordinator = training.sharing.coordinator
     if coordinator is not None:
-        state["ranks"] = own_states(coordinator, trainee.model, extra)
-    if trainee.sharing.rank == 0:
-        state["model"] |= persistent_buffers(trainee.model)
-        state["infinity"] |= _scalars(trainee)
+        state["ranks"] = own_states(coordinator, training.model, extra)
+    if training.sharing.rank == 0:
+        state["model"] |= persistent_buffers(training.model)
+        state["infinity"] |= _scalars(training)
         state["infinity"]["own_states"] = [int(rank) for rank in state.get("ranks", {})]
         state["extra"] = {"given": extra is not None, "value": extra}
     if block:
         return checkpoint.save(
-            state, path, staging_bytes=trainee.checkpoint_bytes, coordinator=coordinator
+            state, path, staging_bytes=training.checkpoint_bytes, coordinator=coordinator
         )
-    if trainee.sharing.rank == 0:
+    if training.sharing.rank == 0:
         state["model"] |= {
-            name: buffer.clone() for name, buffer in persistent_buffers(trainee.model).items()
+            name: buffer.clone() for name, buffer in persistent_buffers(training.model).items()
         }
         state["extra"] = copy.deepcopy(state["extra"])
         state["infinity"]["module_states"] = copy.deepcopy(state["infinity"]["module_states"])
     return checkpoint.save_async(
         state,
         path,
-        guard=trainee.optimizer,
-        staging_bytes=trainee.checkpoint_bytes,
+        guard=training.optimizer,
+        staging_bytes=training.checkpoint_bytes,
         coordinator=coordinator,
     )
 
 
-def _warn_of_gradients(trainee: Trainee, path: str | os.PathLike[str]) -> None:
-    count = len(trainee.state.gradients.present)
+def _warn_of_gradients(training: TrainingState, path: str | os.PathLike[str]) -> None:
+    count = len(training.state.gradients.present)
     if count:
         logger.warning(
             "%s is saved without the gradients that %d parameters have accumulated since the last "
@@ -114,58 +120,61 @@ def _warn_of_gradients(trainee: Trainee, path: str | os.PathLike[str]) -> None:
         )
 
 
-def _sources(trainee: Trainee) -> dict[str, Any]:
+def _sources(training: TrainingState) -> dict[str, Any]:
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    rank, world_size = trainee.sharing.rank, trainee.sharing.world_size
-    for leaf in leaves_of(trainee.model, trainee.records):
-        for plane in planes_of_leaf(trainee.state, leaf, Saving(rank, world_size)):
+    rank, world_size = training.sharing.rank, training.sharing.world_size
+    for leaf in leaves_of(training.model, training.records):
+        for plane in planes_of_leaf(training.state, leaf, Saving(rank, world_size)):
             name = plane.plane.name
             part = model if name == "weight" else optimizer.setdefault(name, {})
             part[leaf.name] = plane
     return {"model": model, "optimizer": optimizer}
 
 
-def _scalars(trainee: Trainee) -> dict[str, Any]:
-    names = {id(record.parameter): record.name for record in trainee.records}
-    leaves = leaves_of(trainee.model, trainee.records)
-    scale = trainee.loss_scale_state
-    small = trainee.rule.small_state if isinstance(trainee.rule, TorchRule) else {}
+def _scalars(training: TrainingState) -> dict[str, Any]:
+    names = {id(record.parameter): record.name for record in training.records}
+    leaves = leaves_of(training.model, training.records)
+    scale = training.loss_scale_state
+    small = training.rule.small_state if isinstance(training.rule, TorchRule) else {}
     return {
         "format": FORMAT,
-        "steps": {leaf.name: trainee.steps[leaf.first.index] for leaf in leaves},
-        "planes": {leaf.name: list(trainee.state.plane_names(leaf.first.index)) for leaf in leaves},
+        "steps": {leaf.name: training.steps[leaf.first.index] for leaf in leaves},
+        "planes": {
+            leaf.name: list(training.state.plane_names(leaf.first.index)) for leaf in leaves
+        },
         "shapes": {leaf.name: list(leaf.shape) for leaf in leaves},
         "dtypes": {leaf.name: leaf.first.spec.dtype for leaf in leaves},
         "groups": [
             group | {"params": [names[id(parameter)] for parameter in group["params"]]}
-            for group in trainee.optimizer.param_groups
+            for group in training.optimizer.param_groups
         ],
-        "optimizer_class": class_of(trainee.rule),
-        "plane_dtypes": saved_state.plane_dtypes(trainee.state, trainee.rule, leaves),
-        "state_dtype": saved_state.state_dtype(trainee.rule),
+        "optimizer_class": class_of(training.rule),
+        "plane_dtypes": saved_state.plane_dtypes(training.state, training.rule, leaves),
+        "state_dtype": saved_state.state_dtype(training.rule),
+        "state": training.reference.name,
         "parts": {leaf.name: [part.numel for part in leaf.parts] for leaf in leaves},
-        "buffers": {name: b is not None for name, b in buffers_of(trainee.model).items()},
-        "module_states": module_states(trainee.model),
-        "loss_scale": None if scale is None else [scale.value, scale.good_steps],
-        "small_state": {trainee.records[index].name: dict(s) for index, s in small.items()},
+        "buffers": {name: b is not None for name, b in buffers_of(training.model).items()},
+        "module_states": module_states(training.model),
+        "loss_scale": None if scale is None else scale.saved(),
+        "small_state": {training.records[index].name: dict(s) for index, s in small.items()},
         "random": random_state(),
-        "world_size": trainee.sharing.world_size,
+        "world_size": training.sharing.world_size,
     }
 
 
-def export(trainee: Trainee, folder: str | os.PathLike[str]) -> list[str]:
+def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]:
     """Weights and persistent buffers as Hugging Face shards with an index; returns the paths.
 
     Several ranks first save the weights together, in a folder beside, from which rank 0 makes the
     shards: no rank ever has the model. Buffers are those of rank 0.
     """
-    rank, world_size = trainee.sharing.rank, trainee.sharing.world_size
-    weights: dict[str, Any] = dict(persistent_buffers(trainee.model)) if rank == 0 else {}
-    for leaf in leaves_of(trainee.model, trainee.records):
-        planes = planes_of_leaf(trainee.state, leaf, Saving(rank, world_size))
+    rank, world_size = training.sharing.rank, training.sharing.world_size
+    weights: dict[str, Any] = dict(persistent_buffers(training.model)) if rank == 0 else {}
+    for leaf in leaves_of(training.model, training.records):
+        planes = planes_of_leaf(training.state, leaf, Saving(rank, world_size))
         weights[leaf.name] = planes[0]
-    coordinator = trainee.sharing.coordinator
+    coordinator = training.sharing.coordinator
     if coordinator is None:
         return [os.fspath(file) for file in checkpoint.write_safetensors(weights, folder)]
     parts = Path(folder).absolute().with_name(f".{Path(folder).name}.parts")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from infinity.optim.optimizer import TorchRule
+from infinity.optim.torch_rule import TorchRule
 from infinity.values.leaves import Leaf
 from infinity.values.optimizer_match import small_state_of
 from infinity.values.plane_bytes import MASTER_PLANES, PlaneBytes, planes_of_leaf

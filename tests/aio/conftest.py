@@ -106,6 +106,12 @@ def engine(backend: Backend | MemoryBackend) -> Iterator[Engine]:
         yield made
 
 
+@pytest.fixture
+def plain() -> Iterator[Engine]:
+    with Engine("posix") as engine:
+        yield engine
+
+
 class Gate:
     """While it is shut, nothing completes in an engine made with `backend()`."""
 

@@ -76,7 +76,7 @@ def test_interrupted_passes_change_no_later_number(tmp_path: Path, how: How) -> 
 
     least = least_budget(make, tmp_path)
     with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
-        assert offloaded._residency.at_home[-1] is None
+        assert offloaded._training.residency.at_home[-1] is None
         for _ in range(WARM_UP):
             train(model, offloaded, losses)
         total = how(passes, None).seen
@@ -85,8 +85,8 @@ def test_interrupted_passes_change_no_later_number(tmp_path: Path, how: How) -> 
             assert how(passes, number).line
             clear(model, offloaded, number)
             train(model, offloaded, losses)
-            assert not offloaded.state.weights._pins
-            assert not offloaded._residency.held
+            assert not offloaded._training.state.weights._pins
+            assert not offloaded._training.residency.held
     assert losses == uninterrupted(tmp_path, len(losses))
 
 
@@ -108,7 +108,7 @@ def test_interrupt_as_weights_are_put_in_place_leaves_no_placeholder_behind(
             raise KeyboardInterrupt
 
     with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
-        assert offloaded._residency.at_home[-1] is None
+        assert offloaded._training.residency.at_home[-1] is None
         with monkeypatch.context() as patch:
             patch.setattr(residency, "put_data", cut)
             with pytest.raises(KeyboardInterrupt):
@@ -128,7 +128,7 @@ def test_gradient_that_an_interrupt_left_with_autograd_is_cleared(
 
     with infinity.offload(model, tmp_path, host_memory=WHOLE) as offloaded:
         with monkeypatch.context() as patch:
-            patch.setattr(offloaded._gradients, "take", cut)
+            patch.setattr(offloaded._training.gradients, "take", cut)
             with pytest.raises(KeyboardInterrupt):
                 loss_of(model).backward()
         offloaded.optimizer.zero_grad()

@@ -22,7 +22,7 @@ def test_clipping_asked_for_a_step_that_raised_is_done_by_the_next(tmp_path: Pat
             failure = AioError("the step before failed", errno=errno.EIO)
             if fails:
                 with (
-                    patch.object(offloaded.state, "step", side_effect=failure),
+                    patch.object(offloaded._training.state, "step", side_effect=failure),
                     pytest.raises(AioError),
                 ):
                     offloaded.step()

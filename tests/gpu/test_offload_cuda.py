@@ -52,7 +52,7 @@ def test_device_budget_bounds_the_weights_on_cuda(tmp_path: Path) -> None:
     ) as offloaded:
         with torch.no_grad():
             model(tokens(0).cuda())
-        arena = offloaded.state.arena
+        arena = offloaded._training.state.arena
         assert arena is not None
         assert arena.peak_bytes <= limit
         assert offloaded.report().resident_bytes["device"] <= limit

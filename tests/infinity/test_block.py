@@ -253,7 +253,7 @@ def test_nothing_of_the_block_is_kept_alive(nvme: Path) -> None:
     model = Stack()
     with infinity.offload(model, nvme, host_memory=least_budget(Stack, nvme)) as offloaded:
         _train_stack(model, offloaded, range(2))
-        state = offloaded.state
+        state = offloaded._training.state
         kept = [weakref.ref(thing) for thing in (offloaded, state, *state.slabs.values())]
     del offloaded, state
     gc.collect()

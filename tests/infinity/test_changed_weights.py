@@ -12,15 +12,9 @@ from torch import nn
 
 import infinity
 from tests.support.models import Stack, seeded, vector_loss, vectors
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
+from tests.support.training import same_bits, values_of
 
 OPTIMIZERS: dict[str, Any] = {"trained": infinity.AdamW(), "inference": None}
-
-
-@pytest.fixture(params=["whole", "least"])
-def host_memory(request: pytest.FixtureRequest, nvme: Path) -> int:
-    """Bytes for ``Stack()``."""
-    return WHOLE if request.param == "whole" else least_budget(Stack, nvme)
 
 
 def _change(model: Stack) -> None:

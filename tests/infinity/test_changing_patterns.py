@@ -170,7 +170,7 @@ def _offloaded(script: Script, nvme: Path, dtype: torch.dtype | None, losses: li
             losses += _passes(model, passes, step)
             after = offloaded.report()
             offloaded.step()
-        length = len(offloaded.state.weights.schedule.plan)
+        length = len(offloaded._training.state.weights.schedule.plan)
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     expected = after.expected_uses - before.expected_uses
     unexpected = after.unexpected_uses - before.unexpected_uses

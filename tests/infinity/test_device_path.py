@@ -76,6 +76,6 @@ def test_device_budget_holds_while_weights_pass_through(
         for step in range(3):
             token_loss(model, step).backward()
             offloaded.step()
-        arena = offloaded.state.arena
+        arena = offloaded._training.state.arena
         assert arena is not None
         assert 0 < arena.peak_bytes <= _DEVICE_BYTES

@@ -11,13 +11,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import Stack, seeded, vector_loss, vectors
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
-
-
-@pytest.fixture(params=["whole", "least"])
-def host_memory(request: pytest.FixtureRequest, nvme: Path) -> int:
-    """Bytes for ``Stack()``."""
-    return WHOLE if request.param == "whole" else least_budget(Stack, nvme)
+from tests.support.training import same_bits, values_of
 
 
 def _add_one(model: Stack) -> None:

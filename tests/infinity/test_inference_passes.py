@@ -18,7 +18,7 @@ def test_a_pass_of_inference_is_prefetched_along_the_one_before(nvme: Path) -> N
         infinity.offload(model, nvme, optimizer=None, host_memory=least) as offloaded,
         torch.no_grad(),
     ):
-        weights = offloaded.state.weights
+        weights = offloaded._training.state.weights
         model(tokens(0)[:, :-1])
         assert not weights.schedule.plan
         model(tokens(1)[:, :-1])
@@ -43,7 +43,7 @@ def test_layers_that_are_called_one_by_one_are_a_pass(nvme: Path) -> None:
             x = vectors(0)
             for layer in model.layers:
                 x = torch.tanh(layer(x))
-        assert len(offloaded.state.weights.schedule.plan) >= len(model.layers)
+        assert len(offloaded._training.state.weights.schedule.plan) >= len(model.layers)
 
 
 def test_a_decoder_that_runs_often_after_an_encoder_is_a_pass(nvme: Path) -> None:
@@ -60,8 +60,10 @@ def test_a_decoder_that_runs_often_after_an_encoder_is_a_pass(nvme: Path) -> Non
         encoder(vectors(0))
         for _ in range(5):
             decoder(vectors(0))
-        decoded = {record.index for record in offloaded.records if record.name.startswith("1.")}
-        assert set(offloaded.state.weights.schedule.plan) == decoded
+        decoded = {
+            record.index for record in offloaded._training.records if record.name.startswith("1.")
+        }
+        assert set(offloaded._training.state.weights.schedule.plan) == decoded
 
 
 def test_a_cycle_without_end_is_not_recorded_without_end() -> None:

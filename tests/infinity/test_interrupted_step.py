@@ -14,7 +14,7 @@ import infinity
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import same_bits, values_of
 
-LATE = ["infinity.autograd.versions.Versions.note", "infinity.model.advance_groups"]
+LATE = ["infinity.autograd.versions.Versions.note", "infinity.training.advance_groups"]
 
 
 @pytest.mark.parametrize("function", LATE)
@@ -39,7 +39,7 @@ def test_interrupt_after_a_step_was_taken_leaves_nothing_of_it_undone(
             with pytest.raises(KeyboardInterrupt):
                 offloaded.step()
         assert done == [attribute]
-        assert {*offloaded.steps} == {1}
+        assert {*offloaded._training.steps} == {1}
         after = [parameter._version for parameter in model.parameters()]
         assert all(new > old for new, old in zip(after, before, strict=True))
         offloaded.optimizer.zero_grad()
@@ -61,7 +61,7 @@ def test_training_goes_on_when_an_interrupt_kept_step_from_clearing_gradients(
                             offloaded.step()
                 else:
                     offloaded.step()
-            assert {*offloaded.steps} == {3}
+            assert {*offloaded._training.steps} == {3}
         return values_of(model)
 
     def interrupted() -> None:

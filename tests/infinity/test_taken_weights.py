@@ -11,14 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import infinity
 from tests.support.models import Stack, seeded, vector_loss, vectors
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
-
-
-@pytest.fixture(params=["whole", "least"])
-def host_memory(request: pytest.FixtureRequest, nvme: Path) -> int:
-    """Bytes for ``Stack()``."""
-    return WHOLE if request.param == "whole" else least_budget(Stack, nvme)
-
+from tests.support.training import same_bits, values_of
 
 TAKEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "detach": lambda p: p.detach(),

@@ -42,7 +42,7 @@ def _steady_step(
     ) as offloaded:
         for step in range(5):
             offloaded.flush()
-            before = dict(offloaded.state.timeline.moved)
+            before = dict(offloaded._training.state.timeline.moved)
             for part in range(passes):
                 vector_loss(model, step * passes + part).backward()
             if not overlap:
@@ -51,9 +51,9 @@ def _steady_step(
         offloaded.flush()
         moved = {
             key: nbytes - before.get(key, 0)
-            for key, nbytes in offloaded.state.timeline.moved.items()
+            for key, nbytes in offloaded._training.state.timeline.moved.items()
         }
-        expected = traffic_of(offloaded.state.placement, backward_passes=passes)
+        expected = traffic_of(offloaded._training.state.placement, backward_passes=passes)
         return _by_purpose(moved, expected.weights_kept), expected, offloaded.report()
 
 

@@ -83,7 +83,7 @@ class Run:
         self.offloaded = offloaded
         self.folder = folder
         self.loss: torch.Tensor | None = None
-        activations: Any = offloaded._activations
+        activations: Any = offloaded._training._activations
         if scenario.activations != "keep":
             activations.budget_bytes = ACTIVATION_BYTES
         self.activations = activations
@@ -137,7 +137,7 @@ class Run:
     def now(self) -> Moment:
         with self.offloaded.gathered():
             values = {n: p.detach().clone() for n, p in self.model.named_parameters()}
-        return Moment(max(self.offloaded.steps), values)
+        return Moment(max(self.offloaded._training.steps), values)
 
     def saved(self, name: str) -> Moment:
         self.offloaded.save(self.folder / name)
@@ -149,7 +149,7 @@ class Run:
 
     def _remains(self) -> dict[str, Any]:
         """What must be the same whenever the model is at rest."""
-        state = self.offloaded.state
+        state = self.offloaded._training.state
         self.loss = None
         self.offloaded.flush()
         state.weights.drop()
@@ -159,7 +159,7 @@ class Run:
             found["extents"] = state.extents.used_bytes
         found["activations"] = self.activations.counts() | {"in host, peak": 0}
         found["pins"] = len(state.weights._pins)
-        found["held"] = len([*self.offloaded._residency.held])
+        found["held"] = len([*self.offloaded._training.residency.held])
         found["rest"] = Leftovers.of(self.folder / "nvme")
         return found
 
@@ -192,7 +192,7 @@ class Run:
     _after_backward = _after_forward
 
     def _after_step(self) -> str:
-        if max(self.offloaded.steps) == self.start.steps:
+        if max(self.offloaded._training.steps) == self.start.steps:
             self.step()
         return self._goes_on()
 
@@ -219,7 +219,7 @@ class Run:
 
     def _goes_on(self) -> str:
         """As an undisturbed run does, until ``later``."""
-        if max(self.offloaded.steps) == self.start.steps:
+        if max(self.offloaded._training.steps) == self.start.steps:
             if wrong := self._is(self.start):
                 return wrong
             self.train()
@@ -230,8 +230,8 @@ class Run:
 
     def _is(self, expected: Moment) -> str:
         found = self.now()
-        if found.steps != expected.steps or {*self.offloaded.steps} != {expected.steps}:
-            return f"steps are {self.offloaded.steps}, not {expected.steps}"
+        if found.steps != expected.steps or {*self.offloaded._training.steps} != {expected.steps}:
+            return f"steps are {self.offloaded._training.steps}, not {expected.steps}"
         for name, value in expected.values.items():
             if not same_bits(found.values[name], value):
                 return f"{name} differs after {expected.steps} steps"

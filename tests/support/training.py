@@ -132,6 +132,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*flat)
 
 
+def same_values(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two sets of values have the same names in any order, and the same bits by name."""
+    return a.keys() == b.keys() and all(same_bits(value, b[name]) for name, value in a.items())
+
+
 def ulps_between(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor | None = None) -> float:
     """The largest distance of two float32 tensors in units in the last place.
 

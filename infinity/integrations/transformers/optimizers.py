@@ -63,7 +63,7 @@ def set_groups(
     """Give ``offloaded.optimizer`` these groups, of the parameters with these names outside."""
     parts = {
         leaf.name: [part.parameter for part in leaf.parts]
-        for leaf in leaves_of(offloaded.model, offloaded.records)
+        for leaf in leaves_of(offloaded.model, offloaded._training.records)
     }
     offloaded.optimizer.param_groups.clear()
     for group, members in zip(groups, names, strict=True):

@@ -71,7 +71,7 @@ def read_state(offloaded: infinity.OffloadedModel, saved: Path) -> None:
     """Give the trained weights and the buffers the values that a checkpoint of ours has; one
     parameter at a time. Moments and step counts stay.
     """
-    for leaf in leaves_of(offloaded.model, offloaded.records):
+    for leaf in leaves_of(offloaded.model, offloaded._training.records):
         if not leaf.first.spec.trainable:
             continue
         values = _saved(saved, leaf.name).reshape(-1)
@@ -95,7 +95,7 @@ def read_folder(offloaded: infinity.OffloadedModel, folder: Path) -> list[str]:
     Raises ``ValueError`` for a model with tiled layers, and for a shape that does not match.
     """
     model = offloaded.model
-    if any(len(leaf.parts) > 1 for leaf in leaves_of(model, offloaded.records)):
+    if any(len(leaf.parts) > 1 for leaf in leaves_of(model, offloaded._training.records)):
         raise ValueError(
             f"{folder} has plain weights, which cannot be put into layers that are tiled; leave "
             "max_parameter_bytes out, or pass weights= so that they are read on the way in"

@@ -1,0 +1,286 @@
+"""What training of one offloaded model consists of, behind the handle: its parts, the steps that
+act on them, and what the optimizer, the parameters and the hooks on modules call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.activations.offloading import Activations
+from infinity.autograd.modes import own_modes
+from infinity.autograd.modifying import Loans
+from infinity.autograd.module_hooks import ModelHooks
+from infinity.autograd.phases import Passes, Phases
+from infinity.autograd.refusals import check_not_traced
+from infinity.autograd.residency import Residency
+from infinity.autograd.saved_tensors import SavedTensors
+from infinity.autograd.versions import Versions
+from infinity.background import BackgroundSaves
+from infinity.optim.accumulated import Accumulated
+from infinity.optim.loss_scale import LossScale
+from infinity.optim.optimizer import OffloadedOptimizer, StepTaker
+from infinity.optim.state_reference import StateReference
+from infinity.optim.stepping import as_norm, clip_coefficient, options_of, updates_for
+from infinity.optim.torch_rule import advance_groups
+from infinity.parameters.parameter import become_offloaded, take_grad
+from infinity.parameters.records import Record
+from infinity.ranks.context import Sharing
+from infinity.restoring import Restoring
+from infinity.values.optimizer_match import class_of
+from swap.apart import run_apart
+from swap.forks import check_process
+from swap.plan.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
+from swap.tiered import TieredState
+from swap.tiers import Budget
+from swap.undo import Undo
+from swap.update.stages import Step
+
+_UNCLIPPED_STEPS = 4
+"""After so many steps in a row without clipping, the next one is expected not to clip either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What ``offload`` makes a ``Training`` of."""
+
+    model: nn.Module
+    records: list[Record]
+    state: TieredState
+    rule: UpdateRule
+    budget: Budget
+    optimizer_for: Callable[[StepTaker], OffloadedOptimizer]
+    activations: Activations
+    max_grad_norm: float | None
+    loss_scale: LossScale | None
+    compute_dtype: torch.dtype | None
+    checkpoint_bytes: int
+    sharing: Sharing
+    run: str
+    """A name of this block alone, the same on all ranks."""
+
+
+class Training:
+    """The parts of an offloaded model, and what happens to them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.model, self.records, self.state = parts.model, parts.records, parts.state
+        self.rule, self.sharing = parts.rule, parts.sharing
+        self.checkpoint_bytes = parts.checkpoint_bytes
+        self.budget, self.activations = parts.budget, parts.activations
+        self.loss_scale_state = parts.loss_scale
+        records, state, sharing = parts.records, parts.state, parts.sharing
+        self.steps = [0] * len(records)
+        self.gradients = Accumulated(records, state, sharing, parts.loss_scale)
+        self.norm: torch.Tensor | None = None
+        """2-norm of the gradients of the last step."""
+        self._index = {id(record.parameter): record.index for record in records}
+        self._max_grad_norm = parts.max_grad_norm
+        self._unclipped_steps = 0
+        self._repeatable = isinstance(self.rule, AdamRule) and parts.loss_scale is None
+        self.residency = Residency(records, sharing.weights, state.device, sharing.visitor_bytes)
+        self._phases = Phases(state.timeline)
+        self._saved = SavedTensors(
+            records, sharing.weights, self._phases, parts.activations, lambda: self.residency.held
+        )
+        self._versions = Versions(records, self.residency.kept_out)
+        self.loans = Loans(records, self.residency, sharing, self._versions)
+        self.saves = BackgroundSaves()
+        passes = Passes(self._end_pass) if isinstance(self.rule, FrozenRule) else None
+        hooked = (self.residency, self._phases, self._versions, self._saved)
+        self._hooks = ModelHooks(parts.model, records, *hooked, parts.compute_dtype, passes)
+        self._restoring = Restoring(parts.model, state, sharing)
+        self._process, self._open = os.getpid(), True
+        self.reference = StateReference(parts.run, records, class_of(parts.rule))
+        self.optimizer = parts.optimizer_for(self)
+
+    # What must hold before anything else is done.
+
+    def check_open(self, what: str = "model") -> None:
+        """Raises ``RuntimeError`` after the block, and in another process."""
+        check_process(self._process, f"the offloaded {what}")
+        if not self._open:
+            raise RuntimeError(
+                "the model is not offloaded any more: use it inside the `with` block"
+            )
+
+    def check_unchanged(self) -> None:
+        """Raises ``RuntimeError`` naming a parameter that was changed in place, or is new."""
+        self.check_open()
+        self._versions.check()
+
+    def index_of(self, parameter: torch.Tensor) -> int:
+        """Raises ``ValueError`` for a tensor that is no parameter of the model."""
+        index = self._index.get(id(parameter))
+        if index is None:
+            shape = tuple(parameter.shape)
+            raise ValueError(f"a parameter of shape {shape} is none of the offloaded model")
+        return index
+
+    # Steps.
+
+    @own_modes()
+    def take_step(self) -> None:
+        """Fix norm, clipping, options and step counts, and start the update."""
+        self.check_open()
+        if isinstance(self.rule, FrozenRule) and self.gradients.present:
+            raise RuntimeError(
+                "the model was offloaded with optimizer=None, which is for inference; pass "
+                "infinity.AdamW(...) or a factory to take steps"
+            )
+        self.check_unchanged()
+        self.loans.check_none("step()")
+        self._phases.end_backward()
+        self.gradients.take_left()
+        present = sorted(self.gradients.present)
+        self.sharing.begin_step(present, self.steps, self.optimizer.param_groups)
+        if not present:
+            return
+        self.residency.reset()
+        gradients = self.gradients
+        self.norm = as_norm(whole_norm := gradients.norm())
+        norm = whole_norm * gradients.clip_factor
+        scale = gradients.clip_factor / gradients.scale.value
+        if self._max_grad_norm is not None:
+            scale *= clip_coefficient(norm, self._max_grad_norm)
+        self._unclipped_steps = self._unclipped_steps + 1 if scale == 1.0 else 0
+        if gradients.scale.overflowed(norm):
+            gradients.consume(self.state.gradients.capture())
+            return
+        updates = self._updates(present)
+        self.state.step(updates, scale, then=partial(self._taken, present))
+
+    def _taken(self, present: Sequence[int]) -> None:
+        """The step is under way. One that raised was not, and is taken again with its clipping."""
+        self.gradients.consume(present)
+        for index in present:
+            self.steps[index] += 1
+            self._saved.generations[index] += 1
+        self._versions.count_updates(present)
+        self.sharing.end_step(present)
+        self.reference.stepped()
+        advance_groups(self.rule, self.optimizer, (self.records[i].parameter for i in present))
+
+    def _end_pass(self) -> None:
+        self.state.weights.end_cycle()
+        self.sharing.end_step(())
+
+    def propose(self) -> Step | None:
+        """The step that is likely to be taken next, for updates before it is; None if unknown. As
+        if no gradient were clipped, which is proposed after some steps in which none was.
+        """
+        may_clip = self._max_grad_norm is not None or self.gradients.clip_factor != 1.0
+        if not self._repeatable or (may_clip and self._unclipped_steps < _UNCLIPPED_STEPS):
+            return None
+        return Step(updates=self._updates(None), gradient_scale=1.0)
+
+    def _updates(self, present: Sequence[int] | None) -> dict[int, ParameterUpdate]:
+        """What the next step means for those parameters, or for all that are in a group."""
+        options = options_of(self.optimizer.param_groups, self.index_of)
+        return updates_for(present, options, self.records, self.steps)
+
+    def clear_gradients(self) -> None:
+        self.gradients.clear()
+
+    def describe_state(self) -> dict[str, Any]:
+        self.check_open()
+        scale = self.loss_scale_state
+        return self.reference.describe(self.steps, None if scale is None else scale.saved())
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_open()
+        self.reference.check(state_dict, self.steps)
+
+    def restore_loss_scale(self, saved: Sequence[Any] | None) -> None:
+        if self.loss_scale_state is not None:
+            self.loss_scale_state.restore(saved)
+
+    def loaded(self) -> None:
+        """Other values are at home, and other state."""
+        self.optimizer.zero_grad()
+        self.residency.reset()
+        run_apart(partial(self._versions.count_updates, range(len(self.records))), "infinity-load")
+
+    # What parameters call.
+
+    def has_gradient(self, index: int) -> bool:
+        return self.gradients.has(index)
+
+    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        self.gradients.set(index, gradient)
+
+    def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
+        """Weights of these parameters are in place inside."""
+        self.check_open(self.records[min(indices)].name)
+        check_not_traced()
+        return self.residency.in_place(indices, sys._getframe(1))
+
+    @property
+    def is_computing(self) -> bool:
+        return self.residency.is_computing
+
+    def is_gathered(self, index: int) -> bool:
+        return self.residency.is_gathered([index])
+
+    def name_of(self, index: int) -> str:
+        return self.records[index].name
+
+    def _take_gradient(self, parameter: torch.Tensor) -> None:
+        """Autograd accumulated into ``parameter``: move that to the gradient store."""
+        if self.gradients.take(self.index_of(parameter), parameter):
+            self._phases.backward_works()
+
+    def _leave_gradients(self) -> None:
+        """To autograd, from now on. Not by handles: an interrupt may have taken one."""
+        for record in self.records:
+            hooks = getattr(record.parameter, "_post_accumulate_grad_hooks", None) or {}
+            for number, hook in list(hooks.items()):
+                if getattr(hook, "__self__", None) is self:
+                    del hooks[number]
+
+    # Beginning and ending.
+
+    def attach(self, undo: Undo) -> None:
+        """Give the model its offloaded face; ``undo`` takes it off again, whatever happens."""
+        undo.push(self.saves.tell_at_end)
+        undo.callback(self._restore)
+        for record in self.records:
+            self._restoring.add(record)
+            take_grad(record.parameter)
+            become_offloaded(
+                record.parameter, record.index, self, record.spec.dtype, self.state.device
+            )
+        self.state.propose = self.propose
+        undo.callback(self.residency.detach)
+        self.residency.attach(self.model)
+        undo.enter_context(self._saved)
+        self._hooks.attach(undo)
+        undo.callback(self._leave_gradients)
+        for record in self.records:
+            if record.spec.trainable:
+                record.parameter.register_post_accumulate_grad_hook(self._take_gradient)
+        undo.callback(self.residency.reset)
+        undo.push(self.sharing.leaving)
+        for index, gradient in self._restoring.gradients.items():
+            if self.records[index].spec.trainable:  # accumulated to, as plain PyTorch does
+                self.gradients.add(index, gradient)
+        self._versions.watch(self.model)
+        undo.push(self._versions.check_at_end)
+        undo.push(self.loans.end)
+        self._restoring.gradients.clear()
+
+    def _restore(self) -> None:
+        """See ``Restoring``; what it left after an interrupt, when called again."""
+        if self._open:
+            self._restoring.before(lambda: max(self.steps), *self.saves.waits())
+        self._open = False
+        self.state.propose = None
+        self._restoring.run()

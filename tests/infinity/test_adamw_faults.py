@@ -1,0 +1,172 @@
+"""OffloadedAdamW meets errors of I/O and a full disk, and leaves no file however it ends."""
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from aio import AioError, Engine
+from aio.backends import MemoryBackend
+from infinity import OffloadedAdamW
+from infinity.adamw.tiers import store as state_store
+from tests.support.adamw_model import (
+    AMPLE,
+    DTYPES,
+    SMALL,
+    backward,
+    files_in,
+    make_model,
+    same,
+    train,
+    values,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Makes the engines of later optimizers fail with that probability a block."""
+
+    def install(error: float) -> None:
+        backend = MemoryBackend(seed=7, error=error, errno=errno.EIO, short_transfer=0.1)
+        monkeypatch.setattr(state_store, "Engine", partial(Engine, backend))
+
+    return install
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_io_errors_are_raised_and_flush_finishes_the_step_exactly(
+    dtype: torch.dtype, tmp_path: Path, faulty: Callable[[float], None]
+) -> None:
+    model = make_model(dtype)
+    with OffloadedAdamW(model.parameters(), lr=1e-2, nvme=tmp_path, host_memory=AMPLE) as optimizer:
+        train(model, optimizer, range(6))
+    expected = values(model)
+    faulty(0.2)
+    failures = 0
+    model = make_model(dtype)
+    with OffloadedAdamW(model.parameters(), lr=1e-2, nvme=tmp_path, host_memory=SMALL) as optimizer:
+        for step in range(6):
+            backward(model, step)
+            if not take_step(optimizer):
+                with pytest.raises(RuntimeError, match=r"optimizer\.flush\(\)"):
+                    optimizer.step()
+                failures += finish(optimizer)
+            optimizer.zero_grad()
+    assert failures > 3
+    assert same(values(model), expected)
+
+
+def take_step(optimizer: OffloadedAdamW) -> bool:
+    """Whether the step was not stopped by an error."""
+    try:
+        optimizer.step()
+    except AioError:
+        return False
+    return True
+
+
+def finish(optimizer: OffloadedAdamW) -> int:
+    """Flush until it succeeds; returns how often it was tried."""
+    for tries in range(1, 1000):
+        try:
+            optimizer.flush()
+        except AioError:
+            continue
+        return tries
+    raise AssertionError("flush never succeeded")
+
+
+def test_gradient_zeroed_in_place_before_a_stopped_step_is_finished_is_refused(
+    tmp_path: Path, faulty: Callable[[float], None]
+) -> None:
+    faulty(1.0)
+    model = make_model()
+    with OffloadedAdamW(model.parameters(), nvme=tmp_path, host_memory=SMALL) as optimizer:
+        backward(model, 0)
+        with pytest.raises(AioError):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        with pytest.raises(RuntimeError, match="load the last checkpoint"):
+            optimizer.flush()
+
+
+def test_full_disk_is_an_error_when_the_optimizer_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise AioError("no space", errno=errno.ENOSPC, filename=os.fspath(tmp_path))
+
+    monkeypatch.setattr("swap.storage.extents.ExtentStore.reserve", full)
+    with pytest.raises(AioError, match="no space"):
+        OffloadedAdamW(make_model().parameters(), nvme=tmp_path, host_memory=SMALL)
+    assert files_in(tmp_path) == []
+
+
+# Cleaning up.
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[list[OffloadedAdamW]]:
+    model = make_model()
+    optimizers = [OffloadedAdamW(model.parameters(), nvme=tmp_path, host_memory=SMALL)]
+    train(model, optimizers[0], range(1))
+    assert files_in(tmp_path) != []
+    yield optimizers
+    assert files_in(tmp_path) == []
+
+
+def test_close_leaves_no_file_and_refuses_further_use(opened: list[OffloadedAdamW]) -> None:
+    (optimizer,) = opened
+    optimizer.close()
+    optimizer.close()
+    for call in (optimizer.step, optimizer.flush, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_collected_optimizer_leaves_no_file(opened: list[OffloadedAdamW]) -> None:
+    opened.clear()
+    gc.collect()
+
+
+def test_exception_in_the_block_leaves_no_file(opened: list[OffloadedAdamW]) -> None:
+    with pytest.raises(KeyError), opened[0]:
+        raise KeyError
+
+
+def test_fork_leaves_the_files_of_the_parent(opened: list[OffloadedAdamW], tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        opened[0].close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert files_in(tmp_path) != []
+    opened[0].close()
+
+
+def test_interpreter_exit_without_close_leaves_no_file(tmp_path: Path) -> None:
+    program = """
+import sys, torch, infinity
+model = torch.nn.Linear(1000, 1000)
+optimizer = infinity.OffloadedAdamW(model.parameters(), nvme=sys.argv[1], host_memory="7MiB")
+model(torch.ones(1, 1000)).sum().backward()
+optimizer.step()
+assert optimizer.report().nvme_bytes
+"""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, os.fspath(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert files_in(tmp_path) == []

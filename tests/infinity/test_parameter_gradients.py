@@ -1,0 +1,167 @@
+"""The gradient of a parameter inside the block: its presence, its values, assignment, hooks."""
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from tests.support.models import Stack, seeded, vector_loss
+from tests.support.training import same_bits
+
+REMEDIES = ("offloaded.clip_grad_norm_", "offloaded.grad_norm", "zero_grad()", "offloaded.gradient")
+
+
+def _gradient(model: Stack) -> Any:
+    return model.layer(0).weight.grad
+
+
+def _gradients(model: Stack) -> Any:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+READS: dict[str, Callable[[Stack], Any]] = {
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "get_total_norm": lambda model: nn.utils.get_total_norm(_gradients(model)),
+    "foreach": lambda model: torch._foreach_norm(_gradients(model)),
+    "sum": lambda model: _gradient(model).sum(),
+    "data": lambda model: _gradient(model).data,
+    "detach": lambda model: _gradient(model).detach(),
+    "item": lambda model: _gradient(model)[0, 0].item(),
+    "numpy": lambda model: _gradient(model).numpy(),
+    "repr": lambda model: repr(_gradient(model)),
+    "add": lambda model: 1 + _gradient(model),
+    "mul_": lambda model: _gradient(model).mul_(2),
+    "zero": lambda model: model.zero_grad(set_to_none=False),
+    "cpu": lambda model: _gradient(model).cpu(),
+    "stack": lambda model: torch.stack(_gradients(model)),
+    "unscale": lambda model: _gradient(model).div(2.0),
+    "bool": lambda model: bool((_gradient(model) == 0).all()),
+    "save": lambda model: torch.save(_gradient(model), io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reading_a_gradient_names_the_remedy(name: str, host_memory: int, nvme: Path) -> None:
+    model = Stack()
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+        vector_loss(model, 0).backward()
+        norm = offloaded.clip_grad_norm_(1e9)
+        with pytest.raises(RuntimeError) as error:
+            READS[name](model)
+        assert all(remedy in str(error.value) for remedy in REMEDIES)
+        assert same_bits(offloaded.clip_grad_norm_(1e9), norm)
+
+
+def test_the_gradient_says_truly_whether_it_is_there(host_memory: int, nvme: Path) -> None:
+    model = Stack()
+    everything = {name for name, _ in model.named_parameters()}
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+        weight = model.layer(0).weight
+        assert _have_gradients(model) == set()
+        assert offloaded.gradient(weight) is None
+        vector_loss(model, 0).backward()
+        assert _have_gradients(model) == everything
+        assert weight.grad is not None
+        assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
+        weight.grad = None
+        assert _have_gradients(model) == everything - {"layers.0.weight"}
+        model.zero_grad()
+        assert _have_gradients(model) == set()
+        offloaded.step()
+        vector_loss(model, 0).backward()
+        offloaded.optimizer.step()
+        assert _have_gradients(model) == everything, "as in PyTorch, until they are cleared"
+        offloaded.optimizer.zero_grad()
+        assert _have_gradients(model) == set()
+
+
+def _have_gradients(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_gradients_are_those_of_the_plain_model(host_memory: int, nvme: Path) -> None:
+    model = seeded(Stack)
+    plain = copy.deepcopy(model)
+    for step in range(2):
+        vector_loss(plain, step).backward()
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+        for step in range(2):
+            vector_loss(model, step).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            gradient = offloaded.gradient(ours)
+            assert gradient is not None
+            assert theirs.grad is not None
+            assert same_bits(gradient, theirs.grad)
+
+
+def test_gradients_from_before_the_block_are_accumulated_to(host_memory: int, nvme: Path) -> None:
+    """A plain loop that ends without ``zero_grad`` leaves them."""
+    model = seeded(Stack)
+    plain = copy.deepcopy(model)
+    for step in range(2):
+        vector_loss(plain, step).backward()
+    vector_loss(model, 0).backward()
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+        assert model.layer(0).weight.grad is not None
+        vector_loss(model, 1).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            gradient = offloaded.gradient(ours)
+            assert gradient is not None
+            assert theirs.grad is not None
+            assert same_bits(gradient, theirs.grad)
+
+
+def test_a_gradient_can_be_assigned(host_memory: int, nvme: Path) -> None:
+    model, plain = seeded(Stack), seeded(Stack)
+    vector_loss(plain, 0).backward()
+    reference = torch.optim.AdamW(plain.parameters(), fused=True)
+    reference.step()
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+        weight = model.layer(0).weight
+        for shape in ((3,), (256, 255), (512, 512)):
+            with pytest.raises(ValueError, match=r"\(256, 256\)"):
+                weight.grad = torch.ones(shape)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            ours.grad = theirs.grad
+        offloaded.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-8)
+
+
+def test_hooks_of_the_program_see_and_change_gradients(host_memory: int, nvme: Path) -> None:
+    def halve(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / 2
+
+    def negate(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.neg_()
+
+    def replace(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = torch.ones_like(parameter.grad)
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    model = seeded(Stack)
+    for hooked in (model, plain := copy.deepcopy(model)):
+        hooked.layer(0).weight.register_hook(halve)
+        for layer, hook in ((1, negate), (2, replace), (3, drop)):
+            hooked.layer(layer).weight.register_post_accumulate_grad_hook(hook)
+    vector_loss(plain, 0).backward()
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+        vector_loss(model, 0).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            gradient = offloaded.gradient(ours)
+            if theirs.grad is None:
+                assert gradient is None
+            else:
+                assert gradient is not None
+                assert same_bits(gradient, theirs.grad)
