@@ -32,7 +32,7 @@ class Case:
     make: Callable[[], nn.Module]
     loss_of: LossOf = token_loss
     options: dict[str, Any] = field(default_factory=dict)
-    steps: int = 6
+    steps: int = 4
 
 
 def _with_frozen_layers() -> nn.Module:
@@ -99,14 +99,14 @@ CASES = {
     "bf16 clipped": Case(Gpt, options=BF16 | CLIPPED | {"optimizer": ADAM}, steps=20),
     "fp16 clipped": Case(Gpt, options=FP16 | CLIPPED | {"optimizer": ADAM}),
     "fp32 accumulated": Case(Gpt, options={"accumulate": 2}, steps=20),
-    "bf16 accumulated, clipped": Case(Gpt, options=BF16 | CLIPPED | {"accumulate": 2}),
+    "bf16 accumulated, clipped": Case(Gpt, options=BF16 | CLIPPED | {"accumulate": 2}, steps=3),
     "fp32 recomputed": Case(partial(Gpt, recompute="non-reentrant")),
     "bf16 recomputed": Case(partial(Gpt, recompute="non-reentrant"), options=BF16, steps=20),
     "fp32 recomputed by reentry, dropout": Case(
         partial(Gpt, recompute="reentrant", dropout=0.2), options=CLIPPED
     ),
     "bf16 recomputed by reentry, accumulated": Case(
-        partial(Gpt, recompute="reentrant"), options=BF16 | {"accumulate": 2}
+        partial(Gpt, recompute="reentrant"), options=BF16 | {"accumulate": 2}, steps=3
     ),
     "fp32 dropout, recomputed": Case(partial(Gpt, recompute="non-reentrant", dropout=0.3)),
     "fp32 frozen layers": Case(_with_frozen_layers),

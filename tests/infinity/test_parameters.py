@@ -17,6 +17,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import Gpt, Stack, seeded, vector_loss, vectors
+from tests.support.proof import by_turns
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
 
 
@@ -149,6 +150,9 @@ CHANGES: dict[str, Callable[[Stack], Any]] = {
 }
 
 
+COMPUTED = (None, torch.bfloat16, torch.float16)
+
+
 def _without_grad(change: Callable[[], Any]) -> Any:
     with torch.no_grad():
         return change()
@@ -159,8 +163,7 @@ def _kept(model: Stack) -> torch.Tensor:
     return next(iter(model.parameters())).detach()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(("name", "dtype"), by_turns(CHANGES, COMPUTED))
 def test_weights_changed_past_the_library_stop_the_next_step(
     name: str, dtype: torch.dtype | None, nvme: Path
 ) -> None:

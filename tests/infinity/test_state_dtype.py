@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import checkpoint
 import infinity
 from tests.support.models import Gpt, Stack, seeded, token_loss, vector_loss
+from tests.support.proof import matrix
 from tests.support.training import (
     assert_same_runs,
     least_budget,
@@ -20,6 +22,8 @@ from tests.support.training import (
 )
 
 DTYPES = [torch.bfloat16, torch.uint8]
+COMPUTED = [*product(DTYPES, (None, torch.bfloat16, torch.float16))]
+USUAL = [(torch.bfloat16, torch.float16), (torch.uint8, None), (torch.uint8, torch.bfloat16)]
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 WIDE = partial(Stack, width=400, depth=6)
 """160000 elements a matrix: no whole number of blocks, and more than the smallest subgroup."""
@@ -30,8 +34,7 @@ def _adam(dtype: torch.dtype) -> infinity.AdamW:
     return infinity.AdamW(lr=1e-2, state_dtype=dtype)
 
 
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "compute_dtype"), matrix(COMPUTED, usual=USUAL))
 def test_training_under_any_budget_gives_the_same_bits(
     dtype: torch.dtype, compute_dtype: torch.dtype | None, tmp_path: Path
 ) -> None:

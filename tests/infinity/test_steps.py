@@ -95,7 +95,7 @@ def test_schedulers_change_what_they_change_in_torch(name: str, kind: str, nvme:
                 model, nvme, optimizer=optimizers[kind], host_memory=host_memory
             ) as offloaded:
                 scheduler = SCHEDULERS[name](offloaded.optimizer)
-                for step in range(7):
+                for step in range(5):
                     token_loss(model, step).backward()
                     offloaded.step()
                     rates.append(float(offloaded.optimizer.param_groups[0]["lr"]))
@@ -105,8 +105,8 @@ def test_schedulers_change_what_they_change_in_torch(name: str, kind: str, nvme:
     scheduler = SCHEDULERS[name](plain.optimizer)
     model = seeded(Gpt)
     with infinity.offload(model, nvme, optimizer=optimizers[kind]) as offloaded:
-        for step in range(7):
-            assert rates[step] == rates[7 + step] == pytest.approx(scheduler.get_last_lr()[0])
+        for step in range(5):
+            assert rates[step] == rates[5 + step] == pytest.approx(scheduler.get_last_lr()[0])
             offloaded.optimizer.param_groups[0].update(
                 {key: plain.optimizer.param_groups[0][key] for key in ("betas", "weight_decay")},
                 lr=rates[step],

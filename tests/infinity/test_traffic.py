@@ -1,6 +1,7 @@
 """Bytes that a step moves are those that the formula of ``swap.plan.traffic`` has."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from swap.plan.traffic import Traffic, traffic_of
 from swap.storage.endurance import Wear, endurance_of
 from swap.tiers import format_bytes
 from tests.support.models import Stack, seeded, vector_loss
+from tests.support.proof import matrix
 from tests.support.training import WHOLE, Make, least_budget
 
 
@@ -28,6 +30,9 @@ def _half_frozen() -> nn.Module:
 
 
 ROOMS = {"all on NVMe": 0.0, "some cached": 0.2, "half cached": 0.5, "most cached": 0.65}
+STEPS = [*product(ROOMS, (None, torch.bfloat16), (1, 2))]
+USUAL = [*STEPS[::4], *STEPS[3::4]]
+"""Each room in each dtype, one pass in the one and two in the other."""
 
 
 def _steady_step(
@@ -57,11 +62,9 @@ def _steady_step(
         return _by_purpose(moved, expected.weights_kept), expected, offloaded.report()
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("room", ROOMS)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("room", "dtype", "passes"), matrix(STEPS, usual=USUAL))
 def test_one_transfer_after_the_other_moves_what_the_formula_has(
-    room: str, passes: int, dtype: torch.dtype | None, nvme: Path
+    room: str, dtype: torch.dtype | None, passes: int, nvme: Path
 ) -> None:
     moved, expected, report = _steady_step(
         _trained, nvme, dtype=dtype, room=room, passes=passes, overlap=False

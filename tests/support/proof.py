@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,13 @@ def matrix(cells: Iterable[Any], usual: Container[Any]) -> list[Any]:
     A cell of several values is a tuple.
     """
     return [cell if cell in usual else _marked(cell) for cell in cells]
+
+
+def by_turns(first: Iterable[Any], second: Sequence[Any]) -> list[Any]:
+    """The product as parameters; usual is each of ``first`` once, those of ``second`` in turn."""
+    rows = list(first)
+    usual = [(value, second[number % len(second)]) for number, value in enumerate(rows)]
+    return matrix(product(rows, second), usual=usual)
 
 
 def _marked(cell: Any) -> Any:
