@@ -97,6 +97,14 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         stage = "entered" if id(self) in _entered else "left" if self._begin is None else "new"
         return f"<offload block of a {self._kind}, {stage}>"
 
+    def discard(self) -> None:
+        """At the end of the process, in place of leaving: the files go, and the model, which has no
+        values from now on, with them. Idempotent.
+        """
+        if _entered.pop(id(self), None) is not None and os.getpid() == self._process:
+            assert self._state_of is not None
+            self._state_of.state.close()
+
     def _abandon(self) -> None:
         """At the end of the process: the files go, the values with them."""
         _log.warning(

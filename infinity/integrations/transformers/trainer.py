@@ -9,8 +9,6 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-import weakref
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,8 +19,9 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import infinity
-from infinity.integrations.transformers import folders, optimizers, weights
+from infinity.integrations.transformers import folders, weights
 from infinity.integrations.transformers.arguments import NAMES, settings_of
+from infinity.integrations.transformers.lives import Life, models_beside
 from infinity.integrations.transformers.refusals import check_arguments, check_objects
 from infinity.integrations.transformers.saves import STATE, Saves
 
@@ -57,13 +56,21 @@ class OffloadMixin(_Base):
     lr_scheduler: Any
     _created_lr_scheduler: bool
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        order = [base for base in cls.__mro__ if base in (OffloadMixin, Trainer)]
+        if order == [Trainer, OffloadMixin]:
+            raise TypeError(
+                f"class {cls.__name__}: OffloadMixin goes first among the bases, before the trainer"
+            )
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in NAMES if name in kwargs}
         bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         check_arguments(bound.get("args"))
         check_objects(bound)
         self._offload_settings = settings_of(bound.get("args"), given)
-        self._offload_block: Block | None = None
+        self._offload_life: Life | None = None
         self._offload_saves: Saves | None = None
         super().__init__(*args, **kwargs)
         check_arguments(self.args)  # some trainers make their own
@@ -71,23 +78,23 @@ class OffloadMixin(_Base):
     @property
     def offloaded(self) -> infinity.OffloadedModel:
         """The handle of the offloaded model. Raises ``RuntimeError`` while it is not offloaded."""
-        if self._offload_block is None:
+        if self._offload_life is None:
             raise RuntimeError("the model is offloaded by the first train, evaluate or predict")
-        return self._offload_block.offloaded
+        return self._offload_life.offloaded
 
     def close(self) -> None:
         """Finish saves, and give the model its trained values back. Idempotent.
 
         Raises what ``infinity.offload`` raises at the end of its block, and the error of a save.
         """
-        block, self._offload_block = self._offload_block, None
-        if block is None:
+        life, self._offload_life = self._offload_life, None
+        if life is None:
             return
         try:
             self._finish_saves()
         finally:
             self.optimizer = self.callback_handler.optimizer = None
-            block.close()
+            life.close()
 
     def __enter__(self) -> OffloadMixin:
         return self
@@ -104,41 +111,20 @@ class OffloadMixin(_Base):
 
     def _open(self, *, trains: bool) -> None:
         """Offload the model, if it is not; for inference alone if it is not to be trained."""
-        block = self._offload_block
-        if block is not None and block.offloaded.model is self.model and block.trains >= trains:
+        life = self._offload_life
+        if life is not None and life.offloaded.model is self.model and life.trains >= trains:
             return
         self.close()
-        self._offload_block = Block(self._enter(trains=trains), trains=trains)
+        self._offload_life = Life(
+            self.model,
+            models_beside(self),
+            self._offload_settings,
+            self.args.device,
+            self._framework_optimizer if trains else None,
+        )
         self._prepare_model()
         if trains:
             self.optimizer = self.offloaded.optimizer
-
-    def _enter(self, *, trains: bool) -> tuple[ExitStack, infinity.OffloadedModel]:
-        settings = self._offload_settings
-        made = self._framework_optimizer() if trains else None
-        optimizer: Any = None
-        if made is not None:
-            names = optimizers.names_of(self.model, made)
-            again = self._framework_optimizer
-            optimizer = optimizers.chosen(made, again, settings.state_dtype)
-        stack = ExitStack()
-        offloaded = stack.enter_context(
-            infinity.offload(
-                self.model,
-                settings.nvme,
-                optimizer=optimizer,
-                device=self.args.device,
-                compute_dtype=settings.compute_dtype,
-                device_memory=settings.device_memory,
-                host_memory=settings.host_memory,
-                activations=settings.activations,
-                weights=settings.weights,
-                max_parameter_bytes=settings.max_parameter_bytes,
-            )
-        )
-        if isinstance(optimizer, infinity.AdamW) and made is not None:
-            optimizers.set_groups(offloaded, made.param_groups, names)
-        return stack, offloaded
 
     def _framework_optimizer(self) -> torch.optim.Optimizer:
         """What this trainer would train the model in memory with; it has no state yet."""
@@ -173,6 +159,10 @@ class OffloadMixin(_Base):
         self._finish_saves()
         return outcome
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._open(trains=True)
+        return super()._inner_training_loop(*args, **kwargs)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Offload the model for training; the optimizer is that of the offloaded one."""
         self._open(trains=True)
@@ -205,6 +195,8 @@ class OffloadMixin(_Base):
         return self.offloaded.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self._offload_life is not None:
+            self._offload_life.is_saved = False  # from the step on that comes now
         return self.offloaded.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -264,7 +256,7 @@ class OffloadMixin(_Base):
             logger.exception("a checkpoint could not be saved, while training was stopped")
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if self._offload_block is None or state_dict is not None:
+        if self._offload_life is None or state_dict is not None:
             super()._save(output_dir, state_dict)
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
@@ -284,6 +276,8 @@ class OffloadMixin(_Base):
         if processing is not None:
             processing.save_pretrained(folder)
         torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        if self._offload_life is not None:
+            self._offload_life.is_saved = True
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         saves, path = self._offload_saves, Path(output_dir) / STATE
@@ -336,19 +330,6 @@ class OffloadMixin(_Base):
 
 class OffloadTrainer(OffloadMixin, Trainer):
     """``transformers.Trainer`` within a budget, see ``OffloadMixin``."""
-
-
-class Block:
-    """A model that is offloaded, until ``close`` or until nothing refers to this any more."""
-
-    def __init__(self, entered: tuple[ExitStack, infinity.OffloadedModel], *, trains: bool) -> None:
-        stack, self.offloaded = entered
-        self.trains = trains
-        self._leave = weakref.finalize(self, stack.close)
-        self._leave.atexit = False  # there, it would read the whole model into memory for nothing
-
-    def close(self) -> None:
-        self._leave()
 
 
 def _leaves_saves_alone(callback: type) -> bool:

@@ -1,0 +1,190 @@
+"""The models of a trainer while they are offloaded: the one that is trained, and those beside it
+that are not (a reference, a teacher, rewards), within one budget.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.arguments import make_budget
+from infinity.block import OffloadBlock
+from infinity.integrations.transformers import optimizers
+from infinity.integrations.transformers.arguments import Settings
+from swap.tiers import format_bytes
+
+_TRAINED_PARTS = 4
+"""Bytes of training state for each byte of weights; what is not trained has the weights alone."""
+_BESIDE = ("ref_model", "teacher_model", "reward_model", "reward_funcs")
+"""Where trainers keep models that they do not train."""
+
+MakeOptimizer = Callable[[], torch.optim.Optimizer]
+
+
+class Life:
+    """Offloaded models, until ``close`` or until nothing refers to this any more.
+
+    At the end of the process nothing is read back: values that were not saved are lost, and a
+    warning says so.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        beside: Sequence[nn.Module],
+        settings: Settings,
+        device: torch.device,
+        optimizer: MakeOptimizer | None,
+    ) -> None:
+        self.trains = optimizer is not None
+        self.is_saved = True
+        stack = ExitStack()
+        self._blocks: list[OffloadBlock] = []
+        with stack:
+            enter = partial(_enter, stack, self._blocks)
+            self.offloaded = _within(enter, model, beside, settings, device, optimizer)
+            stack = stack.pop_all()
+        self._leave = weakref.finalize(self, stack.close)
+        self._leave.atexit = False  # there, it would read whole models into memory for nothing
+        _lives.add(self)
+
+    def close(self) -> None:
+        """Give all models their values back. Idempotent. Raises as leaving a block does."""
+        _lives.discard(self)
+        self._leave()
+
+    def end_of_process(self) -> None:
+        """Let go of what was saved; a block says itself that the rest is lost."""
+        if self.is_saved and self._leave.alive:
+            for block in self._blocks:
+                block.discard()
+
+
+_lives: weakref.WeakSet[Life] = weakref.WeakSet()
+
+
+@atexit.register  # later than that of blocks, so it is called before
+def _end_all() -> None:
+    for life in list(_lives):
+        life.end_of_process()
+
+
+def models_beside(trainer: Any) -> list[nn.Module]:
+    """Models that a trainer computes with and does not train, each once."""
+    found: dict[int, nn.Module] = {}
+    for name in _BESIDE:
+        value = getattr(trainer, name, None)
+        for model in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(model, nn.Module) and model is not trainer.model:
+                found[id(model)] = model
+    own = {id(parameter) for parameter in trainer.model.parameters()}
+    return [m for m in found.values() if not any(id(p) in own for p in m.parameters())]
+
+
+def _within(
+    enter: Callable[..., infinity.OffloadedModel],
+    model: nn.Module,
+    beside: Sequence[nn.Module],
+    settings: Settings,
+    device: torch.device,
+    optimizer: MakeOptimizer | None,
+) -> infinity.OffloadedModel:
+    """Enter all of them. Raises ``BudgetError`` with the least budget for all together."""
+    if not beside:
+        return _enter_trained(enter, model, settings, device, optimizer)
+    whole = make_budget(settings.host_memory, None).host_bytes
+    least = [_least_of(other, settings, device) for other in beside]
+    fair = [max(n, _share(whole, other, model)) for n, other in zip(least, beside, strict=True)]
+    shares = fair
+    try:
+        rest = replace(settings, host_memory=max(1, whole - sum(fair)))
+        offloaded = _enter_trained(enter, model, rest, device, optimizer)
+    except infinity.BudgetError as error:
+        needed, shares = error.least_host_bytes + sum(least), least
+        if error.least_host_bytes == 0 or whole < needed:
+            raise infinity.BudgetError(
+                f"host_memory={format_bytes(whole)} is too small for the model and the "
+                f"{len(beside)} beside it, which need at least {format_bytes(needed)} ({needed} "
+                f"bytes) together: {error}",
+                least_host_bytes=needed,
+            ) from error
+        rest = replace(settings, host_memory=whole - sum(least))
+        offloaded = _enter_trained(enter, model, rest, device, optimizer)
+    for other, share in zip(beside, shares, strict=True):
+        enter(other, replace(settings, host_memory=share, weights=None), device, None)
+    return offloaded
+
+
+def _enter_trained(
+    enter: Callable[..., infinity.OffloadedModel],
+    model: nn.Module,
+    settings: Settings,
+    device: torch.device,
+    optimizer: MakeOptimizer | None,
+) -> infinity.OffloadedModel:
+    if optimizer is None:
+        return enter(model, settings, device, None)
+    made = optimizer()
+    names = optimizers.names_of(model, made)
+    chosen = optimizers.chosen(made, optimizer, settings.state_dtype)
+    offloaded = enter(model, settings, device, chosen)
+    if isinstance(chosen, infinity.AdamW):
+        optimizers.set_groups(offloaded, made.param_groups, names)
+    return offloaded
+
+
+def _enter(
+    stack: ExitStack,
+    blocks: list[OffloadBlock],
+    model: nn.Module,
+    settings: Settings,
+    device: torch.device,
+    optimizer: Any,
+) -> infinity.OffloadedModel:
+    block = infinity.offload(
+        model,
+        settings.nvme,
+        optimizer=optimizer,
+        device=device,
+        compute_dtype=settings.compute_dtype,
+        device_memory=settings.device_memory,
+        host_memory=settings.host_memory,
+        activations=settings.activations,
+        weights=settings.weights,
+        max_parameter_bytes=settings.max_parameter_bytes,
+    )
+    offloaded = stack.enter_context(block)
+    blocks.append(block)
+    return offloaded
+
+
+def _least_of(model: nn.Module, settings: Settings, device: torch.device) -> int:
+    """Bytes of host memory that inference with ``model`` needs."""
+    return infinity.plan(
+        model,
+        host_memory=1,
+        device=device,
+        compute_dtype=settings.compute_dtype,
+        optimizer=None,
+        activations=settings.activations,
+        max_parameter_bytes=settings.max_parameter_bytes,
+    ).least_host_bytes
+
+
+def _share(whole: int, other: nn.Module, model: nn.Module) -> int:
+    """Bytes of the budget for a model that is not trained."""
+    mine, trained = _bytes_of(other), _TRAINED_PARTS * _bytes_of(model)
+    return whole * mine // max(1, mine + trained)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
