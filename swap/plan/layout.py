@@ -17,8 +17,9 @@ Subgroups follow ZeRO-Infinity (arXiv 2104.07857, section 5.2); planes are ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -103,15 +104,70 @@ class Subgroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A subgroup of whole parameters, or the subgroups that are the parts of one that is split.
+
+    ``first`` is the index of its first subgroup. ``sizes``: how many subgroups there are of so many
+    elements, padding counted; there are two sizes at most, however many parts.
+    """
+
+    index: int
+    first: int
+    parameters: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    resident: bool
+    sizes: tuple[tuple[int, int], ...]
+
+    @property
+    def num_subgroups(self) -> int:
+        return sum(count for _, count in self.sizes)
+
+    @property
+    def numel(self) -> int:
+        return sum(elements * count for elements, count in self.sizes)
+
+    @property
+    def largest(self) -> int:
+        """Elements of its largest subgroup."""
+        return max(elements for elements, _ in self.sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Every parameter and every subgroup, and the way from one to the other."""
+    """Every parameter and every subgroup, and the way from one to the other.
+
+    Subgroups are made when they are asked for: a large model has hundreds of thousands, and as many
+    units as it has parameters.
+    """
 
     specs: tuple[ParameterSpec, ...]
-    subgroups: tuple[Subgroup, ...]
-    segments_of: tuple[tuple[Segment, ...], ...]
+    units: tuple[Unit, ...]
+    subgroup_elements: int
+
+    @cached_property
+    def subgroups(self) -> tuple[Subgroup, ...]:
+        return tuple(group for unit in self.units for group in self._subgroups(unit))
+
+    @cached_property
+    def segments_of(self) -> tuple[tuple[Segment, ...], ...]:
+        segments: list[list[Segment]] = [[] for _ in self.specs]
+        for subgroup in self.subgroups:
+            for segment in subgroup.segments:
+                segments[segment.parameter].append(segment)
+        return tuple(map(tuple, segments))
 
     def subgroups_of(self, parameter: int) -> tuple[int, ...]:
         return tuple(segment.subgroup for segment in self.segments_of[parameter])
+
+    def _subgroups(self, unit: Unit) -> Iterator[Subgroup]:
+        members = [self.specs[parameter] for parameter in unit.parameters]
+        if len(members) > 1 or unit.num_subgroups == 1:
+            yield _subgroup(unit, unit.first, [(spec, 0, spec.numel) for spec in members])
+            return
+        parts = split_evenly(members[0].numel, self.subgroup_elements)
+        for number, (start, length) in enumerate(parts):
+            yield _subgroup(unit, unit.first + number, [(members[0], start, length)])
 
 
 def pad(numel: int) -> int:
@@ -130,16 +186,7 @@ def pack(specs: Sequence[ParameterSpec], subgroup_elements: int) -> Layout:
     packer = _Packer(subgroup_elements)
     for spec in specs:
         packer.add(spec)
-    subgroups = packer.finish()
-    segments: list[list[Segment]] = [[] for _ in specs]
-    for subgroup in subgroups:
-        for segment in subgroup.segments:
-            segments[segment.parameter].append(segment)
-    return Layout(
-        specs=tuple(specs),
-        subgroups=subgroups,
-        segments_of=tuple(tuple(sorted(parts, key=lambda part: part.start)) for parts in segments),
-    )
+    return Layout(specs=tuple(specs), units=packer.finish(), subgroup_elements=subgroup_elements)
 
 
 def split_evenly(numel: int, most: int) -> Iterable[tuple[int, int]]:
@@ -154,6 +201,18 @@ def split_evenly(numel: int, most: int) -> Iterable[tuple[int, int]]:
         yield start, stop - start
 
 
+def _sizes(numel: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Of the parts that ``split_evenly`` makes: elements with padding, and how many have so many.
+
+    Of 10 pieces in 4 parts two have 3 pieces and two have 2.
+    """
+    pieces = pad(numel) // PIECE
+    parts = -(-pieces * PIECE // most)
+    least, longer = divmod(pieces, parts)
+    sizes = (((least + 1) * PIECE, longer), (least * PIECE, parts - longer))
+    return tuple((elements, count) for elements, count in sizes if count)
+
+
 def neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
     """For each parameter, those that share a subgroup with it, itself included."""
     shared: list[set[int]] = [set() for _ in layout.specs]
@@ -165,66 +224,64 @@ def neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 class _Packer:
-    """Open subgroups by kind; one is closed when the next parameter of its kind does not fit."""
+    """Open units by kind; one is closed when the next parameter of its kind does not fit."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._open: dict[tuple[torch.dtype, bool, bool], list[tuple[ParameterSpec, int, int]]] = {}
-        self._closed: list[list[tuple[ParameterSpec, int, int]]] = []
-        self._units: list[int] = []
-        self._next_unit = 0
+        self._open: dict[tuple[torch.dtype, bool, bool], list[ParameterSpec]] = {}
+        self._closed: list[list[ParameterSpec]] = []
 
     def add(self, spec: ParameterSpec) -> None:
         kind = (spec.dtype, spec.trainable, spec.resident)
-        if spec.padded_numel > self._capacity:
-            self._close(kind)
-            for start, length in split_evenly(spec.numel, self._capacity):
-                self._emit([(spec, start, length)], unit=self._next_unit)
-            self._next_unit += 1
-            return
-        used = sum(pad(length) for _, _, length in self._open.get(kind, ()))
+        used = sum(other.padded_numel for other in self._open.get(kind, ()))
         if used + spec.padded_numel > self._capacity:
             self._close(kind)
-        self._open.setdefault(kind, []).append((spec, 0, spec.numel))
+        self._open.setdefault(kind, []).append(spec)
 
-    def finish(self) -> tuple[Subgroup, ...]:
+    def finish(self) -> tuple[Unit, ...]:
         for kind in list(self._open):
             self._close(kind)
-        order = sorted(range(len(self._closed)), key=lambda i: _first_position(self._closed[i]))
-        return tuple(
-            _subgroup(index, self._units[old], self._closed[old]) for index, old in enumerate(order)
-        )
+        self._closed.sort(key=lambda members: members[0].index)
+        units: list[Unit] = []
+        first = 0
+        for members in self._closed:
+            units.append(self._unit(len(units), first, members))
+            first += units[-1].num_subgroups
+        return tuple(units)
 
     def _close(self, kind: tuple[torch.dtype, bool, bool]) -> None:
-        parts = self._open.pop(kind, [])
-        if parts:
-            self._emit(parts, unit=self._next_unit)
-            self._next_unit += 1
+        members = self._open.pop(kind, [])
+        if members:
+            self._closed.append(members)
 
-    def _emit(self, parts: list[tuple[ParameterSpec, int, int]], *, unit: int) -> None:
-        self._closed.append(parts)
-        self._units.append(unit)
+    def _unit(self, index: int, first: int, members: list[ParameterSpec]) -> Unit:
+        spec = members[0]
+        numel = sum(member.padded_numel for member in members)
+        is_split = numel > self._capacity
+        return Unit(
+            index=index,
+            first=first,
+            parameters=tuple(member.index for member in members),
+            dtype=spec.dtype,
+            trainable=spec.trainable,
+            resident=spec.resident,
+            sizes=_sizes(spec.numel, self._capacity) if is_split else ((numel, 1),),
+        )
 
 
-def _first_position(parts: list[tuple[ParameterSpec, int, int]]) -> tuple[int, int]:
-    spec, start, _ = parts[0]
-    return spec.index, start
-
-
-def _subgroup(index: int, unit: int, parts: list[tuple[ParameterSpec, int, int]]) -> Subgroup:
+def _subgroup(unit: Unit, index: int, parts: list[tuple[ParameterSpec, int, int]]) -> Subgroup:
     segments, offset = [], 0
     for spec, start, length in parts:
         segments.append(
             Segment(parameter=spec.index, subgroup=index, start=start, length=length, offset=offset)
         )
         offset += pad(length)
-    spec = parts[0][0]
     return Subgroup(
         index=index,
-        unit=unit,
-        dtype=spec.dtype,
-        trainable=spec.trainable,
-        resident=spec.resident,
+        unit=unit.index,
+        dtype=unit.dtype,
+        trainable=unit.trainable,
+        resident=unit.resident,
         numel=offset,
         segments=tuple(segments),
     )

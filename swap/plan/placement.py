@@ -16,10 +16,20 @@ a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
-from swap.plan.layout import PASSAGE_BYTES, PIECE, Layout, ParameterSpec, Plane, Subgroup, pack
+from swap.plan.layout import (
+    PASSAGE_BYTES,
+    PIECE,
+    Layout,
+    ParameterSpec,
+    Plane,
+    Subgroup,
+    Unit,
+    pack,
+)
 from swap.plan.rules import UpdateRule
 from swap.tiers import Budget, BudgetError, Tier, format_bytes
 
@@ -104,12 +114,15 @@ class Placement:
         return self.nvme_bytes + self.rewritten_nvme_bytes
 
     @property
+    def units_on_nvme(self) -> list[Unit]:
+        """Those whose state is at home there."""
+        return [unit for unit in self.layout.units if self.state_home[unit.first] is Tier.NVME]
+
+    @property
     def rewritten_nvme_bytes(self) -> int:
         """State on NVMe that a step writes anew: all but frozen weights."""
         frozen = sum(
-            group.numel * group.dtype.itemsize
-            for group, home in zip(self.layout.subgroups, self.state_home, strict=True)
-            if home is Tier.NVME and not group.trainable
+            unit.numel * unit.dtype.itemsize for unit in self.units_on_nvme if not unit.trainable
         )
         return self.state_nvme_bytes - frozen
 
@@ -119,11 +132,11 @@ def state_bytes(subgroup: Subgroup, rule: UpdateRule) -> int:
     return sum(plane.nbytes(subgroup.numel) for plane in planes_of(subgroup, rule))
 
 
-def gradient_bytes(subgroup: Subgroup) -> int:
+def gradient_bytes(subgroup: Subgroup | Unit) -> int:
     return subgroup.numel * subgroup.dtype.itemsize if subgroup.trainable else 0
 
 
-def planes_of(subgroup: Subgroup, rule: UpdateRule) -> tuple[Plane, ...]:
+def planes_of(subgroup: Subgroup | Unit, rule: UpdateRule) -> tuple[Plane, ...]:
     """The planes of ``subgroup``, the weights first."""
     weight = Plane("weight", subgroup.dtype)
     return (weight, *rule.planes(subgroup.dtype)) if subgroup.trainable else (weight,)
@@ -196,28 +209,40 @@ def _capacity_for_whole(specs: Sequence[ParameterSpec]) -> int:
 
 
 def _total(layout: Layout, rule: UpdateRule) -> int:
-    held = sum(state_bytes(group, rule) + gradient_bytes(group) for group in layout.subgroups)
+    held = sum(_unit_state(unit, rule) + gradient_bytes(unit) for unit in layout.units)
     return held + _scratch_bytes(layout, rule)
 
 
+def _unit_state(unit: Unit, rule: UpdateRule) -> int:
+    """What ``state_bytes`` of its subgroups come to."""
+    planes = planes_of(unit, rule)
+    return sum(count * plane.nbytes(elements) for elements, count in unit.sizes for plane in planes)
+
+
+def _slot_bytes(unit: Unit, rule: UpdateRule) -> int:
+    """State and gradient of its largest subgroup."""
+    state = sum(plane.nbytes(unit.largest) for plane in planes_of(unit, rule))
+    return state + unit.largest * unit.dtype.itemsize
+
+
 def _scratch_bytes(layout: Layout, rule: UpdateRule) -> int:
-    largest = max((group.numel for group in layout.subgroups if group.trainable), default=0)
+    largest = max((unit.largest for unit in layout.units if unit.trainable), default=0)
     return largest * rule.scratch_bytes_per_element
 
 
 def _all_in_host(layout: Layout, rule: UpdateRule) -> Placement:
-    count = len(layout.subgroups)
+    every = {unit.index for unit in layout.units}
     return Placement(
         layout=layout,
-        state_home=(Tier.HOST,) * count,
-        gradient_home=(Tier.HOST,) * count,
+        state_home=_homes(layout.units, every),
+        gradient_home=_homes(layout.units, every),
         arena_bytes=0,
         num_slots=0,
         slot_bytes=0,
         scratch_bytes=_scratch_bytes(layout, rule),
         spill_chunk_bytes=0,
-        state_host_bytes=sum(state_bytes(group, rule) for group in layout.subgroups),
-        gradient_host_bytes=sum(gradient_bytes(group) for group in layout.subgroups),
+        state_host_bytes=sum(_unit_state(unit, rule) for unit in layout.units),
+        gradient_host_bytes=sum(map(gradient_bytes, layout.units)),
         state_nvme_bytes=0,
         gradient_nvme_bytes=0,
     )
@@ -253,7 +278,7 @@ def _least_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
 def _fixed_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
     """Bytes of the small parameters, which stay in host memory with all their state."""
     layout = pack([spec for spec in _renumbered(specs) if spec.resident], MAX_SUBGROUP_ELEMENTS)
-    return sum(state_bytes(group, rule) + gradient_bytes(group) for group in layout.subgroups)
+    return sum(_unit_state(unit, rule) + gradient_bytes(unit) for unit in layout.units)
 
 
 def _renumbered(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
@@ -290,43 +315,43 @@ def _subgroup_elements(specs: Sequence[ParameterSpec], rule: UpdateRule, host_by
 def _fill(
     layout: Layout, rule: UpdateRule, host_bytes: int, least_arena: int, spare: int
 ) -> Placement:
-    groups = layout.subgroups
-    fixed = sum(state_bytes(g, rule) + gradient_bytes(g) for g in groups if g.resident)
-    moving = [group for group in groups if not group.resident]
-    slot_bytes = max(
-        (state_bytes(group, rule) + gradient_bytes(group) for group in moving if group.trainable),
-        default=0,
-    )
+    states = {unit.index: _unit_state(unit, rule) for unit in layout.units}
+    gradients = {unit.index: gradient_bytes(unit) for unit in layout.units}
+    in_host = {unit.index for unit in layout.units if unit.resident}
+    fixed = sum(states[unit] + gradients[unit] for unit in in_host)
+    moving = [unit for unit in layout.units if not unit.resident]
+    slot_bytes = max((_slot_bytes(unit, rule) for unit in moving if unit.trainable), default=0)
     scratch = _scratch_bytes(layout, rule)
     chunk = _spill_chunk_bytes(spare)
     left = host_bytes - fixed - SPILL_CHUNKS * chunk - scratch - least_arena
     num_slots = MAX_SLOTS if MAX_SLOTS * slot_bytes <= left * STAGING_SHARE else MIN_SLOTS
     num_slots = num_slots if slot_bytes else 0
     left -= num_slots * slot_bytes
-    weights = sum(group.numel * group.dtype.itemsize for group in moving)
+    weights = sum(unit.numel * unit.dtype.itemsize for unit in moving)
     arena = least_arena
     extra = max(0, min(int(left * ARENA_SHARE), weights - arena))
     left -= extra
-    gradient_home, left = _choose_evenly(moving, gradient_bytes, left)
-    state_home, left = _choose_first(moving, lambda group: state_bytes(group, rule), left)
+    gradient_home, left = _choose_evenly(
+        {unit.index: gradients[unit.index] for unit in moving}, left
+    )
+    state_home, left = _choose_first({unit.index: states[unit.index] for unit in moving}, left)
     arena = min(arena + extra + max(0, left), max(weights + PIECE, arena))
-    in_host = {group.index for group in groups if group.resident}
     gradients_in_host, states_in_host = in_host | gradient_home, in_host | state_home
+    state_host_bytes = sum(states[unit] for unit in states_in_host)
+    gradient_host_bytes = sum(gradients[unit] for unit in gradients_in_host)
     return Placement(
         layout=layout,
-        state_home=_homes(groups, states_in_host),
-        gradient_home=_homes(groups, gradients_in_host),
+        state_home=_homes(layout.units, states_in_host),
+        gradient_home=_homes(layout.units, gradients_in_host),
         arena_bytes=arena,
         num_slots=num_slots,
         slot_bytes=slot_bytes,
         scratch_bytes=scratch,
         spill_chunk_bytes=chunk,
-        state_host_bytes=sum(state_bytes(g, rule) for g in groups if g.index in states_in_host),
-        gradient_host_bytes=sum(gradient_bytes(g) for g in groups if g.index in gradients_in_host),
-        state_nvme_bytes=sum(state_bytes(g, rule) for g in groups if g.index not in states_in_host),
-        gradient_nvme_bytes=sum(
-            gradient_bytes(g) for g in groups if g.index not in gradients_in_host
-        ),
+        state_host_bytes=state_host_bytes,
+        gradient_host_bytes=gradient_host_bytes,
+        state_nvme_bytes=sum(states.values()) - state_host_bytes,
+        gradient_nvme_bytes=sum(gradients.values()) - gradient_host_bytes,
     )
 
 
@@ -336,38 +361,28 @@ def _spill_chunk_bytes(spare: int) -> int:
     return max(MIN_SPILL_CHUNK_BYTES, min(chunk, MAX_SPILL_CHUNK_BYTES))
 
 
-def _homes(groups: Sequence[Subgroup], in_host: set[int]) -> tuple[Tier, ...]:
-    return tuple(Tier.HOST if group.index in in_host else Tier.NVME for group in groups)
+def _homes(units: Sequence[Unit], in_host: Set[int]) -> tuple[Tier, ...]:
+    """The home of each subgroup."""
+    tiers = ((Tier.HOST if unit.index in in_host else Tier.NVME, unit) for unit in units)
+    return tuple(chain.from_iterable(repeat(tier, unit.num_subgroups) for tier, unit in tiers))
 
 
-def _unit_costs(groups: Sequence[Subgroup], cost: Callable[[Subgroup], int]) -> dict[int, int]:
-    costs: dict[int, int] = {}
-    for group in groups:
-        costs[group.unit] = costs.get(group.unit, 0) + cost(group)
-    return costs
-
-
-def _choose_first(
-    groups: Sequence[Subgroup], cost: Callable[[Subgroup], int], left: int
-) -> tuple[set[int], int]:
-    """Subgroups, by whole units, that fit into ``left`` bytes, the first ones first; and what is
+def _choose_first(costs: Mapping[int, int], left: int) -> tuple[set[int], int]:
+    """Of units with their bytes those that fit into ``left``, the first ones first; and what is
     left then.
     """
     chosen: set[int] = set()
-    for unit, nbytes in _unit_costs(groups, cost).items():
+    for unit, nbytes in costs.items():
         if nbytes <= left:
             chosen.add(unit)
             left -= nbytes
-    return {group.index for group in groups if group.unit in chosen}, left
+    return chosen, left
 
 
-def _choose_evenly(
-    groups: Sequence[Subgroup], cost: Callable[[Subgroup], int], left: int
-) -> tuple[set[int], int]:
-    """Subgroups, by whole units, that fit into ``left`` bytes, spread evenly; and what is left
+def _choose_evenly(costs: Mapping[int, int], left: int) -> tuple[set[int], int]:
+    """Of units with their bytes those that fit into ``left``, spread evenly; and what is left
     then.
     """
-    costs = _unit_costs(groups, cost)
     total = sum(costs.values())
     fraction = min(1.0, left / total) if total else 0.0
     chosen: set[int] = set()
@@ -382,4 +397,4 @@ def _choose_evenly(
         if unit not in chosen and nbytes <= left:
             chosen.add(unit)
             left -= nbytes
-    return {group.index for group in groups if group.unit in chosen}, left
+    return chosen, left

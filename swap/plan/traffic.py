@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swap.plan.placement import Placement
-from swap.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +50,9 @@ def traffic_of(placement: Placement, *, backward_passes: int = 1) -> Traffic:
     """The traffic of a step in which every trained parameter gets ``backward_passes`` gradients,
     and every parameter is used once in each forward pass.
     """
-    moving = [
-        group
-        for group, home in zip(placement.layout.subgroups, placement.state_home, strict=True)
-        if home is Tier.NVME
-    ]
-    trained = sum(group.numel * group.dtype.itemsize for group in moving if group.trainable)
-    frozen = sum(group.numel * group.dtype.itemsize for group in moving if not group.trainable)
+    moving = placement.units_on_nvme
+    trained = sum(unit.numel * unit.dtype.itemsize for unit in moving if unit.trainable)
+    frozen = sum(unit.numel * unit.dtype.itemsize for unit in moving if not unit.trainable)
     kept = _kept(_weights_of(placement), placement.arena_bytes)
     state = placement.state_nvme_bytes - trained - frozen
     gradients = placement.gradient_nvme_bytes * backward_passes
@@ -75,11 +70,9 @@ def traffic_of(placement: Placement, *, backward_passes: int = 1) -> Traffic:
 
 def _weights_of(placement: Placement) -> Iterable[int]:
     """Bytes of each parameter whose weights are on NVMe, in the order of the layout."""
-    layout = placement.layout
-    for spec in layout.specs:
-        homes = {placement.state_home[index] for index in layout.subgroups_of(spec.index)}
-        if Tier.NVME in homes:
-            yield spec.padded_numel * spec.dtype.itemsize
+    specs = placement.layout.specs
+    for index in sorted(index for unit in placement.units_on_nvme for index in unit.parameters):
+        yield specs[index].padded_numel * specs[index].dtype.itemsize
 
 
 def _kept(weights: Iterable[int], arena_bytes: int) -> int:

@@ -1,5 +1,7 @@
 """The invariants of the layout, over any parameters."""
 
+from collections import Counter
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -159,3 +161,31 @@ def test_neighbours_share_a_subgroup(specs: list[ParameterSpec], capacity: int) 
         assert list(others) == [
             other.index for other in specs if shared & set(layout.subgroups_of(other.index))
         ]
+
+
+@given(specs=parameters(), capacity=capacities)
+def test_units_count_what_their_subgroups_are(specs: list[ParameterSpec], capacity: int) -> None:
+    layout = pack(specs, capacity)
+    assert sorted(index for unit in layout.units for index in unit.parameters) == [
+        *range(len(specs))
+    ]
+    for index, unit in enumerate(layout.units):
+        groups = [group for group in layout.subgroups if group.unit == index]
+        assert unit.index == index
+        assert [group.index for group in groups] == [
+            *range(unit.first, unit.first + unit.num_subgroups)
+        ]
+        assert Counter(group.numel for group in groups) == dict(unit.sizes)
+        assert (unit.numel, unit.largest) == (
+            sum(group.numel for group in groups),
+            max(group.numel for group in groups),
+        )
+
+
+def test_a_layout_makes_no_subgroups_before_they_are_asked_for() -> None:
+    numel = 10**12
+    spec = ParameterSpec(index=0, name="p", numel=numel, dtype=torch.float32, trainable=True)
+    layout = pack([spec], 2**21)
+    (unit,) = layout.units
+    assert unit.numel == pad(numel)
+    assert "subgroups" not in vars(layout)
