@@ -84,6 +84,7 @@ class Training:
         """2-norm of the gradients of the last step."""
         self._index = {id(record.parameter): record.index for record in records}
         self._max_grad_norm = parts.max_grad_norm
+        self._may_clip = parts.max_grad_norm is not None
         self._unclipped_steps = 0
         self._repeatable = isinstance(self.rule, AdamRule) and parts.loss_scale is None
         self.residency = Residency(records, sharing.weights, state.device, sharing.visitor_bytes)
@@ -151,7 +152,9 @@ class Training:
         scale = gradients.clip_factor / gradients.scale.value
         if self._max_grad_norm is not None:
             scale *= clip_coefficient(norm, self._max_grad_norm)
-        self._unclipped_steps = self._unclipped_steps + 1 if scale == 1.0 else 0
+        self._may_clip = self._may_clip or gradients.changed
+        is_clipped = scale != 1.0 or gradients.changed
+        self._unclipped_steps = 0 if is_clipped else self._unclipped_steps + 1
         if gradients.scale.overflowed(norm):
             gradients.consume(self.state.gradients.capture())
             return
@@ -177,7 +180,7 @@ class Training:
         """The step that is likely to be taken next, for updates before it is; None if unknown. As
         if no gradient were clipped, which is proposed after some steps in which none was.
         """
-        may_clip = self._max_grad_norm is not None or self.gradients.clip_factor != 1.0
+        may_clip = self._may_clip or self.gradients.clip_factor != 1.0
         if not self._repeatable or (may_clip and self._unclipped_steps < _UNCLIPPED_STEPS):
             return None
         return Step(updates=self._updates(None), gradient_scale=1.0)
@@ -216,6 +219,18 @@ class Training:
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         self.gradients.set(index, gradient)
+
+    @own_modes()
+    def gradient_values(self, index: int, age: int) -> torch.Tensor:
+        self.check_open(self.records[index].name)
+        return self.gradients.values(index, age)
+
+    def gradient_age(self, index: int) -> int:
+        return self.gradients.age(index)
+
+    @own_modes()
+    def keep_gradient(self, index: int, values: torch.Tensor) -> None:
+        self.gradients.keep(index, values)
 
     def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
         """Weights of these parameters are in place inside."""

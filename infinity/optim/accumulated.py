@@ -45,6 +45,9 @@ class Accumulated:
         """Whether who takes a step now clears the gradients after it."""
         self._is_to_be_cleared = False
         """Whether he was to, and has not yet: an interrupt may have kept him from it."""
+        self._ages = [0] * len(records)
+        self.changed = False
+        """Whether a program has changed one of those that are there in place."""
         self._adding = threading.Lock()
 
     @property
@@ -65,6 +68,46 @@ class Accumulated:
         gradient = self._sharing.gradient(self._records[index])
         return gradient if self.clip_factor == 1.0 else gradient.mul_(self.clip_factor)
 
+    def age(self, index: int) -> int:
+        """How often that of a parameter was cleared or replaced."""
+        return self._ages[index]
+
+    def values(self, index: int, age: int) -> torch.Tensor:
+        """``read`` for who has it as it was of that ``age``, on the compute device.
+
+        Raises ``RuntimeError`` naming one that cannot be had.
+        """
+        name = self._records[index].name
+        if age != self._ages[index]:
+            raise RuntimeError(
+                f"this gradient of {name} was cleared or replaced; clone() what is to be kept"
+            )
+        if index in self._consumed:
+            raise RuntimeError(
+                f"the gradient of {name} was used by the step, which left nothing of it; read it "
+                "before the step, or offloaded.grad_norm after it"
+            )
+        if self.scale.value != 1.0:
+            raise RuntimeError(
+                f"the gradient of {name} is multiplied by the loss scale, {self.scale.value:g}; "
+                "clip by offloaded.clip_grad_norm_(max_norm), read offloaded.gradient(parameter)"
+            )
+        values = self.read(index)
+        if values is None:
+            raise RuntimeError(f"{name} has no gradient")
+        return values.to(self._state.device)
+
+    def keep(self, index: int, values: torch.Tensor) -> None:
+        """A program has changed what ``values`` gave."""
+        self.changed = True
+        with self._or_lost(index):
+            self._settle()
+            record = self._records[index]
+            flat = values.detach().cpu().reshape(-1)
+            part = flat[record.first : record.first + record.spec.numel]
+            self._state.clear_gradients(index)
+            self._state.add_gradient(index, part)
+
     def has(self, index: int) -> bool:
         """Whether there is one that was not cleared, be it that a step has used it."""
         if index in self._consumed or self._sharing.has_gradient(index):
@@ -78,6 +121,7 @@ class Accumulated:
         self._sharing.drop_gradients(index)
         self._state.clear_gradients(index)
         self._consumed.discard(index)
+        self._ages[index] += 1
         if gradient is not None:
             with self._or_lost(index):
                 self._settle()
@@ -150,6 +194,7 @@ class Accumulated:
 
     def _forget_used(self) -> None:
         self._consumed.clear()
+        self._ages = [age + 1 for age in self._ages]
         self._forget_factors()
         self._is_to_be_cleared = False
 
@@ -184,5 +229,6 @@ class Accumulated:
         return any(self._sharing.has_gradient(record.index) for record in self._records)
 
     def _forget_factors(self) -> None:
+        self.changed = False
         self.scale.clear()
         self.clip_factor = 1.0

@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.parameters.differentiated import PASSES, by_edges, is_by_inputs_alone
-from infinity.parameters.gradient import METADATA, OffloadedGradient, check_assigned
+from infinity.parameters.gradient import METADATA, GradientOwner, OffloadedGradient, check_assigned
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
-class Owner(Protocol):
+class Owner(GradientOwner, Protocol):
     """Who knows the weights and gradients of offloaded parameters."""
 
     def has_gradient(self, index: int) -> bool:
@@ -44,9 +44,6 @@ class Owner(Protocol):
     def is_gathered(self, index: int) -> bool:
         """Whether the parameter holds a tensor that is the program's to change."""
 
-    def name_of(self, index: int) -> str:
-        """What the model calls the parameter."""
-
 
 class OffloadedParameter(nn.Parameter):
     """Class that a parameter has inside the block. Its gradient is not a tensor of its own: see
@@ -60,8 +57,7 @@ class OffloadedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """None, or a stand-in: not None, clearable by ``p.grad = None``, and an error naming the
-        remedy if read.
+        """None, or what stands for the gradient and reads it when it is used, see ``gradient``.
 
         To a hook that was on the parameter before the block, it is what has just arrived.
         """
@@ -70,10 +66,13 @@ class OffloadedParameter(nn.Parameter):
             return arriving
         if not self.offload_owner.has_gradient(self.offload_index):
             return None
-        return OffloadedGradient.like(self)
+        return OffloadedGradient.of(self.offload_owner, self.offload_index, self._face)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
+        own = self.offload_owner, self.offload_index
+        if isinstance(gradient, OffloadedGradient) and gradient.stands_for(*own):
+            return  # ``p.grad += x`` has changed it already
         if gradient is not None:
             self._check_trainable("cannot be given a gradient")
             check_assigned(self._name, self, gradient)
@@ -106,6 +105,12 @@ class OffloadedParameter(nn.Parameter):
         _DATA.__set__(self, data)
         # Unlike a change in place, this leaves the version as it is.
         torch.autograd.graph.increment_version(self)
+
+    @property
+    def _face(self) -> torch.Tensor:
+        """Without memory, as the parameter is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return placeholder(self.shape, self.dtype, self.device)
 
     @property
     def _name(self) -> str:

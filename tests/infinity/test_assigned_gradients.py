@@ -11,6 +11,7 @@ import torch
 
 import infinity
 from aio import AioError
+from infinity.parameters.gradient import OffloadedGradient
 from swap.tiered import TieredState
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import WHOLE, least_budget, same_bits
@@ -25,8 +26,13 @@ def _freed(_: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _of_another(parameter: Any) -> torch.Tensor:
+    owner, index = parameter.offload_owner, parameter.offload_index
+    return OffloadedGradient.of(owner, index + 1, torch.empty(SHAPE))
+
+
 REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
-    "stand-in": (lambda p: p.grad, RuntimeError, r"offloaded\.gradient\(parameter\)"),
+    "that of another": (_of_another, RuntimeError, r"the gradient of layers.*clone\(\)"),
     "itself": (lambda p: p, RuntimeError, "itself"),
     "meta": (lambda p: torch.ones(SHAPE, device="meta"), ValueError, "meta"),
     "freed": (_freed, ValueError, "freed"),

@@ -1,10 +1,7 @@
 """The gradient of a parameter inside the block: its presence, its values, assignment, hooks."""
 
 import copy
-import io
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,50 +10,6 @@ from torch import nn
 import infinity
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import same_bits
-
-REMEDIES = ("offloaded.clip_grad_norm_", "offloaded.grad_norm", "zero_grad()", "offloaded.gradient")
-
-
-def _gradient(model: Stack) -> Any:
-    return model.layer(0).weight.grad
-
-
-def _gradients(model: Stack) -> Any:
-    return [parameter.grad for parameter in model.parameters()]
-
-
-READS: dict[str, Callable[[Stack], Any]] = {
-    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-    "get_total_norm": lambda model: nn.utils.get_total_norm(_gradients(model)),
-    "foreach": lambda model: torch._foreach_norm(_gradients(model)),
-    "sum": lambda model: _gradient(model).sum(),
-    "data": lambda model: _gradient(model).data,
-    "detach": lambda model: _gradient(model).detach(),
-    "item": lambda model: _gradient(model)[0, 0].item(),
-    "numpy": lambda model: _gradient(model).numpy(),
-    "repr": lambda model: repr(_gradient(model)),
-    "add": lambda model: 1 + _gradient(model),
-    "mul_": lambda model: _gradient(model).mul_(2),
-    "zero": lambda model: model.zero_grad(set_to_none=False),
-    "cpu": lambda model: _gradient(model).cpu(),
-    "stack": lambda model: torch.stack(_gradients(model)),
-    "unscale": lambda model: _gradient(model).div(2.0),
-    "bool": lambda model: bool((_gradient(model) == 0).all()),
-    "save": lambda model: torch.save(_gradient(model), io.BytesIO()),
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_reading_a_gradient_names_the_remedy(name: str, host_memory: int, nvme: Path) -> None:
-    model = Stack()
-    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
-        vector_loss(model, 0).backward()
-        norm = offloaded.clip_grad_norm_(1e9)
-        with pytest.raises(RuntimeError) as error:
-            READS[name](model)
-        assert all(remedy in str(error.value) for remedy in REMEDIES)
-        assert same_bits(offloaded.clip_grad_norm_(1e9), norm)
 
 
 def test_the_gradient_says_truly_whether_it_is_there(host_memory: int, nvme: Path) -> None:
