@@ -185,3 +185,8 @@ class OffloadedModel:
         """Write the recent timeline as JSON that Perfetto and chrome://tracing open."""
         self._training.check_open()
         write_trace(self._training.state.timeline, path)
+
+
+def training_of(offloaded: OffloadedModel) -> Training:
+    """What is behind the handle, for our own modules."""
+    return offloaded._training
