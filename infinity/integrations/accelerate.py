@@ -1,4 +1,4 @@
-"""``accelerate.Accelerator`` within a budget: a script changes the class and says where state goes::
+"""``accelerate.Accelerator`` within a budget: a script changes the class, and says where state is::
 
     from infinity.integrations.accelerate import OffloadAccelerator
 
@@ -18,10 +18,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import accelerate
+import accelerate  # type: ignore[import-untyped]
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 
 import infinity
@@ -37,6 +37,9 @@ else:
 STATE = "infinity"
 """Folder within a saved state that ``offloaded.save`` wrote."""
 _PLACES = "leave it out: infinity.offload places the weights, within the budget that you state"
+_COMPILED = (
+    "leave it out: weights come and go while the model computes, which a compiled graph cannot know"
+)
 _REFUSED = {
     "deepspeed_plugin": _PLACES,
     "deepspeed_plugins": _PLACES,
@@ -44,10 +47,8 @@ _REFUSED = {
     "megatron_lm_plugin": _PLACES,
     "torch_tp_plugin": _PLACES,
     "parallelism_config": _PLACES,
-    "dynamo_backend": "leave it out: weights come and go while the model computes, which a compiled "
-    "graph cannot know",
-    "dynamo_plugin": "leave it out: weights come and go while the model computes, which a compiled "
-    "graph cannot know",
+    "dynamo_backend": _COMPILED,
+    "dynamo_plugin": _COMPILED,
 }
 _PRECISION = (
     "use mixed_precision='bf16', or compute_dtype=torch.float16 without mixed_precision, for which "
@@ -59,7 +60,7 @@ _RANKS = (
 )
 
 
-class OffloadAccelerator(_Base):
+class OffloadAccelerator(_Base):  # type: ignore[misc]
     """Takes the arguments of ``accelerate.Accelerator``, and of ``infinity.offload``: ``nvme``,
     ``host_memory``, ``device_memory``, ``compute_dtype``, ``activations``, ``weights``,
     ``max_parameter_bytes``; and ``state_dtype``, that of the moments of ``torch.optim.AdamW``.
@@ -119,8 +120,7 @@ class OffloadAccelerator(_Base):
         backend = self.state.dynamo_plugin.backend
         if str(getattr(backend, "value", backend)).upper() != "NO":
             raise ValueError(
-                f"dynamo backend {backend} cannot be honoured with offloading: "
-                f"{_REFUSED['dynamo_backend']}"
+                f"dynamo backend {backend} cannot be honoured with offloading: {_COMPILED}"
             )
 
     @property

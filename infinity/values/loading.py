@@ -18,7 +18,7 @@ import torch
 
 import checkpoint
 from checkpoint.directory.relocation import StripeDirs, relocation
-from checkpoint.saving import commit_ranks as steps
+from checkpoint.ranks import coordinator as steps
 from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing

@@ -28,7 +28,7 @@ from torch import nn
 
 import checkpoint
 from checkpoint.directory.generations import remove_checkpoint
-from checkpoint.saving import commit_ranks as steps
+from checkpoint.ranks import coordinator as steps
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.state_reference import StateReference

@@ -1,5 +1,5 @@
-"""``OffloadAccelerator`` at the least budget beside ``Accelerator`` in memory: the same bits, and the
-same again after a kill.
+"""``OffloadAccelerator`` at the least budget beside ``Accelerator`` in memory: the same bits, and
+again after a kill.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator  # type: ignore[import-untyped]
 
 from infinity.integrations.accelerate import OffloadAccelerator
 from tests.support import accelerated

@@ -124,7 +124,10 @@ def evaluate(model: nn.Module, held_out: Any) -> list[float]:
 @contextmanager
 def fresh_accelerate() -> Any:
     """Accelerators share their state in a process: it is put back as if there were none."""
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import (  # type: ignore[import-untyped]
+        AcceleratorState,
+        GradientState,
+    )
 
     try:
         yield

@@ -83,7 +83,7 @@ class Run:
         self.offloaded = offloaded
         self.folder = folder
         self.loss: torch.Tensor | None = None
-        activations: Any = offloaded._training._activations
+        activations: Any = offloaded._training.activations
         if scenario.activations != "keep":
             activations.budget_bytes = ACTIVATION_BYTES
         self.activations = activations
