@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,9 @@ def _why_not_root() -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell has this signal ignored in what it runs in the background, and in all below that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):  # beside other workers: their threads are enough
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
