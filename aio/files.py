@@ -118,19 +118,22 @@ class File:
         self._warn_if_dropped()
 
     def _warn_if_dropped(self) -> None:
-        # A reference and not a finalizer, which would run for closed files as well: Python swallows
-        # an interrupt that comes inside. Without a cycle, `warnings` is all that is called.
+        # A reference, for a finalizer would run for closed files as well: Python swallows what
+        # interrupts it. Without a cycle, `warnings` is all that is called.
         warn = functools.partial(warnings.warn, f"{self!r} was never closed", ResourceWarning, 1)
-        watch: weakref.ref[File] = weakref.ref(self, warn)
-        self._core.open_files.add(watch)
-        self._watch = watch
+        self._watch = weakref.ref(self, warn)
+        self._core.open_files.add(self._watch)
+
+    def leave_open(self) -> None:
+        """Has the last reference close the file, and no ResourceWarning say so."""
+        if self._watch is not None:
+            self._core.open_files.discard(self._watch)
+            self._watch = None
 
     def _forget(self) -> None:
         """The file is closed, and may be dropped."""
         self.is_closed = True
-        if self._watch is not None:
-            self._core.open_files.discard(self._watch)
-            self._watch = None
+        self.leave_open()
 
     def abandon(self, why: BaseException) -> None:
         """For Engine.open, which fails with `why`: as if it had never been called."""
@@ -309,9 +312,7 @@ class File:
         tell()
 
     def close_descriptors(self) -> None:
-        """For the engine, with its lock held and nothing in flight. Can be called again after an
-        interrupt.
-        """
+        """For the engine, with its lock held and nothing in flight; again after an interrupt."""
         self._native = None
         try:
             if self._direct.descriptor is not None:

@@ -1,4 +1,4 @@
-"""Builds `checkpoint._native`, CRC-32C in C, alone or fused with copies.
+"""Builds `checkpoint._native`: CRC-32C in C, alone or fused with copies, and memory of arenas.
 
 google-crc32c is as fast, but lets go of the interpreter lock only for `bytes` objects, which
 staging memory never is, and cannot copy while it sums.
@@ -21,15 +21,22 @@ ffibuilder.cdef(
     const char *ckpt_crc32c_isa(void);
     enum ckpt_crc32c_way { CKPT_CRC32C_TABLES, CKPT_CRC32C_INSTRUCTION, CKPT_CRC32C_FOLDING };
     void ckpt_crc32c_at_most(enum ckpt_crc32c_way highest);
+    struct ckpt_arena;
+    struct ckpt_range { struct ckpt_arena *arena; void *data; size_t nbytes; };
+    int ckpt_arena_new(struct ckpt_arena **arena, size_t nbytes);
+    void ckpt_arena_drop(struct ckpt_arena **arena);
+    void ckpt_range_take(struct ckpt_range *range, struct ckpt_arena *arena, size_t first,
+                         size_t nbytes);
+    void ckpt_range_drop(struct ckpt_range *range);
     """
 )
 ffibuilder.set_source(
     "checkpoint._native",
     # What cffi generates around the calls converts freely between integers.
-    '#pragma GCC diagnostic ignored "-Wconversion"\n#include "crc32c.h"\n',
-    sources=[str(CSRC / "crc32c.c"), str(CSRC / "crc32c_fold.c")],
+    '#pragma GCC diagnostic ignored "-Wconversion"\n#include "arena.h"\n#include "crc32c.h"\n',
+    sources=[str(CSRC / name) for name in ("arena.c", "crc32c.c", "crc32c_fold.c")],
     include_dirs=[str(CSRC)],
-    depends=[str(CSRC / "crc32c.h"), str(CSRC / "crc32c_fold.h")],
+    depends=[str(CSRC / name) for name in ("arena.h", "crc32c.h", "crc32c_fold.h")],
     extra_compile_args=[
         "-std=c11",
         "-D_GNU_SOURCE",

@@ -7,8 +7,8 @@ pieces of one block cost one read. Thread-safe.
 from __future__ import annotations
 
 import math
+import os
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +37,19 @@ MAX_OPEN_FILES = 64
 Block = npt.NDArray[np.uint8]
 
 
+class _Lock:
+    """A lock that a forked child has anew: it has no thread that would let go of the parent's."""
+
+    def __init__(self) -> None:
+        self._of_process: dict[int, threading.Lock] = {}
+
+    def __enter__(self) -> None:
+        self._of_process.setdefault(os.getpid(), threading.Lock()).acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._of_process[os.getpid()].release()
+
+
 class OpenCheckpoint:
     """Reads ranges of stored tensors. Closed by `close`, at the end of a `with`, or when forgotten.
 
@@ -52,10 +65,9 @@ class OpenCheckpoint:
         self._engine = Engine(lanes=1)
         self._files: OrderedDict[int, File] = OrderedDict()
         self._blocks: OrderedDict[tuple[int, int, int], Block] = OrderedDict()
-        self._closed = weakref.finalize(self, _close, self._files, self._engine)
-        self._lock = threading.Lock()
+        self._lock = _Lock()
         self._span: tuple[tuple[str, int, int], Block] | None = None
-        self._span_lock = threading.Lock()
+        self._span_lock = _Lock()
         try:
             for number in range(len(manifest.files)):
                 self._file(number)
@@ -173,6 +185,7 @@ class OpenCheckpoint:
             record = self.manifest.files[number]
             path = check_data_file(self.manifest, self._checkpoint, record)
             file = self._files[number] = self._engine.open(path)
+            file.leave_open()  # C closes it, wherever this is forgotten
             check_header(self._engine, file, record)
         self._files.move_to_end(number)
         return file
@@ -186,7 +199,9 @@ class OpenCheckpoint:
 
     def close(self) -> None:
         """Closes the files. Idempotent."""
-        self._closed()
+        for file in self._files.values():
+            file.close()
+        self._engine.close()
         self._blocks.clear()
         self._span = None
 
@@ -209,12 +224,6 @@ def open_current(
         return OpenCheckpoint(manifest, checkpoint, verify=verify)
 
     return with_current_manifest(checkpoint, attempt, moved)
-
-
-def _close(files: OrderedDict[int, File], engine: Engine) -> None:
-    for file in files.values():
-        file.close()
-    engine.close()
 
 
 def _copy_box(whole: Shape, begin: Shape, box: Block, start: int, out: memoryview) -> None:

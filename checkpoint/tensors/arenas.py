@@ -7,13 +7,15 @@ mapping goes with the last one. Pages are of the ordinary size, and touched when
 from __future__ import annotations
 
 import mmap
+import os
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from checkpoint._native import ffi, lib
+
 _MAX_ARENA_BYTES = 1 << 30
-_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Arenas:
@@ -24,48 +26,49 @@ class Arenas:
     """
 
     def __init__(self) -> None:
-        self._arena: mmap.mmap | None = None
+        self._arena: Any = None
+        self._size = 0
         self._used = 0
         self._total = 0
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """A writable array of `nbytes` zeros, page-aligned. Raises MemoryError."""
         pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if self._arena is None or self._used + pages > len(self._arena):
-            self._arena = self._map(pages)
-            self._used = 0
+        if self._used + pages > self._size:
+            self._map(pages)
         first = self._used
         self._used += pages
         self._total += pages
-        return np.asarray(_Range(self._arena, first, nbytes, pages))
+        return np.asarray(_Range(self._arena[0], first, nbytes, pages))
 
-    def _map(self, nbytes: int) -> mmap.mmap:
-        """An arena for `nbytes`, with as much beyond them as is sensible and to be had."""
+    def _map(self, nbytes: int) -> None:
+        """A new arena for `nbytes`, with as much beyond them as is sensible and to be had."""
         wanted = max(nbytes, min(self._total, _MAX_ARENA_BYTES))
         for size in dict.fromkeys((wanted, nbytes)):
-            try:
-                return mmap.mmap(-1, size, flags=_FLAGS)
-            except OSError as error:
-                last = error
-        raise MemoryError(f"cannot map {nbytes} bytes: {last.strerror}") from last
+            arena = ffi.gc(ffi.new("struct ckpt_arena **"), lib.ckpt_arena_drop)
+            error = -lib.ckpt_arena_new(arena, size)
+            if not error:
+                self._arena, self._size, self._used = arena, size, 0
+                return
+        raise MemoryError(f"cannot map {nbytes} bytes: {os.strerror(error)}")
 
 
 class _Range:
-    """What numpy sees as the memory of one range; its end is the end of the last use."""
+    """What numpy sees as the memory of one range; its end is the end of the last use.
 
-    __slots__ = ("__array_interface__", "_arena", "_first", "_pages")
+    C ends it: tensors are let go of anywhere, and Python would swallow an interrupt that comes
+    inside a finalizer of its own.
+    """
 
-    def __init__(self, arena: mmap.mmap, first: int, nbytes: int, pages: int) -> None:
-        self._arena = arena
-        self._first = first
-        self._pages = pages
-        address = np.frombuffer(arena, np.uint8).ctypes.data + first
+    __slots__ = ("__array_interface__", "_native")
+
+    def __init__(self, arena: Any, first: int, nbytes: int, pages: int) -> None:
+        self._native = ffi.gc(ffi.new("struct ckpt_range *"), lib.ckpt_range_drop)
+        lib.ckpt_range_take(self._native, arena, first, pages)
+        address = int(ffi.cast("uintptr_t", self._native.data))
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
             "data": (address, False),
             "shape": (nbytes,),
             "typestr": "|u1",
         }
-
-    def __del__(self, advice: int = mmap.MADV_DONTNEED) -> None:
-        self._arena.madvise(advice, self._first, self._pages)

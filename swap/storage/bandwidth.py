@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -93,7 +94,7 @@ def _not_a_measurement(file: Path, reason: str) -> ValueError:
 
 def _replace(folder: int, content: bytes) -> None:
     """Put the file in place as a whole, whatever is there under its name."""
-    part = f".{_NAME}.{os.getpid()}"
+    part = f".{_NAME}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     made = Descriptor()
     try:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ from safetensors.torch import load_file
 
 import checkpoint
 from checkpoint.loading import opened
-from checkpoint.loading.opened import OpenCheckpoint
+from checkpoint.loading.opened import OpenCheckpoint, open_current
 
 
 @pytest.fixture
@@ -62,3 +67,46 @@ def test_a_range_of_an_array_gets_of_a_box_what_is_in_it(data: st.DataObject) ->
     out = bytearray(last - first)
     opened._copy_box(whole, tuple(begin), values[box], first, memoryview(out))
     assert bytes(out) == expected.reshape(-1)[first:last].tobytes()
+
+
+def test_a_checkpoint_that_is_forgotten_open_is_closed_without_running_python(
+    tmp_path: Path,
+) -> None:
+    checkpoint.save({"w": torch.ones(5)}, tmp_path / "step")
+    calls: list[str] = []
+    held = open_current(tmp_path / "step")
+    assert open_data_files() == 2
+    gc.collect()
+    sys.setprofile(
+        lambda frame, event, _: calls.append(frame.f_code.co_filename) if event == "call" else None
+    )
+    del held
+    sys.setprofile(None)
+    ours = str(Path(checkpoint.__file__).parent)
+    assert [name for name in calls if name.startswith(ours)] == []
+    deadline = time.monotonic() + 20  # the engine's own threads let go of it
+    while open_data_files() and time.monotonic() < deadline:
+        os.sched_yield()
+    assert open_data_files() == 0
+
+
+def open_data_files() -> int:
+    """Descriptors of this process."""
+    links = [os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()]
+    return sum(link.endswith(".safetensors") for link in links)
+
+
+def test_a_child_forked_while_a_block_is_read_is_refused_and_does_not_wait(tmp_path: Path) -> None:
+    checkpoint.save({"w": torch.ones(5)}, tmp_path / "step")
+    with open_current(tmp_path / "step") as held:
+        (record,) = held.manifest.tensors
+        with held._lock, held._span_lock:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                try:
+                    held.span(record, 0, 20)
+                except RuntimeError as error:
+                    os._exit("was forked" not in str(error))
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0

@@ -72,3 +72,13 @@ def test_measuring_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(bandwidth, "_REQUEST_BYTES", 1 << 20)
     assert measure([tmp_path]).read > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bandwidth, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(bandwidth, "_REQUEST_BYTES", 1 << 20)
+    (tmp_path / ".infinity").mkdir()
+    (tmp_path / ".infinity" / f".bandwidth.json.{os.getpid()}").touch()
+    assert measure_and_keep(tmp_path) == kept(tmp_path)

@@ -1,0 +1,59 @@
+"""The cycle collector during saves and loads: kept away, and otherwise the program's own."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from checkpoint.collector import paused_collector
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.enable()
+
+
+def collections_of_garbage() -> int:
+    before = gc.get_stats()[0]["collections"]
+    kept = [[] for _ in range(5000)]  # type: ignore[var-annotated]
+    assert len(kept) == 5000
+    return int(gc.get_stats()[0]["collections"] - before)
+
+
+def test_no_collection_begins_inside_and_they_go_on_after() -> None:
+    thresholds = gc.get_threshold()
+    with paused_collector():
+        assert collections_of_garbage() == 0
+        with paused_collector():
+            pass
+        assert collections_of_garbage() == 0
+    assert gc.get_threshold() == thresholds
+    assert collections_of_garbage() > 0
+
+
+def test_a_program_that_disables_the_collector_meanwhile_is_not_overruled() -> None:
+    with paused_collector():
+        gc.disable()
+    assert not gc.isenabled()
+    assert collections_of_garbage() == 0
+
+
+def test_thresholds_that_a_program_sets_meanwhile_stay() -> None:
+    with paused_collector():
+        gc.set_threshold(123, 4, 5)
+    assert gc.get_threshold() == (123, 4, 5)
+
+
+def test_a_child_that_is_forked_inside_collects() -> None:
+    thresholds = gc.get_threshold()
+    with paused_collector():
+        child = os.fork()
+        if child == 0:
+            os._exit(gc.get_threshold() != thresholds)
+    assert os.waitpid(child, 0)[1] == 0
