@@ -28,7 +28,8 @@ const char *aio_backend_detail(int32_t backend) {
 
 static int lane_start(aio_engine *engine, uint32_t index) {
     struct lane *lane = &engine->lanes[index];
-    lane->engine = engine;
+    lane->config = &engine->config;
+    lane->completions = &engine->completions;
     lane->index = index;
     lane->ops = aio_backend_find(engine->config.backend);
     lane->side_ops = lane->ops->takes_buffered ? NULL : &aio_posix_backend;
@@ -49,25 +50,9 @@ static int lane_start(aio_engine *engine, uint32_t index) {
     return error == -EAGAIN ? -AIO_NO_THREAD : error;
 }
 
-/* Waits until every started lane has set its backend up. */
-static int wait_settled(aio_engine *engine) {
-    pthread_mutex_lock(&engine->lock);
-    while (engine->num_settled < engine->num_lanes)
-        pthread_cond_wait(&engine->ready, &engine->lock);
-    const int error = engine->setup_error;
-    pthread_mutex_unlock(&engine->lock);
-    return error;
-}
-
 void aio_engine_stop(aio_engine *engine) {
     for (uint32_t i = 0; i < engine->num_lanes; i++)
         aio_lane_stop(&engine->lanes[i]);
-}
-
-static void jobs_free(struct job_queue *jobs) {
-    struct job *job;
-    while ((job = job_queue_pop(jobs)))
-        free(job);
 }
 
 static void engine_free(aio_engine *engine) {
@@ -79,9 +64,7 @@ static void engine_free(aio_engine *engine) {
         pthread_mutex_destroy(&lane->lock);
         close(lane->wake_fd);
     }
-    jobs_free(&engine->finished);
-    pthread_cond_destroy(&engine->ready);
-    pthread_mutex_destroy(&engine->lock);
+    aio_completions_destroy(&engine->completions);
     free(engine->lanes);
     free(engine);
 }
@@ -100,20 +83,16 @@ int aio_engine_create(const aio_config *config, aio_engine **result) {
     engine->config = *config;
     engine->pid = getpid();
     engine->lanes = lanes;
-    pthread_mutex_init(&engine->lock, NULL);
-    pthread_cond_init(&engine->ready, NULL);
-    job_queue_init(&engine->finished);
+    aio_completions_init(&engine->completions);
     while (!error && engine->num_lanes < config->lanes) {
-        pthread_mutex_lock(&engine->lock);
-        engine->num_running++;
-        pthread_mutex_unlock(&engine->lock);
+        aio_lane_starts(&engine->completions);
         error = lane_start(engine, engine->num_lanes);
         if (error)
-            aio_engine_lane_ended(engine);
+            aio_lane_ended(&engine->completions);
         else
             engine->num_lanes++;
     }
-    const int setup_error = wait_settled(engine);
+    const int setup_error = aio_completions_wait_settled(&engine->completions, engine->num_lanes);
     error = error ? error : setup_error;
     if (error) {
         engine_free(engine);
@@ -139,7 +118,7 @@ static int jobs_make(const aio_request *requests, uint64_t count, struct job_que
     for (uint64_t i = 0; i < count; i++) {
         struct job *job = calloc(1, sizeof *job);
         if (!job) {
-            jobs_free(jobs);
+            aio_jobs_free(jobs);
             return -ENOMEM;
         }
         job->request = requests[i];
@@ -159,7 +138,7 @@ int aio_engine_submit(aio_engine *engine, aio_request *requests, uint64_t count,
         struct job *job = job_queue_pop(&jobs);
         if (!aio_lane_submit(lane, job)) {
             free(job);
-            jobs_free(&jobs);
+            aio_jobs_free(&jobs);
             return -ECANCELED;
         }
         requests[i].accepted = 1;
@@ -168,24 +147,7 @@ int aio_engine_submit(aio_engine *engine, aio_request *requests, uint64_t count,
 }
 
 uint64_t aio_engine_reap(aio_engine *engine, aio_completion *completions, uint64_t max) {
-    uint64_t count = 0;
-    struct job *done = NULL;
-    pthread_mutex_lock(&engine->lock);
-    while (!engine->finished.head && engine->num_running)
-        pthread_cond_wait(&engine->ready, &engine->lock);
-    while (count < max && engine->finished.head) {
-        struct job *job = job_queue_pop(&engine->finished);
-        completions[count++] = job->completion;
-        job->next = done;
-        done = job;
-    }
-    pthread_mutex_unlock(&engine->lock);
-    while (done) {
-        struct job *next = done->next;
-        free(done);
-        done = next;
-    }
-    return count;
+    return aio_completions_reap(&engine->completions, completions, max);
 }
 
 static bool is_of_this_process(const aio_engine *engine) {
@@ -201,29 +163,4 @@ void aio_engine_drop(aio_engine **engine) {
     if (is_of_this_process(*engine))
         engine_free(*engine);
     *engine = NULL;
-}
-
-void aio_engine_settled(aio_engine *engine, int error) {
-    pthread_mutex_lock(&engine->lock);
-    engine->num_settled++;
-    if (!engine->setup_error)
-        engine->setup_error = error;
-    pthread_cond_broadcast(&engine->ready);
-    pthread_mutex_unlock(&engine->lock);
-}
-
-void aio_engine_finished(aio_engine *engine, struct job *job) {
-    pthread_mutex_lock(&engine->lock);
-    const bool was_empty = !engine->finished.head;
-    job_queue_push(&engine->finished, job);
-    if (was_empty) /* else the reaper is on its way already */
-        pthread_cond_broadcast(&engine->ready);
-    pthread_mutex_unlock(&engine->lock);
-}
-
-void aio_engine_lane_ended(aio_engine *engine) {
-    pthread_mutex_lock(&engine->lock);
-    engine->num_running--;
-    pthread_cond_broadcast(&engine->ready);
-    pthread_mutex_unlock(&engine->lock);
 }

@@ -2,11 +2,12 @@
  * through short transfers and interruptions, and reports each request once, when nothing of it is
  * in flight any more.
  */
+#include "lane.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine.h"
 #include "file.h"
 #include "util.h"
 
@@ -24,7 +25,7 @@
 /* ---- called by any thread ---- */
 
 bool aio_lane_submit(struct lane *lane, struct job *job) {
-    const uint64_t limit = lane->engine->config.max_pending_bytes;
+    const uint64_t limit = lane->config->max_pending_bytes;
     const uint64_t nbytes = job->request.nbytes;
     pthread_mutex_lock(&lane->lock);
     for (;;) {
@@ -67,7 +68,7 @@ static void bounce_give_back(struct lane *lane, struct block *block) {
 
 /* Maps the bounce buffers, all in one, so that they get huge pages. False: there is no memory. */
 static bool bounces_map(struct lane *lane) {
-    const uint64_t block_bytes = lane->engine->config.block_bytes;
+    const uint64_t block_bytes = lane->config->block_bytes;
     if (!lane->bounce_memory) {
         if (aio_map(NUM_BOUNCES * block_bytes, 1, 0, &lane->bounce_memory))
             return false;
@@ -143,7 +144,7 @@ static void job_finish(struct lane *lane, struct job *job) {
     atomic_fetch_sub(&lane->pending_bytes, job->request.nbytes);
     pthread_cond_broadcast(&lane->room);
     pthread_mutex_unlock(&lane->lock);
-    aio_engine_finished(lane->engine, job);
+    aio_lane_finished(lane->completions, job);
 }
 
 static void job_fail(struct job *job, int error) {
@@ -160,9 +161,8 @@ static void job_begin(struct lane *lane, struct job *job) {
     const aio_request *request = &job->request;
     const aio_file *file = request->file;
     job->completion.started = aio_now();
-    job->layout =
-        layout_of(request->offset, request->nbytes, aio_file_is_direct(file) ? file->unit : 0,
-                  lane->engine->config.block_bytes);
+    job->layout = layout_of(request->offset, request->nbytes,
+                            aio_file_is_direct(file) ? file->unit : 0, lane->config->block_bytes);
     job->position = job->layout.begin;
     job->gap = job->layout.end;
     if (request->kind == AIO_WRITE && request->nbytes) {
@@ -323,7 +323,7 @@ static void lane_run(struct lane *lane) {
 /* ---- the lane's thread: start and end ---- */
 
 static int lane_setup(struct lane *lane) {
-    const aio_config *config = &lane->engine->config;
+    const aio_config *config = lane->config;
     struct backend_config backend = {
         .depth = config->queue_depth,
         .wake_fd = lane->wake_fd,
@@ -352,17 +352,17 @@ static void lane_teardown(struct lane *lane) {
     if (lane->backend)
         lane->ops->destroy(lane->backend);
     if (lane->bounce_memory)
-        aio_unmap(lane->bounce_memory, NUM_BOUNCES * lane->engine->config.block_bytes);
+        aio_unmap(lane->bounce_memory, NUM_BOUNCES * lane->config->block_bytes);
     free(lane->blocks);
 }
 
 void *aio_lane_main(void *argument) {
     struct lane *lane = argument;
     const int error = lane_setup(lane);
-    aio_engine_settled(lane->engine, error);
+    aio_lane_settled(lane->completions, error);
     if (!error)
         lane_run(lane);
     lane_teardown(lane);
-    aio_engine_lane_ended(lane->engine);
+    aio_lane_ended(lane->completions);
     return NULL;
 }

@@ -135,6 +135,38 @@ def test_no_files_of_c_include_each_other() -> None:
     number_of_floors(graph)
 
 
+def names_defined_in(source: str) -> set[str]:
+    """Functions and objects of a C source that others may use: what begins a line of its own."""
+    functions = re.findall(
+        r"^(?!static|INLINE|typedef|#)\w[\w\s*]*?(\w+)\([^;{}]*\) \{$", source, re.MULTILINE
+    )
+    objects = re.findall(
+        r"^(?!static|INLINE|typedef|extern|#)\w[\w ]*? \**(\w+)(?:\[.*\])? = ", source, re.MULTILINE
+    )
+    return {*functions, *objects}
+
+
+def uses_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Which of these C sources use what which others define."""
+    defined = {path: names_defined_in(source) for path, source in sources.items()}
+    words = {path: {*re.findall(r"\w+", source)} for path, source in sources.items()}
+    return {
+        path: {other for other in sources if other != path and defined[other] & words[path]}
+        for path in sources
+    }
+
+
+@pytest.mark.parametrize("package", ["aio", "swap"])
+def test_no_files_of_c_use_each_other(package: str) -> None:
+    sources = {path.name: path.read_text() for path in (ROOT / package / "csrc").glob("*.c")}
+    uses = uses_of(sources)
+    assert any(uses.values())
+    try:
+        number_of_floors(uses)
+    except CycleError as error:
+        pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
+
+
 def test_circles_and_floors_are_found() -> None:
     assert number_of_floors({"a": {"b"}, "b": {"c"}, "c": set()}) == 3
     with pytest.raises(CycleError):
@@ -144,3 +176,9 @@ def test_circles_and_floors_are_found() -> None:
     }
     assert room_of("infinity.values.initial.skeleton", "infinity") == "values.initial"
     assert room_of("infinity.model", "infinity") == "model"
+    assert names_defined_in("static int a(void) {\n}\nstruct x *b(int c,\n    int d) {\n}\n") == {
+        "b"
+    }
+    assert names_defined_in("int a(void);\nconst struct x ops = {\nstatic int c = 1;\n") == {"ops"}
+    uses = uses_of({"a.c": "int a(void) {\n    b();", "b.c": "int b(void) {\n    a();", "c.c": ""})
+    assert uses == {"a.c": {"b.c"}, "b.c": {"a.c"}, "c.c": set()}
