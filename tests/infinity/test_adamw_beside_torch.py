@@ -1,9 +1,6 @@
 """OffloadedAdamW beside torch.optim.AdamW(fused=True), bit for bit, with torch's state dicts."""
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import infinity
 from checkpoint.dcp import StorageReader, StorageWriter
 from infinity import OffloadedAdamW
+from tests.support import recipe_adamw
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -273,14 +272,4 @@ def test_asking_an_offloaded_model_for_its_optimizer_state_takes_no_step(tmp_pat
 
 
 def test_two_ranks_of_fsdp2_save_and_load_with_the_bits_of_fused_adamw(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.recipe_adamw", str(rank), os.fspath(tmp_path)],
-            cwd=Path(__file__).parents[2],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    run_ranks(recipe_adamw.save_and_load, tmp_path, 2)

@@ -1,8 +1,5 @@
 """OffloadedAdamW against itself in memory and against torch's AdamW, step by step."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ from torch import nn
 
 import infinity
 from infinity import OffloadedAdamW
+from tests.support import sharded_adamw
 from tests.support.adamw_model import (
     AMPLE,
     DTYPES,
@@ -22,6 +20,7 @@ from tests.support.adamw_model import (
     train,
     values,
 )
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -266,16 +265,5 @@ def test_weights_changed_by_somebody_else_are_gone_on_from(
 
 @pytest.mark.proof
 def test_two_ranks_of_fsdp2_and_of_ddp_train_as_with_torch_adamw(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.sharded_adamw", str(rank), os.fspath(tmp_path)],
-            cwd=root,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    run_ranks(sharded_adamw.train_as_torch, tmp_path, 2)
     assert list((tmp_path / ".infinity").glob("*")) == []

@@ -1,14 +1,16 @@
 """Runs a function in several processes that are the ranks of one gloo group.
 
-The function is named, not passed: each rank imports its module, so nothing has to be pickled.
+The function is named, not passed: each rank imports its module, so nothing has to be pickled. The
+processes are forks of one that has imported what all of them need, and has computed nothing: torch
+takes longer to import than most ranks work.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +21,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 20.0
 """How long a rank waits for another."""
 _LIMIT_SECONDS = 200.0
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["infinity", "tests.support.models"])
+
+
+class Rank:
+    """A process that is one rank; what it prints goes to a file."""
+
+    def __init__(self, rank: int, job: Mapping[str, Any]) -> None:
+        self._output = Path(job["folder"]) / f"output-{rank}"
+        self._process = _FORKS.Process(target=_run, args=(rank, job, self._output))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def end(self, timeout: float) -> tuple[int, str]:
+        """Exit code and output; raises ``TimeoutError``."""
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise TimeoutError(f"a rank has not ended after {timeout} s")
+        return code, self._output.read_text()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
 def start_ranks(
@@ -32,7 +64,7 @@ def start_ranks(
     *,
     timeout_seconds: float = TIMEOUT_SECONDS,
     **arguments: Any,
-) -> list[subprocess.Popen[str]]:
+) -> list[Rank]:
     """Start ``function(rank, folder, **arguments)`` on every rank; the arguments are JSON values.
 
     Ranks find each other in ``folder``, which is made.
@@ -46,30 +78,16 @@ def start_ranks(
         "timeout_seconds": timeout_seconds,
         "arguments": arguments,
     }
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.ranks", str(rank), json.dumps(job)],
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(world_size)
-    ]
+    return [Rank(rank, job) for rank in range(world_size)]
 
 
-def end_ranks(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+def end_ranks(ranks: Sequence[Rank]) -> list[tuple[int, str]]:
     """Exit codes and outputs, when all have ended; kills them if that takes too long."""
-    outcomes = []
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=_LIMIT_SECONDS)
-            outcomes.append((process.returncode, output))
+        return [rank.end(_LIMIT_SECONDS) for rank in ranks]
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return outcomes
+        for rank in ranks:
+            rank.kill()
 
 
 def run_ranks(
@@ -79,8 +97,7 @@ def run_ranks(
 
     Raises ``AssertionError`` with the output of ranks that failed.
     """
-    processes = start_ranks(function, folder, world_size, **options)
-    outcomes = end_ranks(processes)
+    outcomes = end_ranks(start_ranks(function, folder, world_size, **options))
     failed = [f"rank {r}: {out}" for r, (code, out) in enumerate(outcomes) if code]
     assert not failed, "\n".join(failed)
     return [json.loads((folder / f"result-{rank}").read_text()) for rank in range(world_size)]
@@ -101,15 +118,17 @@ def _main(rank: int, job: Mapping[str, Any]) -> None:
     (folder / f"result-{rank}").write_text(json.dumps(result))
 
 
-if __name__ == "__main__":
+def _run(rank: int, job: Mapping[str, Any], output: Path) -> None:
+    with output.open("w") as stream:
+        for number in (1, 2):
+            os.dup2(stream.fileno(), number)
+    code = 1
     try:
-        _main(int(sys.argv[1]), json.loads(sys.argv[2]))
+        _main(rank, job)
+        code = 0
     except BaseException:
         traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-    # Not through the destructors of gloo's threads, which may wait for each other.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    # Not through the destructors of gloo's threads, which may wait for each other.
+    os._exit(code)

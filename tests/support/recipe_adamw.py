@@ -1,8 +1,8 @@
-"""One of two ranks that save and load by the recipe of torch's tutorial: `RANK FOLDER`, run by a
-test. The model is sharded by FSDP2, the optimizer torch's or ours.
+"""One of two ranks that save and load by the recipe of torch's tutorial.
+
+The model is sharded by FSDP2, the optimizer torch's or ours.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,7 @@ def check(folder: Path, expected: list[torch.Tensor], *, save_ours: bool, load_o
     assert all(map(torch.equal, train(other, second, 2), expected))
 
 
-def main(rank: int, folder: Path) -> None:
-    store = f"file://{folder}/store"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+def save_and_load(rank: int, folder: Path) -> None:
     model = make_model()
     plain = make_optimizer(model, folder, ours=False)
     train(model, plain, 0)
@@ -82,8 +79,3 @@ def main(rank: int, folder: Path) -> None:
     check(folder, expected, save_ours=False, load_ours=True)
     check(folder, expected, save_ours=True, load_ours=False)
     dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,8 +1,5 @@
-"""One of two ranks that train with OffloadedAdamW under FSDP2 and DDP: `RANK FOLDER`, run by a
-test.
-"""
+"""One of two ranks that train with OffloadedAdamW under FSDP2 and DDP."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,14 +70,7 @@ def check(make: Callable[[], nn.Module], folder: Path) -> None:
         assert all(map(torch.equal, train(resumed, optimizer, 3), go_on))
 
 
-def main(rank: int, folder: Path) -> None:
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+def train_as_torch(rank: int, folder: Path) -> None:
     check(sharded, folder)
     check(replicated, folder)
     dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
