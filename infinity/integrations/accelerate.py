@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,10 @@ from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
 
 import infinity
+from infinity.arguments import Directories
 from infinity.integrations import published
 from infinity.integrations.state_dicts import OffloadedStateDict
-from infinity.integrations.takeover import adopt, choice_of, names_of, redirect
+from infinity.integrations.takeover import OffloadOptions, enter_offload, redirect
 
 if TYPE_CHECKING:
     _Base: Any = object
@@ -76,7 +76,7 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
     def __init__(
         self,
         *args: Any,
-        nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        nvme: Directories,
         host_memory: int | str | None = None,
         device_memory: int | str | None = None,
         compute_dtype: torch.dtype | None = None,
@@ -89,16 +89,16 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
         for name, remedy in _REFUSED.items():
             if kwargs.get(name) is not None:
                 raise ValueError(f"{name} cannot be honoured with offloading: {remedy}")
-        self._offload_state_dtype = state_dtype
-        self._offload_options: dict[str, Any] = {
-            "nvme": nvme,
-            "host_memory": host_memory,
-            "device_memory": device_memory,
-            "compute_dtype": compute_dtype,
-            "activations": activations,
-            "max_parameter_bytes": max_parameter_bytes,
-            "weights": weights,
-        }
+        self._offload_options = OffloadOptions(
+            nvme=nvme,
+            host_memory=host_memory,
+            device_memory=device_memory,
+            compute_dtype=compute_dtype,
+            state_dtype=state_dtype,
+            activations=activations,
+            max_parameter_bytes=max_parameter_bytes,
+            weights=weights,
+        )
         self._offload_stack = ExitStack()
         self._offloaded: infinity.OffloadedModel | None = None
         self._offload_made: torch.optim.Optimizer | None = None
@@ -201,17 +201,10 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
             if self._offload_made is not None:
                 raise ValueError("the model has an optimizer already; make one with all groups")
             self.close()
-        options, names, chosen = dict(self._offload_options), [], None
-        if made is not None:
-            is_tiled = options["max_parameter_bytes"] is not None
-            chosen = choice_of(made, model, self._offload_state_dtype, is_tiled=is_tiled)
-            names = names_of(model, made)
-        block = infinity.offload(
-            model, options.pop("nvme"), optimizer=chosen, device=self.device, **options
+        self._offloaded = enter_offload(
+            self._offload_stack, model, made, self._offload_options, self.device
         )
-        self._offloaded, self._offload_made = self._offload_stack.enter_context(block), made
-        if made is not None:
-            adopt(self._offloaded, made, names)
+        self._offload_made = made
 
     # Training.
 

@@ -26,9 +26,9 @@ def replaced_of(final: Path) -> Path:
 
 
 @contextmanager
-def replacing(final: Path) -> Iterator[Path]:
-    """A new folder to write to, which is ``final`` after. What else is in ``final`` stays there;
-    after an error all of it is as it was.
+def replacing(final: Path, *, keeps_others: bool = True) -> Iterator[Path]:
+    """A new folder to write to, which is ``final`` after. With ``keeps_others`` what else is in
+    ``final`` stays there; after an error all of it is as it was.
     """
     recover(final)
     staged = staged_of(final)
@@ -36,7 +36,8 @@ def replacing(final: Path) -> Iterator[Path]:
     staged.mkdir(parents=True)
     try:
         yield staged
-        _take_along(final, staged)
+        if keeps_others:
+            _take_along(final, staged)
         publish(staged, final)
     finally:
         shutil.rmtree(staged, ignore_errors=True)

@@ -4,8 +4,11 @@ offloaded model: the same groups, options and rates.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.arguments import Directories
 from infinity.model import training_of
 from infinity.optim.separable import share_hooks
 from infinity.values.leaves import leaves_of
@@ -22,6 +26,57 @@ _OWN = ("amsgrad", "maximize", "differentiable")
 """Options of ``torch.optim.AdamW`` that ``infinity.AdamW`` has not."""
 _HOW = ("foreach", "capturable", "fused", "decoupled_weight_decay", "params")
 """Those that say how it computes, not what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadOptions:
+    """What loops take of the arguments of ``infinity.offload``; ``state_dtype`` is that of the
+    moments where the optimizer is ``torch.optim.AdamW``.
+    """
+
+    nvme: Directories
+    host_memory: int | str | None = None
+    device_memory: int | str | None = None
+    compute_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype = torch.float32
+    activations: str = "keep"
+    max_parameter_bytes: int | str | None = None
+    weights: str | os.PathLike[str] | None = None
+
+
+def enter_offload(
+    stack: ExitStack,
+    model: nn.Module,
+    made: torch.optim.Optimizer | None,
+    options: OffloadOptions,
+    device: torch.device,
+) -> infinity.OffloadedModel:
+    """Offload ``model`` until ``stack`` is closed, to be trained as ``made`` says; for inference
+    where that is None. Raises as ``infinity.offload``, and ``ValueError`` naming what of ``made``
+    cannot be taken over.
+    """
+    names, chosen = [], None
+    if made is not None:
+        is_tiled = options.max_parameter_bytes is not None
+        chosen = choice_of(made, model, options.state_dtype, is_tiled=is_tiled)
+        names = names_of(model, made)
+    offloaded = stack.enter_context(
+        infinity.offload(
+            model,
+            options.nvme,
+            optimizer=chosen,
+            device=device,
+            compute_dtype=options.compute_dtype,
+            device_memory=options.device_memory,
+            host_memory=options.host_memory,
+            activations=options.activations,
+            max_parameter_bytes=options.max_parameter_bytes,
+            weights=options.weights,
+        )
+    )
+    if made is not None:
+        adopt(offloaded, made, names)
+    return offloaded
 
 
 def is_native(made: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,154 @@
+"""What a Lightning trainer does with an offloaded module beside training, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import AsyncCheckpointIO
+
+import checkpoint
+from infinity.integrations.lightning import STATE, OffloadStrategy
+from tests.support.lit import Lit, checkpoints, fit, least_of, loader, trainer_of
+from tests.support.models import seeded
+from tests.support.training import WHOLE, same_bits, values_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers",
+    "ignore:.*isinstance.treespec, LeafSpec",
+    "ignore:Checkpoint directory",
+    "ignore:Be aware that when using `ckpt_path`",
+)
+
+
+def _trainer(folder: Path, nvme: Path, **options: Any) -> Trainer:
+    strategy = OffloadStrategy(nvme, host_memory=least_of(nvme))
+    return trainer_of(folder, strategy, **options)
+
+
+def test_validate_test_and_predict_give_what_they_give_in_memory(
+    nvme: Path, tmp_path: Path
+) -> None:
+    def results(trainer: Trainer) -> Any:
+        module = seeded(Lit)
+        return (
+            trainer.validate(module, loader(5, 4), verbose=False),
+            trainer.test(module, loader(6, 4), verbose=False),
+            trainer.predict(module, loader(7, 4)),
+        )
+
+    plain = results(trainer_of(tmp_path, "auto", enable_checkpointing=False))
+    ours = results(_trainer(tmp_path, nvme, enable_checkpointing=False))
+    assert plain[:2] == ours[:2]
+    assert all(map(same_bits, plain[2], ours[2]))
+
+
+def test_best_weights_are_tested_and_old_checkpoints_removed(nvme: Path, tmp_path: Path) -> None:
+    module = seeded(Lit)
+    saves = checkpoints(tmp_path / "saved", monitor="held_out")
+    saves.save_top_k = 1
+    trainer = _trainer(tmp_path, nvme, callbacks=[saves])
+    trainer.fit(module, loader(0, 24), loader(5, 4))
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == [
+        Path(saves.best_model_path).name
+    ]
+    best = trainer.test(module, loader(5, 4), ckpt_path="best", verbose=False)
+    found = checkpoint.load(Path(saves.best_model_path) / STATE, only=["model.*"])["model"]
+    assert all(same_bits(value, found[name]) for name, value in module.named_parameters())
+    assert best[0]["test"] == pytest.approx(float(saves.best_model_score or 0), rel=1e-6)
+
+
+def test_weights_alone_are_saved_and_loaded(nvme: Path, tmp_path: Path) -> None:
+    saves = checkpoints(tmp_path / "saved", save_weights_only=True)
+    module = seeded(Lit)
+    trainer = _trainer(tmp_path, nvme, callbacks=[saves], max_epochs=1)
+    trainer.fit(module, loader(0, 16), loader(5, 4))
+    folder = tmp_path / "saved" / "epoch=0.ckpt"
+    assert {path.name for path in folder.iterdir()} == {"checkpoint.ckpt", "weights"}
+    expected = trainer.test(module, loader(6, 4), verbose=False)
+    other = Lit()
+    found = _trainer(tmp_path, nvme).test(other, loader(6, 4), ckpt_path=folder, verbose=False)
+    assert found == expected
+    assert all(
+        same_bits(value, values_of(module)[name]) for name, value in values_of(other).items()
+    )
+
+
+def test_weights_of_a_plain_checkpoint_are_taken_and_its_optimizer_is_refused(
+    nvme: Path, tmp_path: Path
+) -> None:
+    fit(tmp_path / "plain", max_epochs=1)
+    path = tmp_path / "plain" / "epoch=0.ckpt"
+    options: dict[str, Any] = {"ckpt_path": path, "verbose": False}
+    plain = trainer_of(tmp_path, "auto", enable_checkpointing=False)
+    ours = _trainer(tmp_path, nvme, enable_checkpointing=False)
+    expected = plain.test(Lit(), loader(6, 4), **options)
+    assert ours.test(Lit(), loader(6, 4), **options) == expected
+    with pytest.raises(ValueError, match=r"optimizer that was kept in memory.*without ckpt_path"):
+        fit(tmp_path / "ours", OffloadStrategy(nvme, host_memory=WHOLE), resume=path)
+
+
+def test_an_error_in_training_leaves_the_module_with_its_values(nvme: Path, tmp_path: Path) -> None:
+    class Failing(Lit):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if len(self.seen) == 5:
+                raise RuntimeError("stop here")
+
+    module = seeded(Failing)
+    trainer = _trainer(tmp_path, nvme, enable_checkpointing=False)
+    with pytest.raises(RuntimeError, match="stop here"):
+        trainer.fit(module, loader(0, 16), loader(5, 4))
+    assert all(value.isfinite().all() for value in values_of(module).values())
+    with pytest.raises(RuntimeError, match="while fit, validate"):
+        assert trainer.strategy.offloaded  # type: ignore[attr-defined]
+
+
+def _two_optimizers(folder: Path, nvme: Path) -> None:
+    class Two(Lit):
+        def configure_optimizers(self) -> Any:
+            made = [torch.optim.SGD(self.gpt.head.parameters(), lr=0.1) for _ in range(2)]
+            return made, []
+
+    module = Two(manual=True)
+    options = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+    trainer = trainer_of(folder, OffloadStrategy(nvme), enable_checkpointing=False, **options)
+    trainer.fit(module, loader(0, 4), loader(5, 4))
+
+
+def _fits(**options: Any) -> Callable[[Path, Path], None]:
+    def fits(folder: Path, nvme: Path) -> None:
+        trainer = trainer_of(folder, OffloadStrategy(nvme, host_memory=WHOLE), **options)
+        trainer.fit(Lit(), loader(0, 4), loader(5, 4))
+
+    return fits
+
+
+def _lbfgs(folder: Path, nvme: Path) -> None:
+    class Closure(Lit):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    trainer = trainer_of(folder, OffloadStrategy(nvme), enable_checkpointing=False)
+    trainer.fit(Closure(), loader(0, 4), loader(5, 4))
+
+
+REFUSED: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+    "two devices": (_fits(devices=2), r"devices=2.*devices=1.*process_group="),
+    "bf16-true": (_fits(precision="bf16-true"), r"precision='bf16-true'.*compute_dtype=torch\.bf"),
+    "16-true": (_fits(precision="16-true"), "precision='16-true'"),
+    "another io": (_fits(plugins=[AsyncCheckpointIO()]), "plugin AsyncCheckpointIO"),
+    "two optimizers": (_two_optimizers, "2 optimizers.*several groups"),
+    "LBFGS": (_lbfgs, "LBFGS"),
+    "float16": (lambda _, nvme: OffloadStrategy(nvme, compute_dtype=torch.float16), "loss scale"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(name: str, nvme: Path, tmp_path: Path) -> None:
+    act, match = REFUSED[name]
+    with pytest.raises(ValueError, match=match):
+        act(tmp_path, nvme)
