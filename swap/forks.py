@@ -1,9 +1,8 @@
-"""Processes forked from one that holds state: they have its memory as it was, and none of its
-threads, so what they waited for would never come.
+"""Children forked from a process that holds state: they have its memory as it was and none of its
+threads, so a wait for those threads would never end.
 
-A child may go on with everything of its own; what belongs to the parent is refused at its first
-use. It keeps none of the parent's locks: descriptors of swap directories are closed behind the
-fork.
+A child may use everything of its own; what belongs to the parent is refused at its first use. It
+keeps none of the parent's locks: descriptors of swap directories are closed right after the fork.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class Inherited(Protocol):
     """What a forked child has to let go of."""
 
     def after_fork(self) -> None:
-        """In the child, before anything else runs. Takes no locks: nobody would release them."""
+        """In the child, before anything else runs. Takes no locks: they might never be released."""
 
 
 _known: weakref.WeakSet[Inherited] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Between values of a parameter and its planes: weights, and what a master keeps beside them."""
+"""Converts values of a parameter to its planes and back: weights, what a master adds to them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tensors whose memory is not their values as they are.
+"""Tensors whose values are not what lies in their memory.
 
 torch hands some of them out by itself: the imaginary part of a conjugated tensor is a *negative
 view*, whose elements stand for the negatives of what lies in memory, and the gradient of
-``torch.sgn`` is a *ZeroTensor*, which has an address and no memory behind it. Who reads memory and
-does not ask torch for values asks here first.
+``torch.sgn`` is a *ZeroTensor*, which has an address and no memory behind it. Code that reads
+memory by its address asks here first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What kernels run on: an instruction set, and threads that share the work of the calling one."""
+"""What kernels run on: an instruction set, and threads that take parts of the caller's work."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Undoing what a block did, so that an interrupt costs a repetition and no part of it.
+"""Undoing what a block did, completely, also when an interrupt comes in between.
 
-Where ``contextlib.ExitStack`` takes an entry off its list and then calls it, ``Undo`` calls it
-first: one that an interrupt came into, or right behind, is called again. So every entry can be
-called twice, and the second time does what the first has left.
+``contextlib.ExitStack`` takes an entry off its list and then calls it; ``Undo`` calls it first, so
+an entry during or right after which an interrupt came is called again. Every entry can therefore be
+called twice, and the second call does what the first has left.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Between which bounds a step of training lies, on machines that are not there; and the lower one
-beside measurements.
+"""Bounds of the time of a training step, on described machines and beside measured steps.
 
     bound_steps.py --parameters 70e9 --ranks 64 --per-node 16 --node v100
     bound_steps.py --layers 128 --hidden 25600 --ranks 512 --per-node 16 --batch 7 --ssd-read 28e9

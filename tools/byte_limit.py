@@ -1,11 +1,11 @@
-"""A cgroup that holds the processes in it to so many bytes a second on chosen block devices.
+"""A cgroup that limits the bytes a second of its processes on chosen block devices.
 
 Cgroup v1 does it with `blkio.throttle.{read,write}_bps_device`, v2 with `io.max`. A process joins
 with all its threads, and what it starts is in the cgroup too.
 
 Version 1 counts I/O for the process that hands it to the block layer. So direct I/O is held to the
 limit, and so is what a process writes back in its own `fsync`; pages that the kernel writes back on
-its own are not. Version 2 counts them for whoever made them dirty.
+its own are not. Version 2 counts them for the process that made them dirty.
 """
 
 from __future__ import annotations

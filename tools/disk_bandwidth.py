@@ -1,4 +1,4 @@
-"""What a directory gives to plain requests of the engine, and a way to hold it to less.
+"""The bandwidth of a directory for plain requests of the engine, and a way to limit it.
 
 A step cannot be faster than its bytes at this bandwidth; that is what benchmarks compare with.
 """

@@ -1,4 +1,4 @@
-"""What a host does in a second beside I/O, measured alone: the AdamW kernel, storing gradients.
+"""Rates of a host apart from I/O: the AdamW kernel and the storing of gradients, each alone.
 
 Benchmarks write it down beside their results, for ``bound_steps.py`` to compare them with.
 """

@@ -1,4 +1,4 @@
-"""Kills a rank at a random moment of training and saving, again and again, and looks at what stays.
+"""Kills a rank at random moments of training and saving, again and again, and checks what is left.
 
 Ranks train a small GPT on NVMe, bfloat16 weights and clipping, and save after every step, one step
 in the foreground, the next in the background. In every attempt all ranks start, go on from the
@@ -57,7 +57,7 @@ class WrongError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What happened: who was killed when, how the others ended, and the newest step after it."""
+    """Which rank was killed when, how the others ended, and the newest step after it."""
 
     killed: int
     after_seconds: float

@@ -1,4 +1,4 @@
-"""Runs a program again as the ranks of one gloo group on this machine, for tools.
+"""Starts a program once for each rank of a gloo group on this machine.
 
 A rank is started as `program rank JSON`, where the JSON is a `Job`; the program calls `joined` with
 it and does its part. What a rank prints comes out at once; its result goes through a file.

@@ -1,4 +1,4 @@
-"""An ext4 of its own over a loop device over a file in memory: what the rig has several of.
+"""One SSD of the rig: an ext4 file system on a loop device over a file in memory.
 
 A device is found again by the name of its image, so nothing has to be written down to remove what
 a killed process left. What is made here is not limited yet (byte_limit.py).

@@ -1,4 +1,4 @@
-"""Attacks saves at every step of theirs, and says what came of it.
+"""Interrupts or kills saves at every point of their way, and checks what is left.
 
   interrupts  SIGINT and SIGTERM, whose handlers raise, at every line of Python that a small save
               runs through: on the main thread at the line itself, on other threads while that line

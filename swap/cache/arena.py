@@ -75,7 +75,7 @@ class Arena(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use, whoever holds them."""
+        """Bytes in use, by entries or by tensors of the program."""
 
     @property
     def peak_bytes(self) -> int:

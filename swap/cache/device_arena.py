@@ -1,9 +1,9 @@
 """Computing away from host memory: an arena on a device, and gradients on their way back.
 
-Three transfers deep: NVMe -> landing buffer in host memory -> device, each asynchronous, and
-weights at home in HOST go straight to the device. A ``Link`` is the copy engine between the two
-memories; ``CudaLink`` uses streams and events and never synchronises the device, ``HostLink``
-copies within host memory and makes everything here testable.
+Weights pass from NVMe through a landing buffer in host memory to the device, each transfer
+asynchronous; weights that are kept in HOST go straight to the device. A ``Link`` is the copy engine
+between the two memories; ``CudaLink`` uses streams and events and never synchronises the device,
+``HostLink`` copies within host memory and makes everything here testable.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class DeviceArena:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of entries whose memory somebody still refers to, us or autograd."""
+        """Bytes of entries whose memory is still referred to, by us or by autograd."""
         with self._lock:
             self._held = [held for held in self._held if not held[0].expired()]
             return sum(nbytes for _, nbytes in self._held)

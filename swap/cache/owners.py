@@ -1,7 +1,7 @@
-"""Whose weights a storage holds, asked by who met a tensor over it.
+"""Which parameter's weights a storage holds, for code that finds a tensor over that storage.
 
-A program may hold a view of weights for longer than the arena keeps them. The bytes of its storage
-are theirs still, until they are updated.
+A program may hold a view of weights for longer than the arena keeps them. The bytes of the storage
+are still those weights, until they are updated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FIRST_LOOK = 64
 
 
 class Owners:
-    """Parameters by storages with their current weights, for as long as somebody holds those."""
+    """Parameters by storages with their current weights, while any tensor refers to those."""
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[int, int, StorageWeakRef]] = {}

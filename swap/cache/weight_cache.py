@@ -2,7 +2,7 @@
 
 An entry of the arena is *reading* (operations in flight), *refreshing* (an update delivers its
 parts) or *ready*. When a step is taken, the ready entries of the updated parameters turn *stale*:
-nobody computes with them again, but the update takes the old weights from them instead of from the
+they are not computed with again, but the update takes the old weights from them instead of from the
 SSD.
 
 Eviction drops what is used farthest in the future by the recorded schedule (Belady).
@@ -159,7 +159,7 @@ class WeightCache:
         return True
 
     def offer(self, segment: Segment, weight: torch.Tensor) -> None:
-        """New weights of ``segment``: keep a copy if there is room now that nobody needs sooner."""
+        """New weights of ``segment``: keep a copy if there is room that is not needed sooner."""
         if self.at_home(segment.parameter) is not None:
             return
         with self._lock:
@@ -331,7 +331,7 @@ class WeightCache:
         if self._arena.uses_home:
             return
         for entry in list(self._entries.values()):
-            # What could not be read stays as it is: whoever asks for it is told.
+            # What could not be read stays as it is: asking for it raises the error.
             if entry.is_reading and entry.finished_reading() and wait_for(entry):
                 self._arrive(entry)
 

@@ -1,8 +1,8 @@
 """Spilled gradients on their way to the SSD, chunk by chunk through a small slab.
 
 A chunk keeps its buffer until its write has succeeded, because until then that part of the gradient
-is nowhere else. A write that fails is raised, and submitted again for whoever waits for it next: an
-error costs a retry and never a gradient.
+is nowhere else. The error of a failed write is raised, and the write is submitted again at the next
+wait for it: an error costs a retry and never a gradient.
 
 Invariant: of two writes to the same bytes the second is submitted when the first has ended, also
 when an interrupt (Ctrl-C) came before the first was recorded.

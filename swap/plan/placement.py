@@ -1,4 +1,4 @@
-"""Which tier is home to which bytes under a budget: pure, no I/O.
+"""Which tier is assigned to which bytes under a budget: pure, no I/O.
 
 Host memory is given out in this order: what must be there (small parameters with their state, the
 update's staging slots, the arena that weights pass through, spill buffers), then gradients, then
@@ -6,11 +6,11 @@ optimizer state with its weights, then a larger arena. A byte of gradient or of 
 spares two bytes of traffic a step; a byte of arena spares one at most, and only while it is not
 evicted.
 
-Homes are given to whole units (see ``layout``). Those of gradients are spread evenly over the order
-of execution, so that spills are spread over the backward pass. Those of state go to what is used
-first: a backward pass ends with the first layers and the next forward pass begins with them, so
-that on NVMe their update would have no time at all, while that of the last layers has nearly all of
-a step.
+Tiers are assigned to whole units (see ``layout``). Gradients in host memory are spread evenly over
+the order of execution, so that spills are spread over the backward pass. State in host memory is
+that of what is used first: a backward pass ends with the first layers and the next forward pass
+begins with them, so that on NVMe their update would have no time at all, while that of the last
+layers has nearly all of a step.
 """
 
 from __future__ import annotations

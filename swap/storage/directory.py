@@ -5,14 +5,14 @@ drops it when the process dies, however it dies. A folder whose lock can be take
 yet, is therefore a leftover, and the next process that opens the same SSD removes it.
 
 Processes that come and go at once (the ranks of one job) take turns: folders are made, reclaimed
-and removed with ``<nvme>`` itself locked. So nobody takes a folder that is still being made for a
-leftover, and nobody removes what another is removing.
+and removed with ``<nvme>`` itself locked. So no process takes a folder that is still being made for
+a leftover, and none removes what another is removing.
 
 Folders are for their user alone (0700, files 0600, whatever the umask), for they hold weights.
-``.infinity`` itself is for all who may write to ``<nvme>``, and sticky: whoever made it, others put
-their folders beside, and nobody but the owner of ``.infinity`` can move or remove another's.
-Nothing is followed that is a symbolic link: whoever may write to ``<nvme>`` could have it lead to
-folders elsewhere.
+``.infinity`` itself is for all users who may write to ``<nvme>``, and sticky: any of them may have
+made it, the others put their folders beside, and only the owner of ``.infinity`` can move or remove
+another's. Symbolic links are not followed: any user who may write to ``<nvme>`` could have one lead
+to folders elsewhere.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ extent keeps its bytes until the last pin is gone, so a snapshot copies nothing.
 
 The files grow by ``fallocate`` in large steps: a full disk is an error before the first byte of a
 write-back. Sizes differ, so free space comes to lie in many ranges; where the files cannot grow, an
-extent is put together from several. So it is bytes alone that decide whether there is room.
+extent is put together from several. So whether there is room is a matter of bytes alone.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class ExtentStore:
 
     def release_others(self, known: Iterable[Extent]) -> None:
         """Give back every extent but ``known`` and pinned ones, after an interrupt that may have
-        lost sight of some. To be called by who has all of them, with no transfer under way.
+        lost sight of some. The caller knows all of them, and no transfer is under way.
         """
         with self._lock:
             kept: list[list[int]] = [[] for _ in self._volumes]

@@ -1,4 +1,4 @@
-"""One transfer that is made in several places."""
+"""A transfer that consists of several operations, waited for as one."""
 
 from __future__ import annotations
 

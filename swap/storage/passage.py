@@ -1,8 +1,8 @@
-"""Memory that values pass through between an SSD and memory that direct I/O cannot take as it is.
+"""A bounce buffer between SSDs and memory whose alignment direct I/O does not take.
 
-Direct I/O wants addresses that are aligned as the offsets in the file are. Memory of torch, of
-numpy or of a program seldom is, and the engine would copy it in buffers of its own, of which a
-budget knows nothing. So what is not aligned is copied here, through one slab that is part of the
+Direct I/O needs addresses that are aligned as the offsets in the file are. Memory of torch, of
+numpy or of a program seldom is, and the engine would copy it through buffers of its own, which are
+in no budget. So values that are not aligned are copied here, through one slab that is part of the
 budget.
 """
 

@@ -1,4 +1,4 @@
-"""Where the planes of every subgroup are right now, and reading and writing parts of them.
+"""The current place of every subgroup's planes, and transfers of parts of them.
 
 A plane in HOST is an array that the optimizer changes in place. A plane on NVME is an extent that
 is never written again once it was published: an update publishes new extents. A plane whose values

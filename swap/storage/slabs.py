@@ -1,4 +1,4 @@
-"""What host memory is mapped for: a slab for each purpose, and the slots cut from one of them."""
+"""Host memory, mapped as a slab for each purpose, and the staging slots cut from one of them."""
 
 from __future__ import annotations
 

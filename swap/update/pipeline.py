@@ -3,8 +3,8 @@ training.
 
 One thread walks the subgroups of a *pass*. It starts reads for as many as there are staging slots,
 runs the kernel on the oldest one that has arrived, and starts its write-back; the lanes of the
-engine do the transfers meanwhile. Whoever waits for weights is let go as soon as the kernel is done
-with them.
+engine do the transfers meanwhile. A thread that waits for weights goes on as soon as the kernel is
+done with them.
 
 A pass may begin *early*, during the backward pass, with a step that is only proposed. Its subgroups
 are computed and written to new extents, and held back. When the step is taken as proposed, the pass
@@ -202,7 +202,7 @@ class UpdatePipeline:
         assert self._current is None
         try:
             self._current = work
-        finally:  # nobody would end one that the thread is not given
+        finally:  # a pass that the thread is not given would never end
             self._work.put(work)
 
     def _run(self) -> None:
@@ -211,7 +211,7 @@ class UpdatePipeline:
             with torch.no_grad():
                 try:
                     self._pass(work)
-                except BaseException as failure:  # kept, and raised to whoever waits for the step
+                except BaseException as failure:  # kept, and raised where the step is waited for
                     self._stop(work, let_go(failure))
                 finally:
                     with self._lock:

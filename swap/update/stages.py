@@ -82,7 +82,7 @@ class Stages:
                 self.offer(job)
                 self.publish(job)
         finally:
-            # After an error, too: nobody must wait for an update that is not going on.
+            # After an error, too: no thread must wait for an update that is not going on.
             for subgroup in subgroups:
                 for segment in subgroup.segments:
                     self._weights.published(segment.parameter, subgroup.index)
@@ -248,7 +248,7 @@ class Stages:
     def _begin(
         self, noted: list[Operation], submit: Callable[[], Operation], label: str, plane: str
     ) -> None:
-        """A transfer of the staging slot, which nobody else gets while it is under way."""
+        """A transfer of the staging slot, which no other job gets while it is under way."""
         assert self._extents is not None
         self._extents.run_drained(
             lambda: noted.append(self._timeline.watch(submit(), label, purpose=_purpose(plane)))

@@ -1,4 +1,4 @@
-"""How long work takes whose amounts are known: the step's bounds, and the formulas of the papers.
+"""The bounds of a step from the seconds of its parts, and the formulas of the papers.
 
 ZeRO-Infinity (arXiv 2104.07857), section 4: state that is moved at ``bandwidth`` for each use lets
 a device work at ``ait * bandwidth / (ait * bandwidth + peak)`` of its speed, if nothing overlaps;

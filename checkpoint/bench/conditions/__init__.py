@@ -1,1 +1,1 @@
-"""What is measured under: the command line, directories, page cache, machine, settings, states."""
+"""Conditions of a measurement: options, directories, page cache, machine, settings, states."""

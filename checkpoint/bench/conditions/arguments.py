@@ -1,4 +1,4 @@
-"""The command line, checked: from words to `Options`. Creates nothing."""
+"""The command line, parsed and checked into `Options`. Creates nothing."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def _try(setting: Setting, num_directories: int) -> None:
 
 
 def _check_memory(options: Options) -> None:
-    """Every state stays in memory, and one more for those who load into new tensors."""
+    """Every state stays in memory, and one more for systems that load into new tensors."""
     sizes = [workload.nbytes for workload in options.workloads]
     staging = max(setting.staging_bytes for setting in options.settings)
     needed = sum(sizes) + max(sizes) + staging

@@ -1,4 +1,4 @@
-"""Where it was measured: the machine, the versions, the disks."""
+"""The machine that was measured on: processors, versions, disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where files are written to be measured, and their removal, whatever happens.
+"""The folders that measured files are written to, and their removal, whatever happens.
 
 Invariants: everything lies in one folder per directory that only this process has locked; it is
 gone when the block ends. What a killed process left there is removed by the next one.
@@ -115,7 +115,7 @@ def remove_leftovers(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """A lock that ends with the process. Raises BlockingIOError if somebody else holds it."""
+    """A lock that ends with the process. Raises BlockingIOError if another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

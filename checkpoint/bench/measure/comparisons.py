@@ -1,4 +1,4 @@
-"""Who was how much faster than whom, run by run. No I/O.
+"""How much faster one system was than another, run by run. No I/O.
 
 Both sides of a ratio come from the same run, minutes apart at most, so that what disturbs the disks
 for longer disturbs both.

@@ -1,7 +1,7 @@
 """Lets the contestants take turns: save, forget the page cache, load, check, remove.
 
 Invariants: one contestant has files at a time, and they are gone before the next one starts; the
-order turns round from run to run, so that nobody always comes after the same neighbour; what was
+order is reversed from run to run, so that no system always comes after the same one; what was
 loaded is compared with what was saved before a time counts.
 """
 
@@ -42,7 +42,7 @@ class Row:
 
 
 OnStep = Callable[[str, int], None]
-"""Called with who is at work, and with the bytes that it has saved and loaded since."""
+"""Called with the contestant at work, and with the bytes that it has saved and loaded since."""
 
 
 class Measurement:

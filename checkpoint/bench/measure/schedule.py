@@ -1,4 +1,4 @@
-"""Who takes part: from options to contestants, each with its directories, state and setting."""
+"""From options to contestants: systems, each with its directories, state and setting."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Everybody who takes part, and who of "all" does not, with the reason."""
+    """All that take part, and the systems of "all" that do not, each with the reason."""
 
     contestants: tuple[Contestant, ...]
     skipped: tuple[tuple[str, str], ...]

@@ -1,7 +1,7 @@
 """Other libraries as contestants, each called as its own documentation does, in one directory.
 
 What they do not sync is synced for them before a save counts as durable. Their loads give new
-tensors, except DCP's, which loads into live ones as that library does.
+tensors, but DCP's, which loads into live ones as that library does.
 """
 
 from __future__ import annotations
