@@ -109,8 +109,8 @@ class ModelHooks:
                 f"a copy of an offloaded {type(module).__name__} was called (DataParallel makes "
                 "some), which has no weights; call the model itself"
             )
+        check_call()  # a layer may be compiled by itself
         if not self._residency.is_computing:
-            check_call()
             self._saved.join_thread()
             # What an interrupted pass found is what it should have left.
             self._autocast.__dict__.setdefault("kept", torch.is_autocast_cache_enabled())

@@ -125,6 +125,17 @@ def test_an_offloaded_model_called_compiled_is_refused(nvme: Path) -> None:
     assert all(same_bits(value, before[key]) for key, value in values_of(model).items())
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_layer_that_is_compiled_inside_the_block_is_refused_when_it_is_called(nvme: Path) -> None:
+    model = seeded(_make)
+    with infinity.offload(model, nvme):
+        model[1].compile(backend="eager")
+        with pytest.raises(RuntimeError, match=r"called under torch\.compile"):
+            model(torch.ones(2, 8))
+        model[1]._compiled_call_impl = None
+        model(torch.ones(2, 8)).sum().backward()
+
+
 def _weighted(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
     weight: Any = model[0].weight
     return lambda x: x @ weight
