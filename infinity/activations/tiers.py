@@ -20,6 +20,7 @@ import torch
 from aio import AioError
 from infinity.activations.offloading import Activations
 from infinity.activations.storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of
+from swap.plan.eviction import FarthestFirst
 from swap.storage.heap import give_back_freed_memory
 from swap.storage.planes import page_aligned
 from swap.tiers import Budget
@@ -88,6 +89,7 @@ class NvmeActivations(Activations):
         self._volume = Volume(directories, timeline)
         self._engine_bytes = ENGINE_BYTES * len(directories)
         self._in_memory: dict[int, SavedStorage] = {}
+        self._rule = FarthestFirst(self._distance)
         self._current = 0
         self._freed_bytes = 0
 
@@ -158,14 +160,11 @@ class NvmeActivations(Activations):
 
     # Moving.
 
-    def _distance(self, number: int) -> tuple[bool, int]:
+    def _distance(self, number: int) -> tuple[int, int]:
         """How far ahead the use of a storage is when a backward pass is at the current one: below
         it, the older the farther; those above it were used already.
         """
         return number > self._current, abs(number - self._current)
-
-    def _farthest(self) -> SavedStorage:
-        return self._in_memory[max(self._in_memory, key=self._distance)]
 
     def _fit(self, nbytes: int) -> None:
         """Make room for ``nbytes`` more, waiting for writes. Raises ``AioError``; what could not
@@ -174,19 +173,18 @@ class NvmeActivations(Activations):
         while self._taken_bytes() + nbytes > self.budget_bytes:
             if self._volume.leaving_bytes:
                 self._volume.wait_for_leaving()
-            elif self._in_memory:
-                self._evict(self._farthest())
+            elif (number := self._rule.victim(self._in_memory)) is not None:
+                self._evict(self._in_memory[number])
             else:
                 return
 
     def _has_room(self, storage: SavedStorage) -> bool:
         """Make room for ``storage`` without waiting, by what is used later; False if that fails."""
         while self._taken_bytes() + storage.nbytes > self.budget_bytes:
-            if not self._in_memory:
-                return False
-            victim = self._farthest()
-            later = self._distance(victim.number) > self._distance(storage.number)
-            if not later or victim.is_moving or victim.extent is None:
+            needed = self._distance(storage.number)
+            number = self._rule.victim(self._in_memory, sooner_than=needed)
+            victim = None if number is None else self._in_memory[number]
+            if victim is None or victim.is_moving or victim.extent is None:
                 return False
             try:
                 self._evict(victim)

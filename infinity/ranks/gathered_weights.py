@@ -25,7 +25,8 @@ from infinity.parameters.records import Record
 from infinity.ranks.collectives import GATHER, Ranks, Transfer
 from swap.cache.owners import Owners
 from swap.cache.weight_cache import WeightCache
-from swap.plan.schedule import Schedule
+from swap.plan.eviction import FarthestFirst
+from swap.plan.schedule import NEVER, Schedule
 from swap.storage.planes import as_tensor
 from swap.tiers import BudgetError, format_bytes
 from swap.timeline import Timeline
@@ -145,6 +146,7 @@ class GatheredWeights:
         self._timeline = timeline
         self._prefetch = prefetch
         self._schedule = Schedule()
+        self._rule = FarthestFirst(self._distance)
         self._entries: dict[int, _Entry] = {}
         self._owners = Owners()
         self._pins: dict[Hashable, tuple[int, ...]] = {}
@@ -252,20 +254,19 @@ class GatheredWeights:
         self.gathered_bytes += entry.nbytes
         return entry
 
+    def _distance(self, parameter: int) -> tuple[int, int]:
+        """Equal ones leave in the same order on every rank."""
+        return self._schedule.distance(parameter), parameter
+
     def _nbytes(self, parameter: int) -> int:
         return self._records[parameter].weight_bytes
 
     def _make_room(self, nbytes: int, *, sooner_than: int | None) -> bool:
         """Forget what is used farthest in the future, until ``nbytes`` fit."""
         while sum(entry.nbytes for entry in self._entries.values()) + nbytes > self._capacity:
-            victim = max(
-                self._idle(),
-                key=lambda index: (self._schedule.distance(index), index),
-                default=None,
-            )
+            needed = None if sooner_than is None else (sooner_than, NEVER)
+            victim = self._rule.victim(self._idle(), sooner_than=needed)
             if victim is None:
-                return False
-            if sooner_than is not None and self._schedule.distance(victim) <= sooner_than:
                 return False
             self._forget(victim)
         return True

@@ -1,7 +1,7 @@
 """Who is in the arena: the entries, and making room for new ones.
 
-Eviction drops what is used farthest in the future by the schedule (Belady). Not thread-safe: the
-cache over it serialises.
+What is used farthest in the future by the schedule leaves. Not thread-safe: the cache over it
+serialises.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Hashable, Set
 from aio import AioError, Operation, SlabFullError
 from swap.cache.arena import Arena, Entry
 from swap.cache.owners import Owners
+from swap.plan.eviction import FarthestFirst
 from swap.plan.layout import ParameterSpec
 from swap.plan.schedule import Schedule
 from swap.tiers import BudgetError, format_bytes
@@ -30,8 +31,12 @@ class Residents:
         self.pins: dict[Hashable, tuple[int, ...]] = {}
         self._specs = specs
         self._arena = arena
+        self._rule = FarthestFirst(self._distance)
         self._schedule = schedule
         self.owners = Owners()
+
+    def _distance(self, entry: Entry) -> int:
+        return self._schedule.distance(entry.spec.index)
 
     @property
     def pinned(self) -> set[int]:
@@ -88,23 +93,22 @@ class Residents:
 
     def _evict_one(self, sooner_than: int | None) -> bool:
         """Drop the entry that is used last, if that is later than ``sooner_than``."""
-        victim, holder = None, self.entries
-        farthest = -1 if sooner_than is None else sooner_than
-        pinned = self.pinned
-        for entries in (self.entries, self.stale):
-            for parameter, entry in entries.items():
-                if entries is self.entries and parameter in pinned:
-                    continue
-                if sooner_than is not None and (entry.missing or not entry.finished_reading()):
-                    continue
-                distance = self._schedule.distance(parameter)
-                if distance > farthest:
-                    victim, holder, farthest = entry, entries, distance
+        victim = self._rule.victim(self._may_leave(sooner_than), sooner_than=sooner_than)
         if victim is None:
             return False
-        holder.pop(victim.spec.index)
+        index = victim.spec.index
+        (self.entries if self.entries.get(index) is victim else self.stale).pop(index)
         wait_for(victim)
         return True
+
+    def _may_leave(self, sooner_than: int | None) -> list[Entry]:
+        """Without a need for them (``sooner_than``) entries on their way stay."""
+        pinned = self.pinned
+        entries = [entry for index, entry in self.entries.items() if index not in pinned]
+        entries += self.stale.values()
+        if sooner_than is None:
+            return entries
+        return [entry for entry in entries if not entry.missing and entry.finished_reading()]
 
 
 def wait_for(entry: Entry) -> bool:
