@@ -114,6 +114,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._owner = owner
         self.state = AbsentState()  # type: ignore[assignment]
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Of parameters of the model. Raises ``ValueError`` for another one, which nothing would
+        update; the group is not added then.
+        """
+        super().add_param_group(param_group)
+        if not hasattr(self, "_owner"):
+            return  # made as the block begins
+        for parameter in self.param_groups[-1]["params"]:
+            if not getattr(parameter, "is_offloaded", False):
+                del self.param_groups[-1]
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is none of the offloaded "
+                    "model, and its optimizer cannot update it; put it into the model before the block, "
+                    "or give it an optimizer of its own"
+                )
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Fix the update (norm, clipping, options, step counts) and start it; it finishes behind
         the next forward.

@@ -262,3 +262,16 @@ def test_inference_takes_no_steps(nvme: Path) -> None:
             vector_loss(model, 0).backward()
             with pytest.raises(RuntimeError, match=r"optimizer=None.*pass infinity\.AdamW"):
                 offloaded.step()
+
+
+def test_a_group_of_parameters_of_no_offloaded_model_is_refused_and_not_added(
+    nvme: Path, tmp_path: Path
+) -> None:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory="64MiB") as offloaded:
+        before = [[*group["params"]] for group in offloaded.optimizer.param_groups]
+        with pytest.raises(ValueError, match=r"shape \(3,\) is none of the offloaded model"):
+            offloaded.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        after = [[*group["params"]] for group in offloaded.optimizer.param_groups]
+        assert [*map(len, before)] == [*map(len, after)]
+        offloaded.save(tmp_path / "saved")
