@@ -126,8 +126,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 del self.param_groups[-1]
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is none of the offloaded "
-                    "model, and its optimizer cannot update it; put it into the model before the block, "
-                    "or give it an optimizer of its own"
+                    "model, and its optimizer cannot update it; put it into the model before the "
+                    "block, or give it an optimizer of its own"
                 )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
