@@ -1,11 +1,18 @@
-"""Moments in 16 and 8 bits in plain numpy, from their description and not from the kernel."""
+"""A step of Adam, and moments in 16 and 8 bits, in plain numpy.
+
+From the description of the formulas and roundings, and not from the kernel.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from swap.kernels import AdamHyper
 
 MOMENT_BLOCK = 256
 _MASK = (1 << 64) - 1
@@ -86,3 +93,59 @@ def encode_blocks(
     else:
         code = np.maximum(code, part > 0)
     return torch.from_numpy(code.astype(np.uint8)), torch.from_numpy(scales)
+
+
+def fused(a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` of float32, rounded once: the product of two is exact in double."""
+    return (np.multiply(a, b, dtype=np.float64) + c).astype(np.float32)
+
+
+def adam_in_numpy(
+    state: Mapping[str, torch.Tensor], hyper: AdamHyper
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(master, exp_avg, exp_avg_sq), float32, after a step from a state whose moments are float32.
+
+    Every operation is rounded to float32, but for three multiply-adds that are rounded as wholes.
+    """
+    one = np.float32(1)
+    weight_of_grad = np.float32(1 - hyper.beta1)
+    p = join_master(state).numpy()
+    g = state["grad"].float().numpy() * np.float32(hyper.grad_scale)
+    m, v = (state[name].numpy() for name in ("exp_avg", "exp_avg_sq"))
+    if hyper.decoupled:
+        p = p * np.float32(1 - hyper.lr * hyper.weight_decay)
+    elif hyper.weight_decay:
+        g = fused(p, np.float32(hyper.weight_decay), g)
+    # From the nearer end.
+    near = weight_of_grad < 0.5
+    m = fused(weight_of_grad if near else weight_of_grad - one, g - m, m if near else g)
+    v = fused(np.float32(1 - hyper.beta2) * g, g, v * np.float32(hyper.beta2))
+    bias2_sqrt = np.float32(math.sqrt(1 - hyper.beta2**hyper.step))
+    step_size = np.float32(hyper.lr / (1 - hyper.beta1**hyper.step))
+    p = p - step_size * m / (np.sqrt(v) / bias2_sqrt + np.float32(hyper.eps))
+    return torch.from_numpy(p), torch.from_numpy(m), torch.from_numpy(v)
+
+
+def join_master(state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The float32 masters of a state in any layout."""
+    rest = state.get("rest", state["weight"])
+    if rest.dtype == torch.float32:
+        return rest
+    high = state["weight"].view(torch.int16).numpy().astype(np.int32) << 16
+    return torch.from_numpy((high + rest.numpy()).view(np.float32))
+
+
+def split_master(master: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``master`` as the weights of ``like`` are kept; halves are nearest, ties away from zero."""
+    rest = like.get("rest")
+    if rest is None:
+        return {"weight": master}
+    if rest.dtype == torch.float32:
+        return {"weight": master.to(like["weight"].dtype), "rest": master}
+    bits = master.numpy().view(np.uint32)
+    high = ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16).view(np.int16)
+    low = (bits & np.uint32(0xFFFF)).astype(np.uint16).view(np.int16)
+    return {
+        "weight": torch.from_numpy(high).view(torch.bfloat16),
+        "rest": torch.from_numpy(low),
+    }

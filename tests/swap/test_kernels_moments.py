@@ -12,10 +12,12 @@ import torch
 from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step
 from swap.processors import available_isas, set_isa
 from tests.support.moments import (
+    adam_in_numpy,
     decode_blocks,
     encode_blocks,
     random_words,
     round_to_bf16,
+    split_master,
     values_of_codes,
 )
 
@@ -103,12 +105,12 @@ def _encoded(floats: Tensors, dtype: torch.dtype, hyper: AdamHyper, origin: Orig
 
 
 def _expected(state: Tensors, hyper: AdamHyper, origin: Origin) -> Tensors:
-    """Decode by the reference, step over floats, encode by the reference."""
-    dtype = state["exp_avg"].dtype
-    floats = {name: tensor for name, tensor in state.items() if not name.startswith("exp_")}
-    floats |= {name: _decoded(state, name) for name in _MOMENTS}
-    after = _stepped(floats, hyper)
-    return after | _encoded(after, dtype, hyper, origin)
+    """Decoded, stepped and encoded by the reference."""
+    floats = state | {name: _decoded(state, name) for name in _MOMENTS}
+    master, exp_avg, exp_avg_sq = adam_in_numpy(floats, hyper)
+    moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    weights = split_master(master, state)
+    return weights | _encoded(moments, state["exp_avg"].dtype, hyper, origin)
 
 
 @pytest.mark.parametrize("name", available_isas())
@@ -120,7 +122,8 @@ def test_step_equals_the_reference_on_every_isa(
 ) -> None:
     set_isa(name)
     state = _state(layout, dtype, n, grad=torch.bfloat16)
-    for hyper in (HYPER, replace(HYPER, step=4, grad_scale=0.3, decoupled=False)):
+    other = replace(HYPER, step=4, beta1=0.3, grad_scale=0.3, decoupled=False)
+    for hyper in (HYPER, other, replace(other, weight_decay=0.0)):
         _assert_same_bits(_stepped(state, hyper), _expected(state, hyper, ORIGIN))
 
 
