@@ -6,12 +6,18 @@ from pathlib import Path
 import pytest
 
 
+_OF_OTHERS = (".*gradient_checkpointing.*:FutureWarning",)
+"""Warnings that frameworks give each other."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.frameworks)
+            for warning in _OF_OTHERS:
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{warning}"))
 
 
 @pytest.fixture

@@ -19,16 +19,22 @@ from tests.support.trainers import (
     assert_same,
     least_of,
     run_killed,
+    some_texts,
+    tiny_llama,
     train,
 )
 from tests.support.training import WHOLE, same_bits
+
+
+def _least(args: Any, nvme: Path) -> int:
+    return least_of(OffloadTrainer, model=tiny_llama(), args=args, nvme=nvme, **some_texts())
 
 
 def _offloaded(nvme: Path, folder: Path, *, least: bool = True, **options: Any) -> Run:
     """Trained within the least budget, or within one that holds everything."""
     resume = options.pop("resume", None)
     args = arguments(folder, **options)
-    host_memory = least_of(OffloadTrainer, args, nvme=nvme) if least else WHOLE
+    host_memory = _least(args, nvme) if least else WHOLE
     return train(OffloadTrainer, args, resume=resume, nvme=nvme, host_memory=host_memory)
 
 
@@ -89,7 +95,7 @@ def killed_at_step_5(folder: str, nvme: str, host_memory: int) -> None:
 def test_trainer_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path, nvme: Path) -> None:
     whole = _offloaded(nvme, tmp_path / "whole", max_grad_norm=0.5)
     folder = tmp_path / "killed"
-    least = least_of(OffloadTrainer, arguments(folder), nvme=nvme)
+    least = _least(arguments(folder), nvme)
     run_killed(f"{__name__}:killed_at_step_5({str(folder)!r}, {str(nvme)!r}, {least})")
     assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     resumed = _offloaded(nvme, folder, max_grad_norm=0.5, resume=True)

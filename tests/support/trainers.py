@@ -78,10 +78,9 @@ def arguments(folder: Path, kind: Any = TrainingArguments, **options: Any) -> An
     return kind(**(chosen | options))
 
 
-def least_of(kind: Callable[..., Any], args: Any, **options: Any) -> int:
+def least_of(kind: Callable[..., Any], **given: Any) -> int:
     """The least budget that this trainer works in."""
-    chosen = {"model": tiny_llama(), **some_texts()} | options
-    trainer = kind(args=args, host_memory=1, **chosen)
+    trainer = kind(**given, host_memory=1)
     try:
         trainer.create_optimizer()
     except infinity.BudgetError as error:

@@ -1,0 +1,152 @@
+"""Checkpoints of an ``OffloadTrainer``: whole or not there, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
+from infinity.integrations.transformers import OffloadTrainer
+from infinity.integrations.transformers.folders import SAVING, publish, recover, replacing
+from tests.support.trainers import (
+    arguments,
+    assert_same,
+    run_killed,
+    some_texts,
+    tiny_llama,
+    train,
+)
+from tests.support.training import same_bits, values_of
+from tests.support.trl_runs import tokenizer
+
+BUDGET = "24MiB"
+
+
+class _KilledInSave(OffloadTrainer):
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._save_rng_state(output_dir)
+
+
+def killed_in_a_save(folder: str, nvme: str) -> None:
+    """In a process of its own."""
+    train(_KilledInSave, arguments(Path(folder)), nvme=nvme, host_memory=BUDGET)
+
+
+def test_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path: Path, nvme: Path) -> None:
+    folder = tmp_path / "run"
+    run_killed(f"{__name__}:killed_in_a_save({str(folder)!r}, {str(nvme)!r})")
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+    whole = train(OffloadTrainer, arguments(tmp_path / "whole"), nvme=nvme, host_memory=BUDGET)
+    args = arguments(folder)
+    assert_same(whole, train(OffloadTrainer, args, resume=True, nvme=nvme, host_memory=BUDGET))
+    assert not (folder / SAVING).exists()
+
+
+class _FullDisk(OffloadTrainer):
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.state.global_step == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), output_dir)
+        super()._save_rng_state(output_dir)
+
+
+def test_save_that_fails_leaves_the_trainer_usable(tmp_path: Path, nvme: Path) -> None:
+    args: Any = arguments(tmp_path / "run")
+    model = tiny_llama()
+    with _FullDisk(model, args, nvme=nvme, host_memory=BUDGET, **some_texts()) as trainer:
+        with pytest.raises(OSError, match="No space left"):
+            trainer.train()
+        trainer.save_model(str(tmp_path / "model"))
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint-2"}
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    values = values_of(model)
+    assert all(same_bits(values[name], value) for name, value in saved.named_parameters())
+
+
+class _SeesFolder(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self.seen.append((folder / "infinity" / "manifest.json").is_file())
+
+
+def test_callback_that_is_told_of_a_save_finds_it(tmp_path: Path, nvme: Path) -> None:
+    callback = _SeesFolder()
+    options: dict[str, Any] = {"callbacks": [callback], "processing_class": tokenizer()}
+    args = arguments(tmp_path / "run", max_steps=4, save_total_limit=1)
+    train(OffloadTrainer, args, nvme=nvme, host_memory=BUDGET, **options)
+    assert callback.seen == [True, True]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-4"]
+    assert (tmp_path / "run" / "checkpoint-4" / "tokenizer.json").is_file()
+
+
+def test_checkpoint_of_a_trainer_in_memory_is_refused_with_the_remedy(
+    tmp_path: Path, nvme: Path
+) -> None:
+    train(Trainer, arguments(tmp_path / "run", max_steps=2))
+    args = arguments(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"optimizer\.pt cannot be taken over.* weights="):
+        train(OffloadTrainer, args, resume=True, nvme=nvme, host_memory=BUDGET)
+
+
+def test_resuming_from_weights_alone_is_what_it_is_in_memory(tmp_path: Path, nvme: Path) -> None:
+    runs = []
+    for name, kind, more in (
+        ("plain", Trainer, {}),
+        ("offloaded", OffloadTrainer, {"nvme": nvme, "host_memory": BUDGET}),
+    ):
+        options: dict[str, Any] = {"save_only_model": True, "max_steps": 2}
+        train(kind, arguments(tmp_path / name, **options), **more)
+        options |= {"max_steps": 4}
+        runs.append(train(kind, arguments(tmp_path / name, **options), resume=True, **more))
+    assert_same(*runs, except_logged=("grad_norm",))
+
+
+def _with_adapters() -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(tiny_llama(), config)
+
+
+def test_adapters_are_saved_alone_and_resumed(tmp_path: Path, nvme: Path) -> None:
+    more: dict[str, Any] = {"nvme": nvme, "host_memory": BUDGET, "model": _with_adapters}
+    plain = train(Trainer, arguments(tmp_path / "plain"), model=_with_adapters)
+    whole = train(OffloadTrainer, arguments(tmp_path / "run"), **more)
+    assert_same(plain, whole, except_logged=("grad_norm",))
+    last = tmp_path / "run" / "checkpoint-6"
+    assert (last / "adapter_model.safetensors").stat().st_size < 1 << 20
+    last.rename(tmp_path / "last")
+    assert_same(whole, train(OffloadTrainer, arguments(tmp_path / "run"), resume=True, **more))
+
+
+def test_what_was_being_replaced_is_put_back(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "old").touch()
+    staged = tmp_path / SAVING / "checkpoint-2"
+    staged.mkdir(parents=True)
+    (tmp_path / "checkpoint-2").rename(tmp_path / ".replaced-checkpoint-2")
+    recover(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    staged.mkdir(parents=True)
+    (staged / "new").touch()
+    publish(staged, tmp_path / "checkpoint-2")
+    assert [path.name for path in (tmp_path / "checkpoint-2").iterdir()] == ["new"]
+
+
+def test_weights_that_a_folder_had_go_with_the_model_that_replaces_them(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    with replacing(tmp_path) as staged:
+        (staged / "model.safetensors").write_text("new")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "notes.txt"}
+    assert (tmp_path / "model.safetensors").read_text() == "new"

@@ -1,0 +1,75 @@
+"""Trainers of TRL at the least budget, killed in the middle and resumed, beside the same in
+memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+from infinity.integrations import trl as offloaded_trl
+from infinity.integrations.transformers import OffloadArgumentsMixin, OffloadMixin
+from tests.support.trainers import KillAt, Run, assert_same, least_of, logged_by, run_killed
+from tests.support.training import same_bits, values_of
+from tests.support.trl_runs import case
+
+CASES = ("SFT", "DPO", "GRPO")
+
+
+def _train(kind: Any, given: dict[str, Any], *, resume: bool = False) -> Run:
+    trainer = kind(**given)
+    trainer.train(resume_from_checkpoint=resume)
+    if isinstance(trainer, OffloadMixin):
+        trainer.close()
+    return Run(logged_by(trainer), values_of(trainer.model))
+
+
+def killed_at_step_3(name: str, folder: str, nvme: str, host_memory: int) -> None:
+    """In a process of its own: the checkpoint of step 2 is saved by then."""
+    _, given = case(name, Path(folder))
+    given |= {"nvme": nvme, "host_memory": host_memory, "callbacks": [KillAt(3)]}
+    _train(getattr(offloaded_trl, f"Offload{name}Trainer"), given)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trainer_of_trl_gives_the_bits_of_the_one_in_memory_also_after_a_kill(
+    tmp_path: Path, nvme: Path, name: str
+) -> None:
+    kind, given = case(name, tmp_path / "plain", save_strategy="no")
+    plain = _train(kind, given)
+    offloaded = getattr(offloaded_trl, f"Offload{name}Trainer")
+    folder = tmp_path / "killed"
+    _, given = case(name, folder)
+    least = least_of(offloaded, nvme=nvme, **given)
+    call = f"killed_at_step_3({name!r}, {str(folder)!r}, {str(nvme)!r}, {least})"
+    run_killed(f"{__name__}:{call}")
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+    _, given = case(name, folder)
+    given |= {"nvme": nvme, "host_memory": least}
+    assert_same(plain, _train(offloaded, given, resume=True), except_logged=("grad_norm",))
+
+
+def test_reference_model_comes_back_as_it_was(tmp_path: Path, nvme: Path) -> None:
+    _, given = case("DPO", tmp_path / "run", max_steps=1, save_strategy="no")
+    reference = given["ref_model"]
+    before = values_of(reference)
+    with offloaded_trl.OffloadDPOTrainer(**given, nvme=nvme, host_memory="64MiB") as trainer:
+        trainer.train()
+        assert type(reference.lm_head.weight) is not torch.nn.Parameter
+    assert all(same_bits(before[name], value) for name, value in values_of(reference).items())
+
+
+def test_every_trainer_of_trl_has_an_offloaded_one() -> None:
+    for name in dir(offloaded_trl):
+        made = getattr(offloaded_trl, name)
+        assert issubclass(made, (OffloadMixin, OffloadArgumentsMixin))
+        assert issubclass(made, getattr(trl, name.removeprefix("Offload")))
+    assert {"OffloadKTOTrainer", "OffloadRLOOTrainer", "OffloadSFTConfig"} <= set(
+        dir(offloaded_trl)
+    )
+    with pytest.raises(AttributeError, match="OffloadNothing"):
+        _ = offloaded_trl.OffloadNothing
