@@ -17,6 +17,7 @@ import trl
 from infinity.integrations.transformers import OffloadArgumentsMixin, OffloadMixin
 
 _PREFIX = "Offload"
+_KINDS = (transformers.Trainer, transformers.TrainingArguments)
 
 
 def __getattr__(name: str) -> Any:
@@ -34,5 +35,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    ends = ("Trainer", "Config")
-    return [f"{_PREFIX}{name}" for name in dir(trl) if name.endswith(ends)]
+    names = (name for name in dir(trl) if name.endswith(("Trainer", "Config")))
+    return [f"{_PREFIX}{name}" for name in names if issubclass(getattr(trl, name), _KINDS)]

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-
 _OF_OTHERS = (".*gradient_checkpointing.*:FutureWarning",)
 """Warnings that frameworks give each other."""
 

@@ -40,7 +40,7 @@ def test_trainer_evaluates_and_predicts_before_and_after_training(
     tmp_path: Path, nvme: Path
 ) -> None:
     args = arguments(tmp_path / "plain", max_steps=2, save_strategy="no")
-    plain = Trainer(model=tiny_llama(), args=args, **some_texts())
+    plain: Any = Trainer(model=tiny_llama(), args=args, **some_texts())
     with _trainer(nvme, tmp_path / "offloaded") as offloaded:
         for trainer in (plain, offloaded):
             torch.manual_seed(7)
@@ -130,10 +130,11 @@ def test_trainer_is_usable_after_an_exception(
 
 def test_second_training_goes_on_with_the_moments_of_the_first(tmp_path: Path, nvme: Path) -> None:
     runs = []
-    for name, kind, more in (
+    kinds: Any = (
         ("plain", Trainer, {}),
         ("offloaded", OffloadTrainer, {"nvme": nvme, "host_memory": BUDGET}),
-    ):
+    )
+    for name, kind, more in kinds:
         args = arguments(tmp_path / name, max_steps=2, save_strategy="no")
         trainer = kind(model=tiny_llama(), args=args, **some_texts(), **more)
         trainer.train()

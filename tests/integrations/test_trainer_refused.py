@@ -115,13 +115,15 @@ def test_place_for_state_is_asked_for(tmp_path: Path) -> None:
 def test_arguments_refuse_what_offload_does_not_know(
     tmp_path: Path, option: dict[str, Any], said: str
 ) -> None:
+    kind: Any = OffloadArguments
     with pytest.raises(ValueError, match=said):
-        OffloadArguments(output_dir=str(tmp_path), use_cpu=True, nvme=[str(tmp_path)], **option)
+        kind(output_dir=str(tmp_path), use_cpu=True, nvme=[str(tmp_path)], **option)
 
 
 def test_options_are_read_from_a_command_line(tmp_path: Path) -> None:
     line = f"--output_dir {tmp_path} --use_cpu --nvme /a /b --host_memory 8GiB"
-    (args,) = HfArgumentParser(OffloadArguments).parse_args_into_dataclasses(line.split())
+    kind: Any = OffloadArguments
+    (args,) = HfArgumentParser(kind).parse_args_into_dataclasses(line.split())
     assert (args.nvme, args.host_memory, args.activations) == (["/a", "/b"], "8GiB", "keep")
 
 
@@ -134,12 +136,11 @@ def test_class_of_arguments_becomes_a_dataclass_by_itself(tmp_path: Path) -> Non
     class Own(OffloadArgumentsMixin, TrainingArguments):
         extra: int = 3
 
-    args = Own(output_dir=str(tmp_path), use_cpu=True, nvme=str(tmp_path), extra=4)
+    kind: Any = Own
+    args = kind(output_dir=str(tmp_path), use_cpu=True, nvme=str(tmp_path), extra=4)
     assert (args.nvme, args.extra) == ([str(tmp_path)], 4)
 
 
 def test_mixin_behind_the_trainer_is_refused() -> None:
     with pytest.raises(TypeError, match="OffloadMixin goes first"):
-
-        class Wrong(Trainer, OffloadMixin):
-            pass
+        type("Wrong", (Trainer, OffloadMixin), {})

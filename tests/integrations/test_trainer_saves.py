@@ -101,10 +101,11 @@ def test_checkpoint_of_a_trainer_in_memory_is_refused_with_the_remedy(
 
 def test_resuming_from_weights_alone_is_what_it_is_in_memory(tmp_path: Path, nvme: Path) -> None:
     runs = []
-    for name, kind, more in (
+    kinds: Any = (
         ("plain", Trainer, {}),
         ("offloaded", OffloadTrainer, {"nvme": nvme, "host_memory": BUDGET}),
-    ):
+    )
+    for name, kind, more in kinds:
         options: dict[str, Any] = {"save_only_model": True, "max_steps": 2}
         train(kind, arguments(tmp_path / name, **options), **more)
         options |= {"max_steps": 4}

@@ -58,15 +58,16 @@ def even_words(completions: list[str], **_: Any) -> list[float]:
 
 def case(name: str, folder: Path, **more: Any) -> tuple[Any, dict[str, Any]]:
     """The class of a trainer and what it is made with, but for options of offload."""
+    trainer, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     options: dict[str, Any] = {"bf16": False, "max_steps": 4, **more}
     given: dict[str, Any] = {"model": tiny_llama(), "processing_class": tokenizer()}
     if name == "SFT":
         given |= {"train_dataset": sentences(32), "eval_dataset": sentences(4)}
-        return trl.SFTTrainer, given | {"args": arguments(folder, trl.SFTConfig, **options)}
+        return trainer, given | {"args": arguments(folder, config, **options)}
     if name == "DPO":
         given |= {"train_dataset": preferences(32), "eval_dataset": preferences(4)}
         given |= {"ref_model": tiny_llama()}
-        return trl.DPOTrainer, given | {"args": arguments(folder, trl.DPOConfig, **options)}
+        return trainer, given | {"args": arguments(folder, config, **options)}
     assert name == "GRPO"
     options |= {
         "num_generations": 4,
@@ -76,4 +77,4 @@ def case(name: str, folder: Path, **more: Any) -> tuple[Any, dict[str, Any]]:
     }
     given |= {"train_dataset": prompts(32), "eval_dataset": prompts(4)}
     given |= {"reward_funcs": even_words}
-    return trl.GRPOTrainer, given | {"args": arguments(folder, trl.GRPOConfig, **options)}
+    return trainer, given | {"args": arguments(folder, config, **options)}

@@ -82,6 +82,7 @@ class OffloadArgumentsMixin:
         mode_of(self.activations)
 
 
+@dataclass
 class OffloadArguments(OffloadArgumentsMixin, TrainingArguments):
     """``transformers.TrainingArguments`` with the options of ``infinity.offload``."""
 
