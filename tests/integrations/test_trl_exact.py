@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import trl
+from transformers import LlamaForCausalLM
 
 from infinity.integrations import trl as offloaded_trl
 from infinity.integrations.transformers import OffloadArgumentsMixin, OffloadMixin
@@ -75,3 +76,25 @@ def test_every_trainer_of_trl_has_an_offloaded_one() -> None:
     )
     with pytest.raises(AttributeError, match="OffloadNothing"):
         _ = offloaded_trl.OffloadNothing
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+def test_model_that_is_named_is_never_in_memory_as_a_whole(
+    tmp_path: Path, nvme: Path, name: str
+) -> None:
+    source = tmp_path / "source"
+    kind, given = case(name, tmp_path / "plain", save_strategy="no", max_steps=2)
+    given["model"].save_pretrained(source)
+    if "ref_model" in given:  # TRL would load it later, and draw random numbers then
+        given["ref_model"] = LlamaForCausalLM.from_pretrained(source)
+    plain = _train(kind, given | {"model": str(source)})
+    _, given = case(name, tmp_path / "run", max_steps=2, save_strategy="no")
+    given.pop("ref_model", None)
+    given |= {"model": str(source), "nvme": nvme, "host_memory": "24MiB"}
+    with getattr(offloaded_trl, f"Offload{name}Trainer")(**given) as trainer:
+        assert all(parameter.is_meta for parameter in trainer.model.parameters())
+        trainer.train()
+        trainer.save_model(str(tmp_path / "tuned"))
+    assert all(parameter.is_meta for parameter in trainer.model.parameters())
+    tuned = LlamaForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert all(same_bits(plain.values[n], value) for n, value in tuned.named_parameters())

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -42,15 +42,17 @@ class Life:
         model: nn.Module,
         beside: Sequence[nn.Module],
         settings: Settings,
+        weights: Mapping[int, str],
         device: torch.device,
         optimizer: MakeOptimizer | None,
     ) -> None:
+        """``weights``: where the values of models come from that have none, by ``id``."""
         self.trains = optimizer is not None
         self.is_saved = True
         stack = ExitStack()
         self._blocks: list[OffloadBlock] = []
         with stack:
-            enter = partial(_enter, stack, self._blocks)
+            enter = partial(_enter, stack, self._blocks, weights)
             self.offloaded = _within(enter, model, beside, settings, device, optimizer)
             stack = stack.pop_all()
         self._leave = weakref.finalize(self, stack.close)
@@ -145,6 +147,7 @@ def _enter_trained(
 def _enter(
     stack: ExitStack,
     blocks: list[OffloadBlock],
+    folders: Mapping[int, str],
     model: nn.Module,
     settings: Settings,
     device: torch.device,
@@ -159,7 +162,7 @@ def _enter(
         device_memory=settings.device_memory,
         host_memory=settings.host_memory,
         activations=settings.activations,
-        weights=settings.weights,
+        weights=folders.get(id(model), settings.weights),
         max_parameter_bytes=settings.max_parameter_bytes,
     )
     offloaded = stack.enter_context(block)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from infinity.integrations.transformers.arguments import NAMES, settings_of
 from infinity.integrations.transformers.lives import Life, models_beside
 from infinity.integrations.transformers.refusals import check_arguments, check_objects
 from infinity.integrations.transformers.saves import STATE, Saves
+from infinity.integrations.transformers.streamed import stream_named
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -66,13 +68,15 @@ class OffloadMixin(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in NAMES if name in kwargs}
-        bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        check_arguments(bound.get("args"))
-        check_objects(bound)
-        self._offload_settings = settings_of(bound.get("args"), given)
+        bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs)
+        passed = bound.arguments
+        check_arguments(passed.get("args"))
+        check_objects(passed)
+        self._offload_settings = settings_of(passed.get("args"), given)
+        self._offload_weights = stream_named(type(self), passed)
         self._offload_life: Life | None = None
         self._offload_saves: Saves | None = None
-        super().__init__(*args, **kwargs)
+        super().__init__(*bound.args, **bound.kwargs)
         check_arguments(self.args)  # some trainers make their own
 
     @property
@@ -119,6 +123,7 @@ class OffloadMixin(_Base):
             self.model,
             models_beside(self),
             self._offload_settings,
+            self._offload_weights,
             self.args.device,
             self._framework_optimizer if trains else None,
         )
@@ -136,11 +141,17 @@ class OffloadMixin(_Base):
 
     def _prepare_model(self) -> None:
         """Mixed precision, as ``accelerator.prepare`` does; placing is not its business here."""
-        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+        self.accelerator.prepare_model(self.model, evaluation_mode=True)
         self.model._is_accelerate_prepared = True
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Weights go to the device when they are needed there."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        # Models that trainers prepare for evaluation are not to be moved either.
+        prepare: Any = self.accelerator.prepare_model
+        self.accelerator.prepare_model = partial(prepare, device_placement=False)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         self.close()
