@@ -139,6 +139,7 @@ class Training:
             )
         self.check_unchanged()
         self.loans.check_none("step()")
+        self.gradients.check_unused()
         self._phases.end_backward()
         self.gradients.take_left()
         present = sorted(self.gradients.present)

@@ -161,6 +161,17 @@ class Accumulated:
             self._settle()
             self._sharing.add_gradient(index, self.scale.taken(gradient))
 
+    def check_unused(self) -> None:
+        """Raises ``RuntimeError`` naming a parameter whose gradient a step has used: in memory
+        another step would use it once more.
+        """
+        if self._consumed and not self._is_to_be_cleared:
+            raise RuntimeError(
+                f"step() with the gradient of {self._records[min(self._consumed)].name} that the "
+                "step before has used, and that is gone; call offloaded.step(), or "
+                "optimizer.zero_grad() after optimizer.step()"
+            )
+
     def consume(self, indices: Iterable[int]) -> None:
         """A step has used these, or was skipped because of them: they are to be cleared."""
         self.clip_factor = 1.0

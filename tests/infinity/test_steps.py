@@ -201,6 +201,18 @@ def test_a_gradient_on_top_of_a_used_one_is_refused(nvme: Path) -> None:
         offloaded.optimizer.step()
 
 
+def test_a_second_step_with_used_gradients_is_refused(nvme: Path) -> None:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+        vector_loss(model, 0).backward()
+        offloaded.optimizer.step()
+        for step in (offloaded.optimizer.step, offloaded.step):
+            with pytest.raises(RuntimeError, match=r"gradient of layers\.0\.weight that the step"):
+                step()
+        offloaded.optimizer.zero_grad()
+        offloaded.step()  # without gradients, as in memory
+
+
 def test_step_hooks_and_closures_run_around_the_step(nvme: Path) -> None:
     model, calls = Stack(), []
     with torch.no_grad():
