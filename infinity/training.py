@@ -177,9 +177,9 @@ class Training:
         self.state.weights.end_cycle()
         self.sharing.end_step(())
 
-    def propose(self) -> Step | None:
+    def expect_step(self) -> Step | None:
         """The step that is likely to be taken next, for updates before it is; None if unknown. As
-        if no gradient were clipped, which is proposed after some steps in which none was.
+        if no gradient were clipped, which is expected after some steps in which none was.
         """
         may_clip = self._may_clip or self.gradients.clip_factor != 1.0
         if not self._repeatable or (may_clip and self._unclipped_steps < _UNCLIPPED_STEPS):
@@ -274,7 +274,7 @@ class Training:
             become_offloaded(
                 record.parameter, record.index, self, record.spec.dtype, self.state.device
             )
-        self.state.propose = self.propose
+        self.state.expect_step = self.expect_step
         undo.callback(self.residency.detach)
         self.residency.attach(self.model)
         undo.enter_context(self._saved)
@@ -298,5 +298,5 @@ class Training:
         if self._open:
             self._restoring.before(lambda: max(self.steps), *self.saves.waits())
         self._open = False
-        self.state.propose = None
+        self.state.expect_step = None
         self._restoring.run()

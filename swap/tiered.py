@@ -33,7 +33,7 @@ from swap.storage.slabs import slab_of, slab_sizes, slots_of
 from swap.timeline import Timeline
 from swap.undo import Undo
 from swap.update.pipeline import UpdatePipeline, parts_of
-from swap.update.readiness import Arrivals, is_as_proposed
+from swap.update.readiness import Arrivals, is_as_expected
 from swap.update.stages import Stages, Step
 
 _log = logging.getLogger(__name__)
@@ -122,10 +122,10 @@ class TieredState:
         self._undo.callback(self.pipeline.close)
         self._overlap = overlap
         self._neighbours = neighbours(self.layout)
-        self.propose: Callable[[], Step | None] | None = None
+        self.expect_step: Callable[[], Step | None] | None = None
         self._arrivals = Arrivals(self.layout)
-        self._early_step: Step | None = None
-        self._early_fed: list[Subgroup] = []
+        self._expected_step: Step | None = None
+        self._speculated: list[Subgroup] = []
         self._waiting: list[Subgroup] = []
 
     def _open_files(
@@ -229,7 +229,7 @@ class TieredState:
             self.weights.wait_until_updated(other)
         if self._arrivals.is_surplus(parameter):
             self._await_gradients()
-            self.drop_early()
+            self.roll_back()
         self._arrivals.sent(parameter)
         if self.inbox is not None and gradient.device == self.device:
             self.inbox.add(parameter, gradient)
@@ -241,7 +241,7 @@ class TieredState:
     def clear_gradients(self, parameter: int | None = None) -> None:
         """Forget the gradient of ``parameter``, or of all; also one that was lost."""
         self._await_gradients()
-        self.drop_early()
+        self.roll_back()
         self._arrivals.forget()
         self.gradients.clear(parameter)
 
@@ -283,16 +283,16 @@ class TieredState:
         self.timeline.mark_step()
         step = Step(updates=dict(updates), gradient_scale=gradient_scale)
         is_known = not self._arrivals.is_adding
-        is_early = is_known and is_as_proposed(step, self._early_step, self._early_fed)
-        early = self._early_fed if is_early else []
-        if not early:
-            self.drop_early()
+        is_valid = is_known and is_as_expected(step, self._expected_step, self._speculated)
+        speculated = self._speculated if is_valid else []
+        if not speculated:
+            self.roll_back()
             self.pipeline.wait()
-        run_apart(partial(self._take, step, early, then), "infinity-step")
+        run_apart(partial(self._take, step, speculated, then), "infinity-step")
         if not self._overlap:
             self.pipeline.join()  # what stopped it is raised by the next call, as ever
 
-    def _take(self, step: Step, early: list[Subgroup], then: Callable[[], None]) -> None:
+    def _take(self, step: Step, speculated: list[Subgroup], then: Callable[[], None]) -> None:
         self._arrivals.end_step()
         self.gradients.capture()
         self.weights.schedule.end_cycle()
@@ -301,10 +301,10 @@ class TieredState:
         self.weights.begin_update(parts_of(resident), step.updates)
         self.stages.update_now(step, resident)
         moving = [group for group in touched if not group.resident]
-        if not (early and self._confirm(step, early, moving)) and moving:
+        if not (speculated and self._validate(step, speculated, moving)) and moving:
             self.pipeline.wait()
             self.pipeline.submit(step, moving)
-        self._early_step, self._early_fed, self._waiting = None, [], []
+        self._expected_step, self._speculated, self._waiting = None, [], []
         then()
 
     @property
@@ -312,46 +312,46 @@ class TieredState:
         """How many gradients the parameter with the most got for the last step."""
         return self._arrivals.most_expected
 
-    def drop_early(self) -> None:
-        """Undo what was done for a step that will not be taken as proposed."""
+    def roll_back(self) -> None:
+        """Undo what was done for a step that will not be taken as expected."""
         self._waiting.clear()
-        if self._early_step is not None:
-            self.pipeline.drop_early()
-            self._early_step, self._early_fed = None, []
+        if self._expected_step is not None:
+            self.pipeline.roll_back()
+            self._expected_step, self._speculated = None, []
 
     def _arrived(self, parameter: int) -> None:
-        """A gradient is stored: subgroups that it completes are updated for the proposed step."""
+        """A gradient is stored: subgroups that it completes are updated for the expected step."""
         found = self._arrivals.arrived(parameter)
-        if self.propose is None or not self._overlap:
+        if self.expect_step is None or not self._overlap:
             return
-        self._waiting += [group for group in found if self._can_be_early(group)]
+        self._waiting += [group for group in found if self._can_be_speculative(group)]
         if not self._waiting:
             return
-        if self._early_step is None:
+        if self._expected_step is None:
             # The step before may still be under way: then these wait for the next arrival.
-            self._early_step = self.propose() if self.pipeline.is_idle else None
-            if self._early_step is None:
+            self._expected_step = self.expect_step() if self.pipeline.is_idle else None
+            if self._expected_step is None:
                 return
-            self.pipeline.begin_early(self._early_step)
+            self.pipeline.speculate(self._expected_step)
         self.pipeline.feed(self._waiting)
-        self._early_fed += self._waiting
+        self._speculated += self._waiting
         self._waiting = []
 
-    def _confirm(self, step: Step, early: list[Subgroup], moving: list[Subgroup]) -> bool:
-        """Confirm the early pass; if an error stopped it, do without early passes from now on."""
-        done = {group.index for group in early}
+    def _validate(self, step: Step, speculated: list[Subgroup], moving: list[Subgroup]) -> bool:
+        """Validate the speculative pass. If an error stopped it, later steps do not speculate."""
+        done = {group.index for group in speculated}
         rest = [group for group in moving if group.index not in done]
-        if self.pipeline.confirm(step, early, rest):
+        if self.pipeline.validate(step, speculated, rest):
             return True
-        self.propose = None
+        self.expect_step = None
         _log.warning(
             "updates during the backward pass are off (they write new copies before the old ones "
             "are released, and that failed: %s); steps will take longer",
-            self.pipeline.early_failure,
+            self.pipeline.speculation_failure,
         )
         return False
 
-    def _can_be_early(self, group: Subgroup) -> bool:
+    def _can_be_speculative(self, group: Subgroup) -> bool:
         """Only what has extents to hold back: arrays in HOST are updated in place."""
         on_nvme = not group.resident and not self.planes.is_host(group.index)
         return on_nvme and self._arrivals.is_predictable
@@ -365,9 +365,9 @@ class TieredState:
 
     def finish_step(self) -> None:
         """As ``flush``, of values alone: spilled gradients may still be on their way."""
-        # Gradients that are still to arrive could begin an early pass, which nobody would end.
+        # Gradients that are still to arrive could begin a speculative pass, which would not end.
         self._await_gradients()
-        self.drop_early()
+        self.roll_back()
         if self.pipeline.failure is not None:
             self.pipeline.retry()
         self.pipeline.wait()

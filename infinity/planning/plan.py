@@ -50,8 +50,8 @@ class Plan:
     ``io_seconds_per_step`` takes the measured bandwidth of the directories and is None without any.
     ``bytes_by_tier`` counts homes: state and gradients. Swap files take ``nvme_bytes`` from the
     beginning, and up to ``nvme_wanted_bytes`` where the disks have that much: with less, what the
-    backward pass updates early waits for the step. ``endurance_bytes`` is what all drives together
-    are rated for.
+    backward pass would update speculatively waits for the step. ``endurance_bytes`` is what all
+    drives together are rated for.
     """
 
     num_parameters: int

@@ -6,14 +6,14 @@ runs the kernel on the oldest one that has arrived, and starts its write-back; t
 engine do the transfers meanwhile. A thread that waits for weights goes on as soon as the kernel is
 done with them.
 
-A pass may begin *early*, during the backward pass, with a step that is only proposed. Its subgroups
-are computed and written to new extents, and held back. When the step is taken as proposed, the pass
-is confirmed: what is held is published and the rest follows. Otherwise it is dropped, and because
-nothing that was there before is overwritten, that loses only the work.
+A pass may be *speculative*: it begins during the backward pass, with the step that is expected. Its
+subgroups are computed and written to new extents, and held back. When the step is taken as
+expected, the pass is validated: what is held is published and the rest follows. Else it is rolled
+back; because nothing that was there before is overwritten, that loses only the work.
 
 A failure leaves every subgroup either before or after the step, and ``retry`` finishes what was not
 done. Follows ZeRO-Infinity (arXiv 2104.07857, section 5.2.2) in overlapping the stages; copy-on-
-write, early passes and retrying are ours.
+write, speculation on new extents and retrying are ours.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from swap.update.stages import Job, Stages, Step
 @dataclass(slots=True, eq=False)
 class _Pass:
     """One step on its way. ``ahead``: not started; ``reading``: before the kernel; ``writing``:
-    after it; ``held``: written, and waiting for the step to be confirmed. ``ahead`` is sorted by
+    after it; ``held``: written, and waiting for the step to be validated. ``ahead`` is sorted by
     first use, and changes under the pipeline's lock.
     """
 
     step: Step
     ahead: deque[Subgroup]
-    is_confirmed: bool
+    is_validated: bool
     is_complete: bool
-    is_dropped: bool = False
-    began_early: bool = False
+    is_rolled_back: bool = False
+    was_speculative: bool = False
     reading: deque[Job] = field(default_factory=deque)
     writing: deque[Job] = field(default_factory=deque)
     held: deque[Job] = field(default_factory=deque)
@@ -70,7 +70,7 @@ class UpdatePipeline:
         self._lock = threading.RLock()
         self._changes = Changes()
         self._current: _Pass | None = None
-        self.early_failure: BaseException | None = None
+        self.speculation_failure: BaseException | None = None
         self._failure: BaseException | None = None
         self._left: tuple[Step, list[Subgroup]] | None = None
         self._thread = Thread(self._run, "infinity-update")
@@ -85,7 +85,7 @@ class UpdatePipeline:
     def submit(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
         """Start a step over ``subgroups``. The one before must have been waited for."""
         assert self._failure is None
-        work = _Pass(step, deque(), is_confirmed=True, is_complete=True)
+        work = _Pass(step, deque(), is_validated=True, is_complete=True)
         try:
             self._weights.begin_update(parts_of(subgroups), step.updates)
             self._add(work, subgroups)
@@ -135,49 +135,51 @@ class UpdatePipeline:
     def is_idle(self) -> bool:
         return self._current is None and self._failure is None
 
-    # Early passes.
+    # Speculative passes.
 
-    def begin_early(self, step: Step) -> None:
-        """Open a pass for a proposed step; the pipeline must be idle."""
+    def speculate(self, step: Step) -> None:
+        """Open a pass for an expected step; the pipeline must be idle."""
         assert self.is_idle
-        self._begin(_Pass(step, deque(), is_confirmed=False, is_complete=False, began_early=True))
+        self._begin(
+            _Pass(step, deque(), is_validated=False, is_complete=False, was_speculative=True)
+        )
 
     def feed(self, subgroups: Iterable[Subgroup]) -> None:
-        """Add subgroups whose gradients are complete to the early pass."""
+        """Add subgroups whose gradients are complete to the speculative pass."""
         with self._lock:
-            if self._current is not None and not self._current.is_dropped:
+            if self._current is not None and not self._current.is_rolled_back:
                 self._add(self._current, subgroups)
                 self._changes.tell()
 
-    def confirm(self, step: Step, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> bool:
-        """``step`` is taken, and is what was proposed for ``fed``: publish that, then do ``rest``.
+    def validate(self, step: Step, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> bool:
+        """``step`` is taken, and is what was expected for ``fed``: publish that, then do ``rest``.
 
-        False if an I/O error has stopped the early pass; then nothing of the step is done.
+        False if an I/O error has stopped the speculative pass; then nothing of the step is done.
         """
         with self._lock:
-            early = self._current
-            if early is None or early.is_dropped:
+            work = self._current
+            if work is None or work.is_rolled_back:
                 return False
             self._weights.begin_update(parts_of([*fed, *rest]), step.updates)
-            early.step = step
-            self._add(early, rest)
-            early.is_confirmed = early.is_complete = True
+            work.step = step
+            self._add(work, rest)
+            work.is_validated = work.is_complete = True
             self._changes.tell()
         return True
 
-    def drop_early(self) -> None:
-        """The proposed step is not taken: undo the early pass and wait until it is gone."""
+    def roll_back(self) -> None:
+        """The expected step is not taken: undo the pass and wait until it is gone."""
         with self._lock:
-            if self._current is None or self._current.is_confirmed:
+            if self._current is None or self._current.is_validated:
                 return
-            self._current.is_dropped = True
+            self._current.is_rolled_back = True
             self._changes.tell()
         self.join()
 
     def close(self) -> None:
-        """Drop an early pass, finish a step under way, then end the thread. Idempotent."""
+        """Roll speculation back, finish a step under way, then end the thread. Idempotent."""
         try:
-            self.drop_early()
+            self.roll_back()
         finally:
             self._work.put(None)
             join_thread(self._thread)
@@ -220,7 +222,7 @@ class UpdatePipeline:
 
     def _pass(self, work: _Pass) -> None:
         while self._wait_for_work(work):
-            if work.is_dropped:
+            if work.is_rolled_back:
                 self._abandon(work)
                 return
             self._publish_held(work)
@@ -235,7 +237,7 @@ class UpdatePipeline:
             with self._lock:
                 if work.ahead or work.reading or work.writing:
                     return True
-                if work.is_dropped or (work.is_confirmed and work.held):
+                if work.is_rolled_back or (work.is_validated and work.held):
                     return True
                 if work.is_complete:
                     return not work.is_empty
@@ -243,7 +245,7 @@ class UpdatePipeline:
             change.wait()
 
     def _publish_held(self, work: _Pass) -> None:
-        while work.is_confirmed and work.held:
+        while work.is_validated and work.held:
             self._stages.publish(work.held[0])
             work.held.popleft()
 
@@ -274,7 +276,7 @@ class UpdatePipeline:
         """Run a kernel: of the oldest job whose bytes are there, or else of the oldest."""
         job = next((job for job in work.reading if self._stages.is_read(job)), work.reading[0])
         self._stages.run_kernel(job)
-        if work.is_confirmed:
+        if work.is_validated:
             self._stages.offer(job)
         self._stages.start_write(job)
         work.reading.remove(job)
@@ -291,7 +293,7 @@ class UpdatePipeline:
         if wait and not finished:
             finished = list(work.writing)[:1]
         for job in finished:
-            if work.is_confirmed:
+            if work.is_validated:
                 self._stages.publish(job)
             else:
                 self._stages.settle(job)
@@ -303,18 +305,18 @@ class UpdatePipeline:
             self._stages.abandon(job)
 
     def _stop(self, work: _Pass, failure: BaseException) -> None:
-        """Undo an early pass; of a step, bring home what can be and keep the rest for ``retry``.
+        """Undo a speculative pass; of a step, bring home what can be, keep the rest for ``retry``.
 
         A failure other than one of I/O may have left arrays in host memory half updated; that
         cannot be repeated.
         """
         with self._lock:
-            work.is_dropped = not work.is_confirmed
-        if work.is_dropped:
-            self.early_failure = failure
+            work.is_rolled_back = not work.is_validated
+        if work.is_rolled_back:
+            self.speculation_failure = failure
             self._abandon(work)
             return
-        if work.began_early and isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
+        if work.was_speculative and isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
             self._go_on(work)
             return
         self._failure = failure
@@ -329,7 +331,7 @@ class UpdatePipeline:
         """What was held back took the room that the rest needed: publish it, which frees the
         versions before it, and do the rest as a step that began no earlier.
         """
-        again = _Pass(work.step, deque(), is_confirmed=True, is_complete=True)
+        again = _Pass(work.step, deque(), is_validated=True, is_complete=True)
         try:
             left = self._bring_home(work)
             self._weights.fail(None)

@@ -26,7 +26,7 @@ class Arrivals:
         self._arrived: Counter[int] = Counter()
         self._complete: set[int] = set()
         self.is_adding = False
-        """Or was, when an error or an interrupt came: what was fed early is not known then."""
+        """Or was, when an error or an interrupt came: what was speculated on is not known then."""
 
     @property
     def is_predictable(self) -> bool:
@@ -80,11 +80,11 @@ class Arrivals:
         )
 
 
-def is_as_proposed(step: Step, proposed: Step | None, fed: Sequence[Subgroup]) -> bool:
-    """Whether an early pass did what ``step`` asks for in all subgroups that it was ``fed``."""
-    if proposed is None or proposed.gradient_scale != step.gradient_scale:
+def is_as_expected(step: Step, expected: Step | None, fed: Sequence[Subgroup]) -> bool:
+    """Whether a speculative pass did what ``step`` asks for in all subgroups it was ``fed``."""
+    if expected is None or expected.gradient_scale != step.gradient_scale:
         return False
     parameters = {segment.parameter for group in fed for segment in group.segments}
     return all(
-        proposed.updates.get(parameter) == step.updates.get(parameter) for parameter in parameters
+        expected.updates.get(parameter) == step.updates.get(parameter) for parameter in parameters
     )

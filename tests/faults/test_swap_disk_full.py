@@ -78,26 +78,26 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_early_updates_that_find_the_disk_full_are_done_without(
+def test_speculative_updates_that_find_the_disk_full_are_done_without(
     small_disk: Path, placement: Placement, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They write all new planes before any old one is released: twice the space."""
     state, plain = TieredState(placement, RULE, [small_disk]), Plain(SPECS)
     everything = range(len(SPECS))
-    state.propose = lambda: Step(updates=plain.updates(everything), gradient_scale=1.0)
+    state.expect_step = lambda: Step(updates=plain.updates(everything), gradient_scale=1.0)
     try:
         fill_both(state, plain)
         with caplog.at_level(logging.WARNING, logger="swap"):
             for step in range(4):
-                state.pipeline.wait()  # or nothing might be early
+                state.pipeline.wait()  # or nothing might be speculative
                 for spec in reversed(SPECS):
                     add_to_both(state, plain, spec.index, seed=100 * step + spec.index)
                 if step == 1:  # the first that has a step to learn from
-                    _wait_until(lambda: state.pipeline.early_failure is not None)
+                    _wait_until(lambda: state.pipeline.speculation_failure is not None)
                 step_both(state, plain, everything)
         assert_same(state, plain)
         (record,) = caplog.records
         assert "No space left on device" in record.getMessage()
-        assert state.propose is None
+        assert state.expect_step is None
     finally:
         state.close()

@@ -52,7 +52,7 @@ class Training:
         *,
         seed: int,
         dtype: torch.dtype = torch.float32,
-        early: bool = False,
+        speculative: bool = False,
         overlap: bool = True,
         **homes: Any,
     ) -> None:
@@ -68,9 +68,9 @@ class Training:
         self.before = copy.deepcopy(self.plain.planes)
         self.errors: list[AioError] = []
         self.seeds = itertools.count(seed)
-        if early:
+        if speculative:
             everything = range(len(SIZES))
-            self.state.propose = lambda: Step(
+            self.state.expect_step = lambda: Step(
                 updates=self.plain.updates(everything), gradient_scale=0.5
             )
 
@@ -171,7 +171,7 @@ class Training:
     dtype=torch.float32,
     state_on_host={3},
     gradient_on_host=set(),
-    early=False,
+    speculative=False,
     overlap=False,
 )
 @settings(max_examples=examples(60), deadline=None)
@@ -183,7 +183,7 @@ class Training:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     state_on_host=st.sets(st.integers(0, 5), max_size=3),
     gradient_on_host=st.sets(st.integers(0, 12)),
-    early=st.booleans(),
+    speculative=st.booleans(),
     overlap=st.booleans(),
 )
 def test_training_that_meets_an_error_comes_out_the_same(
@@ -195,7 +195,7 @@ def test_training_that_meets_an_error_comes_out_the_same(
     dtype: torch.dtype,
     state_on_host: set[int],
     gradient_on_host: set[int],
-    early: bool,
+    speculative: bool,
     overlap: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("swap")
@@ -206,7 +206,7 @@ def test_training_that_meets_an_error_comes_out_the_same(
             folder,
             seed=seed,
             dtype=dtype,
-            early=early,
+            speculative=speculative,
             overlap=overlap,
             state_on_nvme=lambda unit: unit not in state_on_host,
             gradient_on_nvme=lambda group: group not in gradient_on_host,

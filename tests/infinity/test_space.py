@@ -25,7 +25,7 @@ def _train(nvme: Path, host_memory: int) -> tuple[dict[str, torch.Tensor], int]:
     """The values after some steps, and the bytes that the swap files had come to.
 
     Each step is at home before the next backward pass: while it is under way, gradients that arrive
-    begin no early update.
+    begin no speculative update.
     """
     model = seeded(Stack)
     with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
@@ -45,16 +45,16 @@ def test_swap_files_take_what_the_plan_wants_and_the_least_of_it_is_enough(
 ) -> None:
     least = least_budget(Stack, nvme)
     plan = infinity.plan(Stack(), host_memory=least)
-    grow, confirm = ExtentStore._grow, UpdatePipeline.confirm
+    grow, validate = ExtentStore._grow, UpdatePipeline.validate
 
-    def confirm_when_done(self: UpdatePipeline, *arguments: Any) -> bool:
-        while (work := self._current) is not None and not work.is_dropped:
+    def validate_when_done(self: UpdatePipeline, *arguments: Any) -> bool:
+        while (work := self._current) is not None and not work.is_rolled_back:
             if not (work.ahead or work.reading or work.writing):
-                break  # all that an early update has done is held back
+                break  # all that a speculative update has done is held back
             os.sched_yield()
-        return confirm(self, *arguments)
+        return validate(self, *arguments)
 
-    monkeypatch.setattr(UpdatePipeline, "confirm", confirm_when_done)
+    monkeypatch.setattr(UpdatePipeline, "validate", validate_when_done)
     ample, nbytes = _train(nvme, least)
     assert plan.nvme_bytes < nbytes <= plan.nvme_wanted_bytes
 
@@ -72,34 +72,34 @@ def test_swap_files_take_what_the_plan_wants_and_the_least_of_it_is_enough(
 
 
 @pytest.mark.timeout(60)
-def test_a_disk_that_fills_up_behind_a_confirmed_early_update_costs_no_step(
+def test_a_disk_that_fills_up_behind_a_validated_speculative_update_costs_no_step(
     nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     least = least_budget(Stack, nvme)
     expected, _ = _train(nvme, least)
     advance, start_write = UpdatePipeline._advance, Stages.start_write
-    confirmed: list[bool] = []
+    validated: list[bool] = []
 
     def next_unless_decided(pipeline: UpdatePipeline, work: _Pass) -> Latch | None:
         with pipeline._lock:
-            is_decided = work.is_confirmed or work.is_dropped
+            is_decided = work.is_validated or work.is_rolled_back
             return None if is_decided else pipeline._changes.next()
 
     def advance_when_confirmed(self: UpdatePipeline, work: _Pass) -> None:
-        if work.began_early and not confirmed:
+        if work.was_speculative and not validated:
             while (change := next_unless_decided(self, work)) is not None:
                 change.wait()
-            confirmed.append(work.is_confirmed)
+            validated.append(work.is_validated)
         advance(self, work)
 
     def fail_once(self: Stages, job: Job) -> None:
-        if confirmed == [True]:
-            confirmed.append(False)
+        if validated == [True]:
+            validated.append(False)
             raise AioError("the disk is full for now", errno=errno.ENOSPC)
         start_write(self, job)
 
     monkeypatch.setattr(UpdatePipeline, "_advance", advance_when_confirmed)
     monkeypatch.setattr(Stages, "start_write", fail_once)
     found, _ = _train(nvme, least)
-    assert confirmed == [True, False]
+    assert validated == [True, False]
     assert all(same_bits(value, found[name]) for name, value in expected.items())

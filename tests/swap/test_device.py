@@ -199,7 +199,7 @@ def test_gradient_larger_than_the_inbox_is_refused_at_once() -> None:
 
 
 class Rig:
-    """Two parameters with subgroups of their own on NVMe, updated early, behind a link."""
+    """Two parameters with subgroups of their own on NVMe, updated speculatively, behind a link."""
 
     def __init__(self, stack: ExitStack, folder: Path, link: Any) -> None:
         self.faults = Faults()
@@ -215,7 +215,9 @@ class Rig:
         stack.callback(self.state.close)
         self.plain = Plain(specs)
         fill_both(self.state, self.plain)
-        self.state.propose = lambda: Step(updates=self.plain.updates([0, 1]), gradient_scale=1.0)
+        self.state.expect_step = lambda: Step(
+            updates=self.plain.updates([0, 1]), gradient_scale=1.0
+        )
 
     def learn(self) -> None:
         """A first step, so that the next ones are predictable."""
@@ -229,7 +231,7 @@ class Rig:
 
 
 @pytest.mark.timeout(60)
-def test_flush_waits_for_gradients_that_would_begin_an_early_update(
+def test_flush_waits_for_gradients_that_would_begin_a_speculative_update(
     tmp_path: Path, stuck: StuckLink
 ) -> None:
     with ExitStack() as stack:
@@ -240,19 +242,19 @@ def test_flush_waits_for_gradients_that_would_begin_an_early_update(
         stuck.is_waited_for.clear()
         add_to_both(rig.state, rig.plain, 0, seed=5)
         stuck.is_waited_for.wait()
-        wait, drop = rig.state._await_gradients, rig.state.drop_early
+        wait, roll_back = rig.state._await_gradients, rig.state.roll_back
 
         def wait_when_free() -> None:
             stuck.may_end.set()
             wait()
 
-        def drop_and_let_one_arrive() -> None:
-            drop()
+        def roll_back_and_let_one_arrive() -> None:
+            roll_back()
             wait_when_free()
 
         with (
             patch.object(rig.state, "_await_gradients", wait_when_free),
-            patch.object(rig.state, "drop_early", drop_and_let_one_arrive),
+            patch.object(rig.state, "roll_back", roll_back_and_let_one_arrive),
         ):
             rig.state.flush()
         add_to_both(rig.state, rig.plain, 1, seed=6)
@@ -260,7 +262,7 @@ def test_flush_waits_for_gradients_that_would_begin_an_early_update(
         assert_same(rig.state, rig.plain)
 
 
-def test_second_gradient_on_its_way_undoes_the_early_update_of_the_first(
+def test_second_gradient_on_its_way_rolls_back_the_update_of_the_first(
     tmp_path: Path, stuck: StuckLink
 ) -> None:
     with ExitStack() as stack:

@@ -53,7 +53,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             faults: Faults | None = None,
             num_directories: int = 1,
             overlap: bool = True,
-            early: bool = False,
+            speculative: bool = False,
             **homes: Any,
         ) -> tuple[TieredState, Plain]:
             if seed is not None:
@@ -69,9 +69,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
             stack.callback(state.close)
             plain = Plain(specs)
             fill_both(state, plain)
-            if early:
+            if speculative:
                 trained = [spec.index for spec in specs if spec.trainable]
-                state.propose = lambda: Step(updates=plain.updates(trained), gradient_scale=1.0)
+                state.expect_step = lambda: Step(updates=plain.updates(trained), gradient_scale=1.0)
             return state, plain
 
         yield make_state
@@ -96,11 +96,11 @@ def train(state: TieredState, plain: Plain, steps: int = 3) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("speculative", [True, False])
 def test_training_on_nvme_is_bit_identical_to_training_in_memory(
-    make: Make, dtype: torch.dtype, overlap: bool, early: bool
+    make: Make, dtype: torch.dtype, overlap: bool, speculative: bool
 ) -> None:
-    state, plain = make(dtype=dtype, overlap=overlap, early=early, num_directories=2)
+    state, plain = make(dtype=dtype, overlap=overlap, speculative=speculative, num_directories=2)
     train(state, plain, steps=4)
     assert_same(state, plain)
 

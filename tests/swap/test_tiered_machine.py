@@ -68,7 +68,7 @@ class TiersMachine(RuleBasedStateMachine):
         late=st.sampled_from([True, True, False]),
         link=st.sampled_from([None, None, HostLink, LateLink]),
         overlap=st.sampled_from([True, True, False]),
-        early=st.booleans(),
+        speculative=st.booleans(),
     )
     def build(
         self,
@@ -86,7 +86,7 @@ class TiersMachine(RuleBasedStateMachine):
         late: bool,
         link: Any,
         overlap: bool,
-        early: bool,
+        speculative: bool,
     ) -> None:
         self.stack = ExitStack()
         small = {index for index in resident if numels[index] <= PIECE}
@@ -123,10 +123,10 @@ class TiersMachine(RuleBasedStateMachine):
         self.held: list[tuple[tuple[int, ...], list[torch.Tensor], list[torch.Tensor]]] = []
         self.count = 0
         fill_both(self.state, self.plain, seed)
-        if early:
-            self.state.propose = self._proposal
+        if speculative:
+            self.state.expect_step = self._expect_step
 
-    def _proposal(self) -> Step | None:
+    def _expect_step(self) -> Step | None:
         trained = [spec.index for spec in self.plain.specs if spec.trainable]
         return Step(updates=self.plain.updates(trained), gradient_scale=1.0)
 

@@ -125,14 +125,14 @@ def test_a_step_goes_in_the_order_of_the_next_forward_pass(run: Any) -> None:
 def test_of_what_the_backward_pass_has_completed_the_first_layer_comes_next(run: Any) -> None:
     stages, all_groups = Stages(slots=1), groups(6)
     pipeline = run(stages, list(range(6)))
-    pipeline.begin_early(STEP)
+    pipeline.speculate(STEP)
     for group in reversed(all_groups[1:]):
         pipeline.feed([group])
         if group.index == 5:  # this one is being read while the others come
             stages.opened.set()
             stages.wait_for(lambda log: ("read", 5) in log)
             stages.opened.clear()
-    assert pipeline.confirm(STEP, all_groups[1:], all_groups[:1])
+    assert pipeline.validate(STEP, all_groups[1:], all_groups[:1])
     stages.opened.set()
     stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 6)
     begun = stages.of("read")
