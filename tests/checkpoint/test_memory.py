@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import cgroup
+from tests.support.proof import matrix
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -45,7 +46,7 @@ def _limits() -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("num_stripes", [0, 2])
+@pytest.mark.parametrize("num_stripes", matrix([0, 2], usual=[2]))
 def test_saves_and_loads_stay_within_the_staging_budget(tmp_path: Path, num_stripes: int) -> None:
     stripes = [tmp_path / f"ssd{k}" for k in range(num_stripes)]
     for stripe in stripes:

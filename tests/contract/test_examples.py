@@ -224,6 +224,7 @@ def test_lora_leaves_frozen_weights_as_they_were(tmp_path: Path) -> None:
     assert all(after[name].any() for name in adapters if name.endswith("lora_b"))
 
 
+@pytest.mark.proof
 def test_inference_generates_the_tokens_of_the_model_in_memory(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", layers=8, tied=False)
     given: list[str | Path] = [

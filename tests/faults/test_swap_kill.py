@@ -8,6 +8,7 @@ import pytest
 
 from swap.plan.layout import pack
 from swap.tiered import TieredState
+from tests.support.proof import matrix
 from tests.support.tiers import RULE, Plain, assert_same, fill_both, placement_of, specs_of
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def make_state(folders: list[str]) -> tuple[TieredState, Plain]:
     return TieredState(placement, RULE, folders), Plain(specs)
 
 
-@pytest.mark.parametrize("kernels", [0, 1, 7, 23])
+@pytest.mark.parametrize("kernels", matrix([0, 1, 7, 23], usual=[0, 7]))
 def test_killed_step_is_reclaimed_by_the_next_process(tmp_path: Path, kernels: int) -> None:
     folders = [str(tmp_path / name) for name in "ab"]
     for folder in folders:

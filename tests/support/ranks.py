@@ -1,15 +1,13 @@
 """Runs a function in several processes that are the ranks of one gloo group.
 
 The function is named, not passed: each rank imports its module, so nothing has to be pickled. The
-processes are forks of one that has imported what all of them need, and has computed nothing: torch
-takes longer to import than most ranks work.
+processes are forks of one that has imported what all of them need.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import sys
 import traceback
@@ -21,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.forks import FORKS
+
 TIMEOUT_SECONDS = 20.0
 """How long a rank waits for another."""
 _LIMIT_SECONDS = 200.0
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["infinity", "tests.support.models"])
 
 
 class Rank:
@@ -33,7 +31,7 @@ class Rank:
 
     def __init__(self, rank: int, job: Mapping[str, Any]) -> None:
         self._output = Path(job["folder"]) / f"output-{rank}"
-        self._process = _FORKS.Process(target=_run, args=(rank, job, self._output))
+        self._process = FORKS.Process(target=_run, args=(rank, job, self._output))
         self._process.start()
 
     def poll(self) -> int | None:

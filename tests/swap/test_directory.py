@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import gc
-import multiprocessing
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ import pytest
 from aio import AioError, Engine
 from aio.descriptors import Descriptor
 from swap.storage.directory import SwapDirectory, reclaim
+from tests.support.forks import FORKS
 from tests.support.interrupts import interrupt
 from tests.support.proof import matrix
 from tests.support.tiers import Leftovers
@@ -149,10 +149,9 @@ def test_processes_that_come_and_go_at_once_do_not_get_in_each_others_way(
         leftover.mkdir(parents=True)
         (leftover / "lock").touch()
         (leftover / "state.swap").touch()
-    context = multiprocessing.get_context("spawn")
-    start = context.Barrier(4)
+    start = FORKS.Barrier(4)
     arguments = (str(tmp_path), start, times)
-    workers = [context.Process(target=_open_and_close, args=arguments) for _ in range(4)]
+    workers = [FORKS.Process(target=_open_and_close, args=arguments) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
