@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,7 +131,15 @@ class OffloadedModel:
             yield
             self._training.saves.wait_read()
 
-    def save(self, path: str | os.PathLike[str], block: bool = True, extra: Any = None) -> Any:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        block: bool = True,
+        extra: Any = None,
+        *,
+        stripe_dirs: Sequence[str | os.PathLike[str]] | None = None,
+        only_trainable: bool = False,
+    ) -> Any:
         """Save weights, masters, moments, steps, buffers, extra state of modules, loss scale and
         random state at ``path``. Gradients are not saved; a warning says where there are any.
 
@@ -139,12 +147,17 @@ class OffloadedModel:
         ``checkpoint.save`` returns, when it is durable; without ``block`` at once what
         ``checkpoint.save_async`` returns: then the next step waits until the state has been read,
         and the end of the block until it is saved, and raises its error if nobody has. As those.
+
+        ``stripe_dirs``: directories that take the data instead, as in ``checkpoint.save``.
+        ``only_trainable`` leaves frozen weights out (checkpoints of adapters); ``load`` takes such
+        a one over the same frozen weights, and refuses it over others.
         """
         self._training.check_unchanged()
         self._training.loans.check_unmodified("save()")
         self._training.sharing.meet(SAVE, max(self._training.steps))
         self._training.state.flush()
-        outcome = persistence.save(self._training, path, extra, block=block)
+        how = persistence.How(block=block, stripe_dirs=stripe_dirs, only_trainable=only_trainable)
+        outcome = persistence.save(self._training, path, extra, how)
         if not block:
             self._training.saves.add(outcome)
         return outcome

@@ -57,6 +57,8 @@ def targets_of(training: TrainingState, saved: Mapping[str, Any]) -> Targets:
     same: dict[str, Any] = {"model": dict(buffers), "optimizer": {}}
     converted, recast, bare = [], [], []
     for leaf in leaves_of(training.model, training.records):
+        if not saved["planes"][leaf.name]:  # saved without what was frozen: it stays as it is
+            continue
         is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
         for plane in planes_of_leaf(training.state, leaf, None):
             name = plane.plane.name

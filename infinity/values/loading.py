@@ -169,6 +169,7 @@ def _check(training: TrainingState, saved: Mapping[str, Any], path: str | os.Pat
     for name in shapes:
         if name not in ours:
             raise ValueError(f"{path} has a parameter {name}, which the model has not")
+    saved_state.check_base(training.state, leaves_of(training.model, training.records), saved, path)
     if not _takes_state(training, saved, path):
         return
     _check_moments(training, saved, path)

@@ -12,7 +12,9 @@ Nothing is gathered: a save streams every plane from its home tier. The tree is
 - ``ranks.<r>``: buffers, state of modules and extra of rank r that are not those of rank 0, see
   ``rank_state``;
 
-so ``model.*`` alone is an ordinary set of weights. A parameter that is tiled is one leaf, see
+so ``model.*`` alone is an ordinary set of weights. With ``only_trainable`` frozen parameters are in
+none of the first two, have no planes in ``infinity.planes``, and a checksum of their first values
+in ``infinity.base``. A parameter that is tiled is one leaf, see
 ``leaves``.
 """
 
@@ -21,6 +23,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,8 +71,19 @@ class TrainingState(Protocol):
     reference: StateReference
 
 
-def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, *, block: bool) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """``block``: until it is durable; ``only_trainable``: without what is frozen."""
+
+    block: bool = True
+    stripe_dirs: Sequence[str | os.PathLike[str]] | None = None
+    only_trainable: bool = False
+
+
+def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how: How) -> Any:
     """Save everything that training goes on from. The update must be flushed.
+
+    Raises ``ValueError`` for ``only_trainable`` where nothing is trained.
 
     Without ``block`` the bytes are read while training goes on: nothing at home changes before the
     next step, which waits until they have been read. Buffers may change in a forward pass, so they
@@ -78,7 +93,7 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, *, b
     """
     _warn_of_gradients(training, path)
     training.reference.saved(path)
-    state = _sources(training)
+    state = _sources(training, only_trainable=how.only_trainable)
     state["infinity"] = {
         "random_of_ranks": random_of_ranks(training.sharing, training.state.device)
     }
@@ -88,12 +103,16 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, *, b
     if training.sharing.rank == 0:
         state["model"] |= persistent_buffers(training.model)
         state["infinity"] |= _scalars(training)
+        if how.only_trainable:
+            state["infinity"] |= _without_frozen(training, state["infinity"])
         state["infinity"]["own_states"] = [int(rank) for rank in state.get("ranks", {})]
         state["extra"] = {"given": extra is not None, "value": extra}
-    if block:
-        return checkpoint.save(
-            state, path, staging_bytes=training.checkpoint_bytes, coordinator=coordinator
-        )
+    where: dict[str, Any] = {
+        "stripe_dirs": how.stripe_dirs,
+        "staging_bytes": training.checkpoint_bytes,
+    }
+    if how.block:
+        return checkpoint.save(state, path, coordinator=coordinator, **where)
     if training.sharing.rank == 0:
         state["model"] |= {
             name: buffer.clone() for name, buffer in persistent_buffers(training.model).items()
@@ -101,11 +120,7 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, *, b
         state["extra"] = copy.deepcopy(state["extra"])
         state["infinity"]["module_states"] = copy.deepcopy(state["infinity"]["module_states"])
     return checkpoint.save_async(
-        state,
-        path,
-        guard=training.optimizer,
-        staging_bytes=training.checkpoint_bytes,
-        coordinator=coordinator,
+        state, path, guard=training.optimizer, coordinator=coordinator, **where
     )
 
 
@@ -120,11 +135,27 @@ def _warn_of_gradients(training: TrainingState, path: str | os.PathLike[str]) ->
         )
 
 
-def _sources(training: TrainingState) -> dict[str, Any]:
+def _without_frozen(training: TrainingState, scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """What differs where frozen weights are left out: they have no planes, but are recognised."""
+    leaves = leaves_of(training.model, training.records)
+    frozen = [leaf for leaf in leaves if not leaf.first.spec.trainable]
+    planes: Mapping[str, Any] = scalars["planes"]
+    return {
+        "planes": {**planes, **{leaf.name: [] for leaf in frozen}},
+        "base": saved_state.base_of(training.state, frozen),
+    }
+
+
+def _sources(training: TrainingState, *, only_trainable: bool) -> dict[str, Any]:
+    leaves = leaves_of(training.model, training.records)
+    if only_trainable:
+        leaves = [leaf for leaf in leaves if leaf.first.spec.trainable]
+        if not leaves:
+            raise ValueError("only_trainable=True, and no parameter of the model is trained")
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     rank, world_size = training.sharing.rank, training.sharing.world_size
-    for leaf in leaves_of(training.model, training.records):
+    for leaf in leaves:
         for plane in planes_of_leaf(training.state, leaf, Saving(rank, world_size)):
             name = plane.plane.name
             part = model if name == "weight" else optimizer.setdefault(name, {})

@@ -4,11 +4,13 @@ loaded into the planes that a rule keeps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from checkpoint.format.checksum import crc32c
 from infinity.optim.torch_rule import TorchRule
 from infinity.values.leaves import Leaf
 from infinity.values.optimizer_match import small_state_of
@@ -85,3 +87,40 @@ def _state_planes(state: TieredState, leaf: Leaf) -> Iterable[tuple[str, torch.d
     for plane in planes_of_leaf(state, leaf, None):
         if plane.plane.name not in MASTER_PLANES:
             yield plane.plane.name, plane.dtype
+
+
+_SAMPLE = 256
+"""Values of a frozen parameter that tell one base from another."""
+
+
+def base_of(state: TieredState, leaves: Iterable[Leaf]) -> dict[str, int]:
+    """A checksum of the first values of each leaf that begins on this rank."""
+    return {leaf.name: _checksum(state, leaf) for leaf in leaves if _begins_here(leaf)}
+
+
+def check_base(
+    state: TieredState, leaves: Iterable[Leaf], saved: Mapping[str, Any], path: Any
+) -> None:
+    """Raises ``ValueError`` for a checkpoint without frozen weights that belongs to other ones."""
+    base = saved.get("base", {})
+    for leaf in leaves:
+        is_same_kind = saved["dtypes"].get(leaf.name) == leaf.first.spec.dtype
+        if not is_same_kind or leaf.name not in base or not _begins_here(leaf):
+            continue
+        if _checksum(state, leaf) != base[leaf.name]:
+            raise ValueError(
+                f"{path} has only what was trained, over a model with other values of {leaf.name}; "
+                "offload the model (or weights=) that it was trained over"
+            )
+
+
+def _begins_here(leaf: Leaf) -> bool:
+    return leaf.first.first == 0 and leaf.first.spec.numel > 0
+
+
+def _checksum(state: TieredState, leaf: Leaf) -> int:
+    first = leaf.first
+    numel = min(_SAMPLE, math.prod(leaf.shape), first.spec.numel)
+    values = torch.empty(numel, dtype=first.spec.dtype, device="cpu")
+    state.planes.read(first.index, "weight", 0, values)
+    return crc32c(as_bytes(values).data)
