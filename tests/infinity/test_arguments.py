@@ -11,7 +11,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import Gpt, Stack, Zoo, seeded, vector_loss
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
+from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
 Errors = type[Exception] | tuple[type[Exception], ...]
 WRONG: dict[str, tuple[dict[str, Any], Errors, str]] = {
@@ -166,7 +166,7 @@ def test_odd_shapes_are_trained(nvme: Path) -> None:
         results.append(values_of(model))
     assert results[0]["empty"].shape == (0, 3)
     assert results[0]["scalar"].shape == ()
-    assert all(same_bits(value, results[1][name]) for name, value in results[0].items())
+    assert same_values(results[0], results[1])
 
 
 @pytest.mark.parametrize("make", [Stack, Gpt, Zoo])

@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import Gpt, Stack, seeded, token_loss, vector_loss
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
+from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
 
 def _module_face(module: nn.Module) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def test_two_models_share_a_directory_and_a_graph(nvme: Path) -> None:
                 one.step()
                 other.step()
         results.append(values_of(first) | {f"second {k}": v for k, v in values_of(second).items()})
-    assert all(same_bits(value, results[1][name]) for name, value in results[0].items())
+    assert same_values(results[0], results[1])
 
 
 def test_blocks_that_do_not_nest_keep_training_exactly(nvme: Path) -> None:

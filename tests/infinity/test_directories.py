@@ -14,7 +14,7 @@ import pytest
 import infinity
 from aio import AioError
 from tests.support.models import Stack, seeded, vector_loss
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
+from tests.support.training import WHOLE, least_budget, same_values, values_of
 
 SHM = Path("/dev/shm")
 
@@ -135,7 +135,7 @@ def test_a_file_system_in_memory_works(tmp_path: Path) -> None:
                     vector_loss(model, step).backward()
                     offloaded.step()
             results.append(values_of(model))
-        assert all(same_bits(value, results[1][name]) for name, value in results[0].items())
+        assert same_values(results[0], results[1])
         assert list(directory.iterdir()) == []
     finally:
         shutil.rmtree(directory)
@@ -155,7 +155,7 @@ def test_several_directories_share_the_state(tmp_path: Path) -> None:
             files = [sum(1 for _ in directory.rglob("*.swap")) for directory in directories]
             assert files == ([0, 0, 0] if host_memory == WHOLE else [1, 1, 1])
         results.append(values_of(model))
-    assert all(same_bits(value, results[1][name]) for name, value in results[0].items())
+    assert same_values(results[0], results[1])
     assert [path for directory in directories for path in directory.rglob("*")] == []
 
 

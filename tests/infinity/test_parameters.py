@@ -18,7 +18,7 @@ from torch import nn
 import infinity
 from tests.support.models import Gpt, Stack, seeded, vector_loss, vectors
 from tests.support.proof import by_turns
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
+from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
 
 def test_what_parameters_say_of_themselves_is_true(nvme: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_penalty_over_all_parameters_trains_as_in_memory(nvme: Path) -> None:
                 offloaded.step()
         results.append(values_of(model))
     assert results[0]["layers.0.weight"].isfinite().all()
-    assert all(same_bits(value, results[1][name]) for name, value in results[0].items())
+    assert same_values(results[0], results[1])
 
 
 class _Fused(nn.Module):
@@ -122,7 +122,7 @@ def test_weights_of_modules_that_are_not_called_are_found(nvme: Path) -> None:
                 vector_loss(model, step).backward()
                 offloaded.step()
         results.append(values_of(model))
-    assert all(same_bits(value, results[1][name]) for name, value in results[0].items())
+    assert same_values(results[0], results[1])
     assert all(value.isfinite().all() for value in results[0].values())
 
 

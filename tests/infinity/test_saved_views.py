@@ -10,7 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.autograd.views import View, bytes_of
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
+from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
 WIDTH = 192
 Use = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -198,4 +198,4 @@ def test_views_that_outlast_their_weights_in_memory_hold_nothing_after(nvme: Pat
                 model(x).square().mean().backward()
                 offloaded.step()
         results.append(values_of(model))
-    assert all(same_bits(value, results[1][key]) for key, value in results[0].items())
+    assert same_values(results[0], results[1])

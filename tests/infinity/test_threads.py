@@ -12,7 +12,7 @@ import torch
 
 import infinity
 from tests.support.models import Gpt, Stack, seeded, token_loss, tokens, vector_loss, vectors
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
+from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def test_backward_on_another_thread_than_forward_gives_the_same_bits(nvme: Path)
                 loss.backward()
                 offloaded.step()
         results.append(values_of(model))
-    assert all(same_bits(value, results[1][key]) for key, value in results[0].items())
+    assert same_values(results[0], results[1])
 
 
 @pytest.mark.parametrize("optimizer", [infinity.AdamW(), None])
@@ -154,7 +154,7 @@ def test_backward_passes_at_once_are_refused_and_no_step_taken(scaled: bool, nvm
             vector_loss(model, 0).backward()
             offloaded.step()
         results.append(values_of(model))
-    assert all(same_bits(value, results[1][key]) for key, value in results[0].items())
+    assert same_values(results[0], results[1])
 
 
 def test_a_backward_pass_that_failed_is_in_nobodys_way(nvme: Path) -> None:
