@@ -83,14 +83,7 @@ class FrozenRule:
     def check(self, update: ParameterUpdate) -> None:
         raise AssertionError("a frozen parameter has no update")
 
-    def apply(
-        self,
-        segment: Segment,
-        update: ParameterUpdate,
-        planes: Mapping[str, torch.Tensor],
-        gradient: torch.Tensor,
-        gradient_scale: float,
-    ) -> None:
+    def apply(self, *_: object, **__: object) -> None:
         raise AssertionError("a frozen parameter has no update")
 
 
