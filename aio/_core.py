@@ -2,7 +2,8 @@
 flight, and the thread that reaps them.
 
 Invariants: from the moment a request is handed to C until its completion is reaped, `_in_flight`
-holds its exported buffer and its file, whatever happens to the caller's objects. The C engine is
+holds its exported buffer and its file, whatever happens to the caller's objects. A ticket that was
+ever in it is settled, also if it never came to C: others may wait for it. The C engine is
 freed when it has drained and no thread is inside one of its calls.
 """
 
@@ -115,23 +116,25 @@ class Core:
             self._count(entries)
             if lib.aio_engine_submit(slot[0], batch, len(batch), lane) == -errno.ENOMEM:
                 raise MemoryError(f"cannot queue {len(batch)} requests: there is no memory")
+            for native in batch:
+                if not native.accepted:  # the engine is being closed meanwhile
+                    self._settle(native.token, Outcome(0, errno.ECANCELED, 0.0, 0.0))
         except BaseException:
-            # An interrupt may have kept the call from being made. C says what it will report;
-            # of the rest nobody has an operation.
+            # An interrupt may have kept the call from being made. C says what it will report; of
+            # the rest nobody has an operation, but whoever drains may wait for it.
             while True:
                 try:
                     for native in batch:
                         if not native.accepted:
-                            self._release(native.token, *entries[native.token])
+                            ticket, view = entries[native.token]
+                            self._release(native.token, ticket, view)
+                            ticket.cancel()
                     break
                 except Exception:
                     raise
                 except BaseException:  # another interrupt; what is left here would never end
                     pass
             raise
-        for native in batch:
-            if not native.accepted:  # the engine is being closed meanwhile
-                self._settle(native.token, Outcome(0, errno.ECANCELED, 0.0, 0.0))
 
     def _count(self, entries: dict[int, tuple[Ticket, Any]]) -> None:
         with self.lock:

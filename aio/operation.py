@@ -4,12 +4,13 @@ An Operation is the caller's half, its Ticket the engine's. While a request is i
 holds the ticket and the exported buffer, never the operation: a buffer is free as soon as its
 completion is reaped and the caller lets go of it.
 
-There are no locks in here. A ticket is settled once, by the engine's reaper thread; everybody
-else appends to a list first and looks at the outcome afterwards, so that one of the two sides
-always sees the other.
+There are no locks in here. A ticket is settled once, by the engine's reaper thread, or by whoever
+submits what never comes to C; everybody else appends to a list first and looks at the outcome
+afterwards, so that one of the two sides always sees the other.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -97,10 +98,20 @@ class Ticket:
         self.outcome = outcome
         if error := self.error():
             unasked.watch(self, self.file.first_error, error)
-        with contextlib.suppress(IndexError):  # waiters that time out take themselves off the list
-            while True:
-                self._waiters.pop().release()
+        self._wake()
         self._run_callbacks()
+
+    def cancel(self) -> None:
+        """It never was in flight, and its caller has what kept it; may be repeated after an
+        interrupt.
+        """
+        self.outcome = Outcome(0, errno.ECANCELED, 0.0, 0.0)
+        self._wake()
+
+    def _wake(self) -> None:
+        for waiter in list(self._waiters):  # each takes itself off the list
+            with contextlib.suppress(RuntimeError):  # it was woken before
+                waiter.release()
 
     def wait(self, timeout: float | None) -> bool:
         """Whether the outcome came within `timeout` seconds."""
@@ -113,7 +124,7 @@ class Ticket:
                     timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
                 )
             with contextlib.suppress(ValueError):
-                self._waiters.remove(waiter)  # it is there only after a timeout
+                self._waiters.remove(waiter)
         return self.outcome is not None
 
     def add_callback(self, callback: Callable[[], None]) -> None:

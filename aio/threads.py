@@ -35,10 +35,10 @@ class Changes:
         return latch
 
     def tell(self) -> None:
-        """With the lock held."""
-        waiters, self._waiters = self._waiters, []
-        for latch in waiters:
-            latch.set()
+        """With the lock held. After an interrupt, the next one tells those that are left."""
+        while self._waiters:
+            self._waiters[-1].set()
+            self._waiters.pop()
 
 
 class Latch:
@@ -53,10 +53,11 @@ class Latch:
         self._waiters: list[_thread.LockType] = []  # held; released to wake one thread each
 
     def set(self) -> None:
+        """May be repeated after an interrupt."""
         self._is_set = True
-        with contextlib.suppress(IndexError):  # waiters that time out take themselves off the list
-            while True:
-                self._waiters.pop().release()
+        for waiter in list(self._waiters):  # each takes itself off the list
+            with contextlib.suppress(RuntimeError):  # it was woken before
+                waiter.release()
 
     def is_set(self) -> bool:
         return self._is_set
@@ -70,7 +71,7 @@ class Latch:
             if not self._is_set:  # `set` looks at the list after this is true
                 waiter.acquire(timeout=-1 if timeout is None else min(timeout, _MAX_SECONDS))
             with contextlib.suppress(ValueError):
-                self._waiters.remove(waiter)  # it is there only after a timeout
+                self._waiters.remove(waiter)
         return self._is_set
 
 

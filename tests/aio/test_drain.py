@@ -3,11 +3,14 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from aio import AioError, Engine
+from aio.operation import Ticket
+from aio.threads import Latch
 from tests.aio.conftest import Gate, random_bytes, run_python
 from tests.support.interrupts import interrupt
 
@@ -88,6 +91,52 @@ def test_interrupted_drain_waits_again_when_called_again(
         gated.drain()
         assert operation.done()
         assert operation.result() == 4096
+
+
+class Dropped(KeyboardInterrupt):
+    """Comes between the count of a request and its way to C."""
+
+
+def drained_beside(engine: Engine, monkeypatch: pytest.MonkeyPatch, drop: BaseException) -> Latch:
+    """Is set when a drain ends that began while the next request was on its way to C; that request
+    is dropped with ``drop``.
+    """
+    core, has_drained = engine._core, Latch()
+    count, wait = core._count, Ticket.wait
+
+    def drain() -> None:
+        engine.drain()
+        has_drained.set()
+
+    def count_and_drop(entries: Any) -> None:
+        count(entries)
+        waits = Latch()
+
+        def told(ticket: Ticket, timeout: float | None) -> bool:
+            waits.set()
+            return wait(ticket, timeout)
+
+        monkeypatch.setattr(Ticket, "wait", told)
+        threading.Thread(target=drain, daemon=True).start()
+        assert waits.wait(PATIENCE_SECONDS)
+        raise drop
+
+    monkeypatch.setattr(core, "_count", count_and_drop)
+    return has_drained
+
+
+@pytest.mark.parametrize("drop", [Dropped(), MemoryError("no room for the requests")], ids=repr)
+def test_drain_ends_where_a_request_that_it_waits_for_never_comes_to_the_kernel(
+    engine: Engine,
+    make_file: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    drop: BaseException,
+) -> None:
+    with engine.open(make_file(4096)) as file:
+        has_drained = drained_beside(engine, monkeypatch, drop)
+        with pytest.raises(type(drop)):
+            engine.read(file, 0, bytearray(4096))
+        assert has_drained.wait(PATIENCE_SECONDS / 4)
 
 
 def test_drain_after_an_error_returns_and_leaves_the_error_to_its_operation(
