@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
+_NO_ROOM = (errno_codes.ENOSPC, errno_codes.EDQUOT, errno_codes.EFBIG)
 
 
 class AioError(OSError):
@@ -77,6 +78,14 @@ def transfer_error(
         nbytes=nbytes,
         transferred=transferred,
     )
+
+
+def is_no_room(error: BaseException) -> bool:
+    """Whether a file could not grow because of a full disk, a quota, or the largest size of files.
+
+    Other places may have room, and so may this one when something of it is given back.
+    """
+    return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
 class NotRegularFileError(ValueError):

@@ -18,7 +18,6 @@ write, speculation on new extents and retrying are ours.
 
 from __future__ import annotations
 
-import errno
 import queue
 import threading
 from collections import deque
@@ -27,7 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from aio.errors import let_go
+from aio.errors import is_no_room, let_go
 from aio.threads import Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.weight_cache import WeightCache
 from swap.plan.layout import Subgroup
@@ -316,7 +315,7 @@ class UpdatePipeline:
             self.speculation_failure = failure
             self._abandon(work)
             return
-        if work.was_speculative and isinstance(failure, OSError) and failure.errno == errno.ENOSPC:
+        if work.was_speculative and is_no_room(failure):
             self._go_on(work)
             return
         self._failure = failure

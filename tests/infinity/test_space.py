@@ -72,8 +72,9 @@ def test_swap_files_take_what_the_plan_wants_and_the_least_of_it_is_enough(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("refusal", ["ENOSPC", "EDQUOT", "EFBIG"])
 def test_a_disk_that_fills_up_behind_a_validated_speculative_update_costs_no_step(
-    nvme: Path, monkeypatch: pytest.MonkeyPatch
+    refusal: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     least = least_budget(Stack, nvme)
     expected, _ = _train(nvme, least)
@@ -95,7 +96,7 @@ def test_a_disk_that_fills_up_behind_a_validated_speculative_update_costs_no_ste
     def fail_once(self: Stages, job: Job) -> None:
         if validated == [True]:
             validated.append(False)
-            raise AioError("the disk is full for now", errno=errno.ENOSPC)
+            raise AioError("the disk is full for now", errno=getattr(errno, refusal))
         start_write(self, job)
 
     monkeypatch.setattr(UpdatePipeline, "_advance", advance_when_confirmed)
