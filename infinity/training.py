@@ -156,14 +156,20 @@ class Training:
         self._may_clip = self._may_clip or gradients.changed
         is_clipped = scale != 1.0 or gradients.changed
         self._unclipped_steps = 0 if is_clipped else self._unclipped_steps + 1
-        if gradients.scale.overflowed(norm):
-            gradients.consume(self.state.gradients.capture())
+        if gradients.scale.overflows(norm):
+            run_apart(self._skipped, "infinity-step")
             return
         updates = self._updates(present)
         self.state.step(updates, scale, then=partial(self._taken, present))
 
+    def _skipped(self) -> None:
+        """The step is none. One that an interrupt stopped before is looked at again."""
+        self.gradients.scale.count_step(is_skipped=True)
+        self.gradients.consume(self.state.gradients.capture())
+
     def _taken(self, present: Sequence[int]) -> None:
         """The step is under way. One that raised was not, and is taken again with its clipping."""
+        self.gradients.scale.count_step(is_skipped=False)
         self.gradients.consume(present)
         for index in present:
             self.steps[index] += 1

@@ -38,18 +38,17 @@ class LossScale:
         fresh = type(self)()
         self.value, self.good_steps = saved or (fresh.value, fresh.good_steps)
 
-    def overflowed(self, norm: float) -> bool:
-        """Take note of a step with that gradient norm; True if it must be skipped."""
-        if not math.isfinite(norm):
+    def count(self, *, is_skipped: bool) -> None:
+        """Take note of a step that was taken, or of one that was skipped for an overflow."""
+        if is_skipped:
             self.value = max(1.0, self.value / 2)
             self.good_steps = 0
             self.skipped_steps += 1
-            return True
+            return
         self.good_steps += 1
         if self.good_steps >= self.growth_interval:
             self.value *= 2
             self.good_steps = 0
-        return False
 
 
 @dataclass(slots=True)
@@ -101,11 +100,14 @@ class GradientScale:
             self._accumulated = 1.0
         return _dense(gradient)
 
-    def overflowed(self, norm: float) -> bool:
-        """Whether a step with that norm is to be skipped, which adapts the loss scale."""
-        if self.loss_scale is None or not self.is_dynamic:
-            return False
-        return self.loss_scale.overflowed(norm)
+    def overflows(self, norm: float) -> bool:
+        """Whether a step with that norm is to be skipped. Takes no note of it."""
+        return self.loss_scale is not None and self.is_dynamic and not math.isfinite(norm)
+
+    def count_step(self, *, is_skipped: bool) -> None:
+        """A step with these gradients is taken, or skipped, which adapts the loss scale."""
+        if self.loss_scale is not None and self.is_dynamic:
+            self.loss_scale.count(is_skipped=is_skipped)
 
     def clear(self) -> None:
         """There are no gradients any more."""

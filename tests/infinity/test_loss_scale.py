@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import infinity
+from tests.support.interrupts import interrupt
 
 Backward = Callable[[torch.Tensor], None]
 
@@ -134,3 +135,22 @@ def test_an_overflow_of_scaled_gradients_alone_is_skipped(tmp_path: Path) -> Non
         (loss_of(offloaded.model, 0) * float("inf")).backward()
         offloaded.step()
         assert (max(offloaded._training.steps), offloaded.loss_scale) == (1, 2.0**15)
+
+
+@pytest.mark.parametrize("overflows", [True, False])
+def test_step_that_is_interrupted_and_taken_again_adapts_the_loss_scale_once(
+    tmp_path: Path, overflows: bool
+) -> None:
+    with offload(tmp_path) as offloaded:
+        scale = offloaded._training.loss_scale_state
+        number, lines = 0, None
+        while lines is None or lines.line:
+            scale.value, scale.good_steps, scale.skipped_steps = 2.0**16, 0, 0
+            offloaded.backward(loss_of(offloaded.model, 0) * (1e6 if overflows else 1.0))
+            lines = interrupt(offloaded.step, number)
+            offloaded.step()
+            found = scale.value, scale.good_steps, scale.skipped_steps
+            expected = (2.0**15, 0, 1) if overflows else (2.0**16, 1, 0)
+            assert found == expected, lines.line
+            number += 1 if overflows else 3
+        assert number > 20
