@@ -63,7 +63,7 @@ class _Range:
     __slots__ = ("__array_interface__", "_native")
 
     def __init__(self, arena: Any, first: int, nbytes: int, pages: int) -> None:
-        self._native = ffi.gc(ffi.new("struct ckpt_range *"), lib.ckpt_range_drop)
+        self._native: Any = ffi.gc(ffi.new("struct ckpt_range *"), lib.ckpt_range_drop)
         lib.ckpt_range_take(self._native, arena, first, pages)
         address = int(ffi.cast("uintptr_t", self._native.data))
         self.__array_interface__: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What an earlier version wrote still loads. `golden/` holds the bytes that it made of `state`."""
+"""What an earlier version wrote still loads. `golden/nodes` has the bytes that it made of `state`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import checkpoint
 from tests.checkpoint.trees import assert_same
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent / "golden" / "nodes"
 
 
 def state() -> dict[str, Any]:
