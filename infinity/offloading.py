@@ -127,9 +127,14 @@ def offload(
 
 
 def _begin(model: nn.Module, given: Arguments, undo: Undo) -> Training:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, not an nn.Module")
-    target = device_of(given.device)
+    try:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, not an nn.Module")
+        target = device_of(given.device)
+    except Exception:
+        # The others are waiting: this rank comes there to tell them.
+        with together(open_ranks(undo, given.process_group, torch.device("cpu"))):
+            raise
     ranks = open_ranks(undo, given.process_group, target)
     with together(ranks):
         options = checked(given, target)

@@ -124,7 +124,7 @@ def write_safetensors(
     )
 
 
-def _check_names(tensors: Mapping[str, Any]) -> None:
+def _check_names(tensors: Any) -> None:
     """Raises TypeError or ValueError for a name that no reader of safetensors would give back."""
     if not isinstance(tensors, Mapping):
         does = callable(getattr(tensors, "state_dict", None))

@@ -63,8 +63,7 @@ class _Range:
     __slots__ = ("__array_interface__", "_native")
 
     def __init__(self, arena: Any, first: int, nbytes: int, pages: int) -> None:
-        self._native: Any = ffi.gc(ffi.new("struct ckpt_range *"), lib.ckpt_range_drop)
-        lib.ckpt_range_take(self._native, arena, first, pages)
+        self._native = _taken(arena, first, pages)
         address = int(ffi.cast("uintptr_t", self._native.data))
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
@@ -72,3 +71,10 @@ class _Range:
             "shape": (nbytes,),
             "typestr": "|u1",
         }
+
+
+def _taken(arena: Any, first: int, nbytes: int) -> Any:
+    """A range of an arena in C, which gives its pages back when it is let go of."""
+    taken = ffi.gc(ffi.new("struct ckpt_range *"), lib.ckpt_range_drop)
+    lib.ckpt_range_take(taken, arena, first, nbytes)
+    return taken

@@ -18,7 +18,7 @@ import torch
 
 import checkpoint
 from checkpoint.directory.relocation import StripeDirs, relocation
-from checkpoint.ranks import coordinator as steps
+from checkpoint.ranks.coordinator import SingleProcess, apart
 from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
@@ -137,11 +137,7 @@ def _absent_state(training: TrainingState, saved: Mapping[str, Any]) -> set[str]
 
 def together(sharing: Sharing, step: Callable[[], T]) -> T:
     """Take a step that all ranks take: where one fails, all raise."""
-    found: list[T] = []
-    if sharing.coordinator is None:
-        return step()
-    steps.together(sharing.coordinator, lambda: found.append(step()))
-    return found[0]
+    return apart(sharing.coordinator or SingleProcess(), step)
 
 
 def _read_scalars(

@@ -32,7 +32,7 @@ from torch import nn
 
 import checkpoint
 from checkpoint.directory.generations import remove_checkpoint
-from checkpoint.ranks import coordinator as steps
+from checkpoint.ranks.coordinator import Operation, SingleProcess, together, unaccompanied
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.state_reference import StateReference
@@ -43,7 +43,7 @@ from infinity.values import saved_state
 from infinity.values.leaves import leaves_of
 from infinity.values.module_state import buffers_of, module_states, persistent_buffers
 from infinity.values.optimizer_match import class_of
-from infinity.values.plane_bytes import Saving, planes_of_leaf
+from infinity.values.plane_bytes import BytesOfRank, Saving, planes_of_leaf
 from infinity.values.rank_state import (
     own_states,
     random_of_ranks,
@@ -93,35 +93,50 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
     """
     _warn_of_gradients(training, path)
     training.reference.saved(path)
-    state = _sources(training, only_trainable=how.only_trainable)
-    state["infinity"] = {
-        "random_of_ranks": random_of_ranks(training.sharing, training.state.device)
-    }
     coordinator = training.sharing.coordinator
-    if coordinator is not None:
-        state["ranks"] = own_states(coordinator, training.model, extra)
-    if training.sharing.rank == 0:
-        state["model"] |= persistent_buffers(training.model)
-        state["infinity"] |= _scalars(training)
-        if how.only_trainable:
-            state["infinity"] |= _without_frozen(training, state["infinity"])
-        state["infinity"]["own_states"] = [int(rank) for rank in state.get("ranks", {})]
-        state["extra"] = {"given": extra is not None, "value": extra}
+    own = {} if coordinator is None else own_states(coordinator, training.model, extra)
+    state = unaccompanied(
+        coordinator or SingleProcess(),
+        Operation.SAVE,
+        lambda: _state(training, own, extra, how),
+    )
     where: dict[str, Any] = {
         "stripe_dirs": how.stripe_dirs,
         "staging_bytes": training.checkpoint_bytes,
     }
     if how.block:
         return checkpoint.save(state, path, coordinator=coordinator, **where)
-    if training.sharing.rank == 0:
-        state["model"] |= {
-            name: buffer.clone() for name, buffer in persistent_buffers(training.model).items()
-        }
-        state["extra"] = copy.deepcopy(state["extra"])
-        state["infinity"]["module_states"] = copy.deepcopy(state["infinity"]["module_states"])
     return checkpoint.save_async(
         state, path, guard=training.optimizer, coordinator=coordinator, **where
     )
+
+
+def _state(
+    training: TrainingState, own: dict[str, BytesOfRank], extra: Any, how: How
+) -> dict[str, Any]:
+    """What this rank saves; copies of what a forward pass may change while it is read."""
+    state = _sources(training, only_trainable=how.only_trainable)
+    state["infinity"] = {
+        "random_of_ranks": random_of_ranks(training.sharing, training.state.device)
+    }
+    if training.sharing.coordinator is not None:
+        state["ranks"] = own
+    if training.sharing.rank:
+        return state
+    buffers = persistent_buffers(training.model)
+    given = {"given": extra is not None, "value": extra}
+    state["infinity"] |= _scalars(training)
+    if how.only_trainable:
+        state["infinity"] |= _without_frozen(training, state["infinity"])
+    state["infinity"]["own_states"] = [int(rank) for rank in own]
+    if not how.block:
+        buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        given = copy.deepcopy(given)
+        scalars = state["infinity"]
+        scalars["module_states"] = copy.deepcopy(scalars["module_states"])
+    state["model"] |= buffers
+    state["extra"] = given
+    return state
 
 
 def _warn_of_gradients(training: TrainingState, path: str | os.PathLike[str]) -> None:
@@ -220,5 +235,5 @@ def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]
             remove_checkpoint(info.path, info.uuid)
         return [os.fspath(file) for file in files]
 
-    every: list[list[str]] = steps.together(coordinator, merge)
+    every: list[list[str]] = together(coordinator, merge)
     return every[0]

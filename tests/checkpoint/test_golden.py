@@ -1,4 +1,4 @@
-"""What an earlier version wrote still loads. `golden/nodes` has the bytes that it made of `state`."""
+"""What an earlier version wrote still loads: `golden/nodes` has the bytes of `state`."""
 
 from __future__ import annotations
 

@@ -276,6 +276,7 @@ def mistakes(rank: int, folder: Path) -> dict[str, str]:
         "rate": lambda: train(within=other_rate),
         "early": quietly,
         "elementwise": lambda: train(optimizer=torch.optim.Adafactor),
+        "device": lambda: train(device="tpu" if odd else "cpu"),
         "nothing": train,
     }
     for name, run in cases.items():
