@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from aio import Engine, sync_directory
+from aio import Engine
 from checkpoint.dcp.tree import BLOB_DTYPE, data_name
 from checkpoint.directory.destination import Destination
 from checkpoint.format.records import TensorRecord
@@ -26,6 +26,7 @@ from checkpoint.format.tree import encode_tree
 from checkpoint.plan.state_plan import plan_part_files
 from checkpoint.plan.striping import Part
 from checkpoint.plan.write_runs import plan_slots
+from checkpoint.saving.commit import write_files
 from checkpoint.saving.data_files import RankFiles, RankRecords, filling_supplies
 from checkpoint.sheltered import Cancellation
 from checkpoint.tensors.changes import Versions
@@ -134,10 +135,9 @@ class Items:
         files.check_space()
         with Engine(lanes=destination.num_stripes) as engine, ExitStack() as undo:
             files.create(engine, undo)
-            files.write(engine, filling_supplies(fillers, slots), versions.check, cancellation)
-            files.sync()
-        for directory in destination.data_directories:
-            sync_directory(directory)
+            supplies = filling_supplies(fillers, slots)
+            directories = destination.data_directories
+            write_files(files, engine, supplies, versions.check, cancellation, directories)
         return Written(files.records(), tuple(self._entries), self._values)
 
 

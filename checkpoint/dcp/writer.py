@@ -1,4 +1,4 @@
-"""The storage writer of DCP: each hook does its share of the order in `checkpoint.saving.commit`.
+"""The storage writer of DCP: each hook takes its stages of the order in `checkpoint.saving.commit`.
 
 Rank 0 makes the directories when it sees the plans of all, every rank writes and syncs its files,
 and rank 0 publishes the manifest in `finish`. The directory of the checkpoint is locked in between.
@@ -6,14 +6,12 @@ and rank 0 publishes the manifest in `finish`. The directory of the checkpoint i
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,20 +28,15 @@ from aio import sync_directory
 from checkpoint.dcp.items import Entry, Items, Written
 from checkpoint.dcp.tree import build_tree, data_name, entry_node
 from checkpoint.directory.destination import Destination, PathLike, checkpoint_path, stripe_paths
-from checkpoint.directory.generations import (
-    clear_leftovers,
-    create_generation,
-    discard_generation,
-    generations,
-)
+from checkpoint.directory.generations import generations
 from checkpoint.directory.locate import read_manifest
-from checkpoint.directory.lock import end_given_up, hold, locked
+from checkpoint.directory.lock import end_given_up
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.manifest import encode_manifest
 from checkpoint.format.records import ChunkRecord, FileRecord, Manifest, TensorRecord
 from checkpoint.plan.readable import check_files, check_tree
 from checkpoint.plan.write_runs import STAGING_BYTES
-from checkpoint.saving.commit import check_replaceable, make_directory, publish
+from checkpoint.saving.generation import Generation
 from checkpoint.sheltered import sheltered
 from checkpoint.tensors.sources import finish_device_work
 
@@ -142,19 +135,13 @@ def _num_ranks() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
-def _remove_if_empty(directory: Path) -> None:
-    with contextlib.suppress(OSError):
-        directory.rmdir()
-
-
 class _Save:
-    """One save of rank 0, from its plan to its end: the lock, and what to undo if it fails."""
+    """One save of rank 0, from its plan to its end."""
 
     def __init__(self, destination: Destination) -> None:
         self.destination = destination
-        self._pid, self._thread = os.getpid(), threading.current_thread()
-        self._lock = ExitStack()
-        self._undo = ExitStack()
+        self.generation = Generation(destination)
+        self._thread = threading.current_thread()
 
     def is_over(self) -> bool:
         """DCP saves from one thread, which is elsewhere or gone when it has given a save up."""
@@ -162,35 +149,14 @@ class _Save:
 
     def end_if_given_up(self) -> None:
         if self.is_over():
-            self.end()
+            self.generation.end()
 
     def begin(self) -> None:
         """Locks the checkpoint and makes the directories."""
-        path, uuid = self.destination.path, self.destination.uuid
-        if not path.exists():
-            self._undo.callback(_remove_if_empty, path)
-        make_directory(path)
-        self._lock.enter_context(locked(path, make=True))
-        hold(path, self)
-        check_replaceable(path)
-        clear_leftovers(path, self.destination.stripes)
-        self._undo.callback(discard_generation, path, uuid)
-        directories = self.destination.stripe_directories
-        for directory in create_generation(path, uuid, directories):
+        self.generation.claim(self)
+        self.generation.make()
+        for directory in self.generation.unsynced:
             sync_directory(directory)
-
-    def publish(self, raw: bytes) -> None:
-        publish(self.destination, raw, self._undo)
-
-    def end(self) -> None:
-        """Removes what was made and not published, and lets go of the lock."""
-        if self._pid != os.getpid():
-            # In a forked child: what is to be undone is the parent's.
-            self._undo.pop_all()
-            self._lock.pop_all()
-            return
-        self._undo.close()
-        self._lock.close()
 
 
 class StorageWriter(TorchStorageWriter):
@@ -355,7 +321,7 @@ class StorageWriter(TorchStorageWriter):
             check_tree(manifest.tree, manifest.tensors, manifest.storages)
             check_files(manifest, destination.path)
             raw = encode_manifest(manifest)
-            sheltered(lambda _: save.publish(raw), _THREAD)
+            sheltered(lambda _: save.generation.publish(raw), _THREAD)
         finally:
             self._give_up(save)
 
@@ -363,7 +329,7 @@ class StorageWriter(TorchStorageWriter):
         sheltered(lambda _: self._end(save), _THREAD)
 
     def _end(self, save: _Save) -> None:
-        save.end()
+        save.generation.end()
         if self._save() is save:
             del self._running[_SAVE]
 

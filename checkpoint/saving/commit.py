@@ -1,41 +1,46 @@
 """Makes a planned checkpoint durable: the one place where the order of a save is decided.
 
+One process is a rank among one. Rank 0 locks the checkpoint, makes its directories and publishes
+the manifest; every rank writes and syncs its own data files. The ranks meet after each stage. DCP
+has its own way of meeting, and takes the same stages: `Generation` on rank 0, `write_files` on all.
+
 Invariants: until the rename the old checkpoint is whole and the new one does not exist; after it
 the reverse; nothing is deleted before the directory that holds the rename is durable. A failure
 before the rename removes everything the save made; whether the rename happened is asked of the
-directory itself. Follows DESIGN.md, section 6.
+directory itself. Whatever fails on one rank ends the save on all of them, with what failed first,
+so whatever can fail between two meetings is done by `together`. A rank that is killed leaves the
+others with an error at the next meeting; what it left is removed by rank 0, or by the next save.
+Follows DESIGN.md, section 6.
 
 A commit runs where no signal handler does, see `checkpoint.sheltered`.
 """
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from aio import Engine, read_regular_file, sync_directory
+from aio import Engine, sync_directory
 from checkpoint.collector import paused_collector
 from checkpoint.directory.destination import Destination
-from checkpoint.directory.generations import (
-    clear_leftovers,
-    create_generation,
-    discard_generation,
-    prune,
-    temporary_manifest,
-    write_durably,
-)
-from checkpoint.directory.locate import is_own_manifest
-from checkpoint.directory.lock import locked
-from checkpoint.errors import CorruptCheckpointError
-from checkpoint.format.manifest import MANIFEST_NAME, encode_manifest
+from checkpoint.format.manifest import encode_manifest
 from checkpoint.format.records import Manifest
 from checkpoint.plan.readable import check_files
 from checkpoint.plan.state_plan import StatePlan
 from checkpoint.plan.write_runs import Slots
-from checkpoint.saving.data_files import RankFiles, RankRecords, filling_supplies, merge_records
+from checkpoint.ranks.coordinator import Coordinator, together
+from checkpoint.saving.data_files import (
+    RankFiles,
+    RankRecords,
+    decode_records,
+    encode_records,
+    filling_supplies,
+    merge_records,
+)
+from checkpoint.saving.generation import Generation
 from checkpoint.saving.rank_plan import RankPlan
 from checkpoint.sheltered import Cancellation
 from checkpoint.tensors.changes import Versions
@@ -66,48 +71,82 @@ class SavePlan:
         return self.destination.path
 
 
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What became durable; every rank is told the `numbers`, rank 0 made the `manifest`."""
+
+    numbers: dict[str, int]
+    manifest: Manifest | None
+
+
 def commit(
     plan: SavePlan,
     engine: Engine,
-    on_staged: Callable[[], None] | None = None,
+    coordinator: Coordinator,
+    on_staged: Callable[[], None],
     early: EarlyStage | None = None,
-) -> Manifest:
-    """Writes the plan of one process and returns when it is durable.
+    begin: Callable[[], None] = lambda: None,
+) -> Committed:
+    """Writes the plan, together with the other ranks if there are any; returns when it is durable.
 
-    `on_staged` is called when no source will be read again, and fails the save if it raises; with
-    `early` the sources are read there.
+    Every rank calls `begin` first, and `on_staged` when no source of its own will be read again;
+    both fail the save if they raise. With `early` the sources are read there.
 
     Raises OSError (AioError where a transfer failed) naming the file, and leaves nothing behind. If
     the very last sync fails, the new checkpoint is in place and whole, the old one's data are still
     there, and a power cut may bring either back. Raises StoppedError if it is to stop before the
-    manifest is written.
+    manifest is written, and RankFailedError on ranks that others failed.
     """
-    destination, path = plan.destination, plan.path
-    files = RankFiles(destination, 0, plan.fillers)
-    draft = _Draft(plan, files, on_staged)
-    with new_directory(path), locked(path, make=True), ExitStack() as undo:
-        check_replaceable(path)
-        # 0. Room, with what killed saves left out of the way.
-        clear_leftovers(path, destination.stripes)
-        files.check_space()
-        # 1. Directories.
-        undo.callback(discard_generation, path, destination.uuid)
-        directories = create_generation(path, destination.uuid, destination.stripe_directories)
+    is_first = coordinator.rank == 0
+    is_alone = coordinator.world_size == 1
+    files = RankFiles(plan.destination, coordinator.rank, plan.fillers)
+    draft = _Draft(plan)
+    with Generation(plan.destination) as generation, ExitStack() as opened:
+
+        def clear() -> None:
+            begin()
+            if is_first:
+                generation.claim()
+
+        def create() -> None:
+            files.create(engine, opened)
+
+        def write() -> Any:
+            def staged() -> None:
+                on_staged()
+                if is_alone:  # the last writes are still in flight
+                    draft.make([files.records()])
+
+            made = generation.unsynced if is_first else plan.destination.data_directories
+            with copy_errors(early):
+                supplies = supplies_of(plan, early)
+                write_files(files, engine, supplies, staged, plan.cancellation, made)
+            plan.cancellation.check()
+            return None if is_alone else encode_records(_numbered(plan, files.records()))
+
+        def publish() -> dict[str, int]:
+            if not is_first:
+                return {}
+            if not is_alone:
+                draft.make([decode_records(records) for records in every])
+            check_files(draft.manifest, plan.path)
+            plan.cancellation.check()
+            generation.publish(draft.raw)
+            return numbers_of(draft.manifest)
+
+        # 0. The lock, with what killed saves left out of the way.
+        together(coordinator, clear)
+        # 1. Room, then directories.
+        together(coordinator, files.check_space)
+        together(coordinator, lambda: generation.make() if is_first else None)
         # 2. Files at their full size: a full disk shows here.
-        files.create(engine, undo)
-        # 3. and 4. Write; check every completion.
-        with copy_errors(early):
-            files.write(engine, supplies_of(plan, early), draft.prepare, plan.cancellation)
-        # 5. The data durable.
-        files.sync()
-        # 6. Their names durable.
-        for directory in directories:
-            sync_directory(directory)
-        check_files(draft.manifest, path)
-        plan.cancellation.check()
-        # 7. is for several ranks. 8. to 11. The manifest.
-        publish(destination, draft.raw, undo)
-    return draft.manifest
+        together(coordinator, create)
+        # 3. to 6. Write; check every completion; the data durable, and their names.
+        # 7. Every rank has got here, or none goes on.
+        every = together(coordinator, write)
+        # 8. to 11. The manifest.
+        numbers = together(coordinator, publish)
+    return Committed(numbers[0], draft.manifest if is_first else None)
 
 
 def supplies_of(plan: SavePlan, early: EarlyStage | None) -> Sequence[Supply]:
@@ -115,53 +154,40 @@ def supplies_of(plan: SavePlan, early: EarlyStage | None) -> Sequence[Supply]:
     return filling_supplies(plan.fillers, plan.slots) if early is None else early.supplies
 
 
-def publish(destination: Destination, raw: bytes, undo: ExitStack) -> None:
-    """The end of a commit: makes the manifest count. From the rename on nothing is undone.
-
-    Raises OSError, and CorruptCheckpointError if the manifest that is read back is another one;
-    what it replaced is there still.
+def write_files(
+    files: RankFiles,
+    engine: Engine,
+    supplies: Sequence[Supply],
+    on_staged: Callable[[], None],
+    cancellation: Cancellation,
+    directories: Iterable[Path],
+) -> None:
+    """Stages 3. to 6. of one rank: its files written and durable, and their names, which are in
+    these directories.
     """
-    path, uuid = destination.path, destination.uuid
-    # 8. The manifest, durable, under a name that nobody reads.
-    temporary = temporary_manifest(path, uuid)
-    write_durably(temporary, raw)
-    # 9. The switch.
-    temporary.replace(path / MANIFEST_NAME)
-    undo.pop_all()
-    # 10. The switch durable.
-    sync_directory(path)
-    if read_regular_file(path / MANIFEST_NAME) != raw:
-        raise CorruptCheckpointError("reads back as other bytes", path=path / MANIFEST_NAME)
-    # 11. Only now what it replaced.
-    prune(path, uuid, destination.stripes)
+    files.write(engine, supplies, on_staged, cancellation)
+    files.sync()
+    for directory in directories:
+        sync_directory(directory)
+
+
+def _numbered(plan: SavePlan, records: RankRecords) -> RankRecords:
+    return records if plan.ranks is None else plan.ranks.by_tensor(records)
 
 
 class _Draft:
-    """The manifest on its way.
-
-    One process knows everything when the last byte has been summed, and encodes its manifest while
-    the last writes are still in flight.
-    """
+    """The manifest on its way."""
 
     manifest: Manifest
     raw: bytes
 
-    def __init__(
-        self,
-        plan: SavePlan,
-        files: RankFiles,
-        on_staged: Callable[[], None] | None,
-    ) -> None:
+    def __init__(self, plan: SavePlan) -> None:
         self._plan = plan
-        self._files = files
-        self._on_staged = on_staged
 
-    def prepare(self) -> None:
-        """All sources have been read and summed."""
-        if self._on_staged is not None:
-            self._on_staged()
+    def make(self, ranks: Sequence[RankRecords]) -> None:
+        """All sources of all ranks have been read and summed."""
         with paused_collector():
-            self.manifest = manifest_of(self._plan, [self._files.records()])
+            self.manifest = manifest_of(self._plan, ranks)
             self.raw = encode_manifest(self.manifest, self._plan.state.tree_text)
 
 
@@ -183,40 +209,11 @@ def manifest_of(plan: SavePlan, ranks: Sequence[RankRecords]) -> Manifest:
     )
 
 
-@contextmanager
-def new_directory(path: Path) -> Iterator[None]:
-    """Makes the checkpoint's directory, durably; removes it again if the save fails."""
-    missing = missing_directories(path)
-    try:
-        make_directory(path)
-        yield
-    except BaseException:
-        for directory in missing:
-            try:
-                directory.rmdir()
-            except OSError:  # somebody else's by now, or never made
-                break
-        raise
-
-
-def missing_directories(path: Path) -> list[Path]:
-    """What would have to be made for a directory to exist, itself first."""
-    return [parent for parent in [path, *path.parents] if not parent.exists()]
-
-
-def make_directory(path: Path) -> None:
-    """Makes a directory and those above it, durably."""
-    for directory in reversed(missing_directories(path)):
-        directory.mkdir(exist_ok=True)
-        sync_directory(directory.parent)
-
-
-def check_replaceable(checkpoint: Path) -> None:
-    """Raises FileExistsError for a manifest.json that no save wrote: it is not ours to replace."""
-    manifest = checkpoint / MANIFEST_NAME
-    if manifest.exists() and not is_own_manifest(manifest):
-        raise FileExistsError(
-            errno.EEXIST,
-            "there is a file of this name that is not the manifest of a checkpoint",
-            str(manifest),
-        )
+def numbers_of(manifest: Manifest) -> dict[str, int]:
+    """The fields of a `SaveInfo` that count things."""
+    return {
+        "nbytes": manifest.nbytes,
+        "file_nbytes": sum(file.nbytes for file in manifest.files),
+        "num_tensors": len(manifest.tensors),
+        "num_files": len(manifest.files),
+    }

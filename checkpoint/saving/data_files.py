@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from aio import Engine, File
 from checkpoint.directory.destination import Destination
@@ -128,3 +129,31 @@ def merge_records(
             chunks.setdefault(tensor, []).extend(moved)
         files.extend(records.files)
     return tuple(files), chunks
+
+
+def encode_records(records: RankRecords) -> dict[str, Any]:
+    """What a rank wrote, as JSON."""
+    return {
+        "files": [
+            [file.root, file.path, file.nbytes, file.header_nbytes, file.header_crc32c]
+            for file in records.files
+        ],
+        "chunks": {str(tensor): chunks for tensor, chunks in records.chunks.items()},
+    }
+
+
+def decode_records(encoded: Mapping[str, Any]) -> RankRecords:
+    """What `encode_records` was given."""
+    return RankRecords(
+        tuple(FileRecord(*fields) for fields in encoded["files"]),
+        {
+            int(tensor): tuple(_chunk(*fields) for fields in chunks)
+            for tensor, chunks in encoded["chunks"].items()
+        },
+    )
+
+
+def _chunk(
+    file: int, offset: int, nbytes: int, start: list[int], shape: list[int], crc32c: list[int]
+) -> ChunkRecord:
+    return ChunkRecord(file, offset, nbytes, tuple(start), tuple(shape), tuple(crc32c))

@@ -23,7 +23,6 @@ from checkpoint.directory.lock import end_given_up
 from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.ranks.coordinator import Coordinator, Operation, apart, tell
 from checkpoint.saving.commit import SavePlan, commit
-from checkpoint.saving.commit_ranks import commit_ranks, numbers_of
 from checkpoint.saving.guard import Gate
 from checkpoint.saving.pending import PendingSave, settle
 from checkpoint.sheltered import Cancellation, Worker, wait_for
@@ -193,10 +192,8 @@ def _commit(
     early: EarlyStage | None,
     begin: Callable[[], None] = lambda: None,
 ) -> dict[str, int]:
-    if plan.ranks is not None:
-        return commit_ranks(plan, engine, order.ranks, staged, early, begin)
-    begin()
-    manifest = commit(plan, engine, staged, early)
-    if order.on_committed is not None:
-        order.on_committed(manifest)
-    return numbers_of(manifest)
+    committed = commit(plan, engine, order.ranks, staged, early, begin)
+    is_alone = order.ranks.world_size == 1
+    if is_alone and order.on_committed is not None and committed.manifest is not None:
+        order.on_committed(committed.manifest)
+    return committed.numbers

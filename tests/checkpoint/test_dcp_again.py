@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoint
 from checkpoint.dcp import StorageReader, StorageWriter
-from checkpoint.saving.commit import make_directory
+from checkpoint.saving.generation import make_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -198,7 +198,7 @@ def test_a_refused_save_of_the_same_writer_leaves_the_one_alone_that_begins(
         go_on.wait()
         make_directory(path)
 
-    monkeypatch.setattr("checkpoint.dcp.writer.make_directory", waits)
+    monkeypatch.setattr("checkpoint.saving.generation.make_directory", waits)
     thread = threading.Thread(target=lambda: dcp_save(state(1), storage_writer=writer))
     thread.start()
     reached.wait()

@@ -1,0 +1,129 @@
+"""The generation that a save makes, from the lock on its checkpoint to the manifest that counts:
+what rank 0 does of a commit, see `checkpoint.saving.commit` for the order.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from aio import read_regular_file, sync_directory
+from checkpoint.directory.destination import Destination
+from checkpoint.directory.generations import (
+    clear_leftovers,
+    create_generation,
+    discard_generation,
+    prune,
+    temporary_manifest,
+    write_durably,
+)
+from checkpoint.directory.locate import is_own_manifest
+from checkpoint.directory.lock import Holder, hold, locked
+from checkpoint.errors import CorruptCheckpointError
+from checkpoint.format.manifest import MANIFEST_NAME
+
+
+class Generation:
+    """Used in a `with`, or until `end`: whatever was made and not published is removed then, and
+    the lock let go of. Other ranks than the first do none of it.
+    """
+
+    def __init__(self, destination: Destination) -> None:
+        self.destination = destination
+        self.unsynced: list[Path] = []
+        """Directories with names that are not durable yet."""
+        self._process = os.getpid()
+        self._missing: list[Path] = []
+        self._lock = ExitStack()
+        self._undo = ExitStack()
+
+    def claim(self, holder: Holder | None = None) -> None:
+        """Makes the checkpoint's directory, locks it, and removes what killed saves left.
+
+        Raises BlockingIOError while another save has the lock, FileExistsError for a manifest.json
+        that no save wrote, and OSError. `holder` is asked by the next save of this process whether
+        this one was given up.
+        """
+        path = self.destination.path
+        self._missing = missing_directories(path)
+        make_directory(path)
+        self._lock.enter_context(locked(path, make=True))
+        if holder is not None:
+            hold(path, holder)
+        check_replaceable(path)
+        clear_leftovers(path, self.destination.stripes)
+
+    def make(self) -> None:
+        """Makes the directories of the data. Raises OSError."""
+        path, uuid = self.destination.path, self.destination.uuid
+        self._undo.callback(discard_generation, path, uuid)
+        self.unsynced = create_generation(path, uuid, self.destination.stripe_directories)
+
+    def publish(self, raw: bytes) -> None:
+        """The end of a commit: makes the manifest count. From the rename on nothing is undone.
+
+        Raises OSError, and CorruptCheckpointError if the manifest that is read back is another one;
+        what it replaced is there still.
+        """
+        path, uuid = self.destination.path, self.destination.uuid
+        # 8. The manifest, durable, under a name that nobody reads.
+        temporary = temporary_manifest(path, uuid)
+        write_durably(temporary, raw)
+        # 9. The switch.
+        temporary.replace(path / MANIFEST_NAME)
+        self._undo.pop_all()
+        self._missing = []
+        # 10. The switch durable.
+        sync_directory(path)
+        if read_regular_file(path / MANIFEST_NAME) != raw:
+            raise CorruptCheckpointError("reads back as other bytes", path=path / MANIFEST_NAME)
+        # 11. Only now what it replaced.
+        prune(path, uuid, self.destination.stripes)
+
+    def end(self) -> None:
+        """Idempotent. In a forked child it does nothing: what is to be undone is the parent's."""
+        if self._process != os.getpid():
+            self._undo.pop_all()
+            self._lock.pop_all()
+            return
+        try:
+            self._undo.close()
+        finally:
+            self._lock.close()
+            missing, self._missing = self._missing, []
+            for directory in missing:
+                try:
+                    directory.rmdir()
+                except OSError:  # there is a checkpoint in it, or it was never made
+                    break
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def missing_directories(path: Path) -> list[Path]:
+    """What would have to be made for a directory to exist, itself first."""
+    return [parent for parent in [path, *path.parents] if not parent.exists()]
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory and those above it, durably."""
+    for directory in reversed(missing_directories(path)):
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+
+
+def check_replaceable(checkpoint: Path) -> None:
+    """Raises FileExistsError for a manifest.json that no save wrote: it is not ours to replace."""
+    manifest = checkpoint / MANIFEST_NAME
+    if manifest.exists() and not is_own_manifest(manifest):
+        raise FileExistsError(
+            errno.EEXIST,
+            "there is a file of this name that is not the manifest of a checkpoint",
+            str(manifest),
+        )
