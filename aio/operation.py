@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from aio import unasked
-from aio.errors import transfer_error
+from aio.errors import AioError, transfer_error
 from aio.threads import say
 
 if TYPE_CHECKING:
@@ -195,6 +195,15 @@ class Operation:
             ticket.file.first_error.take()
             raise error
         return ticket.nbytes
+
+    def abandon(self) -> None:
+        """Waits for the end and forgets how it ended: another error is on its way, or the bytes are
+        of no use any more. RuntimeError as `result`.
+        """
+        try:
+            self.result()
+        except AioError:
+            return
 
     def add_done_callback(self, callback: "Callable[[Operation], object]") -> None:
         """Calls `callback(self)` once the transfer has ended; at once if it has.

@@ -9,7 +9,6 @@ are as they were or as they should be, and a read that it ended can be made agai
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
@@ -169,10 +168,7 @@ class _StreamWriter(io.BufferedIOBase):
 
     def _let_go(self) -> None:
         for operation, _ in self._in_flight:
-            try:
-                operation.result()
-            except OSError:
-                continue
+            operation.abandon()
         self._in_flight.clear()
         try:
             self._held.close()
@@ -291,9 +287,7 @@ class _StreamReader(io.RawIOBase):
     def _fetch_one(self, number: int) -> None:
         while len(self._blocks) >= _NUM_BLOCKS:
             _, (operation, _) = self._blocks.popitem(last=False)
-            # Nobody waits for its bytes; if they are asked for, they are read again.
-            with contextlib.suppress(OSError):
-                operation.result()
+            operation.abandon()  # if its bytes are asked for, they are read again
         offset = number * _BLOCK_BYTES
         with staging_slab(min(_BLOCK_BYTES, self._nbytes - offset)) as slab:
             block = slab.allocate(min(_BLOCK_BYTES, self._nbytes - offset))

@@ -69,6 +69,8 @@ def _element_type(dtype: torch.dtype) -> ElementType:
 
 BY_TORCH = {dtype: _element_type(dtype) for dtype in _torch_dtypes()}
 BY_NAME = {element.name: element for element in BY_TORCH.values()}
+BY_CODE = {code: BY_NAME[name].torch for name, code in _NATIVE_CODES.items()}
+"""What safetensors files hold, by the codes in their headers."""
 
 _NUMPY_NAMES = {
     np.dtype(name): name

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format import elements
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
 
@@ -48,6 +49,19 @@ class ChunkRecord(NamedTuple):
         """First byte and length, within the chunk, of checksum block `number`."""
         first = number * CRC_BLOCK_BYTES
         return first, min(CRC_BLOCK_BYTES, self.nbytes - first)
+
+    def wrong_sum(
+        self, number: int, crc: int, *, path: Path, tensor: str
+    ) -> CorruptCheckpointError:
+        """What to raise or report where the bytes of a block have another CRC-32C than it says."""
+        first, nbytes = self.block(number)
+        return CorruptCheckpointError(
+            f"the CRC-32C of these bytes is {crc:08x}, the manifest says {self.crc32c[number]:08x}",
+            path=path,
+            tensor=tensor,
+            offset=self.offset + first,
+            nbytes=nbytes,
+        )
 
 
 class TensorRecord(NamedTuple):

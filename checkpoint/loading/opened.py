@@ -23,7 +23,6 @@ from aio import Engine, File
 from checkpoint.directory.headers import check_header
 from checkpoint.directory.locate import check_data_file, with_current_manifest
 from checkpoint.directory.relocation import AS_SAVED, Relocation
-from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.checksum import CRC_BLOCK_BYTES, crc32c
 from checkpoint.format.records import ChunkRecord, Manifest, TensorRecord
 from checkpoint.format.slices import Shape, flat_first, range_boxes, split_dimension
@@ -166,14 +165,7 @@ class OpenCheckpoint:
         operation.result()
         found = crc32c(block) if self._verify else chunk.crc32c[number]
         if found != chunk.crc32c[number]:
-            raise CorruptCheckpointError(
-                f"the CRC-32C of these bytes is {found:08x}, the manifest says "
-                f"{chunk.crc32c[number]:08x}",
-                path=file.path,
-                tensor=record.name,
-                offset=chunk.offset + first,
-                nbytes=nbytes,
-            )
+            raise chunk.wrong_sum(number, found, path=file.path, tensor=record.name)
         return block
 
     def _file(self, number: int) -> File:

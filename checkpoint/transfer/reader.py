@@ -292,14 +292,7 @@ class _ReadStream:
             self._crc[piece.chunk] = crc
         elif crc != read.chunk.crc32c[number]:
             self._damaged(
-                CorruptCheckpointError(
-                    f"the CRC-32C of these bytes is {crc:08x}, the manifest says "
-                    f"{read.chunk.crc32c[number]:08x}",
-                    path=self.wanted.path,
-                    tensor=read.tensor,
-                    offset=read.chunk.offset + first,
-                    nbytes=nbytes,
-                )
+                read.chunk.wrong_sum(number, crc, path=self.wanted.path, tensor=read.tensor)
             )
 
     def _damaged(self, problem: CorruptCheckpointError) -> None:
@@ -314,11 +307,7 @@ class _ReadStream:
     def abandon(self) -> None:
         """Waits for what is in flight and forgets what it brings: an error is on its way."""
         while self._in_flight:
-            flying = self._in_flight.popleft()
-            try:
-                flying.operation.result()
-            except OSError:
-                continue
+            self._in_flight.popleft().operation.abandon()
 
 
 def _independent(pieces: Sequence[ReadPiece]) -> Iterator[tuple[int, int]]:

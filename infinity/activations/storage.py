@@ -275,9 +275,5 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _look_at(operation: Operation | None) -> None:
     """Take note of a failure that no longer matters, or the engine reports it."""
-    if operation is None:
-        return
-    try:
-        operation.result()
-    except AioError:
-        return
+    if operation is not None:
+        operation.abandon()

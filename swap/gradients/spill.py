@@ -90,8 +90,7 @@ class SpillWriter:
     def discard(self, segment: Segment) -> None:
         """Let the writes of ``segment`` end, whatever becomes of them: new values replace these."""
         for chunk in self._select(lambda other: other == segment):
-            with contextlib.suppress(AioError):
-                chunk.operation.result()
+            chunk.operation.abandon()
             self._remove(chunk)
 
     def _finish_all(self, wanted: Callable[[Segment], bool]) -> list[AioError | None]:

@@ -12,12 +12,12 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
-from aio import AioError, Operation, Slab, SlabFullError
+from aio import Operation, Slab, SlabFullError
 from aio.errors import let_go
 from swap.plan.layout import CHUNK_BYTES, PAGE, PASSAGE_BYTES
 
@@ -136,8 +136,7 @@ def _window() -> Iterator[deque[_Chunk]]:
     finally:
         try:
             for chunk in under_way:
-                with suppress(AioError):  # one before it is raised
-                    chunk.operation.result()
+                chunk.operation.abandon()  # an error before its own is raised
         finally:
             under_way.clear()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aio import Engine, MemoryBackend, Operation, Request
+from aio import AioError, Engine, MemoryBackend, Operation, Request
 from tests.aio.conftest import Gate
 
 
@@ -33,6 +33,20 @@ class TestWaiting:
                 _ = operation.finished_at
             gate.open()
             assert operation.result(1e300) == 100
+
+    def test_an_abandoned_operation_is_waited_for_and_its_error_is_told_to_nobody(
+        self, engine: Engine, make_file: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with engine.open(make_file(100)) as file:
+            operation = engine.read(file, 0, bytearray(200))
+            operation.abandon()
+            assert operation.done()
+            with pytest.raises(AioError):
+                operation.result()
+            other = engine.read(file, 0, bytearray(200))
+            other.abandon()
+            del other
+        assert caplog.messages == []
 
     def test_many_threads_wait_for_one_operation(
         self, gate: Gate, gated: Engine, make_file: Callable[..., Path]

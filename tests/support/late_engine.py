@@ -89,6 +89,9 @@ class LateOperation:
             raise _error(self.request, self._errno)
         return _bytes(self.request).nbytes
 
+    def abandon(self) -> None:
+        self.carry_out()
+
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         with self._lock:
             if not self._finished:

@@ -14,29 +14,12 @@ import torch
 
 from checkpoint.bench.conditions.units import format_size
 from checkpoint.format.checksum import crc32c
+from checkpoint.format.elements import BY_CODE
 
 _NUM_LAYERS = 12
 _ITEM_BYTES = 4
 _MAX_HEADER_BYTES = 100_000_000
 _PIECE_BYTES = 8 << 20
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
 
 
 class CheckError(RuntimeError):
@@ -137,7 +120,7 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 def _spec(path: Path, name: str, entry: Any) -> TensorSpec:
     try:
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
+        dtype, shape = BY_CODE[entry["dtype"]], tuple(int(size) for size in entry["shape"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: cannot make a tensor like {name!r}: {error!r}") from error
     if any(size < 0 for size in shape):

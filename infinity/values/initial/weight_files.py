@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from aio import read_regular_file
+from checkpoint.format.elements import BY_CODE
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -51,7 +52,7 @@ class WeightFolder:
     def on_meta(self, name: str) -> torch.Tensor:
         """Shape and dtype of a tensor."""
         part = self._open(self._files[name]).get_slice(name)
-        dtype = _DTYPES.get(part.get_dtype())
+        dtype = BY_CODE.get(part.get_dtype())
         if dtype is None:
             raise ValueError(
                 f"{name} of {self._files[name]} has dtype {part.get_dtype()}, which no parameter "
@@ -133,24 +134,6 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + more
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 _CONVERTED = (
     {torch.float16, torch.bfloat16, torch.float32, torch.float64},
     {torch.complex32, torch.complex64, torch.complex128},
