@@ -5,7 +5,7 @@ states over a late engine and a late link.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,24 @@ def step_both(
     updates = plain.updates(parameters, **options)
     state.step(updates, scale)
     plain.step(updates, scale)
+
+
+class TieredRig:
+    """A tiered state with this placement over a late engine that may fail, and its plain twin."""
+
+    def __init__(
+        self, stack: ExitStack, folder: Path, placement: Placement, **options: Any
+    ) -> None:
+        self.faults = Faults()
+        self._engines = stack.enter_context(late_engines(0, self.faults))
+        self.state = TieredState(placement, RULE, [folder], **options)
+        stack.callback(self.state.close)
+        self.plain = Plain(placement.layout.specs)
+
+    @property
+    def engine(self) -> LateEngine:
+        """There is none where nothing is on NVMe."""
+        return self._engines[0]
 
 
 def assert_same(state: TieredState, plain: Plain) -> None:

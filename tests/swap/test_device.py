@@ -16,17 +16,13 @@ from aio import AioError, Slab, SlabFullError
 from swap.cache.device_arena import DeviceArena, GradientInbox, HostLink, Link
 from swap.gradients.store import GradientStore
 from swap.plan.layout import PIECE, pack
-from swap.tiered import TieredState
 from swap.update.stages import Step
-from tests.support.late_engine import Faults
 from tests.support.late_link import LateEvent, LateLink
 from tests.support.tiers import (
-    RULE,
-    Plain,
+    TieredRig,
     add_to_both,
     assert_same,
     fill_both,
-    late_engines,
     placement_of,
     random_values,
     same_bits,
@@ -198,12 +194,10 @@ def test_gradient_larger_than_the_inbox_is_refused_at_once() -> None:
     inbox.close()
 
 
-class Rig:
+class Rig(TieredRig):
     """Two parameters with subgroups of their own on NVMe, updated speculatively, behind a link."""
 
     def __init__(self, stack: ExitStack, folder: Path, link: Any) -> None:
-        self.faults = Faults()
-        stack.enter_context(late_engines(0, self.faults))
         specs = specs_of([PIECE, PIECE])
         placement = placement_of(
             pack(specs, PIECE),
@@ -211,9 +205,7 @@ class Rig:
             inbox_bytes=8 * PIECE * 4,
             gradient_on_nvme=lambda _: False,
         )
-        self.state = TieredState(placement, RULE, [folder], link=link, device_bytes=4 * PIECE * 4)
-        stack.callback(self.state.close)
-        self.plain = Plain(specs)
+        super().__init__(stack, folder, placement, link=link, device_bytes=4 * PIECE * 4)
         fill_both(self.state, self.plain)
         self.state.expect_step = lambda: Step(
             updates=self.plain.updates([0, 1]), gradient_scale=1.0

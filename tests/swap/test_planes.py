@@ -17,17 +17,13 @@ from hypothesis import strategies as st
 from aio import AioError
 from swap.plan.layout import PIECE, pack
 from swap.storage.planes import as_bytes, as_tensor
-from swap.tiered import TieredState
 from tests.support.examples import examples
 from tests.support.interrupts import interrupt, sampled
-from tests.support.late_engine import Faults, LateEngine
 from tests.support.tiers import (
-    RULE,
-    Plain,
+    TieredRig,
     add_to_both,
     assert_same,
     fill_both,
-    late_engines,
     placement_of,
     random_values,
     same_bits,
@@ -38,17 +34,12 @@ from tests.support.tiers import (
 SIZES = (3 * PIECE + 5, 100, 0, 1, 2 * PIECE)
 
 
-class Rig:
+class Rig(TieredRig):
     def __init__(self, stack: ExitStack, folder: Path, dtype: torch.dtype, **homes: Any) -> None:
-        self.faults = Faults()
-        engines = stack.enter_context(late_engines(0, self.faults))
         specs = specs_of(SIZES, dtype)
         arena_bytes = 8 * PIECE * 4
         placement = placement_of(pack(specs, 2 * PIECE), arena_bytes=arena_bytes, **homes)
-        self.state = TieredState(placement, RULE, [folder])
-        stack.callback(self.state.close)
-        self.engine: LateEngine | None = engines[0] if engines else None
-        self.plain = Plain(specs)
+        super().__init__(stack, folder, placement)
         self.planes = self.state.planes
 
 
@@ -169,7 +160,6 @@ def test_error_is_raised_when_nothing_uses_the_callers_memory_any_more(
 ) -> None:
     with rig_in(tmp_path) as rig:
         fill_both(rig.state, rig.plain)
-        assert rig.engine is not None
         rig.engine.eager = 0.0
         rig.faults.arm(kind, errno.EIO)
         values = torch.zeros(SIZES[0])
@@ -194,7 +184,6 @@ def test_transfer_that_an_interrupt_kept_from_being_noted_has_ended(
         fill_both(rig.state, rig.plain)
         extents, engine = rig.state.extents, rig.engine
         assert extents is not None
-        assert engine is not None
         engine.eager = 0.0
         submit, drain, left = getattr(extents, kind), engine.drain, [None] * num_interrupts
 

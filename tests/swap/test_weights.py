@@ -16,11 +16,10 @@ from swap.cache.device_arena import HostLink
 from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.tiers import BudgetError
-from tests.support.late_engine import Faults, LateEngine
 from tests.support.late_link import LateLink
 from tests.support.tiers import (
     RULE,
-    Plain,
+    TieredRig,
     add_to_both,
     assert_same,
     fill_both,
@@ -35,7 +34,7 @@ PAGE_BYTES = PIECE * 4
 LINKS: dict[str, Callable[[], Any]] = {"host": HostLink, "late": LateLink}
 
 
-class Rig:
+class Rig(TieredRig):
     """A tiered state of equal parameters, all on NVMe, and its plain twin."""
 
     def __init__(
@@ -51,9 +50,7 @@ class Rig:
         capacity: int | None = None,
         **homes: Any,
     ) -> None:
-        self.faults = Faults()
         self.num = num
-        engines = stack.enter_context(late_engines(0, self.faults))
         specs = specs_of([pieces * PIECE] * num)
         layout = pack(specs, (capacity or pieces) * PIECE)
         self.arena_bytes = int(room * pieces * PAGE_BYTES)
@@ -62,11 +59,8 @@ class Rig:
             layout, arena_bytes=self.arena_bytes, inbox_bytes=inbox_bytes, **homes
         )
         device_bytes = None if link is None else self.arena_bytes
-        self.state = TieredState(placement, RULE, [folder], link=link, device_bytes=device_bytes)
-        stack.callback(self.state.close)
-        self.engine: LateEngine = engines[0]
+        super().__init__(stack, folder, placement, link=link, device_bytes=device_bytes)
         self.engine.eager = eager
-        self.plain = Plain(specs)
         fill_both(self.state, self.plain)
         self.weights = self.state.weights
 
