@@ -22,7 +22,7 @@ def test_systems_train_the_same_in_blocks_that_take_turns(
     rounds: list[dict[str, Any]] = json.loads(result.read_text())["rounds"]
     assert len(rounds) == 2
     (found,) = comparisons("once", json.loads(result.read_text()))
-    assert 0 < found.step.least_seconds < found.step.most_seconds
+    assert 0 < found.step.least_seconds <= found.step.most_seconds
     for entry in rounds:
         assert entry["samples"].keys() == {"plain", "ours:32MiB"}
         for sample in entry["samples"].values():
