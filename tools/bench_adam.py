@@ -15,17 +15,15 @@ import argparse
 import contextlib
 import json
 import os
-import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from samples import cpu_name, quartiles, ratios, seconds_of
 
 from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step, split_master
 from swap.processors import isa
@@ -222,19 +220,14 @@ def measure(rows: list[Row], rounds: int, pause_seconds: float) -> None:
         start = count % len(rows)
         for row in rows[start:] + rows[:start]:
             time.sleep(pause_seconds)
-            began = time.perf_counter()
-            row.step()
-            seconds = time.perf_counter() - began
+            seconds = seconds_of(row.step)
             if count:
                 row.seconds.append(seconds)
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles; of a single value that value."""
-    if len(values) == 1:
-        return dict.fromkeys(("q1", "median", "q3"), values[0])
-    q1, median, q3 = statistics.quantiles(values, method="inclusive")
-    return {"q1": q1, "median": median, "q3": q3}
+    """Median and quartiles, by name."""
+    return dict(zip(("median", "q1", "q3"), quartiles(values), strict=True))
 
 
 def summarise(rows: list[Row], n: int) -> list[dict[str, Any]]:
@@ -244,7 +237,7 @@ def summarise(rows: list[Row], n: int) -> list[dict[str, Any]]:
         seconds = spread(row.seconds)
         per_second = n / seconds["median"]
         speedups = {
-            peer: spread([b / a for a, b in zip(row.seconds, by_name[peer].seconds, strict=True)])
+            peer: spread(ratios(by_name[peer].seconds, row.seconds))
             for peer in row.peers
             if peer in by_name
         }
@@ -260,13 +253,6 @@ def summarise(rows: list[Row], n: int) -> list[dict[str, Any]]:
             }
         )
     return summaries
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def print_table(report: dict[str, Any]) -> None:

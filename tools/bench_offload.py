@@ -36,6 +36,7 @@ import torch
 from disk_bandwidth import Bandwidth, limited, measure_disk
 from host_rates import describe_machine, measure_host
 from offload_systems import Job
+from samples import as_text, extremes
 
 from swap.tiers import parse_bytes
 
@@ -208,8 +209,7 @@ def _print_table(result: dict[str, Any]) -> None:
 def _median_of(
     rounds: Sequence[dict[str, Any]], of: Callable[[dict[str, Any], str], float], system: str
 ) -> str:
-    values = [of(entry, system) for entry in rounds]
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+    return as_text(extremes([of(entry, system) for entry in rounds]), 2)
 
 
 def _arguments() -> argparse.ArgumentParser:

@@ -26,7 +26,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from typing import Any
 import psutil
 import torch
 from gpt import GPT
+from samples import quartiles, ratios, seconds_of
 
 import checkpoint
 
@@ -172,8 +173,8 @@ def copy_seconds(state: dict[str, Any]) -> dict[str, float]:
             there.copy_(here)
 
     return {
-        "used": _seconds(again),
-        "new": _seconds(lambda: [tensor.clone() for tensor in source]),
+        "used": seconds_of(again),
+        "new": seconds_of(lambda: [tensor.clone() for tensor in source]),
     }
 
 
@@ -205,34 +206,19 @@ def _row(cycles: Sequence[dict[str, Any]], mode: str) -> dict[str, tuple[float, 
 
     row = {"step": each("all"), "forward and backward": each("compute")}
     if mode != "none":
-        row["step over none"] = _ratios(each("all"), each("all", "none"))
+        row["step over none"] = ratios(each("all"), each("all", "none"))
         row["returned"] = each("returned")
         row["durable"] = each("durable")
-        row["durable over forward and backward"] = _ratios(each("durable"), each("compute"))
+        row["durable over forward and backward"] = ratios(each("durable"), each("compute"))
     if mode == "copy":
         for memory in ("used", "new"):
             copies = [cycle["memory copy"][memory] for cycle in cycles]
-            row[f"returned over a copy into {memory} memory"] = _ratios(each("returned"), copies)
-    return {name: _quartiles(values) for name, values in row.items()}
+            row[f"returned over a copy into {memory} memory"] = ratios(each("returned"), copies)
+    return {name: quartiles(values) for name, values in row.items()}
 
 
 def _columns(rows: Sequence[dict[str, float]]) -> dict[str, tuple[float, ...]]:
-    return {name: _quartiles([row[name] for row in rows]) for name in rows[0]}
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, ...]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return middle, low, high
-
-
-def _ratios(values: list[float], others: list[float]) -> list[float]:
-    return [value / other for value, other in zip(values, others, strict=True)]
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+    return {name: quartiles([row[name] for row in rows]) for name in rows[0]}
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from local_ranks import Job, be_rank, run_ranks
+from samples import extremes
 from ssd_rig import parse_size
 
 import checkpoint
@@ -177,20 +178,15 @@ def summary(rounds: Sequence[dict[str, Any]], options: argparse.Namespace) -> li
         }
         for name in ("save", "load"):
             seconds = [each[name]["seconds"] for each in seen]
-            row[name] = spread(seconds)
+            row[name] = extremes(seconds)
             row[f"{name}, CPU seconds of all ranks"] = statistics.median(
                 sum(each[name]["cpu seconds"]) for each in seen
             )
             if options.limit:
                 ideal = options.bytes / options.limit
-                row[f"{name}, x N x limit"] = spread([ideal / value for value in seconds])
+                row[f"{name}, x N x limit"] = extremes([ideal / value for value in seconds])
         rows.append(row)
     return rows
-
-
-def spread(values: Sequence[float]) -> list[float]:
-    """(median, lowest, highest)."""
-    return [statistics.median(values), min(values), max(values)]
 
 
 def print_table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from samples import cpu_name, seconds_of
 
 from swap.kernels import AdamHyper, adam_step, sum_of_squares
 
@@ -53,13 +52,8 @@ def measure_host(dtype: torch.dtype) -> HostRates:
 
 def describe_machine() -> dict[str, Any]:
     """What a result needs beside it to mean something."""
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
     return {
-        "cpu": names[0] if names else "unknown",
+        "cpu": cpu_name(),
         "cpus": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "torch": torch.__version__,
@@ -97,9 +91,4 @@ class _State:
 
 def _seconds(work: Callable[[], None]) -> float:
     work()
-    found = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+    return statistics.median(seconds_of(work) for _ in range(_ROUNDS))
