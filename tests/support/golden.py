@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoint
 import checkpoint.dcp
@@ -57,7 +57,7 @@ def save_through_dcp(folder: Path) -> None:
     writer = checkpoint.dcp.StorageWriter(folder / "step", _stripes(folder))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is one process
-        dcp.save(state(), storage_writer=writer, no_dist=True)
+        dcp_save(state(), storage_writer=writer, no_dist=True)
 
 
 def save_by_rank(rank: int, folder: Path) -> None:
