@@ -11,7 +11,9 @@ import torch
 from safetensors import safe_open
 
 from tests.support import cgroup, rank_weights
-from tests.support.ranks import ROOT, run_ranks
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
 
 INTERPRETER = 256 << 20
 """Python, torch and this library, with room for what they allocate by the way."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import ROOT
+ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str) -> str:
