@@ -28,7 +28,7 @@ from infinity.optim.optimizer import AdamW, OptimizerFactory
 from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record, records_of
 from infinity.parameters.weak_references import WithoutWeakReferences
-from infinity.planning.placing import demand_of, place_within
+from infinity.planning.placing import demand_of, has_room_for_freed_memory, place_within
 from infinity.ranks.agreement import (
     check_devices,
     check_same,
@@ -147,7 +147,6 @@ def _begin(model: nn.Module, given: Arguments, undo: Undo) -> Training:
 def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) -> Training:
     """Offload ``model``; ``undo`` undoes all of it."""
     dtype = options.compute_dtype
-    undo.enter_context(SmallHeap())
     with together(ranks):
         check_model(model)
         for directory in options.directories:
@@ -170,6 +169,8 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     with together(ranks):
         demand = demand_of(model, records, rule, options.share, is_partitioned=ranks is not None)
         placed = place_within(demand, options.budget)
+    if not has_room_for_freed_memory(demand, placed, options.budget):
+        undo.enter_context(SmallHeap())
     state = _open_state(undo, placed.placement, rule, options, ranks)
     with together(ranks):
         activations = activations_for(

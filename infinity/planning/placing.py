@@ -123,6 +123,16 @@ def place_within(demand: Demand, budget: Budget) -> Placed:
     raise failure
 
 
+def has_room_for_freed_memory(demand: Demand, placed: Placed, budget: Budget) -> bool:
+    """Whether the budget has room for all gradients beside what the library takes: the C library's
+    heap keeps as much of what backward passes free, unless it is held small.
+    """
+    if placed.placement.nvme_bytes or demand.share.mode == "nvme":
+        return False
+    gradient_bytes = sum(spec.weight_bytes for spec in demand.specs if spec.trainable)
+    return placed.host_bytes + gradient_bytes <= budget.host_bytes
+
+
 def least_host_bytes(demand: Demand) -> int:
     """The least host budget that works."""
     return _refusal(demand).least_host_bytes

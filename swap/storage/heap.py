@@ -2,10 +2,11 @@
 
 glibc maps an allocation of 128 KiB or more by itself, and unmaps it when it is freed; but each one
 that is freed raises that threshold, up to 32 MiB. From then on gradients and activations come from
-the heap. Aligned memory, which torch asks for, is cut from a block that is a little larger; small
-objects take what was cut off, and the next gradient of the same size does not fit where the last
-one was: in a backward pass over many layers, the heap grows by nearly all gradients, though one at
-a time is alive. So the threshold is fixed while any ``SmallHeap`` is entered.
+the heap, and in a backward pass over many layers it was measured to grow by nearly all gradients,
+though one at a time is alive (torch asks for aligned memory, which glibc cuts from a block that is
+a little larger; a gradient of the same size seems not to fit again where the last one was). So the
+threshold is fixed while any ``SmallHeap`` is entered. What is mapped costs page faults each time,
+so none is entered where memory for all that may be kept is there.
 
 Nothing is done where ``malloc`` is not glibc's (musl; jemalloc, tcmalloc or mimalloc, preloaded or
 linked in).
@@ -28,6 +29,8 @@ _DYNAMIC_LIMIT_BYTES = 4 * 1024 * 1024 * ctypes.sizeof(ctypes.c_long)
 class SmallHeap:
     """While one of them is entered, freed memory of ``MMAP_THRESHOLD_BYTES`` or more goes back to
     the system at once, for the whole process. Leaving may be repeated.
+
+    One that is never left stays in force until the process ends, as does the block it is for.
 
     glibc has no way to let its threshold grow again, nor to ask for its value. Afterwards it is at
     the largest that it would have grown to, as in a process that has freed a tensor of 32 MiB; one

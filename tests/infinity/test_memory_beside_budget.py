@@ -5,6 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
+
+import infinity
+from swap.storage import heap
+from tests.support.training import budgets
 
 MARGIN_BYTES = 12 << 20
 """For what is no part of the budget: objects of Python and of torch, stacks, a gradient."""
@@ -62,3 +67,38 @@ def beyond_budget(directory: Path, **environment: str) -> int:
 @pytest.mark.proof
 def test_freed_gradients_are_not_kept_beyond_the_budget(tmp_path: Path) -> None:
     assert beyond_budget(tmp_path) < MARGIN_BYTES
+
+
+def make() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)])
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "is_held"),
+    [
+        ("whole", {}, False),
+        ("most", {}, True),
+        ("least", {}, True),
+        ("whole", {"activations": "nvme"}, True),
+    ],
+)
+def test_heap_is_held_small_only_where_memory_is_what_is_short(
+    budget: str, options: dict[str, str], is_held: bool, tmp_path: Path
+) -> None:
+    """Mapping each gradient anew costs page faults, for nothing where there is room."""
+    host_memory = budgets(make, tmp_path)[budget]
+    with infinity.offload(make(), tmp_path, host_memory=host_memory, **options):  # type: ignore[arg-type]
+        assert bool(heap._entered) == is_held
+    assert not heap._entered
+
+
+def test_heap_is_held_small_where_all_that_is_kept_fits_but_not_what_is_freed(
+    tmp_path: Path,
+) -> None:
+    gradients = sum(p.nbytes for p in make().parameters())
+    taken = infinity.plan(make(), host_memory=32 << 20).host_bytes
+    for room, is_held in ((gradients - 4096, True), (gradients, False)):
+        plan = infinity.plan(make(), host_memory=taken + room)
+        assert (plan.host_bytes, plan.nvme_bytes) == (taken, 0)
+        with infinity.offload(make(), tmp_path, host_memory=taken + room):
+            assert bool(heap._entered) == is_held
