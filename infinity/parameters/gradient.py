@@ -73,18 +73,28 @@ class OffloadedGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__self__", None) in _ALLOWED or func in _ALLOWED:
-                return func(*args, **kwargs)
             name = getattr(func, "__name__", str(func))
+            if func in _ALLOWED or (name == "__get__" and func.__self__ in _ALLOWED):
+                return func(*args, **kwargs)
             if name == "detach_" or (name == "requires_grad_" and not all(args[1:])):
                 return args[0]
             if name in _REFUSED:
+                _refuse(name, next(_gradients_in((args, kwargs))).name_of_parameter)
+            if name in ("__set__", "__delete__") and func != _SET_DATA:
                 _refuse(name, next(_gradients_in((args, kwargs))).name_of_parameter)
             if name in ("mul_", "_foreach_mul_", "div_") and _is_one(args[1:]):
                 return args[0]  # clipping that does not set in
             if name.startswith(("_foreach_", "_amp_foreach_")):
                 return _one_by_one(func, args, kwargs)
             return _on_values(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What came here by another way (collectives do) would work on what has no values."""
+        gradient = next(_gradients_in((args, kwargs or {})))
+        _refuse(str(func), gradient.name_of_parameter)
 
 
 class GradientValues(torch.Tensor):
@@ -99,7 +109,7 @@ class GradientValues(torch.Tensor):
             views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, GradientValues)]
             before = [view._version for view in views]
             name = getattr(func, "__name__", str(func))
-            if name in _REFUSED:
+            if name in _REFUSED or name in ("__set__", "__delete__"):
                 _refuse(name, views[0]._name)
             result = func(*args, **kwargs)
             for view, version in zip(views, before, strict=True):
@@ -121,6 +131,10 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     target = set(map(id, tree_leaves(args[:1]))) if _is_in_place(func) else set()
     args, kwargs = tree_map(lambda leaf: values.get(id(leaf), leaf), (args, kwargs))
     result = func(*args, **kwargs)
+    if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+        target = set(found)  # collectives count no changes
+        if hasattr(result, "wait"):
+            result.wait()
     for key, gradient in found.items():
         if values[key]._version != before[key] or key in target:
             gradient.keep(values[key])
@@ -130,7 +144,7 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
 def _is_in_place(func: Any) -> bool:
     """By its name: not all operations on lists count the changes that they make."""
     name = getattr(func, "__name__", "")
-    return bool(name.endswith("_") and not name.endswith("__"))
+    return func == _SET_DATA or bool(name.endswith("_") and not name.endswith("__"))
 
 
 def _as_seen(
@@ -214,6 +228,7 @@ _ALLOWED = frozenset(
         *("is_floating_point", "is_complex", "is_inference"),
     )
 )
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SAME = frozenset((torch.Tensor.detach, torch.Tensor.data.__get__, torch.detach))  # type: ignore[attr-defined]
 _REFUSED = frozenset(
     (

@@ -52,6 +52,19 @@ def _norm_only(model: nn.Module, *_: object) -> Any:
     return torch.stack(norms).sum(), nn.utils.get_total_norm(_gradients(model), float("inf"))
 
 
+def _vectors(model: nn.Module, *_: object) -> Any:
+    gradients = _gradients(model)
+    vector = nn.utils.parameters_to_vector(gradients)
+    nn.utils.vector_to_parameters(vector * 2, gradients)
+    torch.mul(gradients[0].clone(), 3, out=gradients[0])
+    return vector
+
+
+def _operator(model: nn.Module, *_: object) -> None:
+    for gradient in _gradients(model):
+        torch.ops.aten.mul_(gradient, 2)
+
+
 def _copies(model: nn.Module, *_: object) -> Any:
     first = _gradients(model)[0]
     return (
@@ -101,6 +114,8 @@ ACTS: dict[str, Act] = {
     "in place": _scale_each,
     "augmented": _add_to,
     "norms": _norm_only,
+    "vectors": _vectors,
+    "an operator itself": _operator,
     "copies": _copies,
 }
 
@@ -168,6 +183,24 @@ def test_a_grad_scaler_has_the_bits_of_plain_torch(unscales: bool, nvme: Path) -
         assert same_bits(value, values_of(model)[key]), key
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_gradients_are_averaged_by_hand(is_async: bool, nvme: Path, tmp_path: Path) -> None:
+    world: Any = torch.distributed
+    world.init_process_group("gloo", init_method=f"file://{tmp_path}/r", rank=0, world_size=1)
+    model = seeded(Stack)
+    try:
+        with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+            vector_loss(model, 0).backward()
+            for gradient in _gradients(model):
+                before = gradient.clone()
+                work = world.all_reduce(gradient, async_op=is_async)
+                assert (work is not None) is is_async
+                assert torch.equal(gradient, before)
+            assert offloaded._training.gradients.changed
+    finally:
+        world.destroy_process_group()
+
+
 def test_a_grad_scaler_over_float16_weights_is_refused_before_a_number_changes(nvme: Path) -> None:
     model = seeded(Stack)
     with infinity.offload(model, nvme, compute_dtype=torch.float16) as offloaded:
@@ -198,11 +231,16 @@ def _storage(gradient: torch.Tensor) -> None:
     gradient.untyped_storage()
 
 
+def _gradient_of_it(gradient: torch.Tensor) -> None:
+    gradient.grad = torch.ones_like(gradient)
+
+
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], None], str]] = {
     "view": (_view, r"mul_ changed a view of the gradient of .*weight.* assign"),
     "view of a view": (_view_of_a_view, "changed a view of the gradient"),
     "array": (_array, "read-only"),
     "data_ptr": (_memory, r"not a tensor in memory.*offloaded\.gradient"),
+    "grad": (_gradient_of_it, "not a tensor in memory"),
     "untyped_storage": (_storage, r"not a tensor in memory.*offloaded\.gradient"),
 }
 
