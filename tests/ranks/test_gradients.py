@@ -1,0 +1,47 @@
+"""Gradients over ranks as programs see them: the mean, on every rank, read and changed by all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from tests.support.models import seeded
+from tests.support.rank_jobs import gpt, least_budget, loss_of, world
+from tests.support.ranks import run_ranks
+from tests.support.training import same_bits
+
+
+def clip_by_torch(rank: int, folder: Path, *, batches: list[list[int]], name: str) -> list[float]:
+    """Two steps that ``torch.nn.utils`` clips; weights are left in ``<name>-<rank>``."""
+    model = seeded(gpt)
+    options: dict[str, Any] = {"optimizer": infinity.AdamW(lr=1e-2)}
+    least = least_budget(gpt, folder, **options)
+    norms = []
+    with infinity.offload(
+        model, folder, host_memory=least, process_group=world(), **options
+    ) as offloaded:
+        for step in range(2):
+            for batch in batches[rank]:
+                (loss_of(model, batch + 100 * step) / len(batches[rank])).backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            offloaded.step()
+    torch.save(dict(model.state_dict()), folder / f"{name}-{rank}")
+    return norms
+
+
+def test_two_ranks_clipped_by_torch_have_the_bits_of_one(tmp_path: Path) -> None:
+    two, one = tmp_path / "two", tmp_path / "one"
+    for folder in (two, one):
+        folder.mkdir()
+    norms = run_ranks(clip_by_torch, two, 2, batches=[[0], [1]], name="w")
+    assert norms[0] == norms[1]
+    assert norms[0] == clip_by_torch(0, one, batches=[[0, 1]], name="w")
+    expected = torch.load(one / "w-0", weights_only=True)
+    for rank in range(2):
+        values = torch.load(two / f"w-{rank}", weights_only=True)
+        assert all(same_bits(value, values[key]) for key, value in expected.items())
