@@ -7,7 +7,6 @@ back, by the next one.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aio import sync_directory
+from infinity.integrations.published import sync_tree
 
 SAVING = ".saving"
 _REPLACED = ".replaced-"
@@ -40,18 +40,6 @@ def recover(run: Path) -> None:
             replaced.rename(run / name)
 
 
-def publish(staged: Path, final: Path) -> None:
-    """Let the durable ``final`` be what is in ``staged``. Raises ``OSError``."""
-    sync_tree(staged)
-    replaced = final.with_name(f"{_REPLACED}{final.name}")
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    staged.rename(final)
-    sync_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """A new folder to write a model to, whose files are those of ``folder`` after: each by a
@@ -73,18 +61,6 @@ def replacing(folder: Path) -> Iterator[Path]:
         sync_directory(folder)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-
-
-def sync_tree(folder: Path) -> None:
-    """Have all that is in ``folder`` on the disk."""
-    for root, _, names in os.walk(folder):
-        for name in names:
-            descriptor = os.open(Path(root, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_directory(root)
 
 
 def _move(source: Path, target: Path) -> None:

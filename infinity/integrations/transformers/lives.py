@@ -18,6 +18,7 @@ from torch import nn
 import infinity
 from infinity.arguments import make_budget
 from infinity.block import OffloadBlock
+from infinity.integrations import takeover
 from infinity.integrations.transformers import optimizers
 from infinity.integrations.transformers.arguments import Settings
 from swap.tiers import format_bytes
@@ -136,11 +137,11 @@ def _enter_trained(
     if optimizer is None:
         return enter(model, settings, device, None)
     made = optimizer()
-    names = optimizers.names_of(model, made)
+    names = takeover.names_of(model, made)
     chosen = optimizers.chosen(made, optimizer, settings.state_dtype)
     offloaded = enter(model, settings, device, chosen)
     if isinstance(chosen, infinity.AdamW):
-        optimizers.set_groups(offloaded, made.param_groups, names)
+        takeover.set_groups(offloaded, made.param_groups, names)
     return offloaded
 
 

@@ -6,18 +6,13 @@ groups (no decay of biases and norms, rates of their own) are what they ever wer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import infinity
-from infinity.values.leaves import leaves_of
-
-_OWN = ("amsgrad", "maximize", "differentiable")
-"""Options of ``torch.optim.AdamW`` that ``infinity.AdamW`` has not."""
-_HOW = ("foreach", "capturable", "fused", "decoupled_weight_decay", "params")
-"""Those that say how it computes, not what."""
+from infinity.integrations.takeover import is_native
 
 
 def chosen(
@@ -40,33 +35,3 @@ def chosen(
             "in dtypes of its own"
         )
     return lambda _: again()
-
-
-def is_native(made: torch.optim.Optimizer) -> bool:
-    """Whether ``infinity.AdamW`` computes what this optimizer does."""
-    if type(made) is not torch.optim.AdamW:
-        return False
-    return not any(group.get(name) for group in made.param_groups for name in _OWN)
-
-
-def names_of(model: torch.nn.Module, made: torch.optim.Optimizer) -> list[list[str]]:
-    """The parameters in each of the groups."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[names[id(p)] for p in group["params"]] for group in made.param_groups]
-
-
-def set_groups(
-    offloaded: infinity.OffloadedModel,
-    groups: Sequence[Mapping[str, Any]],
-    names: Sequence[Sequence[str]],
-) -> None:
-    """Give ``offloaded.optimizer`` these groups, of the parameters with these names outside."""
-    parts = {
-        leaf.name: [part.parameter for part in leaf.parts]
-        for leaf in leaves_of(offloaded.model, offloaded._training.records)
-    }
-    offloaded.optimizer.param_groups.clear()
-    for group, members in zip(groups, names, strict=True):
-        options = {key: value for key, value in group.items() if key not in _OWN + _HOW}
-        parameters = [part for name in members for part in parts[name]]
-        offloaded.optimizer.add_param_group(options | {"params": parameters})

@@ -13,6 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 import checkpoint
+from infinity.integrations import published
 from infinity.integrations.transformers import folders
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Saves:
         try:
             if self.pending is not None:
                 self.pending.result()
-            folders.publish(self._staged, self._final)
+            published.publish(self._staged, self._final)
         except BaseException:
             self._drop()
             raise
