@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaForCausalLM, Trainer
 
 from infinity.integrations.transformers import OffloadArguments, OffloadTrainer
+from tests.support.compatibility import assert_documented, row
 from tests.support.trainers import (
     KillAt,
     Run,
@@ -20,6 +21,7 @@ from tests.support.trainers import (
     least_of,
     run_killed,
     some_texts,
+    state_bytes_of,
     tiny_llama,
     train,
 )
@@ -100,6 +102,8 @@ def test_trainer_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path, nvme: 
     assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     resumed = _offloaded(nvme, folder, max_grad_norm=0.5, resume=True)
     assert_same(whole, resumed)
+    state = state_bytes_of(tiny_llama())
+    assert_documented(row("`Trainer`", "transformers", least_bytes=least, state_bytes=state))
 
 
 def test_checkpoint_is_what_from_pretrained_loads(tmp_path: Path, nvme: Path) -> None:

@@ -14,7 +14,16 @@ from transformers import LlamaForCausalLM
 
 from infinity.integrations import trl as offloaded_trl
 from infinity.integrations.transformers import OffloadArgumentsMixin, OffloadMixin
-from tests.support.trainers import KillAt, Run, assert_same, least_of, logged_by, run_killed
+from tests.support.compatibility import assert_documented, row
+from tests.support.trainers import (
+    KillAt,
+    Run,
+    assert_same,
+    least_of,
+    logged_by,
+    run_killed,
+    state_bytes_of,
+)
 from tests.support.training import same_bits, values_of
 from tests.support.trl_runs import case
 
@@ -53,7 +62,9 @@ def test_trainer_of_trl_gives_the_bits_of_the_one_in_memory_also_after_a_kill(
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
     _, given = case(name, folder)
     given |= {"nvme": nvme, "host_memory": least}
+    state = state_bytes_of(given["model"], given.get("ref_model"))
     assert_same(plain, _train(offloaded, given, resume=True), except_logged=_NOT_ALIKE)
+    assert_documented(row(f"`{name}Trainer`", "trl", least_bytes=least, state_bytes=state))
 
 
 def test_reference_model_comes_back_as_it_was(tmp_path: Path, nvme: Path) -> None:

@@ -28,9 +28,9 @@ def tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
         num_attention_heads=4,
         max_position_embeddings=64,
         bos_token_id=0,
@@ -86,6 +86,12 @@ def least_of(kind: Callable[..., Any], **given: Any) -> int:
     except infinity.BudgetError as error:
         return error.least_host_bytes
     raise AssertionError("one byte of host memory was taken for enough")
+
+
+def state_bytes_of(trained: Any, frozen: Any = None) -> int:
+    """Bytes of weights, gradients and two moments in float32; of weights alone, if frozen."""
+    rest = 0 if frozen is None else 4 * frozen.num_parameters()
+    return 16 * int(trained.num_parameters()) + rest
 
 
 @dataclass(frozen=True, slots=True)
