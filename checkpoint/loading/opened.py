@@ -142,6 +142,11 @@ class OpenCheckpoint:
         with self._span_lock:
             self._span = None
 
+    def forget_blocks(self) -> None:
+        """Lets go of the blocks that were read last."""
+        with self._lock:
+            self._blocks.clear()
+
     def _block(self, record: TensorRecord, chunk: ChunkRecord, number: int) -> Block:
         key = (chunk.file, chunk.offset, number)
         with self._lock:

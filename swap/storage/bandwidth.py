@@ -12,8 +12,18 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio import Engine, NotRegularFileError, Request, Slab, naming, read_regular_file
+from aio import (
+    AioError,
+    Engine,
+    File,
+    NotRegularFileError,
+    Request,
+    Slab,
+    naming,
+    read_regular_file,
+)
 from aio.descriptors import Descriptor
+from aio.errors import is_no_room
 from swap.storage.directory import FOLDER, SwapDirectory, make_shared
 
 _PROBE_BYTES = 256 * 1024 * 1024
@@ -120,7 +130,8 @@ def shares(directories: Sequence[str]) -> list[float] | None:
 
 
 def measure(directories: Sequence[str | os.PathLike[str]]) -> Bandwidth:
-    """The sum over ``directories``, each measured alone: 256 MiB written, synced and read back.
+    """The sum over ``directories``, each measured alone: 256 MiB, or as much as there is room for,
+    written, synced and read back.
 
     Raises ``OSError`` naming the directory if that fails. Nothing is left behind.
     """
@@ -137,9 +148,9 @@ def _measure_one(directory: str | os.PathLike[str]) -> Bandwidth:
         place = SwapDirectory(directory, engine)
         stack.callback(place.close)
         file = place.file
-        file.allocate(0, _PROBE_BYTES)
+        nbytes = _allocated(file)
         buffer = Slab(_REQUEST_BYTES).allocate(_REQUEST_BYTES)
-        offsets = range(0, _PROBE_BYTES, _REQUEST_BYTES)
+        offsets = range(0, nbytes, _REQUEST_BYTES)
         seconds = {}
         for kind in ("write", "read"):
             start = time.perf_counter()
@@ -149,4 +160,27 @@ def _measure_one(directory: str | os.PathLike[str]) -> Bandwidth:
             if kind == "write":
                 file.sync()
             seconds[kind] = time.perf_counter() - start
-    return Bandwidth(_PROBE_BYTES / seconds["read"], _PROBE_BYTES / seconds["write"])
+    return Bandwidth(nbytes / seconds["read"], nbytes / seconds["write"])
+
+
+def _allocated(file: File) -> int:
+    """How many bytes there is room to measure with."""
+    nbytes = _PROBE_BYTES
+    while True:
+        try:
+            file.allocate(0, nbytes)
+            return nbytes
+        except AioError as error:
+            if not is_no_room(error):
+                raise
+            if nbytes // 2 < _REQUEST_BYTES:
+                folder = file.path.parent
+                reason = os.strerror(error.errno or 0)
+                raise AioError(
+                    f"cannot measure the bandwidth of {folder}: {reason}; it takes {nbytes} bytes "
+                    "of room for a moment: free as much, or plan without nvme=",
+                    errno=error.errno or 0,
+                    filename=str(folder),
+                    nbytes=nbytes,
+                ) from error
+        nbytes //= 2

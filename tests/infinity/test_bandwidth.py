@@ -1,5 +1,6 @@
 """What is read back as a measurement was one; whatever else lies there is refused by name."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import infinity
+from aio import AioError, File
 from swap.storage import bandwidth
 from swap.storage.bandwidth import kept, measure, measure_and_keep
 from tests.support.models import Stack
@@ -82,3 +84,25 @@ def test_what_a_killed_process_of_the_same_number_left_is_in_nobodys_way(
     (tmp_path / ".infinity").mkdir()
     (tmp_path / ".infinity" / f".bandwidth.json.{os.getpid()}").touch()
     assert measure_and_keep(tmp_path) == kept(tmp_path)
+
+
+def test_measuring_takes_no_more_room_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = File.allocate
+    free = 2 << 20
+
+    def allocate_what_is_free(self: File, offset: int, nbytes: int) -> None:
+        if offset + nbytes > free:
+            raise AioError("full", errno=errno.EDQUOT, filename=str(self.path))
+        allocate(self, offset, nbytes)
+
+    monkeypatch.setattr(File, "allocate", allocate_what_is_free)
+    monkeypatch.setattr(bandwidth, "_PROBE_BYTES", 8 << 20)
+    monkeypatch.setattr(bandwidth, "_REQUEST_BYTES", 1 << 20)
+    assert measure([tmp_path]).read > 0
+    free = 4096
+    with pytest.raises(AioError, match=r"cannot measure .* 1048576 bytes of room") as caught:
+        measure([tmp_path])
+    assert caught.value.errno == errno.EDQUOT
+    assert list(tmp_path.iterdir()) == []

@@ -60,13 +60,19 @@ class CheckpointValues:
         check_fit(model, path, with_buffers(misfits, model, self._buffers(model)))
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, StoredValues]]:
-        for record in records:
-            yield record, self._found[record.index]
+        try:
+            for record in records:
+                yield record, self._found[record.index]
+        finally:  # of the budget there is nothing for what was read last
+            self._opened.forget_blocks()
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         found = self._find([name])
         if found is not None:
-            return found.whole().to(buffer.dtype)
+            try:
+                return found.whole().to(buffer.dtype)
+            finally:
+                self._opened.forget_blocks()
         if buffer.is_meta:
             return self._initialisers.buffer(name, not_in=self._path)
         return buffer
