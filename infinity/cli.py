@@ -3,76 +3,117 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 import checkpoint
+import infinity
 from checkpoint.directory.locate import read_manifest
-from infinity.planning.plan import plan
+from infinity.commands.contents import tree_lines
+from infinity.commands.planned import STATE_DTYPES, run_plan
+from infinity.commands.sources import DTYPES, UsageError
+from infinity.commands.waiting import told
 from swap.storage.bandwidth import measure_and_keep
 from swap.storage.directory import reclaim
+from swap.storage.endurance import DRIVE_ENDURANCE
 from swap.tiers import format_bytes
 
 MODEL = "model."
 """What the names of weights begin with in a checkpoint of `OffloadedModel.save`."""
+DONE, FAILED, MISUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
+Run = Callable[[argparse.Namespace, Console], int]
+
+_EXAMPLES = """\
+examples:
+  infinity plan 7B --host-memory 32GiB
+  infinity plan --largest --host-memory 32GiB --space 1TB
+  infinity tune /mnt/nvme0 /mnt/nvme1
+  infinity show /mnt/nvme0/run/final --depth 3
+  infinity verify /mnt/nvme0/run/final
+  infinity export /mnt/nvme0/run/final weights
+
+`infinity COMMAND --help` says more of each.
+
+exit codes: 0 done; 1 it failed, or the answer is no (a plan that does not fit, a checkpoint that is
+damaged); 2 arguments that make no sense; 130 Ctrl-C; 141 nobody reads the output any more.
+"""
+_PLAN = """\
+Nothing is loaded and no memory is taken: the model of a folder is built on the meta device. With
+--nvme each directory is measured: 256 MiB are written to it, read and removed.
+
+examples:
+  infinity plan 7B --host-memory 32GiB
+  infinity plan path/to/llama --host-memory 32GiB --device cuda --device-memory 24GiB
+  infinity plan model.safetensors --state-dtype bfloat16 --nvme /mnt/nvme0 --nvme /mnt/nvme1
+  infinity plan 70B --ranks 8 --passes 4 --json
+  infinity plan --largest --host-memory 32GiB --space 1TB
+"""
+
+
+class _Screen(Console):
+    """Names and paths are text: what is in brackets in them is no markup."""
+
+    def __init__(self) -> None:
+        super().__init__(soft_wrap=True, markup=False, emoji=False, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; 0 on success, 1 with a message on what users can mend."""
+    """Run one subcommand and return its exit code; arguments that make no sense exit with 2."""
     options = _arguments().parse_args(argv)
-    run: Callable[[argparse.Namespace, Console], int] = options.run
+    run: Run = options.run
     try:
-        # Names and paths are text: what is in brackets in them is no markup.
-        return run(options, Console(soft_wrap=True, markup=False, emoji=False))
+        code = run(options, _Screen())
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # such as `infinity ls ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (OSError, ValueError) as error:
         print(f"infinity {options.command}: {error}", file=sys.stderr)
-        return 1
+        return MISUSED if isinstance(error, UsageError) else FAILED
 
 
 def _plan(options: argparse.Namespace, console: Console) -> int:
-    result = plan(
-        options.parameters,
-        nvme=options.nvme,
-        host_memory=options.host_memory,
-        device_memory=options.device_memory,
-        world_size=options.world_size,
-        passes=options.passes,
-    )
-    console.print(str(result), highlight=False)
-    return 0 if result.fits else 1
+    if (options.model is None) != options.largest:
+        raise UsageError(
+            "give a model (a folder, a safetensors file, or a number of parameters such as 7B), or "
+            "--largest in its place"
+        )
+    return DONE if run_plan(options, console) else FAILED
 
 
 def _ls(options: argparse.Namespace, console: Console) -> int:
     for name in checkpoint.list_tensors(options.path):
-        console.print(name, highlight=False)
-    return 0
+        console.print(name)
+    return DONE
 
 
 def _show(options: argparse.Namespace, console: Console) -> int:
     manifest = read_manifest(Path(options.path))
-    table = Table("tensor", "dtype", "shape", "bytes")
-    for tensor in manifest.tensors:
-        shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
-        name = Text(tensor.name)
-        table.add_row(name, tensor.dtype, shape, format_bytes(tensor.nbytes))
-    console.print(table)
+    for line in tree_lines(manifest.tensors, options.depth):
+        console.print(line)
     console.print(
         f"{len(manifest.tensors)} tensors, {format_bytes(manifest.nbytes)} in "
-        f"{len(manifest.files)} files, saved by {manifest.world_size} rank(s)",
-        highlight=False,
+        f"{len(manifest.files)} files, saved by {manifest.world_size} rank(s)"
     )
-    return 0
+    return DONE
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
-    report = checkpoint.verify(options.path, stripe_dirs=options.stripe_dir)
-    console.print(str(report), highlight=False)
-    return 0 if report.ok else 1
+    nbytes = format_bytes(read_manifest(Path(options.path)).nbytes)
+    with told(f"verifying {nbytes} of {options.path}"):
+        report = checkpoint.verify(options.path, stripe_dirs=options.stripe_dir)
+    console.print(str(report))
+    return DONE if report.ok else FAILED
 
 
 def _export(options: argparse.Namespace, console: Console) -> int:
@@ -80,50 +121,30 @@ def _export(options: argparse.Namespace, console: Console) -> int:
     if prefix is None:
         names = checkpoint.list_tensors(options.path)
         prefix = MODEL if any(name.startswith(MODEL) for name in names) else ""
-    files = checkpoint.export_safetensors(
-        options.path, options.folder, prefix=prefix, stripe_dirs=options.stripe_dir
-    )
+    with told(f"exporting {options.path} to {options.folder}"):
+        files = checkpoint.export_safetensors(
+            options.path, options.folder, prefix=prefix, stripe_dirs=options.stripe_dir
+        )
     for file in files:
-        console.print(str(file), highlight=False)
-    return 0
+        console.print(str(file))
+    return DONE
 
 
 def _tune(options: argparse.Namespace, console: Console) -> int:
     for directory in options.directories:
-        found = measure_and_keep(directory)
+        with told(f"measuring {directory}"):
+            found = measure_and_keep(directory)
         console.print(
-            f"{directory}: reads {format_bytes(found.read)}/s, "
-            f"writes {format_bytes(found.write)}/s",
-            highlight=False,
+            f"{directory}: reads {format_bytes(found.read)}/s, writes {format_bytes(found.write)}/s"
         )
-    return 0
+    return DONE
 
 
 def _gc(options: argparse.Namespace, console: Console) -> int:
     for directory in options.directories:
         removed = reclaim(directory)
-        console.print(f"{directory}: {len(removed)} leftovers removed", highlight=False)
-    return 0
-
-
-_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-
-
-def _count(text: str) -> int:
-    """A number of parameters: 7e9, 7B, 350M, 7_000_000_000."""
-    digits = text.strip().rstrip("".join(_COUNTS) + "".join(_COUNTS).lower())
-    unit = text.strip()[len(digits) :].upper()
-    try:
-        whole = digits.replace("_", "").isdecimal()
-        count = (int(digits) if whole else float(digits)) * _COUNTS[unit]
-        found = int(count)
-    except (KeyError, ValueError, OverflowError):
-        found = 0
-    if found < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of parameters; write 7e9, 7B or 350M"
-        )
-    return found
+        console.print(f"{directory}: {len(removed)} leftovers removed")
+    return DONE
 
 
 def _at_least_one(text: str) -> int:
@@ -133,46 +154,99 @@ def _at_least_one(text: str) -> int:
 
 
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="infinity", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(
+        prog="infinity",
+        description="Plan a training run, look at checkpoints, measure and clean up directories.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f"infinity-offload {infinity.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(
-        name: str, run: Callable[[argparse.Namespace, Console], int], text: str
-    ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
+    def add(name: str, run: Run, text: str, more: str | None = None) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=f"{name}: {text}",
+            epilog=more,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.set_defaults(run=run)
         return command
 
-    command = add("plan", _plan, "where the bytes of a model of that size would live")
-    command.add_argument("parameters", type=_count, help="such as 7e9 or 7B")
-    command.add_argument("--nvme", action="append", help="a directory to measure; repeatable")
-    command.add_argument("--host-memory", help="such as 64GiB")
-    command.add_argument("--device-memory")
-    command.add_argument("--world-size", type=_at_least_one, default=1, help="number of ranks")
-    command.add_argument(
-        "--passes", type=_at_least_one, default=1, help="backward passes before each step"
-    )
+    _add_plan(add("plan", _plan, "what a model takes, and where its bytes would live", _PLAN))
     command = add("ls", _ls, "names of the tensors of a checkpoint")
     command.add_argument("path")
-    command = add("show", _show, "dtype and shape of the tensors of a checkpoint")
+    command = add("show", _show, "tensors of a checkpoint as a tree, with dtypes, shapes and bytes")
     command.add_argument("path")
-    moved = "where its data are, if they were moved; repeatable"
+    command.add_argument("--depth", type=_at_least_one, help="so many parts of the names")
     command = add("verify", _verify, "read everything and compare the checksums")
     command.add_argument("path")
-    command.add_argument("--stripe-dir", action="append", help=moved)
+    _add_stripes(command)
     command = add("export", _export, "write safetensors shards with an index")
     command.add_argument("path")
     command.add_argument("folder")
-    command.add_argument("--stripe-dir", action="append", help=moved)
+    _add_stripes(command)
     command.add_argument(
         "--prefix",
         help=f"of the tensors to write; taken off (default: {MODEL} if there are any, else all)",
     )
-    command = add("tune", _tune, "measure directories, and keep the result for offload")
-    command.add_argument("directories", nargs="+")
+    command = add(
+        "tune", _tune, "measure directories (256 MiB in each), and keep the result for offload"
+    )
+    command.add_argument("directories", nargs="+", metavar="directory")
     command = add("gc", _gc, "remove what dead processes left in directories")
-    command.add_argument("directories", nargs="+")
+    command.add_argument("directories", nargs="+", metavar="directory")
     return parser
+
+
+def _add_stripes(command: argparse.ArgumentParser) -> None:
+    text = "where its data are, if they were moved; repeatable"
+    command.add_argument("--stripe-dir", action="append", metavar="DIR", help=text)
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "model",
+        nargs="?",
+        help="a folder with config.json, a safetensors file, or a number of parameters: 7B, 7e9",
+    )
+    add("--largest", action="store_true", help="the largest transformer that fits, by its size")
+    add("--nvme", action="append", metavar="DIR", help="a directory to measure; repeatable")
+    add("--space", metavar="SIZE", help="space on NVMe that --largest may take, such as 1TB")
+    add("--host-memory", metavar="SIZE", help="such as 64GiB (half of what is free)")
+    add("--device-memory", metavar="SIZE", help="for weights on the GPU, with --device cuda")
+    add("--device", help="cpu or cuda; a GPU need not be here (cuda where there is one)")
+    add(
+        *("--ranks", "--world-size"),
+        type=_at_least_one,
+        default=1,
+        metavar="N",
+        help="processes that share the model; figures are of one (1)",
+    )
+    add(
+        "--passes",
+        type=_at_least_one,
+        default=1,
+        metavar="N",
+        help="backward passes before each step (1)",
+    )
+    add(
+        "--dtype", choices=DTYPES, help="of the weights (what the model says; of a number bfloat16)"
+    )
+    add("--state-dtype", choices=STATE_DTYPES, default="float32", help="of AdamW's moments")
+    add("--inference", action="store_true", help="without gradients and optimizer")
+    add("--activations", default="keep", help="keep, host or nvme (keep)")
+    add("--max-parameter-bytes", metavar="SIZE", help="cut larger layers into tiles")
+    add(
+        "--drive-endurance",
+        default=DRIVE_ENDURANCE,
+        metavar="SIZE",
+        help=f"bytes that each drive is rated for ({DRIVE_ENDURANCE})",
+    )
+    add("--json", action="store_true", help="as JSON: bytes and seconds as numbers")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,16 @@ class AdamW:
     weight_decay: float = 1e-2
     state_dtype: torch.dtype = torch.float32
 
+    def __new__(cls, *args: object, **_: object) -> AdamW:
+        if args:
+            raise TypeError(
+                f"infinity.AdamW takes its options by name, and no parameters: it got "
+                f"{type(args[0]).__name__}; write infinity.AdamW(lr=1e-3) and pass it as "
+                "offload(model, optimizer=...). The drop-in for torch.optim.AdamW is "
+                "infinity.OffloadedAdamW(model.parameters(), nvme=...)"
+            )
+        return object.__new__(cls)  # slots make another class, which super() does not know
+
     def __post_init__(self) -> None:
         _check_not_negative("lr", float(self.lr))
         _check_not_negative("eps", self.eps)

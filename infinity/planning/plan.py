@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,6 +104,15 @@ class Plan:
         """Steps until ``endurance_bytes`` (a drive's rated TBW) are written; maybe infinite."""
         written = self.written_bytes_per_step
         return endurance_bytes / written if written else float("inf")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings, for ``json.dumps``; what is not known is None."""
+        known: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        return known | {
+            "bytes_by_tier": dict(self.bytes_by_tier),
+            "io_seconds_per_step": self.io_seconds_per_step,
+            "written_bytes_per_day": self.wear.written_bytes_per_day,
+        }
 
     def __str__(self) -> str:
         seconds = self.io_seconds_per_step
@@ -234,7 +244,13 @@ def _demand(
 ) -> tuple[Demand, int]:
     """What the rank asks for that keeps the most, and the number of parameters of all of them."""
     if isinstance(model, bool) or not isinstance(model, nn.Module | int):
-        raise TypeError(f"{model!r} is neither an nn.Module nor a number of parameters")
+        is_count = isinstance(model, float) and model.is_integer()
+        remedy = (
+            f"write {int(model)}" if is_count else "pass the model, or a count such as 7 * 10**9"
+        )
+        raise TypeError(
+            f"{model!r} is neither an nn.Module nor a whole number of parameters; {remedy}"
+        )
     with ExitStack() as stack:
         whole: nn.Module = typical_model(model) if isinstance(model, int) else model
         if isinstance(model, int):

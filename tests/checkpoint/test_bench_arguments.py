@@ -25,11 +25,13 @@ def parse(directory: Path, *words: str) -> Options:
     return parse_arguments(["--dir", str(directory), *words])
 
 
-def test_arguments_without_any_measure_the_defaults_here(
-    monkeypatch: pytest.MonkeyPatch, directory: Path
-) -> None:
-    monkeypatch.chdir(directory)
-    options = parse_arguments([])
+def test_arguments_without_a_directory_are_refused_with_what_would_be_written() -> None:
+    with pytest.raises(UsageError, match=r"--dir DIRECTORY.* 10 GiB are written"):
+        parse_arguments([])
+
+
+def test_arguments_with_a_directory_alone_measure_the_defaults(directory: Path) -> None:
+    options = parse(directory)
     assert options.directories == (directory,)
     assert options.stripes == (1,)
     assert options.settings == (Setting(),)

@@ -22,7 +22,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "infinity": (
         *("parameters", "activations", "ranks", "tiling", "optim", "autograd"),
         *("values.initial", "values", "planning", "adamw"),
-        "integrations",
+        *("integrations", "commands"),
     ),
 }
 MOST_FLOORS = 8

@@ -45,6 +45,12 @@ examples:
 """
 
 
+_NO_DIRECTORY = """\
+say on which disk: --dir DIRECTORY, once for each SSD. By default 10 GiB are written to each in
+turn and removed (5 runs of 1 GiB, beside as many raw writes); --size and --runs make it less.
+"""
+
+
 class UsageError(ValueError):
     """Arguments that cannot work together, or not on this machine; the message names them."""
 
@@ -74,7 +80,9 @@ class Options:
 def parse_arguments(argv: Sequence[str] | None) -> Options:
     """Ends the program on words it does not know; raises UsageError for values that cannot work."""
     words = _parser().parse_args(argv)
-    directories = _directories(words.dir or [Path()])
+    if not words.dir:
+        raise UsageError(_NO_DIRECTORY)
+    directories = _directories(words.dir)
     stripes = tuple(words.stripes or [len(directories)])
     if max(stripes) > len(directories):
         raise UsageError(
@@ -116,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is saved, and where").add_argument
-    add("--dir", type=Path, action="append", help="a directory, once per SSD (the current one)")
+    add("--dir", type=Path, action="append", help="a directory to write to, once per SSD")
     add("--stripes", type=_list(_count), metavar="LIST", help="over the first so many (all)")
     add("--size", type=_of(_size), metavar="SIZE", help="bytes of tensors (1GiB)")
     add(

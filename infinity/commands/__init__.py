@@ -1,0 +1,1 @@
+"""What the ``infinity`` command does, a module for each subject: plans, contents, waiting."""
