@@ -21,6 +21,7 @@ from typing import Any
 
 from aio import open_regular_file
 from aio.descriptors import Descriptor
+from checkpoint.absence import is_absent, status_of
 
 OWNER_NAME = "owner.json"
 _MAX_BYTES = 1 << 16
@@ -49,9 +50,11 @@ class Owner:
 
         In its place it is the one by its inode. Elsewhere a list that has changed is this one only
         if it is also in its place, by a mount and not by a hard link. Of a snapshot of a whole file
-        system, which copies inodes, the original counts if it is still there.
+        system, which copies inodes, the original counts if it is still there. Raises OSError where
+        that cannot be found out.
         """
-        found, original = _status(path), _status(Path(self.path))
+        found = status_of(path, follow=False)
+        original = status_of(Path(self.path), follow=False)
         if found is None or found.st_ino != self.inode:
             return False
         if original is not None and os.path.samestat(original, found):
@@ -69,11 +72,18 @@ def owner_at(path: Path) -> Owner:
 
 
 def read_owner(directory: int) -> Owner | None:
-    """What `owner.json` of an open directory says; None if it says nothing that can be trusted."""
+    """What `owner.json` of an open directory says; None if it says nothing that can be trusted.
+
+    Raises OSError for one that cannot be read.
+    """
     try:
         with open_regular_file(OWNER_NAME, follow=False, dir_fd=directory) as (file, _):
             node: Any = json.loads(file.read(_MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
+    except OSError as error:
+        if is_absent(error):
+            return None
+        raise
+    except (ValueError, RecursionError):
         return None
     if not isinstance(node, dict):
         return None
@@ -103,10 +113,3 @@ def opened_directory(path: Path) -> Iterator[int | None]:
                 name = error.filename if isinstance(error.filename, str) else ""
                 error.filename = str(path / name)
             raise
-
-
-def _status(path: Path) -> os.stat_result | None:
-    try:
-        return path.lstat()
-    except (OSError, ValueError):
-        return None

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from checkpoint.absence import is_absent
 from checkpoint.directory.destination import PathLike
 from checkpoint.format.records import FileRecord, Manifest
 
@@ -104,11 +105,17 @@ def searching(stripe_dirs: Sequence[PathLike] | None) -> Relocation:
 
 
 def folders_of(directory: Path, uuid: str) -> list[Path]:
-    """The folders of a save in a stripe directory, `<name>.<uuid>`; links are not among them."""
+    """The folders of a save in a stripe directory, `<name>.<uuid>`; links are not among them.
+
+    Raises OSError for a directory that is there and cannot be listed.
+    """
     try:
-        entries = list(os.scandir(directory))
-    except OSError:
-        return []
+        with os.scandir(directory) as found:
+            entries = list(found)
+    except OSError as error:
+        if is_absent(error):
+            return []
+        raise
     return sorted(
         Path(entry.path)
         for entry in entries
@@ -121,7 +128,11 @@ def _find(directory: Path, path: str, uuid: str) -> str | None:
     if (directory / path).exists():
         return path
     name = path.rpartition("/")[2]
-    for folder in folders_of(directory, uuid):
+    try:
+        folders = folders_of(directory, uuid)
+    except PermissionError:  # another directory may have it, and be for this user
+        return None
+    for folder in folders:
         if (folder / name).exists():
             return f"{folder.name}/{name}"
     return None

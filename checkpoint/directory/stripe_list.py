@@ -8,11 +8,13 @@ mount point without its disk has another one.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoint.absence import is_absent, status_of
 from checkpoint.directory.locate import open_regular_file
 
 STRIPES_NAME = "stripes.json"
@@ -28,9 +30,10 @@ class ListedStripe:
 
     def is_away(self) -> bool:
         """Whether it may be on a disk that is not mounted now, or was moved with what it lies in,
-        rather than have been removed.
+        rather than have been removed. Raises OSError where that cannot be found out.
         """
-        if self.path.is_dir():
+        status = status_of(self.path)
+        if status is not None and stat.S_ISDIR(status.st_mode):
             return False
         try:
             found = self.path.parent.stat().st_ino
@@ -47,13 +50,16 @@ def encode_stripes(stripes: Sequence[Path]) -> bytes:
 
 def listed_stripes(home: Path, uuid: str) -> list[ListedStripe]:
     """Directories elsewhere that the generation at `home` lists; damaged lists give what can be
-    used.
+    used. Raises OSError for one that cannot be read: there may be directories that it lists.
     """
     try:
         with open_regular_file(home / STRIPES_NAME, follow=False) as (file, _):
             content: Any = json.loads(file.read(_MAX_STRIPES_BYTES))
-    except (OSError, ValueError, RecursionError):
-        # There are none; or it was cut off before it was durable, and none had been made.
+    except OSError as error:
+        if is_absent(error):  # there are none
+            return []
+        raise
+    except (ValueError, RecursionError):  # cut off before it was durable: none had been made
         return []
     if not isinstance(content, list):
         return []

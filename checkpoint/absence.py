@@ -1,0 +1,27 @@
+"""Telling what is not there from what cannot be looked at now: only the first may be forgotten."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""Of a path that leads nowhere, and will not lead anywhere at the next try."""
+
+
+def is_absent(error: OSError) -> bool:
+    """Whether an error says that there is nothing, and not that it could not be found out."""
+    return error.errno in _ABSENT
+
+
+def status_of(path: Path, *, follow: bool = True) -> os.stat_result | None:
+    """None where nothing is. Raises OSError where that cannot be found out."""
+    try:
+        return path.stat(follow_symlinks=follow)
+    except OSError as error:
+        if is_absent(error):
+            return None
+        raise
+    except ValueError:  # no name that a file can have
+        return None
