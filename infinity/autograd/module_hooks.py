@@ -150,8 +150,8 @@ class ModelHooks:
         if not self._residency.is_gathered(self._all_of(module)):
             raise RuntimeError(
                 "state_dict() of an offloaded model would hold placeholders; call "
-                "offloaded.save(path) or offloaded.export(folder), or ask inside `with "
-                "offloaded.gathered():`"
+                "offloaded.save(path) or offloaded.export(folder), which writes the weights that "
+                "save_pretrained does, or ask inside `with offloaded.gathered():`"
             )
 
     def _refuse_load_state_dict(self, module: nn.Module, *_: Any) -> None:

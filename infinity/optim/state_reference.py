@@ -20,8 +20,8 @@ KEY = "infinity"
 """Where a ``state_dict`` says which state it is of."""
 _FORMAT = 1
 _REMEDY = (
-    "load the state with offloaded.load(path) from what offloaded.save(path) wrote; a state_dict "
-    "of torch.optim.AdamW becomes such a checkpoint by `infinity import`"
+    "load the state with offloaded.load(path) from what offloaded.save(path) wrote; where there is "
+    "no such checkpoint, begin with the weights alone (weights= of offload)"
 )
 
 

@@ -126,7 +126,7 @@ def _of_another(nvme: Path, make: Callable[[], nn.Module], **options: Any) -> di
 
 
 FOREIGN: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
-    "torch": (lambda _: _of_torch(True), "keeps step, exp_avg, exp_avg_sq in memory.*`infinity im"),
+    "torch": (lambda _: _of_torch(True), "keeps step, exp_avg, exp_avg_sq in memory.*weights="),
     "torch, new": (lambda _: _of_torch(False), r"keeps its state in memory.*offloaded\.load"),
     "another model": (
         lambda nvme: _of_another(nvme, lambda: nn.Linear(4, 4)),
