@@ -91,18 +91,22 @@ class StepTaker(Protocol):
         """Be as it was told in ``describe_state``."""
 
 
+_NOT_HERE = "the state of an offloaded optimizer is not in memory; call offloaded.save(path)"
+
+
 class AbsentState(dict[torch.Tensor, Any]):
-    """``state`` of an optimizer that has none to show: empty, but true, for torch takes a step with
-    gradients of zero to make the state of an optimizer whose state is false.
+    """``state`` of an optimizer that has none to show.
+
+    Code that asks whether it is empty is about to take the state, or, as torch does for
+    ``get_optimizer_state_dict``, a step with gradients of zero to make one. What it would get lacks
+    the moments, which would come out only when they are loaded.
     """
 
     def __bool__(self) -> bool:
-        return True
+        raise RuntimeError(_NOT_HERE)
 
     def __missing__(self, parameter: torch.Tensor) -> Any:
-        raise RuntimeError(
-            "the state of an offloaded optimizer is not in memory; call offloaded.save(path)"
-        )
+        raise RuntimeError(_NOT_HERE)
 
 
 _OF_DCP = "torch.distributed.checkpoint.state_dict"

@@ -111,12 +111,12 @@ KEPT: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("how", KEPT)
 def test_attribute_over_memory_of_a_trained_parameter_is_refused(how: str, nvme: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    model[0].__dict__["seen"] = KEPT[how](model[0].weight.data.t())
+    model = nn.Sequential(linear := nn.Linear(8, 8))
+    linear.__dict__["seen"] = KEPT[how](linear.weight.data.t())
     refusal = r"attribute 0\.seen and parameter 0\.weight share memory.*make it a clone"
     with pytest.raises(ValueError, match=refusal):
         infinity.offload(model, nvme).__enter__()
-    model[0].weight.requires_grad_(False)  # nothing to follow
+    linear.weight.requires_grad_(False)  # nothing to follow
     with infinity.offload(model, nvme, host_memory="64MiB"):
         pass
 
@@ -124,9 +124,10 @@ def test_attribute_over_memory_of_a_trained_parameter_is_refused(how: str, nvme:
 def test_attributes_that_are_parameters_or_are_computed_in_forward_are_offloaded(
     nvme: Path,
 ) -> None:
-    model = nn.Sequential(nn.LSTM(8, 8), nn.utils.spectral_norm(nn.Linear(8, 8)))
-    model.weights = [*model.parameters()]
-    model.first = {"copy": model[1].bias.detach().clone()}
+    linear = nn.utils.spectral_norm(nn.Linear(8, 8))
+    model = nn.Sequential(nn.LSTM(8, 8), linear)
+    model.__dict__["weights"] = [*model.parameters()]
+    model.__dict__["first"] = {"copy": linear.bias.detach().clone()}
     with infinity.offload(model, nvme, host_memory="64MiB"):
         pass
 

@@ -24,6 +24,8 @@ class Mixed(nn.Module):
     parametrization, one weight by its complex view, one used twice, and buffers that count.
     """
 
+    passes: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, WIDTH)
@@ -91,7 +93,7 @@ class PlainHandle:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self.optimizer = optimizer
-        self._saved: tuple[Any, Any] | None = None
+        self._saved: tuple[Any, Any, torch.Tensor] | None = None
 
     def step(self) -> None:
         self.optimizer.step()
