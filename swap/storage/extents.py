@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aio import AioError, Engine, Operation, RangeAllocator, Request
+from aio.errors import is_no_room
 from swap.storage.directory import SwapDirectory
 from swap.storage.joined import JoinedOperation
 
@@ -111,15 +112,34 @@ class ExtentStore:
         return self._peak_bytes
 
     def reserve(self, nbytes: int) -> None:
-        """Grow the files for ``nbytes`` in all, by shares. Raises ``AioError`` (ENOSPC) when they
-        do not fit.
+        """Grow the files for ``nbytes`` in all, by shares; what does not fit on one disk goes to
+        another. Raises ``AioError`` (ENOSPC and its like) when they do not fit.
         """
         total = sum(volume.share for volume in self._volumes)
+        failure: AioError | None = None
         with self._lock:
             for volume in self._volumes:
                 due = int(nbytes * volume.share / total) // ALIGNMENT * ALIGNMENT
-                if due > volume.nbytes:
-                    self._grow(volume, due - volume.nbytes)
+                try:
+                    if due > volume.nbytes:
+                        self._grow(volume, due - volume.nbytes)
+                except AioError as error:
+                    if not is_no_room(error):
+                        raise
+                    failure = failure or error
+            missing = nbytes - sum(volume.nbytes for volume in self._volumes)
+            missing = -(-missing // ALIGNMENT) * ALIGNMENT
+            if failure is None or missing <= 0:
+                return
+            if not any(self._has_grown(index, missing) for index in range(len(self._volumes))):
+                raise AioError(
+                    f"{failure}; the swap files take {nbytes} bytes over "
+                    f"{len(self._volumes)} directories, {missing} of which have no room: make "
+                    "room, add a directory, or raise host_memory",
+                    errno=failure.errno or 0,
+                    filename=failure.filename,
+                    nbytes=nbytes,
+                ) from failure
 
     def allocate(self, nbytes: int) -> Extent:
         """A new extent of ``nbytes`` or more, on the directory furthest behind its share of those

@@ -205,6 +205,21 @@ def test_disk_with_less_room_than_a_growth_step_is_used_up(tmp_path: Path) -> No
         assert rig.store.allocate(MIB) == extents[1]
 
 
+def test_reserving_goes_round_a_disk_with_little_room(tmp_path: Path) -> None:
+    with rig_over(tmp_path, num=2) as rig:
+        full = rig.directories[0].file
+        failure = AioError("full", errno=errno.EDQUOT, filename=str(full.path))
+        vars(full)["allocate"] = _raise(failure)
+        rig.store.reserve(8 * MIB)
+        assert sum(rig.file_bytes()) == 8 * MIB
+        vars(rig.directories[1].file)["allocate"] = _raise(failure)
+        with pytest.raises(
+            AioError, match="full; the swap files take 16777216 bytes over 2"
+        ) as one:
+            rig.store.reserve(16 * MIB)
+        assert (one.value.errno, one.value.filename) == (errno.EDQUOT, str(full.path))
+
+
 def test_failed_growth_changes_nothing(tmp_path: Path) -> None:
     with rig_over(tmp_path, num=2) as rig:
         kept = rig.store.allocate(MIB)
