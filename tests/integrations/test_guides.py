@@ -39,7 +39,7 @@ def programs() -> dict[str, str]:
     found = {}
     for heading, text in zip(parts[1::2], parts[2::2], strict=True):
         block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-        if block is not None and "transformers" not in block[1]:
+        if block is not None and not re.search("transformers|trl", block[1]):
             found[heading] = block[1]
     return found
 
