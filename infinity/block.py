@@ -102,8 +102,8 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         values from now on, with them. Idempotent.
         """
         if _entered.pop(id(self), None) is not None and os.getpid() == self._process:
-            assert self._state_of is not None
-            self._state_of.state.close()
+            assert self._training is not None
+            self._training.state.close()
 
     def _abandon(self) -> None:
         """At the end of the process: the files go, the values with them."""

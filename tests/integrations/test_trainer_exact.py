@@ -43,15 +43,10 @@ def _offloaded(nvme: Path, folder: Path, *, least: bool = True, **options: Any) 
 def test_trainer_at_the_least_budget_has_the_losses_and_weights_of_one_in_memory(
     tmp_path: Path, nvme: Path
 ) -> None:
-    plain = train(Trainer, arguments(tmp_path / "plain"))
-    offloaded = _offloaded(nvme, tmp_path / "offloaded")
-    assert_same(plain, offloaded, except_logged=("grad_norm",))
-    norms = [
-        [entry["grad_norm"] for entry in run.logged if "grad_norm" in entry]
-        for run in (plain, offloaded)
-    ]
-    assert len(norms[0]) == 6
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    plain = train(Trainer, arguments(tmp_path / "plain", max_grad_norm=0.5))
+    offloaded = _offloaded(nvme, tmp_path / "offloaded", max_grad_norm=0.5)
+    assert_same(plain, offloaded)
+    assert len([entry for entry in plain.logged if entry.get("grad_norm", 0.0) > 0.5]) == 6
 
 
 @pytest.mark.parametrize(

@@ -202,13 +202,10 @@ class OffloadMixin(_Base):
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         return loss
 
-    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return self.offloaded.clip_grad_norm_(self.args.max_grad_norm)
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if self._offload_life is not None:
             self._offload_life.is_saved = False  # from the step on that comes now
-        return self.offloaded.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+        return super()._get_grad_norm(model, grad_norm)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._finish_saves()
