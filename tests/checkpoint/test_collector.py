@@ -50,6 +50,29 @@ def test_thresholds_that_a_program_sets_meanwhile_stay() -> None:
     assert gc.get_threshold() == (123, 4, 5)
 
 
+def test_a_collector_that_thresholds_keep_away_for_good_stays_away() -> None:
+    for threshold in (0, (1 << 31) - 1):
+        gc.set_threshold(threshold, 4, 5)
+        with paused_collector():
+            assert gc.get_threshold() == (threshold, 4, 5)
+        assert gc.get_threshold() == (threshold, 4, 5)
+
+
+def test_thresholds_that_another_thread_borrows_inside_and_puts_back_later_go_with_the_next() -> (
+    None
+):
+    usual = gc.get_threshold()
+    with paused_collector():
+        borrowed = gc.get_threshold()
+    gc.set_threshold(*borrowed)
+    before = gc.get_stats()[0]["collections"]
+    kept = [[] for _ in range(1_100_000)]  # type: ignore[var-annotated]
+    assert gc.get_stats()[0]["collections"] > before, len(kept)
+    with paused_collector():
+        pass
+    assert gc.get_threshold() == usual
+
+
 def test_a_child_that_is_forked_inside_collects() -> None:
     thresholds = gc.get_threshold()
     with paused_collector():
