@@ -37,16 +37,18 @@ Block = npt.NDArray[np.uint8]
 
 
 class _Lock:
-    """A lock that a forked child has anew: it has no thread that would let go of the parent's."""
+    """A lock that a forked child has anew: it has no thread that would let go of the parent's.
+
+    Used as `with lock.here():`, which takes it and lets it go in C. In Python an interrupt could
+    come between that and the body, and nobody would let go of it.
+    """
 
     def __init__(self) -> None:
         self._of_process: dict[int, threading.Lock] = {}
 
-    def __enter__(self) -> None:
-        self._of_process.setdefault(os.getpid(), threading.Lock()).acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._of_process[os.getpid()].release()
+    def here(self) -> threading.Lock:
+        """The lock of this process."""
+        return self._of_process.setdefault(os.getpid(), threading.Lock())
 
 
 class OpenCheckpoint:
@@ -129,7 +131,7 @@ class OpenCheckpoint:
         kept: whoever picks elements out of them comes again for the next ones.
         """
         key = (record.name, first, nbytes)
-        with self._span_lock:
+        with self._span_lock.here():
             if self._span is None or self._span[0] != key:
                 self._span = None
                 data = np.empty(nbytes, np.uint8)
@@ -139,23 +141,23 @@ class OpenCheckpoint:
 
     def forget_span(self) -> None:
         """Lets go of what `span` keeps."""
-        with self._span_lock:
+        with self._span_lock.here():
             self._span = None
 
     def forget_blocks(self) -> None:
         """Lets go of the blocks that were read last."""
-        with self._lock:
+        with self._lock.here():
             self._blocks.clear()
 
     def _block(self, record: TensorRecord, chunk: ChunkRecord, number: int) -> Block:
         key = (chunk.file, chunk.offset, number)
-        with self._lock:
+        with self._lock.here():
             block = self._blocks.get(key)
             if block is not None:
                 self._blocks.move_to_end(key)
                 return block
         block = self._read_block(record, chunk, number)
-        with self._lock:
+        with self._lock.here():
             self._blocks[key] = block
             while sum(map(len, self._blocks.values())) > _KEPT_BYTES:
                 self._blocks.popitem(last=False)
@@ -164,7 +166,7 @@ class OpenCheckpoint:
     def _read_block(self, record: TensorRecord, chunk: ChunkRecord, number: int) -> Block:
         first, nbytes = chunk.block(number)
         block = np.empty(nbytes, np.uint8)
-        with self._lock:  # until it is in flight the file could be closed for another one
+        with self._lock.here():  # until it is in flight the file could be closed for another one
             file = self._file(chunk.file)
             operation = self._engine.read(file, chunk.offset + first, block)
         operation.result()

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 import checkpoint
 from checkpoint.loading import opened
 from checkpoint.loading.opened import OpenCheckpoint, open_current
+from tests.support.interrupts import interrupt_behind_call
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_a_child_forked_while_a_block_is_read_is_refused_and_does_not_wait(tmp_p
     checkpoint.save({"w": torch.ones(5)}, tmp_path / "step")
     with open_current(tmp_path / "step") as held:
         (record,) = held.manifest.tensors
-        with held._lock, held._span_lock:
+        with held._lock.here(), held._span_lock.here():
             child = os.fork()
             if child == 0:
                 signal.alarm(20)
@@ -110,3 +112,23 @@ def test_a_child_forked_while_a_block_is_read_is_refused_and_does_not_wait(tmp_p
                     os._exit("was forked" not in str(error))
                 os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_checkpoint_whose_reading_was_interrupted_is_read_by_other_threads(
+    tmp_path: Path,
+) -> None:
+    checkpoint.save({"w": torch.arange(100.0)}, tmp_path)
+    with open_current(tmp_path) as held:
+        record, found = held.manifest.tensors[0], bytearray(400)
+
+        def read() -> None:
+            held.forget_blocks()
+            held.read(record, 0, memoryview(found))
+
+        for number in range(interrupt_behind_call(read, None).seen):
+            came = interrupt_behind_call(read, number)
+            other = threading.Thread(target=read, daemon=True)
+            other.start()
+            other.join(10)
+            assert not other.is_alive(), came.line
+        assert bytes(found) == torch.arange(100.0).numpy().tobytes()
