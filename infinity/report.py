@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from swap.plan.traffic import traffic_of
 from swap.storage.endurance import DRIVE_ENDURANCE, Wear, endurance_of
 from swap.tiered import TieredState
 from swap.tiers import Tier, format_bytes
-from swap.timeline import Event, Timeline, busy_seconds, overlap_seconds, without
+from swap.timeline import KINDS, Event, Timeline, busy_seconds, overlap_seconds, without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,18 +214,46 @@ def planned_bytes(state: TieredState) -> dict[str, int]:
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """The timeline in the Trace Event Format: one row for each kind of event."""
-    events = [
-        {
-            "name": event.label or event.kind,
-            "cat": event.kind,
-            "ph": "X",
-            "pid": 1,
-            "tid": event.kind,
-            "ts": (event.start - timeline.started_at) * 1e6,
-            "dur": (event.stop - event.start) * 1e6,
-            "args": {"bytes": event.nbytes},
-        }
-        for event in timeline.events()
-    ]
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    """The timeline in the Trace Event Format: rows for each kind of event, as many as have it at
+    once. Viewers drop events of a row that overlap without one being inside the other.
+    """
+    rows: list[tuple[str, int]] = []
+    events = []
+    for event, row in _in_rows(timeline.events()):
+        if row not in rows:
+            rows.append(row)
+        events.append(
+            {
+                "name": event.label or event.kind,
+                "cat": event.kind,
+                "ph": "X",
+                "pid": 1,
+                "tid": 1 + rows.index(row),
+                "ts": (event.start - timeline.started_at) * 1e6,
+                "dur": (event.stop - event.start) * 1e6,
+                "args": {"bytes": event.nbytes},
+            }
+        )
+    document = {"traceEvents": [*_row_names(rows), *events], "displayTimeUnit": "ms"}
+    Path(path).write_text(json.dumps(document))
+
+
+def _in_rows(events: Sequence[Event]) -> Iterator[tuple[Event, tuple[str, int]]]:
+    """Each event with its kind and the first row of that kind that is free when it starts."""
+    ends: dict[str, list[float]] = {}
+    for event in sorted(events, key=lambda event: event.start):
+        of_kind = ends.setdefault(event.kind, [])
+        free = (number for number, end in enumerate(of_kind) if end <= event.start)
+        number = next(free, len(of_kind))
+        of_kind[number : number + 1] = [event.stop]
+        yield event, (event.kind, number)
+
+
+def _row_names(rows: Sequence[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    """What viewers show beside the rows, and the order from top to bottom."""
+    order = sorted(rows, key=lambda row: (KINDS.index(row[0]), row[1]))
+    for tid, (kind, number) in enumerate(rows, start=1):
+        name = {"name": kind if number == 0 else f"{kind} {number + 1}"}
+        place = {"sort_index": order.index((kind, number))}
+        for what, args in (("thread_name", name), ("thread_sort_index", place)):
+            yield {"name": what, "ph": "M", "pid": 1, "tid": tid, "args": args}

@@ -58,8 +58,9 @@ def spans_of(trace: dict[str, Any], since: float = 0.0, until: float = float("in
                 stop=(event["ts"] + event["dur"]) / 1e6,
             )
             for event in trace["traceEvents"]
+            if event.get("ph") != "M"  # names of rows
         ]
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"this is no trace that offloaded.trace() wrote: {error}") from error
     unknown = {span.kind for span in spans} - LANES.keys()
     if unknown:

@@ -1,6 +1,7 @@
 """The trace of a run, and the picture of it."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from trace_view import LANES, MAX_ROWS, longest_stalls, main, spans_of
 
 import infinity
+from infinity.report import write_trace
+from swap.timeline import Timeline
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget
 
@@ -23,6 +26,7 @@ def _trace(nvme: Path, path: Path) -> dict[str, Any]:
         offloaded.trace(path)
         report = offloaded.report()
     trace: dict[str, Any] = json.loads(path.read_text())
+    trace["traceEvents"] = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     stalls = [event["dur"] for event in trace["traceEvents"] if event["cat"] == "stall"]
     assert sum(stalls) / 1e6 == pytest.approx(report.stall_seconds, rel=1e-6)
     return trace
@@ -53,6 +57,27 @@ def test_the_picture_of_a_trace_is_drawn(
     assert f"{len(trace['traceEvents'])} events" in capsys.readouterr().out
     main([str(tmp_path / "trace.json"), str(tmp_path / "none.png"), "--from", "1e6"])
     assert (tmp_path / "none.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_events_of_a_row_of_a_trace_never_overlap_and_rows_have_names(tmp_path: Path) -> None:
+    timeline, path = Timeline(), tmp_path / "trace.json"
+    spans = [(0, 5), (1, 2), (1, 7), (2, 3), (6, 8), (5, 6)]
+    for start, stop in spans:
+        timeline.add("read", timeline.started_at + start, timeline.started_at + stop)
+    timeline.add("kernel", timeline.started_at, timeline.started_at + 9)
+    write_trace(timeline, path)
+    events = json.loads(path.read_text())["traceEvents"]
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            span = round(event["ts"] / 1e6), round((event["ts"] + event["dur"]) / 1e6)
+            rows.setdefault(event["tid"], []).append(span)
+    assert sorted(span for row in rows.values() for span in row) == sorted([*spans, (0, 9)])
+    for row in rows.values():
+        assert all(before[1] <= after[0] for before, after in pairwise(row))
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(names.values()) == ["kernel", "read", "read 2", "read 3"]
+    assert names.keys() == rows.keys()
 
 
 def _event(kind: str, start: float, stop: float, name: str = "w") -> dict[str, Any]:
