@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,7 +150,11 @@ REFUSED: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     ),
     "lost shard": (_lost_shard, FileNotFoundError, "names model-00002-of-00002.safetensors"),
     "twice": (_twice, ValueError, "first.* is both in model-00001.* and in model-00002"),
-    "pickled": (_pickled, ValueError, "only pickled files; .* save_pretrained"),
+    "pickled": (
+        _pickled,
+        ValueError,
+        r"pickled files alone.*python -c .*from_pretrained.*save_pretrained",
+    ),
     "below": (_below, ValueError, "no .safetensors file; pass .*inner"),
     "broken": (_broken, ValueError, "model.safetensors is no safetensors file"),
     "untied": (_untied, ValueError, "first.weight and tied.weight are one tied parameter"),
@@ -191,3 +197,36 @@ def test_tensors_that_are_not_used_are_named_in_a_warning(
     with caplog.at_level(logging.WARNING):
         _loaded(tmp_path / "weights.safetensors", nvme)
     assert "has tensors that Module has not; not used: third.weight" in caplog.text
+
+
+def test_a_pickled_file_is_refused_with_a_command_that_converts_it(
+    nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(3, 2, device="meta")
+    values = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+    torch.save(values, tmp_path / "model.bin")
+    with (
+        pytest.raises(ValueError, match="pickled files alone, which are not read") as refused,
+        infinity.offload(model, nvme, weights=tmp_path / "model.bin", host_memory="1GiB"),
+    ):
+        pass
+    code = str(refused.value).split('python -c "')[1].split('"')[0]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    with (
+        infinity.offload(
+            model, nvme, weights=tmp_path / "model.safetensors", host_memory="1GiB"
+        ) as offloaded,
+        offloaded.gathered(),
+    ):
+        assert torch.equal(model.weight, values["weight"])
+
+
+def test_values_drawn_for_a_model_on_meta_are_told(
+    nvme: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with infinity.offload(torch.nn.Linear(3, 2, device="meta"), nvme, host_memory="1GiB"):
+        assert "2 parameters on the meta device: no weights= were given" in caplog.text
+    caplog.clear()
+    with infinity.offload(torch.nn.Linear(3, 2), nvme, host_memory="1GiB"):
+        assert "meta" not in caplog.text

@@ -7,6 +7,7 @@ whole.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ from infinity.values.initial.initialisers import Initialisers
 from infinity.values.initial.weight_files import WeightFolder, converts, listed
 from infinity.values.initial.weight_names import Recipe, ignored_by, recipes_for, remedy_for
 from swap.tiered import TieredState
+
+_log = logging.getLogger(__name__)
 
 
 def values_for(
@@ -85,7 +88,15 @@ class Initialisation:
         self._modules = list(model.modules())
         self._initialisers = Initialisers(model)
         self._by_id = {id(record.parameter): record for record in records}
-        self._initialisers.check([r.parameter for r in records if r.parameter.is_meta])
+        on_meta = [record.parameter for record in records if record.parameter.is_meta]
+        self._initialisers.check(on_meta)
+        if on_meta:
+            _log.warning(
+                "%s begins with values that its modules draw for the %d parameters on the meta "
+                "device: no weights= were given; with them, or with offloaded.load, it has those",
+                type(model).__name__,
+                len(on_meta),
+            )
         self._initialisers.check_kept([r.parameter for r in records if not r.parameter.is_meta])
         for name, buffer in model.named_buffers():
             self.buffer(name, buffer)  # raises now, before anything is begun

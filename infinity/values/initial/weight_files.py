@@ -82,6 +82,7 @@ def files_of(path: Path, *, explicit: str | None = None) -> list[Path]:
     if not path.exists():
         raise FileNotFoundError(f"weights={path} does not exist")
     if path.is_file():
+        _check_not_pickled(path, path.suffix)
         return _shards(path) if path.name.endswith(".index.json") else [path]
     for name in [explicit] if explicit else [WHOLE, INDEX]:
         file = path / name
@@ -117,9 +118,33 @@ def _elsewhere(path: Path) -> str:
     below = sorted(path.rglob("*.safetensors"))
     if below:
         return f"; pass {below[0].parent} if those in it are meant"
-    if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
-        return ", only pickled files; load these with from_pretrained, and save_pretrained them"
+    for file in sorted(path.iterdir()):
+        _check_not_pickled(path, file.suffix)
     return ""
+
+
+def _check_not_pickled(path: Path, suffix: str) -> None:
+    """Raises ``ValueError`` with what converts pickled files, which can run any code."""
+    if suffix not in _PICKLED:
+        return
+    if path.is_dir():
+        what = f"model = AutoModel.from_pretrained({str(path)!r}, dtype='auto')"
+        how = f"from transformers import AutoModel; {what}; model.save_pretrained('converted')"
+        text = "; take the class of the model for AutoModel, or its head is left out"
+    else:
+        what = f"torch.load({str(path)!r}, map_location='cpu', weights_only=True)"
+        how = (
+            "import torch; from safetensors.torch import save_file; "
+            f"save_file({{k: v.clone() for k, v in {what}.items()}}, 'model.safetensors')"
+        )
+        text = ""
+    raise ValueError(
+        f"weights={path} has pickled files alone, which are not read, as they can run any code. "
+        f'Convert them once: python -c "{how}"{text}'
+    )
+
+
+_PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
 def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
