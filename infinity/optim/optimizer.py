@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from inspect import Signature, signature
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +64,12 @@ class AdamW:
         options = asdict(self)
         del options["state_dtype"]
         return options
+
+
+# What help() and editors show: that of the options, not of the check that they are named.
+AdamW.__signature__ = Signature(  # type: ignore[attr-defined]
+    [*signature(AdamW.__init__).parameters.values()][1:]
+)
 
 
 def _check_not_negative(name: str, value: float) -> None:

@@ -22,7 +22,7 @@ def manifest_of_the_document() -> bytes:
 
 def data_file_of_the_document() -> bytes:
     """Undoes the hexadecimal dump."""
-    (dump,) = re.findall(r"```\n(00000000 .*?)```", DOCUMENT, re.DOTALL)
+    (dump,) = re.findall(r"```text\n(00000000 .*?)```", DOCUMENT, re.DOTALL)
     data = bytearray()
     last = b""
     for line in dump.splitlines():
