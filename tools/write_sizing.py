@@ -1,0 +1,76 @@
+"""Prints docs/SIZING.md: what training of usual sizes takes, by ``infinity.plan``.
+
+python tools/write_sizing.py > docs/SIZING.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+import infinity
+from swap.storage.endurance import DRIVE_ENDURANCE
+from swap.tiers import format_bytes
+
+BILLIONS = (7, 13, 70)
+MEMORIES = (None, "32GiB", "64GiB", "128GiB")
+"""Of the host, None for the least that works."""
+_HEAD = f"""\
+# Sizing
+
+What full fine-tuning takes: weights in bfloat16, AdamW with a float32 master and moments in float32, one
+process on the CPU, one backward pass before each step. Written by `tools/write_sizing.py`, which asks
+`infinity.plan`, so nothing here is measured. A number of parameters stands for a transformer with a vocabulary
+of 128,256; for a model of your own: `infinity plan path/to/folder --host-memory 32GiB`.
+
+| parameters | `host_memory` | NVMe at least | NVMe wanted | read a step | written a step | steps in {DRIVE_ENDURANCE} |
+|---|---|---|---|---|---|---|
+"""
+_TAIL = """
+- The first row of each size is the least budget that works. Activations, gradients on their way and the
+  interpreter come beside it, see [TUNING.md](TUNING.md#training).
+- *wanted*: with less than that, but what is needed *at least*, updates wait for the end of the backward pass.
+- *steps*: until a drive of that rating has taken what makers vouch for; two drives last twice as long.
+- Seconds of I/O in a step: bytes read / speed of reads + bytes written / speed of writes. `--nvme` measures them.
+- Moments in fewer bits (`infinity.AdamW(lr=3e-4, state_dtype=torch.bfloat16)`), with all state on NVMe:
+"""
+
+
+def page() -> str:
+    rows = [_row(count, memory) for count in BILLIONS for memory in MEMORIES]
+    return _HEAD + "".join(rows) + _TAIL + "".join(_moments())
+
+
+def _plan(billions: int, memory: str | None, dtype: torch.dtype = torch.float32) -> infinity.Plan:
+    count, optimizer = billions * 10**9, infinity.AdamW(state_dtype=dtype)
+    least = infinity.plan(count, host_memory=1, optimizer=optimizer, device="cpu").least_host_bytes
+    return infinity.plan(count, host_memory=memory or least, optimizer=optimizer, device="cpu")
+
+
+def _row(billions: int, memory: str | None) -> str:
+    plan = _plan(billions, memory)
+    steps = "no end" if not plan.written_bytes_per_step else f"{plan.wear.steps:,.0f}"
+    cells = [
+        f"{billions} B",
+        format_bytes(plan.budget_host_bytes),
+        format_bytes(plan.nvme_bytes),
+        format_bytes(plan.nvme_wanted_bytes),
+        format_bytes(plan.read_bytes_per_step),
+        format_bytes(plan.written_bytes_per_step),
+        steps,
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _moments() -> Iterator[str]:
+    yield "\n| moments of 7 B in | NVMe at least | read a step | written a step |\n|---|---|---|---|\n"
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        plan = _plan(7, None, dtype)
+        sizes = (plan.nvme_bytes, plan.read_bytes_per_step, plan.written_bytes_per_step)
+        name = str(dtype).removeprefix("torch.")
+        yield f"| {name} | {' | '.join(map(format_bytes, sizes))} |\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
