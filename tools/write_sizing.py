@@ -19,21 +19,26 @@ MEMORIES = (None, "32GiB", "64GiB", "128GiB")
 _HEAD = f"""\
 # Sizing
 
-What full fine-tuning takes: weights in bfloat16, AdamW with a float32 master and moments in float32, one
-process on the CPU, one backward pass before each step. Written by `tools/write_sizing.py`, which asks
-`infinity.plan`, so nothing here is measured. A number of parameters stands for a transformer with a vocabulary
-of 128,256; for a model of your own: `infinity plan path/to/folder --host-memory 32GiB`.
+What full fine-tuning takes: weights in bfloat16, AdamW with masters and moments in float32, and
+one process on the CPU, a backward pass before each step. Written by `tools/write_sizing.py`, which
+asks `infinity.plan`, so nothing here is measured. A number of parameters stands for a transformer
+with a vocabulary of 128,256; for your own: `infinity plan path/to/folder --host-memory 32GiB`.
 
-| parameters | `host_memory` | NVMe at least | NVMe wanted | read a step | written a step | steps in {DRIVE_ENDURANCE} |
+| B | `host_memory` | NVMe at least | wanted | read a step | written a step | {DRIVE_ENDURANCE} |
 |---|---|---|---|---|---|---|
 """
 _TAIL = """
-- The first row of each size is the least budget that works. Activations, gradients on their way and the
-  interpreter come beside it, see [TUNING.md](TUNING.md#training).
-- *wanted*: with less than that, but what is needed *at least*, updates wait for the end of the backward pass.
-- *steps*: until a drive of that rating has taken what makers vouch for; two drives last twice as long.
-- Seconds of I/O in a step: bytes read / speed of reads + bytes written / speed of writes. `--nvme` measures them.
-- Moments in fewer bits (`infinity.AdamW(lr=3e-4, state_dtype=torch.bfloat16)`), with all state on NVMe:
+- *B*: parameters, in billions. The first row of each is the least budget that works. Activations,
+  gradients on their way and the interpreter come beside it, see [TUNING.md](TUNING.md#training).
+- *wanted*: with less than that, updates wait for the end of the backward pass.
+- The last column: steps until a drive of that rating has taken what its maker vouches for; two
+  drives last twice as long.
+- Seconds of I/O in a step: bytes read / speed of reads + bytes written / speed of writes, which
+  `infinity plan --nvme` measures.
+- Moments in fewer bits, as `infinity.AdamW(state_dtype=torch.bfloat16)`, with all state on NVMe:
+
+| moments of 7 B in | NVMe at least | read a step | written a step |
+|---|---|---|---|
 """
 
 
@@ -52,7 +57,7 @@ def _row(billions: int, memory: str | None) -> str:
     plan = _plan(billions, memory)
     steps = "no end" if not plan.written_bytes_per_step else f"{plan.wear.steps:,.0f}"
     cells = [
-        f"{billions} B",
+        str(billions),
         format_bytes(plan.budget_host_bytes),
         format_bytes(plan.nvme_bytes),
         format_bytes(plan.nvme_wanted_bytes),
@@ -64,7 +69,6 @@ def _row(billions: int, memory: str | None) -> str:
 
 
 def _moments() -> Iterator[str]:
-    yield "\n| moments of 7 B in | NVMe at least | read a step | written a step |\n|---|---|---|---|\n"
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         plan = _plan(7, None, dtype)
         sizes = (plan.nvme_bytes, plan.read_bytes_per_step, plan.written_bytes_per_step)
