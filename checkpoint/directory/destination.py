@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 PathLike = str | os.PathLike[str]
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,29 @@ class Destination:
 
 def checkpoint_path(path: PathLike, name: str = "path") -> Path:
     """The absolute path that a caller means. Raises TypeError for what is no path, by its `name`
-    among the arguments.
+    among the arguments, ValueError for an empty one and for a URL, OSError for a loop of links.
     """
     given = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(given, str):
         raise TypeError(
             f"{name} is a {type(path).__name__}, not a path; give a str or an os.PathLike of str"
         )
-    return Path(given).resolve()
+    if not given:
+        raise ValueError(f"{name} is empty; give '.' for the current directory")
+    if _URL.match(given):
+        raise ValueError(
+            f"{name}={given!r} is a URL, and only file systems are written to and read; give a "
+            f"path, or {'./' + given!r} for a directory of that name"
+        )
+    return resolved(given)
+
+
+def resolved(path: PathLike) -> Path:
+    """The path without links. Raises OSError for a loop of them."""
+    try:
+        return Path(path).resolve()
+    except RuntimeError as error:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path)) from error
 
 
 def stripe_paths(stripe_dirs: Iterable[PathLike] | None) -> tuple[Path, ...]:
@@ -81,13 +98,15 @@ def stripe_paths(stripe_dirs: Iterable[PathLike] | None) -> tuple[Path, ...]:
 
 def resolved_stripes(stripe_dirs: Iterable[PathLike] | None) -> tuple[Path, ...]:
     """Stripe directories, which may be missing, wherever the process goes. Raises TypeError for a
-    single path, ValueError for a directory that is named twice.
+    single path and for what is no list of them, ValueError for a directory that is named twice.
     """
     if stripe_dirs is None:
         return ()
     if isinstance(stripe_dirs, str | os.PathLike):
         raise TypeError(f"stripe_dirs={stripe_dirs!r} is one path; give a list of directories")
-    stripes = tuple(Path(stripe).resolve() for stripe in stripe_dirs)
+    if not isinstance(stripe_dirs, Iterable):
+        raise TypeError(f"stripe_dirs={stripe_dirs!r} is not a list of directories")
+    stripes = tuple(map(resolved, stripe_dirs))
     if len(set(stripes)) != len(stripes):
         raise ValueError(f"stripe_dirs names a directory twice: {[str(s) for s in stripes]}")
     return stripes

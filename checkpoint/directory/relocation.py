@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -86,6 +86,8 @@ def relocation(stripe_dirs: StripeDirs | None) -> Relocation:
         return Relocation()
     if isinstance(stripe_dirs, str | os.PathLike):
         raise TypeError(f"stripe_dirs={stripe_dirs!r} is one path; give a list of directories")
+    if not isinstance(stripe_dirs, Iterable):
+        raise TypeError(f"stripe_dirs={stripe_dirs!r} is not a list of directories")
     if isinstance(stripe_dirs, Mapping):
         given = stripe_dirs.items()
         found = Relocation(

@@ -66,9 +66,12 @@ def export_safetensors(
     taken off them: `prefix="model."` gives what the model itself calls its weights. Every byte is
     verified on the way.
 
-    Raises what `load` and `write_safetensors` raise, ValueError if nothing is left to write.
+    Raises what `load` and `write_safetensors` raise, TypeError for a prefix that is no
+    str, ValueError if nothing is left to write.
     """
     checkpoint = checkpoint_path(path)
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix={prefix!r} is no text; leave it out for all names")
     _check_shard_bytes(max_shard_bytes)
     selection = Selection(only)
     moved = relocation(stripe_dirs)

@@ -264,6 +264,8 @@ def _target(path: Path, value: Any, view: TensorView, saved: np.dtype[Any] | Non
         raise ValueError(f"{where} is {error}") from error
     if isinstance(value, np.ndarray):
         value = _array_as_tensor(where, value)
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        raise ValueError(f"{where} is a nested tensor; give tensors that each have one shape")
     dtype, shape = value.dtype, tuple(value.shape)
     if dtype != view.dtype or shape != view.shape:
         raise ValueError(

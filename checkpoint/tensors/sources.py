@@ -170,7 +170,9 @@ def _check_tensor(tensor: torch.Tensor) -> None:
     kind = type(tensor)
     if kind not in _TENSOR_TYPES:
         raise TypeError(f"{kind.__module__}.{kind.__qualname__} is a tensor type it does not know")
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if tensor.is_nested:
+        raise TypeError("a nested tensor; save the list of tensors that its unbind() gives")
+    if tensor.layout != torch.strided:
         raise TypeError(f"a tensor of layout {tensor.layout}; convert it with .to_dense()")
     if tensor.is_quantized:
         raise TypeError("a quantized tensor; save its .int_repr() and its scale instead")

@@ -176,3 +176,57 @@ def test_what_is_no_path_is_refused_by_the_name_of_the_argument(tmp_path: Path) 
         checkpoint.load(tmp_path, map_location=given)
     with pytest.raises(TypeError, match=r"give checkpoint\.GroupCoordinator"):
         checkpoint.save({}, tmp_path / "step", coordinator=given)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", "file:///tmp/run", "", Path("hdfs://host/x")])
+def test_a_path_that_no_file_system_has_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for act in (
+        lambda: checkpoint.save({}, path),
+        lambda: checkpoint.save_async({}, path).result(),
+        lambda: checkpoint.load(path),
+        lambda: checkpoint.open_stream(path, "wb"),
+        lambda: checkpoint.Manager(path),
+        lambda: checkpoint.dcp.StorageWriter(path),
+    ):
+        with pytest.raises(ValueError, match=r"is a URL, and only|give '\.' for the current"):
+            act()
+    assert not list(tmp_path.iterdir())
+    checkpoint.save({}, "./s3:/run")
+    assert (tmp_path / "s3:" / "run").is_dir()
+
+
+def test_a_loop_of_links_is_an_error_of_the_system(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for act in (
+        lambda: checkpoint.save({}, loop),
+        lambda: checkpoint.load(loop),
+        lambda: checkpoint.open_stream(loop),
+        lambda: checkpoint.save({}, tmp_path / "run", [loop]),
+    ):
+        with pytest.raises(OSError, match=r"symbolic links: .*loop"):
+            act()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(TypeError, match="nested tensor; save the list"):
+        checkpoint.save({"w": nested}, tmp_path / "run")
+    checkpoint.save({"w": torch.ones(2)}, tmp_path / "run")
+    with pytest.raises(ValueError, match="nested tensor; give tensors"):
+        checkpoint.load(tmp_path / "run", into={"w": nested})
+
+
+def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
+    checkpoint.save({"w": torch.ones(2)}, tmp_path / "run")
+    number: Any = 5
+    with pytest.raises(TypeError, match="prefix=5 is no text"):
+        checkpoint.export_safetensors(tmp_path / "run", tmp_path / "out", prefix=number)
+    with pytest.raises(TypeError, match="stripe_dirs=5 is not a list"):
+        checkpoint.save({}, tmp_path / "run", number)
+    with pytest.raises(TypeError, match="stripe_dirs=5 is not a list"):
+        checkpoint.load(tmp_path / "run", stripe_dirs=number)
