@@ -119,6 +119,8 @@ def test_a_write_that_fails_is_told_and_leaves_nothing(
         def result(self) -> int:
             raise OSError(28, "No space left on device", "file")
 
+        def abandon(self) -> None: ...
+
     monkeypatch.setattr(Engine, "write", lambda *_: Failed())
     stream = checkpoint.open_stream(tmp_path / "file", "wb")
     with pytest.raises(OSError, match="No space left"), stream:
