@@ -80,8 +80,9 @@ def _dtype(options: argparse.Namespace) -> torch.dtype | None:
 
 def _space_bytes(options: argparse.Namespace) -> int | None:
     """Space on NVMe for each rank: what was said, or what is free in the directories now."""
+    ranks: int = options.ranks
     if options.space is not None:
-        return parse_bytes(options.space, name="--space") // options.ranks
+        return parse_bytes(options.space, name="--space") // ranks
     if options.nvme is None:
         return None
     # Each directory takes an equal part, and those on one disk share what it has.
@@ -89,4 +90,4 @@ def _space_bytes(options: argparse.Namespace) -> int | None:
     disks = [disk_of(directory) for directory in directories]
     free = [shutil.disk_usage(directory).free for directory in directories]
     part = min(nbytes // disks.count(disk) for nbytes, disk in zip(free, disks, strict=True))
-    return part * len(directories) // options.ranks
+    return part * len(directories) // ranks

@@ -79,7 +79,7 @@ def _of_config(path: Path, dtype: torch.dtype | None) -> Source:
     try:
         config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         names = getattr(config, "architectures", None) or [None]
-        built = getattr(transformers, names[0] or "", transformers.AutoModel)
+        built: Any = getattr(transformers, names[0] or "", transformers.AutoModel)
         make = built.from_config if built is transformers.AutoModel else built._from_config
         used = dtype or getattr(config, "dtype", None) or torch.float32
         with torch.device("meta"):

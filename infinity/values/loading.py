@@ -143,7 +143,16 @@ def together(sharing: Sharing, step: Callable[[], T]) -> T:
 def _read_scalars(
     training: TrainingState, path: str | os.PathLike[str], read: Read
 ) -> dict[str, Any]:
-    saved: dict[str, Any] = read(only=["infinity.*"])["infinity"]
+    try:
+        saved: dict[str, Any] = read(only=["infinity.*"])["infinity"]
+    except ValueError as error:
+        if "matches no name" not in str(error):
+            raise
+        raise ValueError(
+            f"{path} is no checkpoint that offloaded.save wrote: it says nothing about training; "
+            f"for its weights give infinity.offload(model, ..., weights={str(path)!r}), and read "
+            "the rest with checkpoint.load"
+        ) from error
     saved.setdefault("optimizer_class", told_class(saved))
     saved["buffers"] = saved_buffers(saved, path)
     _check(training, saved, path)

@@ -89,7 +89,7 @@ def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("nvme0", "nvme1", "a", "b", "c", "d"):
         (tmp_path / "mnt" / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(infinity.planning.plan, "measure", lambda _: Bandwidth(1e9, 1e9))
+    monkeypatch.setattr("infinity.planning.plan.measure", lambda _: Bandwidth(1e9, 1e9))
     return tmp_path / "mnt"
 
 
@@ -101,8 +101,8 @@ def test_blocks_say_what_they_are_and_why_they_are_not_run() -> None:
     assert len(PROGRAMS) >= 4
     assert len(COMMANDS) >= 6
     assert {block.language for block in BLOCKS} == LANGUAGES
-    for document, test in ELSEWHERE.items():
-        assert document in test.read_text()
+    for name, test in ELSEWHERE.items():
+        assert name in test.read_text()
     for document in DOCUMENTS:
         num_fences = len(re.findall(r"^```", document.read_text(), re.MULTILINE))
         assert num_fences == 2 * len(list(blocks_of(document))), document

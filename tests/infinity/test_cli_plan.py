@@ -45,7 +45,9 @@ def test_plan_of_a_folder_with_a_config_is_that_of_its_model(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).to(torch.bfloat16)
+        model = LlamaForCausalLM._from_config(
+            LlamaConfig.from_pretrained(folder), dtype=torch.bfloat16
+        )
     expected = infinity.plan(model, host_memory="1GiB")
     assert main(["plan", str(folder), "--host-memory", "1GiB"]) == 0
     shown = capsys.readouterr().out
@@ -212,4 +214,4 @@ def test_counts_and_options_in_the_wrong_place_say_what_to_write() -> None:
     with pytest.raises(TypeError, match="write 7000000000"):
         infinity.plan(7e9)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"OffloadedAdamW\(model.parameters"):
-        infinity.AdamW(Stack().parameters())  # type: ignore[misc]
+        infinity.AdamW(Stack().parameters())  # type: ignore[arg-type, misc]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import checkpoint
 import infinity
 from tests.support.models import seeded
 from tests.support.training import same_bits
@@ -79,3 +80,17 @@ def test_loading_when_a_module_refuses_its_state_has_loaded_everything_else(
         assert torch.equal(torch.get_rng_state(), random)
         _train(offloaded, range(2, 4))
     assert same_bits(other.layer.weight, model.layer.weight)
+
+
+def test_load_of_a_plain_checkpoint_says_where_its_weights_are_taken(
+    nvme: Path, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    checkpoint.save({"model": model.state_dict()}, tmp_path / "plain")
+    with (
+        infinity.offload(model, nvme, host_memory="1GiB") as offloaded,
+        pytest.raises(
+            ValueError, match=r"no checkpoint that offloaded.save wrote.*weights='.*plain'"
+        ),
+    ):
+        offloaded.load(tmp_path / "plain")
