@@ -214,4 +214,4 @@ def test_counts_and_options_in_the_wrong_place_say_what_to_write() -> None:
     with pytest.raises(TypeError, match="write 7000000000"):
         infinity.plan(7e9)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"OffloadedAdamW\(model.parameters"):
-        infinity.AdamW(Stack().parameters())  # type: ignore[arg-type, misc]
+        infinity.AdamW(Stack().parameters())  # type: ignore[call-arg, arg-type]
