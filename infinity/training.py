@@ -239,6 +239,11 @@ class Training:
     def keep_gradient(self, index: int, values: torch.Tensor) -> None:
         self.gradients.keep(index, values)
 
+    @own_modes()
+    def overwrite_gradient(self, index: int, age: int, values: torch.Tensor) -> None:
+        self.check_open(self.records[index].name)
+        self.gradients.overwrite(index, age, values)
+
     def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
         """Weights of these parameters are in place inside."""
         self.check_open(self.records[min(indices)].name)

@@ -78,24 +78,42 @@ class Accumulated:
         Raises ``RuntimeError`` naming one that cannot be had.
         """
         name = self._records[index].name
-        if age != self._ages[index]:
-            raise RuntimeError(
-                f"this gradient of {name} was cleared or replaced; clone() what is to be kept"
-            )
+        self._check_age(index, age)
         if index in self._consumed:
             raise RuntimeError(
-                f"the gradient of {name} was used by the step, which left nothing of it; read it "
-                "before the step, or offloaded.grad_norm after it"
+                f"the gradient of {name} was used by the step, which left nothing of it; read or "
+                "change it before the step, read offloaded.grad_norm after it, and clear it by "
+                "optimizer.zero_grad(), zero_() or p.grad = None"
             )
+        self._check_unscaled(name)
+        values = self.read(index)
+        if values is None:
+            raise RuntimeError(f"{name} has no gradient")
+        return values.to(self._state.device)
+
+    def _check_age(self, index: int, age: int) -> None:
+        if age != self._ages[index]:
+            raise RuntimeError(
+                f"this gradient of {self._records[index].name} was cleared or replaced; clone() "
+                "what is to be kept"
+            )
+
+    def _check_unscaled(self, name: str) -> None:
         if self.scale.value != 1.0:
             raise RuntimeError(
                 f"the gradient of {name} is multiplied by the loss scale, {self.scale.value:g}; "
                 "clip by offloaded.clip_grad_norm_(max_norm), read offloaded.gradient(parameter)"
             )
-        values = self.read(index)
-        if values is None:
-            raise RuntimeError(f"{name} has no gradient")
-        return values.to(self._state.device)
+
+    def overwrite(self, index: int, age: int, values: torch.Tensor) -> None:
+        """A program has changed all values of the gradient of that ``age``, be it that a step has
+        used those before.
+        """
+        self._check_age(index, age)
+        if values.any():
+            self._check_unscaled(self._records[index].name)
+        self._consumed.discard(index)
+        self.keep(index, values)
 
     def keep(self, index: int, values: torch.Tensor) -> None:
         """A program has changed what ``values`` gave."""

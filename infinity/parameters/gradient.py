@@ -7,13 +7,14 @@ frameworks do with gradients (clipping, norms, ``GradScaler``) is done as to ten
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from infinity.parameters.changes import Changes, wait_for, writes_later
 from swap.plain import memory_fault
 
 METADATA = ("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "requires_grad", "ndim")
@@ -32,6 +33,11 @@ class GradientOwner(Protocol):
 
     def keep_gradient(self, index: int, values: torch.Tensor) -> None:
         """Let the gradient have these values."""
+
+    def overwrite_gradient(self, index: int, age: int, values: torch.Tensor) -> None:
+        """Let the gradient have these values, also if a step has used those it had. Raises
+        ``RuntimeError`` where it has been cleared since it had that ``age``.
+        """
 
     def name_of(self, index: int) -> str:
         """What the model calls the parameter."""
@@ -76,14 +82,20 @@ class OffloadedGradient(torch.Tensor):
             name = getattr(func, "__name__", str(func))
             if func in _ALLOWED or (name == "__get__" and func.__self__ in _ALLOWED):
                 return func(*args, **kwargs)
+            if func in _SAME:
+                return args[0]
             if name == "detach_" or (name == "requires_grad_" and not all(args[1:])):
                 return args[0]
-            if name in _REFUSED:
+            if name in _REFUSED or writes_later(func):
                 _refuse(name, next(_gradients_in((args, kwargs))).name_of_parameter)
-            if name in ("__set__", "__delete__") and func != _SET_DATA:
+            if func == _SET_DATA:
+                return _overwrite(args[0], lambda values: _copy_exactly(values, args[1]))
+            if name in ("__set__", "__delete__"):
                 _refuse(name, next(_gradients_in((args, kwargs))).name_of_parameter)
             if name in ("mul_", "_foreach_mul_", "div_") and _is_one(args[1:]):
                 return args[0]  # clipping that does not set in
+            if name in _OVERWRITES and isinstance(args[0], OffloadedGradient):
+                return _overwrite_by(func, args, kwargs)
             if name.startswith(("_foreach_", "_amp_foreach_")):
                 return _one_by_one(func, args, kwargs)
             return _on_values(func, args, kwargs)
@@ -103,60 +115,119 @@ class GradientValues(torch.Tensor):
     _name: str
 
     @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Operators of others than torch, collectives too, may write without counting it."""
+        views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, GradientValues)]
+        return _checked(func, args, kwargs or {}, views, counts_changes=False)
+
+    @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, GradientValues)]
-            before = [view._version for view in views]
             name = getattr(func, "__name__", str(func))
-            if name in _REFUSED or name in ("__set__", "__delete__"):
+            if name in _REFUSED or name in ("__set__", "__delete__") or writes_later(func):
                 _refuse(name, views[0]._name)
-            result = func(*args, **kwargs)
-            for view, version in zip(views, before, strict=True):
-                if view._version != version or (_is_in_place(func) and view is args[0]):
-                    raise RuntimeError(
-                        f"{name} changed a view of the gradient of {view._name}, which is a copy: "
-                        "the gradient itself is as it was; change the whole of it in place, or "
-                        "assign to the parameter's grad"
-                    )
+            result = _checked(func, args, kwargs, views, counts_changes=None)
             owners = {view.untyped_storage()._cdata: view._name for view in views}
             return tree_map(lambda leaf: _read_only(leaf, owners), result)
+
+
+def _checked(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    views: Sequence[GradientValues],
+    *,
+    counts_changes: bool | None,
+) -> Any:
+    """``func`` of ``views``. Raises ``RuntimeError`` if it changed one."""
+    with torch._C._DisableTorchDispatch():
+        plain = {id(view): view.as_subclass(torch.Tensor) for view in views}
+    changes = [Changes(func, plain[id(view)], counts_changes) for view in views]
+    target = tree_leaves(args[:1]) if _is_in_place(func) else []
+    result = func(*_with_values(args, plain), **_with_values(kwargs, plain))
+    wait_for(func, result)
+    for view, change in zip(views, changes, strict=True):
+        if change.are_there() or any(view is one for one in target):
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} changed a view of the gradient of "
+                f"{view._name}, which is a copy: the gradient itself is as it was; change the "
+                "whole of it in place, or assign to the parameter's grad"
+            )
+    return result
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """``func`` of the values in the place of the gradients; what it changed of them is kept."""
     found = {id(gradient): gradient for gradient in _gradients_in((args, kwargs))}
-    values = {key: gradient.read() for key, gradient in found.items()}
-    before = {key: tensor._version for key, tensor in values.items()}
+    values = _values_in((args, kwargs))
+    changes = {key: Changes(func, tensor) for key, tensor in values.items()}
     target = set(map(id, tree_leaves(args[:1]))) if _is_in_place(func) else set()
-    args, kwargs = tree_map(lambda leaf: values.get(id(leaf), leaf), (args, kwargs))
-    result = func(*args, **kwargs)
-    if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
-        target = set(found)  # collectives count no changes
-        if hasattr(result, "wait"):
-            result.wait()
+    args, kwargs = _with_values((args, kwargs), values)
+    # A gradient that is changed in place has no history, and gets none.
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not target):
+        result = func(*args, **kwargs)
+    wait_for(func, result)
     for key, gradient in found.items():
-        if values[key]._version != before[key] or key in target:
+        if changes[key].are_there() or key in target:
             gradient.keep(values[key])
-    return _as_seen(func, result, found, values)
+    return _as_seen(result, found, values)
+
+
+def _values_in(tree: Any) -> dict[int, torch.Tensor]:
+    found = {id(gradient): gradient for gradient in _gradients_in(tree)}
+    return {key: gradient.read() for key, gradient in found.items()}
+
+
+def _with_values(tree: Any, values: Mapping[int, torch.Tensor]) -> Any:
+    return tree_map(lambda leaf: values.get(id(leaf), leaf), tree)
+
+
+def _overwrite(gradient: OffloadedGradient, fill: Callable[[torch.Tensor], Any]) -> Any:
+    """Have ``fill`` write all values; none of those before are asked for."""
+    values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    with torch.no_grad():
+        fill(values)
+    gradient._owner.overwrite_gradient(gradient._index, gradient._age, values)
+    return gradient
+
+
+def _overwrite_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``func``, which gives its first argument, a gradient, values that owe nothing to the old."""
+    rest = _with_values((args[1:], kwargs), _values_in((args[1:], kwargs)))
+    return _overwrite(args[0], lambda values: func(values, *rest[0], **rest[1]))
+
+
+def _copy_exactly(values: torch.Tensor, source: Any) -> None:
+    """As the setter of ``data``, which neither broadcasts nor converts."""
+    if isinstance(source, OffloadedGradient):
+        source = source.read()
+    if not isinstance(source, torch.Tensor):
+        raise TypeError(f"the data of a gradient is a tensor, not a {type(source).__name__}")
+    if source.shape != values.shape or source.dtype != values.dtype:
+        raise RuntimeError(
+            f"the data of a gradient of shape {tuple(values.shape)} and {values.dtype} cannot be "
+            f"of shape {tuple(source.shape)} and {source.dtype}"
+        )
+    values.copy_(source)
 
 
 def _is_in_place(func: Any) -> bool:
     """By its name: not all operations on lists count the changes that they make."""
     name = getattr(func, "__name__", "")
-    return func == _SET_DATA or bool(name.endswith("_") and not name.endswith("__"))
+    return bool(name.endswith("_") and not name.endswith("__"))
 
 
 def _as_seen(
-    func: Any,
     result: Any,
     found: Mapping[int, OffloadedGradient],
     values: Mapping[int, torch.Tensor],
 ) -> Any:
     """``result`` with the gradients in the place of their values, and views of these read only."""
     by_values = {id(tensor): found[key] for key, tensor in values.items()}
-    if func in _SAME and len(found) == 1:
-        return next(iter(found.values()))
     owners = {
         tensor.untyped_storage()._cdata: found[key].name_of_parameter
         for key, tensor in values.items()
@@ -185,6 +256,13 @@ def _read_only(leaf: Any, owners: Mapping[Any, str]) -> Any:
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An operation on lists, one element after the other: one gradient is in memory at a time."""
     count = len(args[0])
+    if func in _OVERWRITE_EACH:
+        for position, gradient in enumerate(args[0]):
+            own = [gradient, *(arg[position] for arg in args[1:2]), *args[2:]]
+            of_one = _OVERWRITE_EACH[func]
+            is_ours = isinstance(gradient, OffloadedGradient)
+            (_overwrite_by if is_ours else _on_values)(of_one, own, kwargs)
+        return None
     results = []
     for position in range(count):
         own = [
@@ -228,6 +306,11 @@ _ALLOWED = frozenset(
         *("is_floating_point", "is_complex", "is_inference"),
     )
 )
+_OVERWRITES = frozenset(("zero_", "fill_", "copy_"))
+_OVERWRITE_EACH = {
+    torch._foreach_zero_: torch.Tensor.zero_,
+    torch._foreach_copy_: torch.Tensor.copy_,
+}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SAME = frozenset((torch.Tensor.detach, torch.Tensor.data.__get__, torch.detach))  # type: ignore[attr-defined]
 _REFUSED = frozenset(

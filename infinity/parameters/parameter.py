@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from infinity.parameters.changes import Changes, wait_for, without_pointer, writes_later
 from infinity.parameters.differentiated import PASSES, by_edges, is_by_inputs_alone
 from infinity.parameters.gradient import METADATA, GradientOwner, OffloadedGradient, check_assigned
 
@@ -78,14 +79,15 @@ class OffloadedParameter(nn.Parameter):
             check_assigned(self._name, self, gradient)
         is_arriving = _GRAD.__get__(self) is not None
         _GRAD.__set__(self, gradient if is_arriving else None)
-        self.offload_owner.set_gradient(self.offload_index, None if is_arriving else gradient)
+        if not is_arriving or gradient is None:  # what arrives joins those that came before it
+            self.offload_owner.set_gradient(self.offload_index, gradient)
 
     @property
     def data(self) -> torch.Tensor:
         """The weights, as ``detach()`` gives them: outside of forward passes a copy.
 
         Unlike that of other parameters it shares their version, so that a change made through it is
-        noticed and does not get lost.
+        noticed and does not get lost, unless torch does not count it: collectives change the copy.
         """
         return self.detach()
 
@@ -167,10 +169,33 @@ class AbsentParameter(OffloadedParameter):
             with ExitStack() as stack:
                 for owner, indices in by_owner.items():
                     stack.enter_context(owner.in_place(indices))
-                result = func(*args, **kwargs)
+                result = _unchanged(func, args, kwargs, absent)
                 if any(owner.is_computing for owner in by_owner):
                     return result
                 return _with_own_memory(result, absent)
+
+
+def _unchanged(func: Any, args: Any, kwargs: Any, parameters: Sequence[AbsentParameter]) -> Any:
+    """``func`` of weights that are in place. Raises ``RuntimeError`` if it changes one without
+    counting it, as collectives do, and gives the weights the values that they had.
+    """
+    if writes_later(func):
+        _refuse_change(func, parameters[0])
+    changes = [Changes(func, parameter) for parameter in parameters]
+    result = func(*args, **kwargs)
+    wait_for(func, result)
+    for parameter, change in zip(parameters, changes, strict=True):
+        if not change.is_counted and change.are_there():
+            change.undo()
+            _refuse_change(func, parameter)
+    return result
+
+
+def _refuse_change(func: Any, parameter: AbsentParameter) -> None:
+    raise RuntimeError(
+        f"{getattr(func, '__name__', func)} would change the weights of {parameter._name}, which "
+        "is offloaded; change them inside `with offloaded.gathered([parameter], modify=True):`"
+    )
 
 
 def _is_absent(value: object) -> bool:
@@ -349,7 +374,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
         value.fill_(float("nan"))
     else:
         value.zero_()
-    return value.expand(shape) if len(shape) else value.reshape(())
+    return without_pointer(value.expand(shape) if len(shape) else value.reshape(()))
 
 
 def cannot_be_copied() -> RuntimeError:

@@ -189,14 +189,13 @@ def test_gradients_are_averaged_by_hand(is_async: bool, nvme: Path, tmp_path: Pa
     world.init_process_group("gloo", init_method=f"file://{tmp_path}/r", rank=0, world_size=1)
     model = seeded(Stack)
     try:
-        with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+        with infinity.offload(model, nvme, host_memory=WHOLE):
             vector_loss(model, 0).backward()
             for gradient in _gradients(model):
                 before = gradient.clone()
                 work = world.all_reduce(gradient, async_op=is_async)
                 assert (work is not None) is is_async
                 assert torch.equal(gradient, before)
-            assert offloaded._training.gradients.changed
     finally:
         world.destroy_process_group()
 

@@ -1,0 +1,84 @@
+"""Whether an operation changed a tensor, also where it does not count it, as collectives do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Changes:
+    """Those that ``func``, which is about to run, makes in ``tensor``."""
+
+    def __init__(self, func: Any, tensor: torch.Tensor, counts: bool | None = None) -> None:
+        """``counts``: whether it counts its changes, if that is known."""
+        self._tensor, self._version = tensor, tensor._version
+        counts = _counts_changes(func) if counts is None else counts
+        self._before = None if counts else tensor.detach().clone()
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the version of the tensor tells of them."""
+        return self._before is None
+
+    def are_there(self) -> bool:
+        if self._tensor._version != self._version:
+            return True
+        return self._before is not None and not _same_bits(self._before, self._tensor.detach())
+
+    def undo(self) -> None:
+        """Give the tensor the values that it had, which are there for ``func`` that counts none."""
+        if self._before is not None:
+            kept = torch.autograd.grad_mode._unsafe_preserve_version_counter(self._tensor)
+            with torch.no_grad(), kept:
+                self._tensor.detach().copy_(self._before)
+
+
+def _counts_changes(func: Any) -> bool:
+    """Whether it is torch's own, which counts its changes in place in the version of a tensor.
+
+    Operators that others register, custom ones and collectives, need not.
+    """
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(func).startswith(("aten.", "prim.", "prims."))
+    module = str(getattr(func, "__module__", None) or "torch")
+    own = module.split(".")[0] in ("torch", "builtins", "_operator")
+    return own and not module.startswith(("torch.distributed", "torch.cuda."))
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def wait_for(func: Any, result: Any) -> None:
+    """Let what a collective has begun end, so that its changes can be seen."""
+    if _is_distributed(func) and hasattr(result, "wait"):
+        result.wait()
+
+
+def writes_later(func: Any) -> bool:
+    """Whether ``func`` is a collective whose writes cannot be waited for: a receive, which other
+    sends may have to precede, and one that is put off until a block of many ends.
+    """
+    if not _is_distributed(func):
+        return False
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    puts_off = bool(getattr(world, "pg_coalesce_state", None))
+    return puts_off or getattr(func, "__name__", "") == "irecv"
+
+
+def _is_distributed(func: Any) -> bool:
+    return str(getattr(func, "__module__", "")).startswith("torch.distributed")
+
+
+def without_pointer(face: torch.Tensor) -> torch.Tensor:
+    """``face``, whose memory has no values, refuses pointers to it: C code that asks nobody, as
+    ``to_dlpack`` does, raises in place of reading it.
+    """
+    if hasattr(torch._C, "_set_throw_on_mutable_data_ptr") and not face.is_meta:
+        torch._C._set_throw_on_mutable_data_ptr(face)
+    return face
