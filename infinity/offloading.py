@@ -27,7 +27,7 @@ from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import AdamW, OptimizerFactory
 from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record, records_of
-from infinity.parameters.weak_references import WithoutWeakReferences
+from infinity.parameters.structure import WithoutWeakReferences
 from infinity.planning.placing import demand_of, has_room_for_freed_memory, place_within
 from infinity.ranks.agreement import (
     check_devices,
