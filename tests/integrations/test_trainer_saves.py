@@ -13,8 +13,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
+from infinity.integrations.published import publish
 from infinity.integrations.transformers import OffloadTrainer
-from infinity.integrations.transformers.folders import SAVING, publish, recover, replacing
+from infinity.integrations.transformers.folders import SAVING, recover, replacing
 from tests.support.trainers import (
     arguments,
     assert_same,

@@ -298,7 +298,7 @@ def test_construction_that_fails_leaves_nothing(tmp_path: Path, failing: str) ->
         stack.enter_context(late_engines(0, faults))
         expected: type[BaseException] = AioError
         if failing == "allocate":
-            faults.arm("allocate", errno.ENOSPC, after=1)
+            faults.arm("allocate", errno.EIO, after=1)
         elif failing == "open":
             folders[1].rmdir()
             folders[1].touch()
