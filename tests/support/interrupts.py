@@ -45,7 +45,7 @@ def interrupt(action: Callable[[], object], number: int | None) -> Lines:
 
     What ``action`` raises is passed on, but for the interrupt itself.
     """
-    return _run(action, number, "line", lambda frame: not _ends_with(frame))
+    return _run(action, number, "line", lambda frame: not _runs_no_handler(frame))
 
 
 def interrupt_behind_call(action: Callable[[], object], number: int | None) -> Lines:
@@ -102,14 +102,17 @@ def _in_finalizer(frame: FrameType | None) -> bool:
     return False
 
 
-def _ends_with(frame: FrameType) -> bool:
-    """Whether a ``with`` is about to call ``__exit__`` because its block has come to its end.
+def _runs_no_handler(frame: FrameType) -> bool:
+    """Whether a ``with`` is about to call ``__exit__`` because its block has come to its end, or an
+    ``except`` is about to let go of its exception.
 
-    Of Python's instructions it is none of those behind which a signal handler runs, and what is
-    raised there all the same would leave the block without its ``__exit__``.
+    Of Python's instructions these are none behind which a signal handler runs. What is raised there
+    all the same would leave the block without its ``__exit__``, or the thread with an exception
+    that it handles for ever, and with all that its frames hold.
     """
     code, at = frame.f_code.co_code, frame.f_lasti
-    if dis.opname[code[at]] == "PUSH_EXC_INFO":  # the same for a block that an exception leaves
+    # The first also for a block that an exception leaves.
+    if dis.opname[code[at]] in ("PUSH_EXC_INFO", "POP_EXCEPT"):
         return True
     if dis.opname[code[at]] == "SWAP":  # what the block returns
         at += 2
