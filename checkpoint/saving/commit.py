@@ -10,7 +10,7 @@ before the rename removes everything the save made; whether the rename happened 
 directory itself. Whatever fails on one rank ends the save on all of them, with what failed first,
 so whatever can fail between two meetings is done by `together`. A rank that is killed leaves the
 others with an error at the next meeting; what it left is removed by rank 0, or by the next save.
-Follows DESIGN.md, section 6.
+The order is that of docs/FORMAT.md, section 8.
 
 A commit runs where no signal handler does, see `checkpoint.sheltered`.
 """
