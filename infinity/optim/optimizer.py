@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from inspect import Signature, signature
@@ -116,10 +115,6 @@ class AbsentState(dict[torch.Tensor, Any]):
         raise RuntimeError(_NOT_HERE)
 
 
-_OF_DCP = "torch.distributed.checkpoint.state_dict"
-"""Asks for a ``state_dict``, and would keep the groups of it alone."""
-
-
 class OffloadedOptimizer(torch.optim.Optimizer):
     """The optimizer of an offloaded model: ``param_groups``, schedulers and step hooks work as
     ever.
@@ -178,11 +173,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Groups and options as ever, and which state it is: where the state is stays, see
         ``state_reference``. Small, of numbers and text.
         """
-        if sys._getframe(1).f_globals.get("__name__") == _OF_DCP:
-            raise RuntimeError(
-                "torch.distributed.checkpoint cannot reach the state of an offloaded optimizer; "
-                "call offloaded.save(path)"
-            )
         packed: dict[str, Any] = super().state_dict()
         return {**packed, KEY: self._owner.describe_state()}
 
