@@ -244,7 +244,8 @@ def _demand(
 ) -> tuple[Demand, int]:
     """What the rank asks for that keeps the most, and the number of parameters of all of them."""
     if isinstance(model, bool) or not isinstance(model, nn.Module | int):
-        is_count = isinstance(model, float) and model.is_integer()
+        given: object = model
+        is_count = isinstance(given, float) and given.is_integer()
         remedy = (
             f"write {int(model)}" if is_count else "pass the model, or a count such as 7 * 10**9"
         )

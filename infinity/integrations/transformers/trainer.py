@@ -205,7 +205,7 @@ class OffloadMixin(_Base):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if self._offload_life is not None:
             self._offload_life.is_saved = False  # from the step on that comes now
-        return super()._get_grad_norm(model, grad_norm)
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._finish_saves()
