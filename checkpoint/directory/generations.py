@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from aio import sync_directory
@@ -88,7 +88,11 @@ def remove_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path] = ())
         logger.warning(what, checkpoint, uuid, ", ".join(map(str, away)))
     for folder in dict.fromkeys([*folders, *moved]):
         _remove_stripe(folder, home / STRIPES_NAME)
-    # The list stays as long as there may be something to find by it.
+    # The list stays as long as there may be something to find by it: other file systems, or others
+    # of their journals, may be behind this one when the power goes.
+    for parent in dict.fromkeys(folder.parent for folder in [*folders, *moved]):
+        if parent.is_dir():
+            sync_directory(parent)
     if home.is_dir() and not home.is_symlink() and not is_away:
         (home / STRIPES_NAME).unlink(missing_ok=True)
         _remove_data_directory(home)
@@ -121,43 +125,72 @@ def is_published(checkpoint: Path, uuid: str) -> bool:
         return False
 
 
-def prune(checkpoint: Path, keep: str | None, stripes: Sequence[Path] = ()) -> None:
+def prune(
+    checkpoint: Path,
+    keep: str | None,
+    stripes: Sequence[Path] = (),
+    told: Collection[str] = (),
+) -> set[str]:
     """Removes every generation but one, or all of them; see `remove_generation`.
 
-    What cannot be removed is a warning: the save itself is done.
+    Gives those that cannot be removed, each with a warning unless that was `told` before: the save
+    itself is done.
     """
+    left = set()
     for uuid in generations(checkpoint):
         if uuid == keep:
             continue
         try:
             remove_generation(checkpoint, uuid, stripes)
         except OSError as error:
-            logger.warning("%s: cannot remove what save %s left: %s", checkpoint, uuid, error)
+            left.add(uuid)
+            if uuid not in told:
+                logger.warning("%s: cannot remove what save %s left: %s", checkpoint, uuid, error)
+    return left
 
 
-def clear_leftovers(checkpoint: Path, stripes: Sequence[Path] = ()) -> None:
-    """Removes what killed saves left; nothing where a damaged manifest hides what counts."""
+def clear_leftovers(checkpoint: Path, stripes: Sequence[Path] = ()) -> set[str]:
+    """Removes what killed saves left; nothing where a damaged manifest hides what counts. Gives
+    what cannot be removed, see `prune`.
+    """
     found = generations(checkpoint)
     if not found or (len(found) == 1 and is_finished(checkpoint)):
-        return  # the usual case, in which no manifest has to be read
+        return set()  # the usual case, in which no manifest has to be read
     try:
-        prune(checkpoint, read_manifest(checkpoint).uuid, stripes)
+        return prune(checkpoint, read_manifest(checkpoint).uuid, stripes)
     except IncompleteCheckpointError:
-        prune(checkpoint, None, stripes)
+        return prune(checkpoint, None, stripes)
     except CorruptCheckpointError as error:
         logger.warning("%s is damaged and will be replaced: %s", checkpoint, error)
+        return set()
 
 
 def generations(checkpoint: Path) -> list[str]:
     """Ids of all saves of which there is anything in a checkpoint's directory."""
     found = set()
     for entry in os.scandir(checkpoint):
-        if entry.is_dir(follow_symlinks=False) and is_uuid(entry.name):
+        if (
+            entry.is_dir(follow_symlinks=False)
+            and is_uuid(entry.name)
+            and not _is_anothers(entry.path)
+        ):
             found.add(entry.name)
         parts = entry.name.split(".")
         if entry.name.startswith(f"{MANIFEST_NAME}.") and parts[-1] == "tmp" and is_uuid(parts[-2]):
             found.add(parts[-2])
     return sorted(found)
+
+
+def _is_anothers(directory: str) -> bool:
+    """Whether a directory with a name like an id, 20261122 for one, holds other things and nothing
+    that a save makes.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries]
+    except OSError:  # whoever uses it is told
+        return False
+    return bool(names) and not any(n == STRIPES_NAME or is_data_file_name(n) for n in names)
 
 
 def _remove_stripe(folder: Path, stripes: Path) -> None:

@@ -36,6 +36,8 @@ class Generation:
         """Directories with names that are not durable yet."""
         self._process = os.getpid()
         self._missing: list[Path] = []
+        self._left: set[str] = set()
+        """Saves of which a warning has said that what they left cannot be removed."""
         self._lock = ExitStack()
         self._undo = ExitStack()
 
@@ -53,7 +55,7 @@ class Generation:
         if holder is not None:
             hold(path, holder)
         check_replaceable(path)
-        clear_leftovers(path, self.destination.stripes)
+        self._left = clear_leftovers(path, self.destination.stripes)
 
     def make(self) -> None:
         """Makes the directories of the data. Raises OSError."""
@@ -80,7 +82,7 @@ class Generation:
         if read_regular_file(path / MANIFEST_NAME) != raw:
             raise CorruptCheckpointError("reads back as other bytes", path=path / MANIFEST_NAME)
         # 11. Only now what it replaced.
-        prune(path, uuid, self.destination.stripes)
+        prune(path, uuid, self.destination.stripes, told=self._left)
 
     def end(self) -> None:
         """Idempotent. In a forked child it does nothing: what is to be undone is the parent's."""

@@ -15,6 +15,7 @@ linked in).
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -55,6 +56,15 @@ class SmallHeap:
 # Leaving may happen in a finalizer, anywhere in another enter or leave of the same thread.
 _lock = threading.RLock()
 _entered: set[int] = set()
+
+
+def _after_fork() -> None:
+    """In a forked child: the lock may be that of a thread which is not there."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def give_back_freed_memory() -> None:

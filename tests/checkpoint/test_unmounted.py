@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import checkpoint
+from aio import sync_directory
 from checkpoint.directory.stripe_list import STRIPES_NAME, listed_stripes
 
 
@@ -54,6 +55,27 @@ def test_data_that_somebody_removed_are_not_waited_for(
     checkpoint.save(state(2), path, stripes[1:])
     assert not (path / first).exists()
     assert not caplog.records
+
+
+def test_the_list_of_stripes_goes_when_their_removal_is_durable(
+    tmp_path: Path, stripes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    first = checkpoint.save(state(1), path, stripes).uuid
+    synced: set[Path] = set()
+    listed: set[Path] = set()
+
+    def sync(directory: Path) -> None:
+        if not (directory / f"run.{first}").exists():
+            synced.add(directory)
+            listed.update({directory} if (path / first / STRIPES_NAME).exists() else ())
+        sync_directory(directory)
+
+    monkeypatch.setattr("checkpoint.directory.generations.sync_directory", sync)
+    checkpoint.save(state(2), path, stripes)
+    assert not (path / first).exists()
+    assert set(stripes) <= synced
+    assert set(stripes) <= listed
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,37 @@ with SmallHeap():
 
 
 @needs_glibc
+def test_small_heap_in_a_child_forked_while_another_thread_enters_does_not_wait() -> None:
+    run("""
+import os, signal, threading
+from swap.storage import heap
+
+entered, forked = threading.Event(), threading.Event()
+
+def hold():
+    with heap._lock:
+        entered.set()
+        forked.wait()
+
+thread = threading.Thread(target=hold)
+thread.start()
+entered.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    with SmallHeap():
+        assert is_mapped(4 * MIB)
+    assert not is_mapped(4 * MIB)
+    os._exit(0)
+forked.set()
+thread.join()
+assert os.waitpid(child, 0)[1] == 0
+with SmallHeap():
+    assert is_mapped(4 * MIB)
+""")
+
+
+@needs_glibc
 def test_small_heap_under_another_malloc_does_nothing(tmp_path: Path) -> None:
     source, library = tmp_path / "other.c", tmp_path / "other.so"
     source.write_text(

@@ -1,0 +1,53 @@
+"""What is taken for the leftovers of saves, and what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+
+STATE = {"w": torch.ones(3)}
+
+
+def test_folders_named_after_dates_are_not_taken_for_leftovers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run"
+    (path / "20260101").mkdir(parents=True)
+    (path / "20260101" / "notes").write_text("kept")
+    checkpoint.save(STATE, path / "20260102")
+    for _ in range(2):
+        checkpoint.save(STATE, path)
+    assert caplog.records == []
+    assert (path / "20260101" / "notes").read_text() == "kept"
+    assert checkpoint.verify(path / "20260102").ok
+    assert sum(entry.is_dir() for entry in path.iterdir()) == 3
+
+
+def test_a_leftover_with_something_else_in_it_is_told_once_by_each_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run"
+    first = checkpoint.save(STATE, path).uuid
+    (path / first / "notes").write_text("kept")
+    checkpoint.save(STATE, path)
+    caplog.clear()
+    (path / first / "r0-0.safetensors").mkdir()  # as good as a file that cannot be removed
+    checkpoint.save(STATE, path)
+    (record,) = caplog.records
+    assert f"cannot remove what save {first} left" in record.getMessage()
+    assert (path / first / "notes").read_text() == "kept"
+
+
+def test_a_leftover_of_a_killed_save_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    checkpoint.save(STATE, path)
+    for name, files in {"aaaaaaaa": (), "bbbbbbbb": ("r0-0.safetensors",)}.items():
+        (path / name).mkdir()
+        for file in files:
+            (path / name / file).write_text("torn")
+    kept = checkpoint.save(STATE, path).uuid
+    assert {entry.name for entry in path.iterdir()} == {kept, "manifest.json"}
