@@ -6,7 +6,7 @@ from checkpoint.errors import RankFailedError
 from infinity.adamw.optimizer import OffloadedAdamW, StateReport
 from infinity.model import OffloadedModel
 from infinity.offloading import offload
-from infinity.optim.optimizer import AdamW
+from infinity.optim.adamw import AdamW
 from infinity.planning.plan import Plan, plan
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.report import Report

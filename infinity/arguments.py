@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from checkpoint.transfer.memory import available_bytes, machine_bytes
 from infinity.activations.tiers import ActivationShare, mode_of
-from infinity.optim.optimizer import AdamW, OptimizerFactory
+from infinity.optim.optimizer import OptimizerFactory
+from infinity.optim.rule import NativeOptimizer
 from infinity.parameters.records import RESIDENT_ELEMENTS, Record
 from infinity.tiling.layers import MIN_TILE_BYTES
 from swap.storage.directory import check_usable
@@ -30,7 +31,7 @@ class Arguments:
     """What ``offload`` was given, as it was given."""
 
     nvme: Directories
-    optimizer: AdamW | OptimizerFactory | None
+    optimizer: NativeOptimizer | OptimizerFactory | None
     device: torch.device | str | None
     compute_dtype: torch.dtype | None
     device_memory: int | str | None
@@ -48,7 +49,7 @@ class Options:
     """The arguments of ``offload``, checked one by one."""
 
     directories: list[str]
-    optimizer: AdamW | OptimizerFactory | None
+    optimizer: NativeOptimizer | OptimizerFactory | None
     device: torch.device
     compute_dtype: torch.dtype | None
     budget: Budget
@@ -68,7 +69,7 @@ class Options:
         names = ("compute_dtype", "max_grad_norm", "max_parameter_bytes", "overlap")
         facts: dict[str, object] = {name: getattr(self, name) for name in names}
         facts["activations"] = self.share.mode
-        if self.optimizer is None or isinstance(self.optimizer, AdamW):
+        if self.optimizer is None or isinstance(self.optimizer, NativeOptimizer):
             facts["optimizer"] = self.optimizer
         return facts
 

@@ -22,10 +22,11 @@ from infinity.arguments import (
 )
 from infinity.autograd.refusals import check_model
 from infinity.block import OffloadBlock
+from infinity.optim.adamw import AdamW
 from infinity.optim.chosen import optimizer_for, rule_for
 from infinity.optim.loss_scale import LossScale
-from infinity.optim.optimizer import AdamW, OptimizerFactory
-from infinity.optim.torch_rule import TorchRule
+from infinity.optim.optimizer import OptimizerFactory
+from infinity.optim.rule import NativeOptimizer
 from infinity.parameters.records import Record, records_of
 from infinity.parameters.structure import WithoutWeakReferences
 from infinity.planning.placing import demand_of, has_room_for_freed_memory, place_within
@@ -48,7 +49,7 @@ from infinity.training import Parts, Training
 from infinity.values.buffers import BufferConversion
 from infinity.values.initial.materialize import fill_all, values_for
 from swap.plan.placement import Placement
-from swap.plan.rules import FrozenRule, UpdateRule
+from swap.plan.rules import UpdateRule
 from swap.storage.bandwidth import shares
 from swap.storage.directory import reclaim
 from swap.storage.heap import SmallHeap, give_back_freed_memory
@@ -62,7 +63,7 @@ def offload(
     model: nn.Module,
     nvme: Directories,
     *,
-    optimizer: AdamW | OptimizerFactory | None = _DEFAULT_OPTIMIZER,
+    optimizer: NativeOptimizer | OptimizerFactory | None = _DEFAULT_OPTIMIZER,
     device: torch.device | str | None = None,
     compute_dtype: torch.dtype | None = None,
     device_memory: int | str | None = None,
@@ -159,9 +160,9 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
             records = records_of(model, dtype)
             values = tiling.values(values, records)
         rule, inner = rule_for(options.optimizer, records)
-        warn_of_rounding(records, trains=not isinstance(rule, FrozenRule))
-        if isinstance(rule, TorchRule) and ranks is not None:
-            rule.check_elementwise()
+        warn_of_rounding(records, trains=rule.kept_by is not None)
+        if ranks is not None:
+            rule.check_slices()
     if ranks is not None:
         check_same(ranks, facts_of(model, records, rule, options.facts()))
         check_devices(ranks, options.device)

@@ -28,17 +28,16 @@ from infinity.background import BackgroundSaves
 from infinity.optim.accumulated import Accumulated
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer, StepTaker
+from infinity.optim.rule import OptimizerRule
 from infinity.optim.state_reference import StateReference
 from infinity.optim.stepping import as_norm, clip_coefficient, options_of, updates_for
-from infinity.optim.torch_rule import advance_groups
 from infinity.parameters.parameter import become_offloaded, take_grad
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.restoring import Restoring
-from infinity.values.optimizer_match import class_of
 from swap.apart import run_apart
 from swap.forks import check_process
-from swap.plan.rules import AdamRule, FrozenRule, ParameterUpdate, UpdateRule
+from swap.plan.rules import ParameterUpdate
 from swap.tiered import TieredState
 from swap.tiers import Budget
 from swap.undo import Undo
@@ -55,7 +54,7 @@ class Parts:
     model: nn.Module
     records: list[Record]
     state: TieredState
-    rule: UpdateRule
+    rule: OptimizerRule
     budget: Budget
     optimizer_for: Callable[[StepTaker], OffloadedOptimizer]
     activations: Activations
@@ -86,7 +85,7 @@ class Training:
         self._max_grad_norm = parts.max_grad_norm
         self._may_clip = parts.max_grad_norm is not None
         self._unclipped_steps = 0
-        self._repeatable = isinstance(self.rule, AdamRule) and parts.loss_scale is None
+        self._repeatable = self.rule.is_repeatable and parts.loss_scale is None
         self.residency = Residency(records, sharing.weights, state.device, sharing.visitor_bytes)
         self._phases = Phases(state.timeline)
         self._saved = SavedTensors(
@@ -95,12 +94,12 @@ class Training:
         self._versions = Versions(records, self.residency.kept_out)
         self.loans = Loans(records, self.residency, sharing, self._versions)
         self.saves = BackgroundSaves()
-        passes = Passes(self._end_pass) if isinstance(self.rule, FrozenRule) else None
+        passes = Passes(self._end_pass) if self.rule.kept_by is None else None
         hooked = (self.residency, self._phases, self._versions, self._saved)
         self._hooks = ModelHooks(parts.model, records, *hooked, parts.compute_dtype, passes)
         self._restoring = Restoring(parts.model, state, sharing)
         self._process, self._open = os.getpid(), True
-        self.reference = StateReference(parts.run, records, class_of(parts.rule))
+        self.reference = StateReference(parts.run, records, parts.rule.kept_by)
         self.optimizer = parts.optimizer_for(self)
 
     # What must hold before anything else is done.
@@ -132,7 +131,7 @@ class Training:
     def take_step(self) -> None:
         """Fix norm, clipping, options and step counts, and start the update."""
         self.check_open()
-        if isinstance(self.rule, FrozenRule) and self.gradients.present:
+        if self.rule.kept_by is None and self.gradients.present:
             raise RuntimeError(
                 "the model was offloaded with optimizer=None, which is for inference; pass "
                 "infinity.AdamW(...) or a factory to take steps"
@@ -177,7 +176,8 @@ class Training:
         self._versions.count_updates(present)
         self.sharing.end_step(present)
         self.reference.stepped()
-        advance_groups(self.rule, self.optimizer, (self.records[i].parameter for i in present))
+        stepped = (self.records[i].parameter for i in present)
+        self.rule.advance(self.optimizer.param_groups, stepped)
 
     def _end_pass(self) -> None:
         self.state.weights.end_cycle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -51,3 +51,22 @@ def values_from(
     master = torch.empty(numel, dtype=torch.float32, device="cpu")
     merge_master(weight, low, master)
     return master
+
+
+def master_of(planes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The values that the planes hold, for a rule that updates them: the master itself or, of
+    halves, a copy, see ``keep_master``.
+    """
+    if "lo" in planes:
+        out = torch.empty(planes["weight"].numel(), dtype=torch.float32, device="cpu")
+        merge_master(planes["weight"], planes["lo"], out)
+        return out
+    return planes.get("master", planes["weight"])
+
+
+def keep_master(master: torch.Tensor, planes: Mapping[str, torch.Tensor]) -> None:
+    """Let the planes hold what became of ``master_of`` them."""
+    if "lo" in planes:
+        split_master(master, planes["weight"], planes["lo"])
+    elif "master" in planes:
+        planes["weight"].copy_(master)

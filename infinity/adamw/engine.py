@@ -23,7 +23,7 @@ from infinity.adamw.members import Members
 from infinity.adamw.names import names_of
 from infinity.adamw.step import MemberUpdate, Step, Updater, take
 from infinity.adamw.tiers.store import StateStore
-from swap.plan.rules import AdamRule
+from infinity.optim.adamw import AdamRule
 
 T = TypeVar("T")
 Groups = Sequence[Mapping[str, Any]]

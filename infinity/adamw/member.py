@@ -11,10 +11,9 @@ import torch
 
 from infinity.adamw.local_tensors import Layout, flat, layout_of, local
 from infinity.adamw.names import names_of
-from infinity.optim.optimizer import AdamW
+from infinity.optim.adamw import UNKNOWN_OPTIONS, AdamW, check_options
 from swap.plain import check_memory
 from swap.plan.layout import ParameterSpec
-from swap.plan.rules import UNKNOWN_OPTIONS, check_options
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -33,7 +33,7 @@ from infinity.adamw.state_view import ParameterState, TieredStateView, refuse_ch
 from infinity.adamw.step import Step, makes_state_only
 from infinity.adamw.tiers.store import StateStore
 from infinity.arguments import Directories, budget_of_rank, directories_of
-from infinity.optim.optimizer import AdamW
+from infinity.optim.adamw import AdamW
 from swap.timeline import busy_seconds
 
 

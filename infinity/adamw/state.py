@@ -28,8 +28,8 @@ from checkpoint.transfer.memory import available_bytes
 from infinity.adamw.local_tensors import flat, like, local, shape_in, unflat
 from infinity.adamw.member import Held, Member
 from infinity.adamw.tiers.store import StateStore
+from infinity.optim.adamw import AdamRule
 from swap.plain import plain
-from swap.plan.rules import AdamRule
 from swap.tiers import format_bytes
 
 KIND = "OffloadedAdamW"

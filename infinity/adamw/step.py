@@ -14,7 +14,7 @@ from infinity.adamw.member import Held, Member
 from infinity.adamw.tiers.placement import TRANSFER_ELEMENTS
 from swap.plain import check_memory, is_plain, plain
 from swap.plan.layout import Segment
-from swap.plan.rules import AdamRule, ParameterUpdate
+from swap.plan.rules import ParameterUpdate, UpdateRule
 
 _COMPARED_ELEMENTS = 32 * 1024
 """Of a master and its weights at once, by copies that leave no holes in the heap."""
@@ -157,7 +157,7 @@ class Updater:
     two buffers on the host.
     """
 
-    def __init__(self, rule: AdamRule) -> None:
+    def __init__(self, rule: UpdateRule) -> None:
         self._rule = rule
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self._ordered: torch.Tensor | None = None

@@ -14,7 +14,7 @@ from infinity.arguments import directories_of, disk_of
 from infinity.commands.largest import largest
 from infinity.commands.sources import DEFAULT, DTYPES, source_of
 from infinity.commands.waiting import told
-from infinity.optim.optimizer import AdamW
+from infinity.optim.adamw import AdamW
 from infinity.planning.plan import Plan, plan
 from swap.tiers import parse_bytes
 

@@ -6,34 +6,24 @@ from collections.abc import Sequence
 
 import torch
 
-from infinity.optim.optimizer import (
-    AdamW,
-    OffloadedOptimizer,
-    OptimizerFactory,
-    StepTaker,
-)
+from infinity.optim.adamw import AdamW
+from infinity.optim.optimizer import OffloadedOptimizer, OptimizerFactory, StepTaker
+from infinity.optim.rule import FrozenRule, NativeOptimizer, OptimizerRule
 from infinity.optim.separable import share_hooks
 from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record
-from swap.plan.rules import AdamRule, FrozenRule, UpdateRule
 
 
 def rule_for(
-    optimizer: AdamW | OptimizerFactory | None, records: Sequence[Record]
-) -> tuple[UpdateRule, torch.optim.Optimizer | None]:
+    optimizer: NativeOptimizer | OptimizerFactory | None, records: Sequence[Record]
+) -> tuple[OptimizerRule, torch.optim.Optimizer | None]:
     """The rule for updates, and the user's own optimizer when a factory made one."""
     trained = [record for record in records if record.spec.trainable]
     if optimizer is None or not trained:
         return FrozenRule(), None
-    if isinstance(optimizer, AdamW):
-        for record in trained:
-            if record.spec.dtype == torch.float64:
-                raise ValueError(
-                    f"{record.name} is float64, which infinity.AdamW does not compute in; pass "
-                    "compute_dtype=torch.float32, or a factory such as torch.optim.AdamW"
-                )
-        return AdamRule(state_dtype=optimizer.state_dtype), None
-    is_class = isinstance(optimizer, type) and issubclass(optimizer, AdamW)
+    if isinstance(optimizer, NativeOptimizer):
+        return optimizer.rule(trained), None
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, NativeOptimizer)
     if is_class or not callable(optimizer):
         raise TypeError(
             f"optimizer={optimizer!r} is neither infinity.AdamW(...), a factory params -> "
@@ -79,7 +69,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, trained: Sequence[Record]) -
 
 
 def optimizer_for(
-    optimizer: AdamW | OptimizerFactory | None,
+    optimizer: NativeOptimizer | OptimizerFactory | None,
     inner: torch.optim.Optimizer | None,
     records: Sequence[Record],
     owner: StepTaker,
@@ -93,5 +83,5 @@ def optimizer_for(
         offloaded = OffloadedOptimizer(trained, inner.defaults, owner, param_groups=groups)
         share_hooks(offloaded, inner)
         return offloaded
-    options = (optimizer if isinstance(optimizer, AdamW) else AdamW()).defaults()
+    options = (optimizer if isinstance(optimizer, NativeOptimizer) else AdamW()).defaults()
     return OffloadedOptimizer(trained or [records[0].parameter], options, owner)

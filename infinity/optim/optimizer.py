@@ -1,81 +1,15 @@
-"""Optimizers as users see them: the options of ours, and what they hold inside the block."""
+"""The optimizer that users hold inside the block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from inspect import Signature, signature
 from typing import Any, Protocol
 
 import torch
 
 from infinity.optim.state_reference import KEY
-from swap.plan.rules import STATE_DTYPES
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW:
-    """Options of the native AdamW kernel; the defaults are those of ``torch.optim.AdamW``.
-
-    They are the starting values of ``offloaded.optimizer.param_groups`` and are read from there at
-    every step, per group, so schedulers and groups with options of their own work.
-
-    ``state_dtype`` is what both moments are kept in: ``torch.float32``; ``torch.bfloat16``, half of
-    the bytes; or ``torch.uint8``, a quarter: codes of 8 bits with a scale for each 256 elements,
-    after Dettmers et al. (arXiv 2110.02861). The last two round stochastically, by a function of
-    parameter, element and step: training is as repeatable as in float32, but not the same.
-    """
-
-    lr: float | torch.Tensor = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-    state_dtype: torch.dtype = torch.float32
-
-    def __new__(cls, *args: object, **_: object) -> AdamW:
-        if args:
-            raise TypeError(
-                f"infinity.AdamW takes its options by name, and no parameters: it got "
-                f"{type(args[0]).__name__}; write infinity.AdamW(lr=1e-3) and pass it as "
-                "offload(model, optimizer=...). The drop-in for torch.optim.AdamW is "
-                "infinity.OffloadedAdamW(model.parameters(), nvme=...)"
-            )
-        return object.__new__(cls)  # slots make another class, which super() does not know
-
-    def __post_init__(self) -> None:
-        _check_not_negative("lr", float(self.lr))
-        _check_not_negative("eps", self.eps)
-        _check_not_negative("weight_decay", self.weight_decay)
-        if len(self.betas) != 2:
-            raise ValueError(f"betas={self.betas} are {len(self.betas)} numbers; give 2")
-        for position, beta in enumerate(self.betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"betas[{position}]={beta} is not in [0, 1)")
-        if self.state_dtype not in STATE_DTYPES:
-            raise ValueError(
-                f"state_dtype={self.state_dtype} is not supported; use one of "
-                f"{', '.join(str(dtype) for dtype in STATE_DTYPES)}"
-            )
-
-    def defaults(self) -> dict[str, Any]:
-        options = asdict(self)
-        del options["state_dtype"]
-        return options
-
-
-# What help() and editors show: that of the options, not of the check that they are named.
-AdamW.__signature__ = Signature(  # type: ignore[attr-defined]
-    [*signature(AdamW.__init__).parameters.values()][1:]
-)
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    if value != value:
-        raise ValueError(f"{name}={value} is not a number; give 0 or more")
-    if not value >= 0.0:
-        raise ValueError(f"{name}={value} is negative; give 0 or more")
 
 
 class StepTaker(Protocol):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from infinity.optim import adamw
+from infinity.optim.rule import UNNAMED, OptimizerRule, SavedState, last_name
 from infinity.optim.separable import (
     advance,
     check_separable,
@@ -20,13 +22,14 @@ from infinity.optim.separable import (
     plain_step,
     shape_like,
 )
-from infinity.optim.torch_state import StatePlanes
+from infinity.optim.torch_state import IN_PLANES, StatePlanes
+from swap.masters import keep_master, master_of
 from swap.plain import is_in_place, plain
 from swap.plan.layout import Plane, Segment
-from swap.plan.rules import ParameterUpdate, UpdateRule, master_planes
+from swap.plan.rules import ParameterUpdate, master_planes
 
 
-class TorchRule:
+class TorchRule(OptimizerRule):
     """Runs any ``torch.optim.Optimizer`` on whole parameters, in float32 on the CPU.
 
     The optimizer is given one parameter at a time as a float32 leaf with its attributes and its
@@ -37,6 +40,8 @@ class TorchRule:
     """
 
     whole_parameters = True
+    is_repeatable = False
+    kept_by: str
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if type(optimizer).__name__ == "LBFGS":
@@ -44,6 +49,8 @@ class TorchRule:
         self._optimizer = optimizer
         self._starts_with_state = bool(optimizer.state)
         optimizer.state.clear()
+        kind = type(optimizer)
+        self.kept_by = f"{kind.__module__}.{kind.__qualname__}"
         self._planes: dict[torch.dtype, StatePlanes] = {}
         self.group_keys = check_separable(
             optimizer,
@@ -55,20 +62,15 @@ class TorchRule:
         """What steps change in the groups, for all of its parameters."""
         widths = [plane.dtype.itemsize for plane in self.state_planes(torch.float32).planes]
         self.scratch_bytes_per_element = 4 * max([4, *widths])
-        self.small_state: dict[int, dict[str, Any]] = defaultdict(dict)
+        self._small: dict[int, dict[str, Any]] = defaultdict(dict)
         self._before: dict[int, tuple[int, dict[str, Any]]] = {}
 
     @property
-    def optimizer_class(self) -> str:
-        """The class of the optimizer, with its module."""
-        kind = type(self._optimizer)
-        return f"{kind.__module__}.{kind.__qualname__}"
+    def small_state(self) -> Mapping[int, Mapping[str, Any]]:
+        return self._small
 
     def forget_state(self, groups: Iterable[dict[str, Any]]) -> None:
-        """As before the first step: nothing in memory, nor in ``groups`` what steps change there.
-        The planes are the caller's.
-        """
-        self.small_state.clear()
+        self._small.clear()
         self._before.clear()
         for group in groups:
             for key in self.group_keys:
@@ -85,7 +87,6 @@ class TorchRule:
         return self._planes[kind]
 
     def advance(self, groups: Iterable[dict[str, Any]], stepped: Iterable[torch.Tensor]) -> None:
-        """Let ``groups`` be as the step leaves them that was taken for these parameters."""
         if self.group_keys:
             taken = {id(parameter) for parameter in stepped}
             for group in groups:
@@ -103,10 +104,10 @@ class TorchRule:
         gradient: torch.Tensor,
         gradient_scale: float,
     ) -> None:
-        master = _master(planes)
+        master = master_of(planes)
         scaled = (gradient.to(master.dtype) * gradient_scale).view(update.shape)
         self._apply(master, scaled, update, planes, self._small_state_before(update))
-        _store_master(master, planes)
+        keep_master(master, planes)
 
     def _apply(
         self,
@@ -131,11 +132,11 @@ class TorchRule:
         """The small state that ``update`` starts from, also when it is computed a second time."""
         step, before = self._before.get(update.parameter, (0, {}))
         if step == update.step:
-            self.small_state[update.parameter] = copy.deepcopy(before)
+            self._small[update.parameter] = copy.deepcopy(before)
         else:
-            before = copy.deepcopy(self.small_state[update.parameter])
+            before = copy.deepcopy(self._small[update.parameter])
             self._before[update.parameter] = (update.step, before)
-        return self.small_state[update.parameter]
+        return self._small[update.parameter]
 
     def _step_one(
         self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
@@ -181,7 +182,7 @@ class TorchRule:
         self._apply(master, leaf.grad, update, state, state["small"])
         return state, options
 
-    def check_elementwise(self) -> None:
+    def check_slices(self) -> None:
         """Raise ``ValueError`` for an optimizer that does not treat every element by itself: rows
         of a parameter must be updated alone as they are in the whole.
         """
@@ -202,6 +203,32 @@ class TorchRule:
                     "ranks use infinity.AdamW, another optimizer that treats elements by "
                     "themselves, or the optimizer itself under FSDP2"
                 )
+
+    def reads(self, kept_by: str, groups: Sequence[Mapping[str, Any]]) -> bool:
+        if kept_by.startswith(_OURS):
+            return kept_by == adamw.NAME and adamw.is_torch_adamw(self.kept_by)
+        return kept_by == UNNAMED or last_name(kept_by) == last_name(self.kept_by)
+
+    def check_options(self, kept_by: str, options: Mapping[str, Any]) -> None:
+        if kept_by == adamw.NAME:
+            adamw.check_options(options)
+
+    def check_saved(self, saved: SavedState) -> None:
+        super().check_saved(saved)
+        adamw.check_moments(saved, self.state_dtype)
+
+    def steps(self, saved: SavedState) -> int:
+        return adamw.steps_of_moments(saved)
+
+    def restore(
+        self, index: int, dtype: torch.dtype, saved: SavedState, small: Mapping[str, Any]
+    ) -> None:
+        if saved.kept_by == adamw.NAME:
+            # As torch makes it: a count of its own for each parameter.
+            step = torch.tensor(float(saved.steps), dtype=torch.float32, device="cpu")
+            self._small[index] = {"step": step, IN_PLANES: [*adamw.MOMENTS]}
+            return
+        self._small[index] = self.state_planes(dtype).restore(small, saved.planes)
 
     def _after(
         self,
@@ -238,6 +265,8 @@ class TorchRule:
         return found
 
 
+_OURS = "infinity."
+"""Begins what checkpoints call the optimizers of ours, whose state means something else."""
 _PROBE_STEPS = 3
 """Optimizers make some of their state after the first step."""
 
@@ -248,30 +277,3 @@ def _one_of_each(parameters: Iterable[torch.Tensor]) -> list[tuple[int, torch.Te
     for position, parameter in enumerate(parameters):
         found.setdefault(max(1, parameter.dim()), (position, parameter))
     return list(found.values())
-
-
-def advance_groups(
-    rule: UpdateRule, optimizer: torch.optim.Optimizer, stepped: Iterable[torch.Tensor]
-) -> None:
-    """A step was taken for these parameters: the groups are what the optimizer makes of them."""
-    if isinstance(rule, TorchRule):
-        rule.advance(optimizer.param_groups, stepped)
-
-
-def _master(planes: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    from swap.kernels import merge_master
-
-    if "lo" in planes:
-        out = torch.empty(planes["weight"].numel(), dtype=torch.float32, device="cpu")
-        merge_master(planes["weight"], planes["lo"], out)
-        return out
-    return planes.get("master", planes["weight"])
-
-
-def _store_master(master: torch.Tensor, planes: Mapping[str, torch.Tensor]) -> None:
-    from swap.kernels import split_master
-
-    if "lo" in planes:
-        split_master(master, planes["weight"], planes["lo"])
-    elif "master" in planes:
-        planes["weight"].copy_(master)

@@ -4,7 +4,7 @@ element in planes, each in the dtype that the optimizer gives it; the rest in me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class StatePlanes:
                 planes[plane.name].copy_(plain(value).reshape(-1))
         small[IN_PLANES] = held
 
-    def restore(self, small: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    def restore(self, small: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
         """Small state that was saved; ``stored`` are the names of the planes that were.
 
         What was saved before small state named what is in planes had all of it there.

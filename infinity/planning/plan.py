@@ -20,8 +20,10 @@ from infinity.arguments import (
     make_budget,
     parameter_bound,
 )
+from infinity.optim.adamw import AdamW
 from infinity.optim.chosen import rule_for
-from infinity.optim.optimizer import AdamW, OptimizerFactory
+from infinity.optim.optimizer import OptimizerFactory
+from infinity.optim.rule import NativeOptimizer
 from infinity.parameters.records import records_of
 from infinity.planning.placing import (
     Demand,
@@ -145,7 +147,7 @@ def plan(
     *,
     device: torch.device | str | None = None,
     compute_dtype: torch.dtype | None = None,
-    optimizer: AdamW | OptimizerFactory | None = _DEFAULT_OPTIMIZER,
+    optimizer: NativeOptimizer | OptimizerFactory | None = _DEFAULT_OPTIMIZER,
     activations: str = "keep",
     max_parameter_bytes: int | str | None = None,
     passes: int = 1,
@@ -237,7 +239,7 @@ def _planned_device(device: torch.device | str | None) -> torch.device:
 def _demand(
     model: nn.Module | int,
     compute_dtype: torch.dtype | None,
-    optimizer: AdamW | OptimizerFactory | None,
+    optimizer: NativeOptimizer | OptimizerFactory | None,
     bound: int | None,
     world_size: int,
     share: ActivationShare,

@@ -19,7 +19,6 @@ import torch
 import checkpoint
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.ranks.coordinator import SingleProcess, apart
-from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values import saved_state
@@ -35,7 +34,6 @@ from infinity.values.optimizer_match import (
     OF_MEMBERS,
     check_options,
     match_groups,
-    steps_of,
     takes_state,
     told_class,
 )
@@ -177,9 +175,8 @@ def _check(training: TrainingState, saved: Mapping[str, Any], path: str | os.Pat
     saved_state.check_base(training.state, leaves_of(training.model, training.records), saved, path)
     if not _takes_state(training, saved, path):
         return
-    _check_moments(training, saved, path)
     names = {record.name for record in training.records}
-    if isinstance(training.rule, TorchRule) and not saved["small_state"].keys() <= names:
+    if training.rule.whole_parameters and not saved["small_state"].keys() <= names:
         raise ValueError(
             f"{path} has optimizer state of layers that were tiled in another way; load it with "
             "the max_parameter_bytes that it was saved with"
@@ -204,29 +201,6 @@ def _groups(
     groups = training.optimizer.param_groups
     members = [[names[id(parameter)] for parameter in group["params"]] for group in groups]
     return match_groups(members, saved, path)
-
-
-def _check_moments(
-    training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]
-) -> None:
-    """Moments are not converted; frozen parameters have none."""
-    theirs, ours = saved.get("state_dtype", torch.float32), saved_state.state_dtype(training.rule)
-    for leaf in leaves_of(training.model, training.records):
-        saved_state.check_dtypes(training.state, training.rule, leaf, saved, path)
-        planes = training.state.plane_names(leaf.first.index)
-        if not {"exp_avg", "exp_avg_sq"} & {*planes} & {*saved["planes"][leaf.name]}:
-            continue
-        if theirs != ours:
-            raise ValueError(
-                f"{path} has the moments of {leaf.name} in {theirs}, the optimizer keeps {ours}; "
-                f"pass optimizer=infinity.AdamW(state_dtype={theirs})"
-            )
-        parts = [part.numel for part in leaf.parts]
-        if ours == torch.uint8 and saved["parts"][leaf.name] != parts:
-            raise ValueError(
-                f"{path} has 8-bit moments of {leaf.name} in other tiles, and blocks of them end "
-                "with a tile; load it with the max_parameter_bytes that it was saved with"
-            )
 
 
 def _load_values(
@@ -315,19 +289,28 @@ def _master(read: Read, name: str, planes: Sequence[str]) -> torch.Tensor:
 def _restore_scalars(
     training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> None:
-    rule, leaves = training.rule, leaves_of(training.model, training.records)
     is_taken = _takes_state(training, saved, path)
-    for leaf in leaves:
-        for part in leaf.parts:
-            training.steps[part.index] = steps_of(leaf, saved) if is_taken else 0
-    if isinstance(rule, TorchRule):
-        rule.forget_state(training.optimizer.param_groups)
-        if is_taken:
-            saved_state.restore_small(rule, leaves, saved)
+    training.steps[:] = [0] * len(training.steps)
+    training.rule.forget_state(training.optimizer.param_groups)
     if is_taken:
-        groups = _groups(training, saved, path)
-        for group, values in zip(training.optimizer.param_groups, groups, strict=True):
-            group.update({k: v for k, v in (values or {}).items() if k not in OF_MEMBERS})
+        _restore_state(training, saved, path)
     training.reference.loaded(saved.get("state") if is_taken else None, path)
     if training.loss_scale_state is not None:
         training.loss_scale_state.restore(saved["loss_scale"])
+
+
+def _restore_state(
+    training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]
+) -> None:
+    """Step counts and options, and what the rule keeps in memory of every parameter."""
+    for leaf in leaves_of(training.model, training.records):
+        theirs = saved_state.state_of(training.state, leaf, saved, path)
+        steps = training.rule.steps(theirs) if theirs.is_trained else 0
+        for part in leaf.parts:
+            training.steps[part.index] = steps
+            if steps:
+                small = saved["small_state"].get(part.name, {})
+                training.rule.restore(part.index, leaf.first.spec.dtype, theirs, small)
+    groups = _groups(training, saved, path)
+    for group, values in zip(training.optimizer.param_groups, groups, strict=True):
+        group.update({k: v for k, v in (values or {}).items() if k not in OF_MEMBERS})

@@ -1,9 +1,7 @@
 """Whether the optimizer state of a checkpoint is of use to the optimizer that a model has now.
 
-State goes to an optimizer of the same class. Between ``infinity.AdamW`` and ``torch.optim.AdamW``,
-and from ``torch.optim.Adam`` to the first, the moments mean the same, and the step counts are
-converted. State of any other class is refused by name: another optimizer would read it as
-something else. A class is known by its name without the module, which is ``__main__`` for a script.
+Which state means the same to it, its rule says (``OptimizerRule.reads``). Any other is refused by
+name: another optimizer would read it as something else.
 """
 
 from __future__ import annotations
@@ -13,46 +11,33 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from infinity.optim.optimizer import AdamW
-from infinity.optim.torch_rule import TorchRule
-from infinity.optim.torch_state import IN_PLANES
+from infinity.optim.adamw import MOMENTS, NAME, AdamW
+from infinity.optim.rule import UNNAMED, OptimizerRule
 from infinity.values.leaves import Leaf
 from infinity.values.plane_bytes import MASTER_PLANES
-from swap.plan.rules import MOMENTS, FrozenRule, UpdateRule
-from swap.plan.rules import check_options as check_kernel_options
+from infinity.values.saved_state import state_of
 from swap.tiered import TieredState
 
 PathLike = str | os.PathLike[str]
-NATIVE = "infinity.AdamW"
 OF_MEMBERS = ("params", "param_names")
 """What a group has of each member by its position, and so is never that of another group."""
-_UNNAMED = "an optimizer made by a factory"
 _TILE = re.compile(r"(^|\.)tiles\.\d+\.(weight|bias)$")
 
 
-def class_of(rule: UpdateRule) -> str | None:
-    """What a checkpoint says kept its state; None: there was no optimizer."""
-    if isinstance(rule, FrozenRule):
-        return None
-    return rule.optimizer_class if isinstance(rule, TorchRule) else NATIVE
-
-
 def told_class(saved: Mapping[str, Any]) -> str | None:
-    """``class_of`` as far as it can be told from a checkpoint that does not say."""
+    """Which optimizer kept the state, as far as it can be told where a checkpoint does not say."""
     planes = {name for names in saved["planes"].values() for name in names} - {*MASTER_PLANES}
     options = {key for group in saved["groups"] for key in group} - {"params"}
     if saved["small_state"] or saved.get("plane_dtypes") or "foreach" in options:
-        return _UNNAMED
+        return UNNAMED
     if not planes and options == AdamW().defaults().keys():
         return None
-    return NATIVE if planes >= {*MOMENTS} else _UNNAMED
+    return NAME if planes >= {*MOMENTS} else UNNAMED
 
 
 def takes_state(
     state: TieredState,
-    rule: UpdateRule,
+    rule: OptimizerRule,
     leaves: Iterable[Leaf],
     saved: Mapping[str, Any],
     path: PathLike,
@@ -62,59 +47,22 @@ def takes_state(
 
     Raises ``ValueError`` naming what does not match.
     """
-    theirs, ours = saved["optimizer_class"], class_of(rule)
+    theirs, ours = saved["optimizer_class"], rule.kept_by
     if theirs is None or ours is None:
         return False
-    if not _is_same_kind(theirs, ours, saved):
+    if not rule.reads(theirs, saved["groups"]):
         raise ValueError(
             f"{path} has the state of {theirs}, and the optimizer is {ours}, which keeps another; "
             "load it with the optimizer that it was saved with, or pass weights= to offload to "
             "begin with its weights alone"
         )
-    if theirs != NATIVE or ours != NATIVE:  # which differ in the dtype of moments alone
-        for leaf in leaves:
-            _check_planes(state, leaf, saved, path, ours)
+    for leaf in leaves:
+        rule.check_saved(state_of(state, leaf, saved, path))
     return True
 
 
-def _is_same_kind(theirs: str, ours: str, saved: Mapping[str, Any]) -> bool:
-    if NATIVE in (theirs, ours) and theirs != ours:
-        return _is_torch_adam(theirs, saved) if ours == NATIVE else _is_torch_adamw(ours)
-    return theirs == _UNNAMED or _last(theirs) == _last(ours)
-
-
-def _is_torch_adam(theirs: str, saved: Mapping[str, Any]) -> bool:
-    if theirs == _UNNAMED:  # the options of Adam and AdamW, which no other optimizer of torch has
-        needed = {"betas", "eps", "weight_decay", "amsgrad", "maximize"}
-        return all(needed <= group.keys() for group in saved["groups"])
-    return theirs.startswith("torch.") and _last(theirs) in ("Adam", "AdamW")
-
-
-def _is_torch_adamw(ours: str) -> bool:
-    return ours.startswith("torch.") and _last(ours) == "AdamW"
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _check_planes(
-    state: TieredState, leaf: Leaf, saved: Mapping[str, Any], path: PathLike, ours: str
-) -> None:
-    """Of a parameter that is trained here, and was, all state has a place."""
-    if not leaf.first.spec.trainable or not saved["steps"][leaf.name]:
-        return
-    here = state.plane_names(leaf.first.index)
-    for name in saved["planes"][leaf.name]:
-        if name not in (*MASTER_PLANES, *here):
-            raise ValueError(
-                f"{path} has the state {name} of {leaf.name}, which {ours} does not keep as it is "
-                "made here; make it with the options that it was saved with"
-            )
-
-
 def check_options(
-    rule: UpdateRule,
+    rule: OptimizerRule,
     group: Mapping[str, Any],
     values: Mapping[str, Any],
     saved: Mapping[str, Any],
@@ -123,39 +71,13 @@ def check_options(
     """Raises ``ValueError`` for options that ask for state which the other optimizer does not keep:
     those of ``group`` with ``values``, what was saved, in their place.
     """
-    if (class_of(rule) == NATIVE) == (saved["optimizer_class"] == NATIVE):
-        return
+    theirs = saved["optimizer_class"]
     try:
-        check_kernel_options({**group, **values})
+        rule.check_options(theirs, {**group, **values})
     except ValueError as error:
-        theirs = saved["optimizer_class"]
         raise ValueError(
-            f"{path} has the state of {theirs}, which {class_of(rule)} cannot go on from: {error}"
+            f"{path} has the state of {theirs}, which {rule.kept_by} cannot go on from: {error}"
         ) from error
-
-
-def steps_of(leaf: Leaf, saved: Mapping[str, Any]) -> int:
-    """How many steps the state of ``leaf`` is from: none where it is not trained, or was not."""
-    if not leaf.first.spec.trainable:
-        return 0
-    is_lost = saved["optimizer_class"] == NATIVE and MOMENTS[0] not in saved["planes"][leaf.name]
-    return 0 if is_lost else int(saved["steps"][leaf.name])
-
-
-def small_state_of(rule: TorchRule, leaf: Leaf, part: str, saved: Mapping[str, Any]) -> Any:
-    """What a rule of torch is to keep in memory of a part of ``leaf``."""
-    steps = steps_of(leaf, saved)
-    small = saved["small_state"].get(part, {})
-    if not steps:
-        return {}
-    if saved["optimizer_class"] == NATIVE:
-        # As torch makes it: a count of its own for each parameter.
-        return {
-            "step": torch.tensor(float(steps), dtype=torch.float32, device="cpu"),
-            IN_PLANES: [*MOMENTS],
-        }
-    planes = rule.state_planes(leaf.first.spec.dtype)
-    return planes.restore(small, saved["planes"][leaf.name])
 
 
 def match_groups(

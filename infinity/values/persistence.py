@@ -35,21 +35,19 @@ from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.ranks.coordinator import Operation, SingleProcess, together, unaccompanied
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer
+from infinity.optim.rule import OptimizerRule
 from infinity.optim.state_reference import StateReference
-from infinity.optim.torch_rule import TorchRule
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values import saved_state
 from infinity.values.leaves import leaves_of
 from infinity.values.module_state import buffers_of, module_states, persistent_buffers
-from infinity.values.optimizer_match import class_of
 from infinity.values.plane_bytes import BytesOfRank, Saving, planes_of_leaf
 from infinity.values.rank_state import (
     own_states,
     random_of_ranks,
     random_state,
 )
-from swap.plan.rules import UpdateRule
 from swap.tiered import TieredState
 
 logger = logging.getLogger(__name__)
@@ -61,7 +59,7 @@ class TrainingState(Protocol):
 
     model: nn.Module
     optimizer: OffloadedOptimizer
-    rule: UpdateRule
+    rule: OptimizerRule
     records: list[Record]
     state: TieredState
     steps: list[int]
@@ -182,7 +180,7 @@ def _scalars(training: TrainingState) -> dict[str, Any]:
     names = {id(record.parameter): record.name for record in training.records}
     leaves = leaves_of(training.model, training.records)
     scale = training.loss_scale_state
-    small = training.rule.small_state if isinstance(training.rule, TorchRule) else {}
+    small = training.rule.small_state
     return {
         "format": FORMAT,
         "steps": {leaf.name: training.steps[leaf.first.index] for leaf in leaves},
@@ -195,9 +193,9 @@ def _scalars(training: TrainingState) -> dict[str, Any]:
             group | {"params": [names[id(parameter)] for parameter in group["params"]]}
             for group in training.optimizer.param_groups
         ],
-        "optimizer_class": class_of(training.rule),
+        "optimizer_class": training.rule.kept_by,
         "plane_dtypes": saved_state.plane_dtypes(training.state, training.rule, leaves),
-        "state_dtype": saved_state.state_dtype(training.rule),
+        "state_dtype": training.rule.state_dtype,
         "state": training.reference.name,
         "parts": {leaf.name: [part.numel for part in leaf.parts] for leaf in leaves},
         "buffers": {name: b is not None for name, b in buffers_of(training.model).items()},

@@ -5,41 +5,55 @@ loaded into the planes that a rule keeps.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from checkpoint.format.checksum import crc32c
-from infinity.optim.torch_rule import TorchRule
+from infinity.optim.rule import OptimizerRule, SavedState
 from infinity.values.leaves import Leaf
-from infinity.values.optimizer_match import small_state_of
 from infinity.values.plane_bytes import MASTER_PLANES, PlaneBytes, planes_of_leaf
-from swap.plan.rules import AdamRule, UpdateRule
 from swap.storage.planes import as_bytes
 from swap.tiered import TieredState
 
 
-def state_dtype(rule: UpdateRule) -> torch.dtype:
-    """What moments are kept in."""
-    return rule.state_dtype if isinstance(rule, AdamRule) else torch.float32
+def state_of(
+    state: TieredState, leaf: Leaf, saved: Mapping[str, Any], path: str | os.PathLike[str]
+) -> SavedState:
+    """What a checkpoint with the state of an optimizer has of that of ``leaf``."""
+    name = leaf.name
+    return SavedState(
+        path=path,
+        name=name,
+        kept_by=saved["optimizer_class"],
+        steps=int(saved["steps"][name]),
+        planes=[plane for plane in saved["planes"][name] if plane not in MASTER_PLANES],
+        dtypes=saved.get("plane_dtypes", {}).get(name, {}),
+        state_dtype=saved.get("state_dtype", torch.float32),
+        is_converted=saved["dtypes"][name] != leaf.first.spec.dtype,
+        is_tiled_alike=saved.get("parts", {}).get(name) == [part.numel for part in leaf.parts],
+        is_trained=leaf.first.spec.trainable,
+        here=dict(_state_planes(state, leaf)),
+    )
 
 
 def plane_dtypes(
-    state: TieredState, rule: UpdateRule, leaves: Iterable[Leaf]
+    state: TieredState, rule: OptimizerRule, leaves: Iterable[Leaf]
 ) -> dict[str, dict[str, torch.dtype]]:
-    """Of the state of every leaf, where it is that of an optimizer of torch."""
-    if not isinstance(rule, TorchRule):
+    """Of the state of every leaf, where checkpoints name them."""
+    if not rule.names_dtypes:
         return {}
     return {leaf.name: dict(_state_planes(state, leaf)) for leaf in leaves}
 
 
-def must_cast(rule: UpdateRule, saved: Mapping[str, Any], leaf: Leaf, plane: PlaneBytes) -> bool:
+def must_cast(rule: OptimizerRule, saved: Mapping[str, Any], leaf: Leaf, plane: PlaneBytes) -> bool:
     """Whether what was saved for a state plane has another dtype. Before checkpoints named them,
     all state was in float32, or in float64 beside weights of that.
     """
     name = plane.plane.name
-    if name in MASTER_PLANES or not isinstance(rule, TorchRule):
+    if name in MASTER_PLANES or not rule.names_dtypes:
         return False
     return _saved_dtype(saved, leaf, name) != plane.dtype
 
@@ -49,31 +63,6 @@ def cast(read: Callable[..., Any], leaf: Leaf, plane: PlaneBytes, pattern: str) 
     tree = read(only=[pattern])
     values = tree["optimizer"][plane.plane.name][leaf.name].reshape(-1).to(plane.dtype)
     plane.write(0, as_bytes(values).data)
-
-
-def restore_small(rule: TorchRule, leaves: Iterable[Leaf], saved: Mapping[str, Any]) -> None:
-    """Set what a rule keeps in memory of every parameter."""
-    for leaf in leaves:
-        for part in leaf.parts:
-            small = small_state_of(rule, leaf, part.name, saved)
-            if small:
-                rule.small_state[part.index] = dict(small)
-
-
-def check_dtypes(
-    state: TieredState, rule: UpdateRule, leaf: Leaf, saved: Mapping[str, Any], path: Any
-) -> None:
-    """Raises ``ValueError`` for state that the optimizer now keeps in another dtype."""
-    if not isinstance(rule, TorchRule) or leaf.name not in saved.get("plane_dtypes", {}):
-        return
-    theirs = saved["plane_dtypes"][leaf.name]
-    for name, ours in _state_planes(state, leaf):
-        is_other_kind = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
-        if not is_other_kind and theirs.get(name, ours) != ours:
-            raise ValueError(
-                f"{path} has the state {name} of {leaf.name} in {theirs[name]}, the optimizer "
-                f"keeps {ours}; load it with an optimizer that keeps it as it was saved"
-            )
 
 
 def _saved_dtype(saved: Mapping[str, Any], leaf: Leaf, name: str) -> torch.dtype:

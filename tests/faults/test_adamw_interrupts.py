@@ -15,7 +15,7 @@ import checkpoint
 from aio import AioError
 from infinity import OffloadedAdamW
 from infinity.adamw.tiers.blocks import Slots
-from swap.plan.rules import AdamRule
+from infinity.optim.adamw import AdamRule
 from tests.support.interrupts import Lines, interrupt, sampled
 from tests.support.keyboard import keyboard_of
 

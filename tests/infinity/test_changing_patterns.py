@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import infinity
-from swap.plan.rules import AdamRule
+from infinity.optim.adamw import AdamRule
 from tests.support.eager import Eager
 from tests.support.models import Gpt, Routed, Stack, seeded, token_loss, tokens, vector_loss
 from tests.support.proof import matrix

@@ -18,9 +18,9 @@ from torch import nn
 import infinity
 from checkpoint.transfer.memory import machine_bytes
 from infinity.activations.tiers import ActivationShare
+from infinity.optim.adamw import AdamRule
 from infinity.parameters.records import records_of
 from infinity.planning.placing import demand_of, place_within
-from swap.plan.rules import AdamRule
 from swap.tiers import Budget
 from tests.support.examples import examples
 from tests.support.models import Stack, vectors

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import infinity
+from infinity.optim.adamw import AdamRule
 from infinity.parameters.records import least_arena_bytes, records_of
-from swap.plan.rules import AdamRule
 from tests.support.eager import train_eagerly
 from tests.support.models import Gpt, Recompute, token_loss
 from tests.support.proof import matrix

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.optim.adamw import AdamRule
 from swap.kernels import merge_master, split_master, sum_of_squares
 from swap.plan.layout import Segment
-from swap.plan.rules import AdamRule, ParameterUpdate
+from swap.plan.rules import ParameterUpdate
 from tests.support.models import seeded
 from tests.support.training import LossOf, Make, Outcome, values_of
 

@@ -13,10 +13,11 @@ from unittest.mock import patch
 
 import torch
 
+from infinity.optim.adamw import AdamRule
 from swap.kernels import merge_master, split_master, sum_of_squares
 from swap.plan.layout import PIECE, Layout, ParameterSpec, Segment, pack
 from swap.plan.placement import Placement, gradient_bytes, planes_of, state_bytes
-from swap.plan.rules import AdamRule, ParameterUpdate
+from swap.plan.rules import ParameterUpdate
 from swap.tiered import TieredState
 from swap.tiers import Tier
 from tests.support.late_engine import Faults, LateEngine

@@ -8,10 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.optim.adamw import AdamRule
+from infinity.optim.rule import FrozenRule
 from swap.plan import placement as planner
 from swap.plan.layout import PIECE, ParameterSpec
 from swap.plan.placement import MIN_CHECKPOINT_BYTES, MIN_SLOTS, Placement, gradient_bytes, place
-from swap.plan.rules import AdamRule, FrozenRule, UpdateRule
+from swap.plan.rules import UpdateRule
 from swap.plan.traffic import traffic_of
 from swap.storage.slabs import slab_sizes
 from swap.tiers import Budget, BudgetError, Tier

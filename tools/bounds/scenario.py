@@ -13,7 +13,7 @@ import infinity
 from bounds.formulas import StepBounds, disk_seconds, efficiency, intensity, save_seconds
 from bounds.nodes import Node
 from bounds.transformer import Transformer
-from swap.plan.rules import AdamRule
+from infinity.optim.adamw import AdamRule
 
 _WEIGHT_BYTES = 2
 """Of a parameter in bfloat16, and of its gradient."""
