@@ -20,7 +20,7 @@ import torch
 from aio import AioError
 from infinity.activations.offloading import Activations
 from infinity.activations.storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of
-from swap.plan.eviction import FarthestFirst
+from swap.plan import eviction
 from swap.storage.heap import give_back_freed_memory
 from swap.storage.planes import page_aligned
 from swap.tiers import Budget
@@ -89,7 +89,7 @@ class NvmeActivations(Activations):
         self._volume = Volume(directories, timeline)
         self._engine_bytes = ENGINE_BYTES * len(directories)
         self._in_memory: dict[int, SavedStorage] = {}
-        self._rule = FarthestFirst(self._distance)
+        self._policy = eviction.for_saved()
         self._current = 0
         self._freed_bytes = 0
 
@@ -118,6 +118,7 @@ class NvmeActivations(Activations):
 
     def _saved(self, storage: SavedStorage) -> None:
         self._current = max(self._current, storage.number)
+        self._policy.added(storage.number)
         self._write_behind()
         self._fit(0)
         self._give_back()
@@ -130,6 +131,7 @@ class NvmeActivations(Activations):
 
     def _memory_of(self, storage: SavedStorage) -> torch.Tensor:
         self._current = storage.number
+        self._policy.used(storage.number)
         if storage.memory is None:
             self._fit(min(storage.nbytes, self.budget_bytes))
             self._start_read(storage, urgent=True)
@@ -157,14 +159,9 @@ class NvmeActivations(Activations):
         if storage.memory is not None:
             self._out_of_memory(storage)
         self._volume.discard(storage)
+        self._policy.gone(storage.number)
 
     # Moving.
-
-    def _distance(self, number: int) -> tuple[int, int]:
-        """How far ahead the use of a storage is when a backward pass is at the current one: below
-        it, the older the farther; those above it were used already.
-        """
-        return number > self._current, abs(number - self._current)
 
     def _fit(self, nbytes: int) -> None:
         """Make room for ``nbytes`` more, waiting for writes. Raises ``AioError``; what could not
@@ -173,16 +170,15 @@ class NvmeActivations(Activations):
         while self._taken_bytes() + nbytes > self.budget_bytes:
             if self._volume.leaving_bytes:
                 self._volume.wait_for_leaving()
-            elif (number := self._rule.victim(self._in_memory)) is not None:
+            elif (number := self._policy.victim(self._in_memory)) is not None:
                 self._evict(self._in_memory[number])
             else:
                 return
 
     def _has_room(self, storage: SavedStorage) -> bool:
-        """Make room for ``storage`` without waiting, by what is used later; False if that fails."""
+        """Make room for ``storage`` without waiting, by what is worth less; False if that fails."""
         while self._taken_bytes() + storage.nbytes > self.budget_bytes:
-            needed = self._distance(storage.number)
-            number = self._rule.victim(self._in_memory, sooner_than=needed)
+            number = self._policy.victim(self._in_memory, ahead_for=storage.number)
             victim = None if number is None else self._in_memory[number]
             if victim is None or victim.is_moving or victim.extent is None:
                 return False
@@ -223,6 +219,7 @@ class NvmeActivations(Activations):
     def _start_read(self, storage: SavedStorage, *, urgent: bool) -> None:
         self._volume.start_read(storage, urgent=urgent)
         self._in_memory[storage.number] = storage
+        self._policy.added(storage.number)
         self._hold(storage.nbytes)
 
     def _out_of_memory(self, storage: SavedStorage) -> None:

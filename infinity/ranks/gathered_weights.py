@@ -25,8 +25,8 @@ from infinity.parameters.records import Record
 from infinity.ranks.collectives import GATHER, Ranks, Transfer
 from swap.cache.owners import Owners
 from swap.cache.weight_cache import WeightCache
-from swap.plan.eviction import FarthestFirst
-from swap.plan.schedule import NEVER, Schedule
+from swap.plan import eviction
+from swap.plan.schedule import Schedule
 from swap.storage.planes import as_tensor
 from swap.tiers import BudgetError, format_bytes
 from swap.timeline import Timeline
@@ -146,7 +146,7 @@ class GatheredWeights:
         self._timeline = timeline
         self._prefetch = prefetch
         self._schedule = Schedule()
-        self._rule = FarthestFirst(self._distance)
+        self._policy = eviction.for_weights(self._schedule)
         self._entries: dict[int, _Entry] = {}
         self._owners = Owners()
         self._pins: dict[Hashable, tuple[int, ...]] = {}
@@ -208,15 +208,16 @@ class GatheredWeights:
             self._forget(index)
 
     def _idle(self) -> list[int]:
-        """What is gathered and held by none."""
+        """What is gathered and held by none, in the same order on every rank."""
         pinned = {index for held in tuple(self._pins.values()) for index in held}
-        return [index for index in self._entries if index not in pinned]
+        return sorted((index for index in self._entries if index not in pinned), reverse=True)
 
     def _borrow(self, parameter: int) -> torch.Tensor:
         self._schedule.record(parameter)
+        self._policy.used(parameter)
         entry = self._entries.get(parameter)
         if entry is None:
-            has_room = self._make_room(self._nbytes(parameter), sooner_than=None)
+            has_room = self._make_room(self._nbytes(parameter))
             entry = self._start(parameter) if has_room else None
         if entry is None:
             raise self._memory.error(self._nbytes(parameter), self._records[parameter].name)
@@ -231,9 +232,8 @@ class GatheredWeights:
         if self._schedule.is_at_start:
             return  # what comes next is after a step, and has other values then
         for parameter in self._schedule.upcoming():
-            distance = self._schedule.distance(parameter)
             if parameter not in self._entries and self._make_room(
-                self._nbytes(parameter), sooner_than=distance
+                self._nbytes(parameter), ahead_for=parameter
             ):
                 self._start(parameter)
             return
@@ -251,21 +251,17 @@ class GatheredWeights:
         entry = _Entry(weight, transfer, self._nbytes(parameter))
         self._entries[parameter] = entry
         self._owners.note(weight, parameter)
+        self._policy.added(parameter)
         self.gathered_bytes += entry.nbytes
         return entry
-
-    def _distance(self, parameter: int) -> tuple[int, int]:
-        """Equal ones leave in the same order on every rank."""
-        return self._schedule.distance(parameter), parameter
 
     def _nbytes(self, parameter: int) -> int:
         return self._records[parameter].weight_bytes
 
-    def _make_room(self, nbytes: int, *, sooner_than: int | None) -> bool:
-        """Forget what is used farthest in the future, until ``nbytes`` fit."""
+    def _make_room(self, nbytes: int, *, ahead_for: int | None = None) -> bool:
+        """Forget what the policy names, until ``nbytes`` fit."""
         while sum(entry.nbytes for entry in self._entries.values()) + nbytes > self._capacity:
-            needed = None if sooner_than is None else (sooner_than, NEVER)
-            victim = self._rule.victim(self._idle(), sooner_than=needed)
+            victim = self._policy.victim(self._idle(), ahead_for=ahead_for)
             if victim is None:
                 return False
             self._forget(victim)

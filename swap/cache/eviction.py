@@ -1,6 +1,6 @@
 """Who is in the arena: the entries, and making room for new ones.
 
-What is used farthest in the future by the schedule leaves. Not thread-safe: the cache over it
+Who leaves is for the policy to say (``swap.plan.eviction``). Not thread-safe: the cache over it
 serialises.
 """
 
@@ -11,9 +11,8 @@ from collections.abc import Hashable, Set
 from aio import AioError, Operation, SlabFullError
 from swap.cache.arena import Arena, Entry
 from swap.cache.owners import Owners
-from swap.plan.eviction import FarthestFirst
+from swap.plan.eviction import Policy
 from swap.plan.layout import ParameterSpec
-from swap.plan.schedule import Schedule
 from swap.tiers import BudgetError, format_bytes
 
 
@@ -24,19 +23,15 @@ class Residents:
     """
 
     def __init__(
-        self, specs: tuple[ParameterSpec, ...], arena: Arena | None, schedule: Schedule
+        self, specs: tuple[ParameterSpec, ...], arena: Arena | None, policy: Policy
     ) -> None:
         self.entries: dict[int, Entry] = {}
         self.stale: dict[int, Entry] = {}
         self.pins: dict[Hashable, tuple[int, ...]] = {}
         self._specs = specs
         self._arena = arena
-        self._rule = FarthestFirst(self._distance)
-        self._schedule = schedule
+        self._policy = policy
         self.owners = Owners()
-
-    def _distance(self, entry: Entry) -> int:
-        return self._schedule.distance(entry.spec.index)
 
     @property
     def pinned(self) -> set[int]:
@@ -49,19 +44,20 @@ class Residents:
         self.stale.clear()
         self.owners.clear()
 
-    def make_room(self, parameter: int, sooner_than: int | None, *, landing: bool) -> Entry | None:
-        """A new entry, evicting what is used later; with ``sooner_than=None`` whatever is not
-        pinned. None if that does not make room enough.
+    def make_room(self, parameter: int, *, ahead: bool, landing: bool) -> Entry | None:
+        """A new entry, evicting for what is needed now whatever is not pinned, for what is wanted
+        ``ahead`` of its use only what is worth less. None if that does not make room enough.
         """
         assert self._arena is not None
         while True:
             try:
                 entry = self._arena.new(self._specs[parameter], landing=landing)
             except SlabFullError:
-                if not self._evict_one(sooner_than):
+                if not self._evict_one(parameter if ahead else None):
                     return None
             else:
                 self.owners.note(entry.weight, parameter)
+                self._policy.added(parameter)
                 return entry
 
     def too_small(self, parameter: int, at_home: Set[int]) -> BudgetError:
@@ -91,22 +87,24 @@ class Residents:
             "in place of such hooks, or use weights one after another"
         )
 
-    def _evict_one(self, sooner_than: int | None) -> bool:
-        """Drop the entry that is used last, if that is later than ``sooner_than``."""
-        victim = self._rule.victim(self._may_leave(sooner_than), sooner_than=sooner_than)
-        if victim is None:
+    def _evict_one(self, ahead_for: int | None) -> bool:
+        """Drop the entry that the policy names."""
+        entries = self._may_leave(can_wait=ahead_for is not None)
+        indices = [entry.spec.index for entry in entries]
+        index = self._policy.victim(indices, ahead_for=ahead_for)
+        if index is None:
             return False
-        index = victim.spec.index
+        victim = entries[indices.index(index)]
         (self.entries if self.entries.get(index) is victim else self.stale).pop(index)
         wait_for(victim)
         return True
 
-    def _may_leave(self, sooner_than: int | None) -> list[Entry]:
-        """Without a need for them (``sooner_than``) entries on their way stay."""
+    def _may_leave(self, *, can_wait: bool) -> list[Entry]:
+        """For what can wait entries on their way stay."""
         pinned = self.pinned
         entries = [entry for index, entry in self.entries.items() if index not in pinned]
         entries += self.stale.values()
-        if sooner_than is None:
+        if not can_wait:
             return entries
         return [entry for entry in entries if not entry.missing and entry.finished_reading()]
 

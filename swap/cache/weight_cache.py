@@ -5,7 +5,7 @@ parts) or *ready*. When a step is taken, the ready entries of the updated parame
 they are not computed with again, but the update takes the old weights from them instead of from the
 SSD.
 
-Eviction drops what is used farthest in the future by the recorded schedule (Belady).
+The policy of ``swap.plan.eviction`` is told of uses, and says who is evicted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from aio.errors import let_go
 from aio.threads import Changes, Latch
 from swap.cache.arena import Arena, Entry
 from swap.cache.eviction import Residents, wait_for
+from swap.plan import eviction
 from swap.plan.layout import PIECE, ParameterSpec, Segment
 from swap.plan.schedule import Schedule
 from swap.storage.extents import ExtentStore
@@ -54,7 +55,8 @@ class WeightCache:
         self._arena = arena
         self._timeline = timeline
         self._prefetch = prefetch
-        self._residents = Residents(specs, arena, self.schedule)
+        self._policy = eviction.for_weights(self.schedule)
+        self._residents = Residents(specs, arena, self._policy)
         self._entries = self._residents.entries
         self._stale = self._residents.stale
         self._pins = self._residents.pins
@@ -99,6 +101,7 @@ class WeightCache:
         """The current weights of ``parameter``, flat; valid while the caller refers to them."""
         with self._lock:
             self.schedule.record(parameter)
+            self._policy.used(parameter)
         weight = self.at_home(parameter)
         if weight is not None:
             self.wait_until_updated(parameter)
@@ -263,7 +266,7 @@ class WeightCache:
                     self.hits += 1
                     return entry
                 if parameter not in self._pending:
-                    entry = self._start_read(parameter, sooner_than=None)
+                    entry = self._start_read(parameter, ahead=False)
                     self.misses += entry is not None
                     return entry
                 self._check_failure()
@@ -301,7 +304,7 @@ class WeightCache:
         """Start what a module asks for next, so that its parameters are read together."""
         with self._lock:
             if self._is_absent(parameter):
-                self._start_read(parameter, sooner_than=self.schedule.distance(parameter))
+                self._start_read(parameter, ahead=True)
 
     def _prefetch_ahead(self, used_bytes: int) -> None:
         """Start reads along the schedule for as long as there is room that is not needed sooner.
@@ -322,7 +325,8 @@ class WeightCache:
                 ahead_bytes += self._specs[parameter].weight_bytes
                 if ahead_bytes > self._arena.nbytes:
                     return
-                if self._is_absent(parameter) and not self._prefetch_one(parameter):
+                is_absent = self._is_absent(parameter)
+                if is_absent and self._start_read(parameter, ahead=True) is None:
                     return
 
     def _send_on(self) -> None:
@@ -334,11 +338,6 @@ class WeightCache:
             # What could not be read stays as it is: asking for it raises the error.
             if entry.is_reading and entry.finished_reading() and wait_for(entry):
                 self._arrive(entry)
-
-    def _prefetch_one(self, parameter: int) -> bool:
-        return (
-            self._start_read(parameter, sooner_than=self.schedule.distance(parameter)) is not None
-        )
 
     def _is_absent(self, parameter: int) -> bool:
         return (
@@ -352,25 +351,21 @@ class WeightCache:
         parts = set(self._planes.layout.subgroups_of(parameter))
         if self._pending.get(parameter) != parts:
             return None
-        entry = self._residents.make_room(
-            parameter, self.schedule.distance(parameter), landing=False
-        )
+        entry = self._residents.make_room(parameter, ahead=True, landing=False)
         if entry is not None:
             entry.missing = parts
             self._entries[parameter] = entry
         return entry
 
-    def _start_read(self, parameter: int, *, sooner_than: int | None) -> Entry | None:
-        """Start reading into a new entry; None if there is no room for one that is needed
-        ``sooner_than`` others.
-        """
+    def _start_read(self, parameter: int, *, ahead: bool) -> Entry | None:
+        """Start reading into a new entry, now or ``ahead`` of its use; None if there is no room."""
         segments = self._planes.layout.segments_of[parameter]
         landing = not all(self._planes.is_host(segment.subgroup) for segment in segments)
-        entry = self._residents.make_room(parameter, sooner_than, landing=landing)
+        entry = self._residents.make_room(parameter, ahead=ahead, landing=landing)
         if entry is None:
             return None
         for segment in segments:
-            self._fill(entry, segment, urgent=sooner_than is None)
+            self._fill(entry, segment, urgent=not ahead)
         if not entry.is_reading:
             assert self._arena is not None
             self._arena.arrived(entry)

@@ -17,8 +17,8 @@ from infinity.parameters.records import Record
 from swap.masters import keep_master, master_of
 from swap.plan.layout import Plane, Segment
 from swap.plan.rules import ParameterUpdate, master_planes
-from tests.support.models import seeded
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
+from tests.support.models import Stack, seeded, vector_loss
+from tests.support.training import WHOLE, least_budget, same_bits, train, values_of
 
 WIDTH = 144
 
@@ -91,10 +91,10 @@ def _train(offloaded: infinity.OffloadedModel, *batches: int) -> None:
 
 
 def _in_plain_torch(steps: int) -> dict[str, torch.Tensor]:
-    model = seeded(_model)
+    model = seeded(Stack)
     kept = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for number in range(steps):
-        _loss(model, number).backward()
+        vector_loss(model, number).backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             with torch.no_grad():
@@ -105,12 +105,11 @@ def _in_plain_torch(steps: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_updates_are_those_of_plain_torch_wherever_the_state_is(nvme: Path, whole: bool) -> None:
-    budget = WHOLE if whole else least_budget(_model, nvme, optimizer=Lion())
-    model = seeded(_model)
-    with infinity.offload(model, nvme, optimizer=Lion(), host_memory=budget) as offloaded:
-        _train(offloaded, 0, 1, 2)
+    budget = WHOLE if whole else least_budget(Stack, nvme, optimizer=Lion())
+    run = train(Stack, vector_loss, nvme, host_memory=budget, steps=3, optimizer=Lion())
     expected = _in_plain_torch(3)
-    assert all(same_bits(value, expected[name]) for name, value in values_of(model).items())
+    assert all(same_bits(value, expected[name]) for name, value in run.values.items())
+    assert (run.read_bytes == 0) is whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -11,8 +11,10 @@ import torch
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import Ranks
 from infinity.ranks.gathered_weights import GatheredWeights, GatherMemory
+from swap.plan import eviction
 from swap.tiers import BudgetError
 from swap.timeline import Timeline
+from tests.support.lru import Lru
 from tests.support.played_ranks import TwoRanks, large_of, partitioned_records
 
 MIB = 1 << 20
@@ -73,6 +75,18 @@ def test_weights_are_gathered_once_for_as_long_as_there_is_room() -> None:
     del found
     weights.borrow(third)  # by the order of uses the others are as far away: one has to leave
     assert len(ranks.transfers) == 3
+
+
+def test_another_policy_says_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "for_weights", Lru)
+    records = partitioned_records()
+    weights, ranks, _ = _gathered(records, whole=2)
+    first, second, third = (record.index for record in large_of(records)[:3])
+    for index in (first, second, first, third, first):
+        assert weights.borrow(index)[0] == index + 1
+    assert len(ranks.transfers) == 3, "the first was used last, and stayed"
+    weights.borrow(second)
+    assert len(ranks.transfers) == 4
 
 
 def test_held_weights_stay_and_without_room_the_error_names_what_was_wanted() -> None:

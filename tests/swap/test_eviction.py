@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap.plan.eviction import FarthestFirst
+from swap.plan.eviction import FarthestFirst, for_saved, for_weights
+from swap.plan.schedule import Schedule
 
 distances = st.dictionaries(st.integers(0, 20), st.integers(0, 9), max_size=8)
 
@@ -20,19 +21,36 @@ def test_victim_is_the_first_of_those_used_last(distances: dict[int, int]) -> No
 
 @given(distances=distances, needed=st.integers(0, 9))
 def test_nothing_leaves_for_what_is_used_later(distances: dict[int, int], needed: int) -> None:
-    victim = FarthestFirst(distances.__getitem__).victim(distances, sooner_than=needed)
+    wanted = -1
+    policy = FarthestFirst({**distances, wanted: needed}.__getitem__)
+    victim = policy.victim(distances, ahead_for=wanted)
     if victim is None:
         assert all(found <= needed for found in distances.values())
     else:
         assert distances[victim] == max(distances.values()) > needed
 
 
-def test_tuples_are_compared_element_by_element() -> None:
-    pairs = {"used": (1, 2), "old": (0, 9), "young": (0, 1)}
-    rule = FarthestFirst(pairs.__getitem__)
-    assert rule.victim(pairs) == "used"
-    assert rule.victim(["young", "old"], sooner_than=(0, 8)) == "old"
-    assert rule.victim(["young", "old"], sooner_than=(0, 9)) is None
+def test_a_backward_pass_keeps_what_it_asks_for_next() -> None:
+    policy = for_saved()
+    for number in range(8):
+        policy.added(number)
+    assert policy.victim(range(8)) == 0, "the oldest is asked for last"
+    policy.used(4)
+    assert policy.victim(range(8)) == 7, "what was used is not asked for again"
+    assert policy.victim([0, 3], ahead_for=2) == 0
+    assert policy.victim([2, 3], ahead_for=1) is None
+
+
+def test_weights_leave_by_the_recorded_order() -> None:
+    schedule = Schedule()
+    for parameter in (0, 1, 2):
+        schedule.record(parameter)
+    schedule.end_cycle()
+    policy = for_weights(schedule)
+    schedule.record(0)
+    assert policy.victim([1, 2, 0]) == 0
+    assert policy.victim([1, 2], ahead_for=0) is None
+    assert policy.victim([1, 2], ahead_for=1) == 2
 
 
 @given(uses=st.lists(st.integers(0, 4), min_size=1, max_size=7), room=st.integers(1, 3))
@@ -49,7 +67,7 @@ def _misses_by_the_rule(uses: list[int], room: int) -> int:
             misses += 1
             if len(kept) == room:
                 next_use = {k: ahead.index(k) if k in ahead else len(uses) for k in kept}
-                rule: FarthestFirst[int, int] = FarthestFirst(next_use.__getitem__)
+                rule = FarthestFirst(next_use.__getitem__)
                 victim = rule.victim(sorted(kept))
                 assert victim is not None
                 kept.remove(victim)
