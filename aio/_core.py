@@ -114,11 +114,13 @@ class Core:
         slot = self._slot  # keeps the C engine until this call is over
         try:
             self._count(entries)
-            if lib.aio_engine_submit(slot[0], batch, len(batch), lane) == -errno.ENOMEM:
+            error = -lib.aio_engine_submit(slot[0], batch, len(batch), lane)
+            if error == errno.ENOMEM:
                 raise MemoryError(f"cannot queue {len(batch)} requests: there is no memory")
             for native in batch:
-                if not native.accepted:  # the engine is being closed meanwhile
-                    self._settle(native.token, Outcome(0, errno.ECANCELED, 0.0, 0.0))
+                # The engine is being closed meanwhile, or the lane cannot be woken.
+                if not native.accepted:
+                    self._settle(native.token, Outcome(0, error, 0.0, 0.0))
         except BaseException:
             # An interrupt may have kept the call from being made. C says what it will report; of
             # the rest nobody has an operation, but whoever drains may wait for it.

@@ -81,8 +81,9 @@ typedef struct {
  * -AIO_NO_THREAD; then nothing is left behind. */
 int aio_engine_create(const aio_config *config, aio_engine **engine);
 /* Queues requests in order on `lane`, or each on the least loaded lane when it is negative. Waits
- * while a lane is over max_pending_bytes. 0; -ENOMEM, with none queued; or -ECANCELED, with those
- * queued that are accepted, once the engine is stopping. */
+ * while a lane is over max_pending_bytes. 0; -ENOMEM, with none queued; or, with those queued that
+ * are accepted, -ECANCELED once the engine is stopping, and another -errno where a lane cannot be
+ * woken. */
 int aio_engine_submit(aio_engine *engine, aio_request *requests, uint64_t count, int32_t lane);
 /* Waits for completions and returns how many it stored, at most `max`. 0: the engine was stopped
  * and everything it had accepted has been reaped. For one thread at a time. */

@@ -44,7 +44,7 @@ struct backend_config {
 struct backend_ops {
     const char *name;
     bool takes_buffered;   /* submitting a buffered block does not hold the lane up */
-    int poll_milliseconds; /* the lane looks again after this; -1: wake_fd is enough */
+    int poll_milliseconds; /* the lane looks again after this; 0: wake_fd is enough */
     int (*setup)(const struct backend_config *config, void **context); /* 0 or -errno */
     void (*prep)(void *context, struct block *block);
     /* Hands what was prepared to the kernel and returns how many blocks it would not take yet;

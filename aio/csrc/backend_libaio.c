@@ -182,7 +182,7 @@ static void libaio_destroy(void *context) {
 const struct backend_ops aio_libaio_backend = {
     .name = "libaio",
     .takes_buffered = false,
-    .poll_milliseconds = -1,
+    .poll_milliseconds = 0,
     .setup = libaio_setup,
     .prep = libaio_prep,
     .submit = libaio_submit,

@@ -131,7 +131,7 @@ static void posix_destroy(void *context) {
 const struct backend_ops aio_posix_backend = {
     .name = "posix",
     .takes_buffered = true,
-    .poll_milliseconds = -1,
+    .poll_milliseconds = 0,
     .setup = posix_setup,
     .prep = posix_prep,
     .submit = posix_submit,

@@ -245,7 +245,7 @@ static uint32_t uring_reap(void *context, struct block **done, uint32_t max) {
 const struct backend_ops aio_uring_backend = {
     .name = "io_uring",
     .takes_buffered = false,
-    .poll_milliseconds = -1,
+    .poll_milliseconds = 0,
     .setup = uring_setup,
     .prep = uring_prep,
     .submit = uring_submit,

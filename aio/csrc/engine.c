@@ -136,10 +136,11 @@ int aio_engine_submit(aio_engine *engine, aio_request *requests, uint64_t count,
     for (uint64_t i = 0; i < count; i++) {
         struct lane *lane = index < 0 ? least_loaded(engine) : &engine->lanes[index];
         struct job *job = job_queue_pop(&jobs);
-        if (!aio_lane_submit(lane, job)) {
+        const int refusal = aio_lane_submit(lane, job);
+        if (refusal) {
             free(job);
             aio_jobs_free(&jobs);
-            return -ECANCELED;
+            return refusal;
         }
         requests[i].accepted = 1;
     }

@@ -14,6 +14,9 @@
 /* With a pause of a millisecond each, ten seconds without a byte are no passing shortage. */
 #define MAX_STALLS 10000u
 #define STALL_MILLISECONDS 1
+/* Whoever cannot wake the lane, a thread with a result or one that stops the engine, has nobody to
+ * tell: the lane looks by itself so often. */
+#define MAX_SLEEP_MILLISECONDS 1000
 /* A lane takes no signals: whatever interrupts its calls, a second of it is for good. The first few
  * need no pause. */
 #define MAX_INTERRUPTIONS 1000u
@@ -24,7 +27,7 @@
 
 /* ---- called by any thread ---- */
 
-bool aio_lane_submit(struct lane *lane, struct job *job) {
+int aio_lane_submit(struct lane *lane, struct job *job) {
     const uint64_t limit = lane->config->max_pending_bytes;
     const uint64_t nbytes = job->request.nbytes;
     pthread_mutex_lock(&lane->lock);
@@ -35,15 +38,15 @@ bool aio_lane_submit(struct lane *lane, struct job *job) {
             break;
         pthread_cond_wait(&lane->room, &lane->lock);
     }
-    const bool accepted = !lane->stopping;
-    if (accepted) {
+    int error = lane->stopping ? -ECANCELED : 0;
+    if (!error && !lane->queue.head) /* else the lane is on its way already */
+        error = aio_wake(lane->wake_fd);
+    if (!error) {
         atomic_fetch_add(&lane->pending_bytes, nbytes);
-        if (!lane->queue.head) /* else the lane is on its way already */
-            aio_wake(lane->wake_fd);
         job_queue_push(&lane->queue, job);
     }
     pthread_mutex_unlock(&lane->lock);
-    return accepted;
+    return error;
 }
 
 void aio_lane_stop(struct lane *lane) {
@@ -296,7 +299,9 @@ static uint32_t reap_from(struct lane *lane, const struct backend_ops *ops, void
 }
 
 static void lane_wait(struct lane *lane, uint32_t left) {
-    int milliseconds = lane->num_blocks ? lane->ops->poll_milliseconds : -1;
+    int milliseconds = MAX_SLEEP_MILLISECONDS;
+    if (lane->num_blocks && lane->ops->poll_milliseconds)
+        milliseconds = lane->ops->poll_milliseconds;
     if (left || lane->stalled)
         milliseconds = STALL_MILLISECONDS;
     lane->stalled = false;

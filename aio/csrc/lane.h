@@ -47,8 +47,9 @@ struct lane {
 
 /* Entry of the lane's thread. */
 void *aio_lane_main(void *lane);
-/* Takes one request, waiting for room. False: the lane is stopping. */
-bool aio_lane_submit(struct lane *lane, struct job *job);
+/* Takes one request, waiting for room. 0; -ECANCELED: the lane is stopping; another -errno: it
+ * cannot be woken. */
+int aio_lane_submit(struct lane *lane, struct job *job);
 void aio_lane_stop(struct lane *lane);
 
 #endif

@@ -44,21 +44,21 @@ void aio_pause(void) {
     nanosleep(&millisecond, NULL);
 }
 
-void aio_wake(int fd) {
+int aio_wake(int fd) {
     const uint64_t one = 1;
-    /* It can fail only when the counter is full, and then the reader is woken anyway. */
-    while (write(fd, &one, sizeof one) < 0 && errno == EINTR) {
-    }
+    while (write(fd, &one, sizeof one) < 0)
+        if (errno != EINTR)
+            return errno == EAGAIN ? 0 : -errno; /* EAGAIN: the counter is full, he is woken */
+    return 0;
 }
 
 void aio_sleep(int fd, int milliseconds) {
     struct pollfd event = {.fd = fd, .events = POLLIN};
     uint64_t count;
-    if (milliseconds >= 0 && poll(&event, 1, milliseconds) <= 0)
-        return;
-    /* An interrupted read is an early wake-up, which every caller expects. */
-    ssize_t ignored = read(fd, &count, sizeof count);
-    (void)ignored;
+    const int ready = poll(&event, 1, milliseconds);
+    /* What fails is an early wake-up, which every caller expects; but it may fail for ever. */
+    if (ready < 0 || (ready > 0 && read(fd, &count, sizeof count) < 0))
+        aio_pause();
 }
 
 int aio_map(uint64_t nbytes, bool huge_pages, bool inherited, uint8_t **address) {

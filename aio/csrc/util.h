@@ -32,10 +32,9 @@ int aio_thread_start(pthread_t *thread, void *(*entry)(void *), void *argument, 
  * again, but not at once and without end. */
 void aio_pause(void);
 
-/* Makes an eventfd readable. */
-void aio_wake(int fd);
-/* Waits until an eventfd is readable or `milliseconds` have gone by (-1: no limit), and clears it.
- */
+/* Makes an eventfd readable. 0 or -errno: then whoever sleeps on it goes on sleeping. */
+int aio_wake(int fd);
+/* Waits until an eventfd is readable or `milliseconds` have gone by, and clears it. */
 void aio_sleep(int fd, int milliseconds);
 
 #endif

@@ -57,6 +57,8 @@ _INTERRUPTED = """
             print("interrupted")
 """
 
+_EVENTFD = "anon_inode:[eventfd]"
+
 _OPENED = """
     import sys
     from aio import Engine
@@ -69,8 +71,10 @@ _OPENED = """
 """
 
 
-def _round_trip(path: Path, backend: str, *faults: str) -> list[str]:
+def _round_trip(path: Path, backend: str, *faults: str, only: str | None = None) -> list[str]:
+    """`only`: of calls on descriptors of this alone."""
     strace = ["strace", "-f", "-q", "-o", str(path.with_name("trace"))]
+    strace += [] if only is None else ["-P", only]
     for fault in faults:
         strace += ["-e", f"inject={fault}"]
     return run_python(_ROUND_TRIP, str(path), backend, under=strace)
@@ -170,6 +174,23 @@ class TestLastingFaults:
         assert _round_trip(path, backend, fault)[1].startswith(
             f"{errno.EBADF} cannot write 1048576 bytes at offset 100 of {path}: Bad file descriptor"
         )
+
+    def test_lane_that_cannot_be_woken_is_the_error_of_the_operation(
+        self, real_backend: str, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "data"
+        lines = _round_trip(path, real_backend, "write:error=EIO", only=_EVENTFD)
+        assert lines == [
+            real_backend,
+            f"{errno.EIO} cannot write 1048576 bytes at offset 100 of {path}: Input/output error",
+        ]
+
+    def test_wake_that_cannot_be_read_costs_no_byte(
+        self, real_backend: str, tmp_path: Path
+    ) -> None:
+        lines = _round_trip(tmp_path / "data", real_backend, "read:error=EIO", only=_EVENTFD)
+        assert lines == [real_backend, f"True {100 + (1 << 20)}"]
+        assert "(INJECTED)" in (tmp_path / "trace").read_text()
 
     def test_kernel_that_forbids_io_uring_gets_the_next_best(self, tmp_path: Path) -> None:
         skip_unless_available("libaio")
