@@ -74,7 +74,7 @@ class Undo:
             try:
                 self._entries[-1](*_details(now))
             except Exception as failure:
-                self._failure = _behind(let_go(failure), now)
+                self._failure = behind(let_go(failure), now)
             except BaseException as interrupt:
                 self._interrupt = self._interrupt or let_go(interrupt)
                 if calls < _MAX_CALLS:
@@ -88,7 +88,7 @@ class Undo:
         if told is None:
             return
         if self._failure is not None and self._interrupt is not None:
-            _behind(self._failure, self._interrupt)
+            behind(self._failure, self._interrupt)
         context = told.__context__
         try:
             raise told
@@ -103,7 +103,7 @@ def _details(
     return (None, None, None) if error is None else (type(error), error, error.__traceback__)
 
 
-def _behind(error: BaseException, before: BaseException | None) -> BaseException:
+def behind(error: BaseException, before: BaseException | None) -> BaseException:
     """``error``, with ``before`` as the last of what it came after."""
     if before is not None:
         older = _chain(before)

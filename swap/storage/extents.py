@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aio import AioError, Engine, Operation, RangeAllocator, Request
-from aio.errors import is_no_room
+from aio.errors import is_no_room, let_go
 from swap.storage.directory import SwapDirectory
 from swap.storage.joined import JoinedOperation
+from swap.undo import behind
 
 T = TypeVar("T")
 ALIGNMENT = 4096
+_PAUSE_SECONDS = 0.001
 _GROWTH_BYTES = 64 * 1024 * 1024
 _GROWTH_PARTS = 16
 """Steps are large, but a small part of what a file has, so that it takes little more than it needs.
@@ -90,6 +93,8 @@ class ExtentStore:
         self._engine = engine
         self._pins: dict[Extent, int] = {}
         self._doomed: set[Extent] = set()
+        self._may_be_in_flight = False
+        """A transfer that nobody waited for, as `run_drained` says: nothing is given back."""
         self._lock = threading.Lock()
         self._peak_bytes = 0
 
@@ -113,7 +118,7 @@ class ExtentStore:
 
     def reserve(self, nbytes: int) -> None:
         """Grow the files for ``nbytes`` in all, by shares; what does not fit on one disk goes to
-        another. Raises ``AioError`` (ENOSPC and its like) when they do not fit.
+        the others. Raises ``AioError`` (ENOSPC and its like) when they do not fit.
         """
         total = sum(volume.share for volume in self._volumes)
         failure: AioError | None = None
@@ -131,7 +136,8 @@ class ExtentStore:
             missing = -(-missing // ALIGNMENT) * ALIGNMENT
             if failure is None or missing <= 0:
                 return
-            if not any(self._has_grown(index, missing) for index in range(len(self._volumes))):
+            missing = self._grow_anywhere(range(len(self._volumes)), missing)
+            if missing:
                 raise AioError(
                     f"{failure}; the swap files take {nbytes} bytes over "
                     f"{len(self._volumes)} directories, {missing} of which have no room: make "
@@ -148,6 +154,8 @@ class ExtentStore:
         Raises ``AioError`` (ENOSPC) when the directories do not have as much between them.
         """
         nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if self._may_be_in_flight:
+            self.drain()
         with self._lock:
             order = sorted(
                 range(len(self._volumes)),
@@ -158,7 +166,7 @@ class ExtentStore:
     def release(self, extent: Extent) -> None:
         """Give the range back, now or when its last pin is gone."""
         with self._lock:
-            if self._pins.get(extent, 0):
+            if self._pins.get(extent, 0) or self._may_be_in_flight:
                 self._doomed.add(extent)
             else:
                 self._free(extent)
@@ -175,7 +183,7 @@ class ExtentStore:
                 self._pins[extent] = left
                 return
             del self._pins[extent]
-            if extent in self._doomed:
+            if extent in self._doomed and not self._may_be_in_flight:
                 self._doomed.remove(extent)
                 self._free(extent)
 
@@ -198,6 +206,7 @@ class ExtentStore:
             for extent in (*known, *self._pins):
                 for piece in extent.ranges:
                     kept[piece.directory].append(piece.offset)
+            self._doomed &= self._pins.keys()
             for volume, offsets in zip(self._volumes, kept, strict=True):
                 volume.ranges.release_others(offsets)
 
@@ -205,18 +214,25 @@ class ExtentStore:
         """Run ``action``, which begins transfers and takes note of their operations.
 
         When it raises, every transfer has ended before what it raised goes on: also one whose
-        operation an interrupt kept from being noted, and however many interrupts come.
+        operation an interrupt kept from being noted, and however many interrupts come. Where
+        waiting is refused (in a callback of the engine, and in a forked child, whose transfers are
+        the parent's), the refusal is the last in the context of what it raised, and no range of the
+        SSDs is given back before a later ``drain``.
         """
         try:
             return action()
-        except BaseException:
+        except BaseException as failure:
             # Not in a function of its own, see ``run_apart``: the second of two signals comes up
             # at the very next call.
             while True:
                 try:
                     self.drain()
                     break
-                except Exception:  # there is no waiting here, nor is there an interrupt
+                except MemoryError:  # what is under way frees some
+                    time.sleep(_PAUSE_SECONDS)
+                except Exception as refusal:
+                    self._may_be_in_flight, refusal.__context__ = True, None
+                    behind(failure, let_go(refusal))
                     break
                 except BaseException:  # one is on its way, which says so
                     pass
@@ -224,9 +240,16 @@ class ExtentStore:
 
     def drain(self) -> None:
         """Wait until every transfer that was begun has ended, also one whose operation an interrupt
-        kept from its caller. What became of it is not told.
+        kept from its caller. What became of it is not told. Raises ``RuntimeError`` where there is
+        no waiting, see ``aio.Engine.drain``.
         """
         self._engine.drain()
+        if self._may_be_in_flight:
+            with self._lock:
+                self._may_be_in_flight = False
+                for extent in self._doomed - self._pins.keys():
+                    self._doomed.remove(extent)
+                    self._free(extent)
 
     def close(self) -> None:
         """Remove the swap files. Idempotent; the engine must be idle."""
@@ -279,16 +302,25 @@ class ExtentStore:
             return self._taken(Extent(index, offset, nbytes))
         assert failure is not None
         missing = nbytes - sum(volume.ranges.free_bytes for volume in self._volumes)
-        if missing > 0 and not any(self._has_grown(index, missing) for index in order):
+        if missing > 0 and self._grow_anywhere(order, missing):
             raise failure
         return self._taken(self._put_together(order, nbytes))
 
-    def _has_grown(self, index: int, nbytes: int) -> bool:
-        """Whether the disk has as much for a file."""
-        with suppress(AioError):
-            self._grow(self._volumes[index], nbytes)
-            return True
-        return False
+    def _grow_anywhere(self, order: Iterable[int], nbytes: int) -> int:
+        """Grow the files by ``nbytes`` in all, wherever there is room; gives what there is no room
+        for, and then nothing has grown.
+        """
+        grown: list[tuple[_Volume, int]] = []
+        for volume in (self._volumes[index] for index in order):
+            grown.append((volume, _taken_at_end(volume, nbytes)))
+            nbytes -= grown[-1][1]
+        for volume, size in grown:
+            if not nbytes:
+                volume.ranges.grow(size)
+            elif size:
+                with suppress(AioError):  # the next growth takes what is there for nothing
+                    volume.directory.file.truncate(volume.nbytes)
+        return nbytes
 
     def _put_together(self, order: Sequence[int], nbytes: int) -> Extent:
         """Of the largest free ranges, which have room for it among them."""
@@ -318,6 +350,21 @@ class ExtentStore:
     def _free(self, extent: Extent) -> None:
         for piece in extent.ranges:
             self._volumes[piece.directory].ranges.release(piece.offset, piece.nbytes)
+
+
+def _taken_at_end(volume: _Volume, nbytes: int) -> int:
+    """How much of ``nbytes`` the file has been made longer by. Nothing tells how much it may be
+    (quotas, limits, reserved blocks), so ever smaller parts are asked for.
+    """
+    taken, part = 0, nbytes
+    while taken < nbytes and part:
+        part = min(part, nbytes - taken)
+        try:
+            volume.directory.file.allocate(volume.nbytes + taken, part)
+            taken += part
+        except AioError:
+            part = part // 2 // ALIGNMENT * ALIGNMENT
+    return taken
 
 
 def _parts(extent: Extent, start: int, buffer: Any) -> Iterator[tuple[Extent, int, memoryview]]:

@@ -4,6 +4,7 @@ import errno
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aio import AioError, Engine
+from aio import AioError, Engine, File
 from swap.storage import extents as module
 from swap.storage.directory import SwapDirectory
 from swap.storage.extents import ALIGNMENT, Extent, ExtentStore
@@ -220,6 +221,33 @@ def test_reserving_goes_round_a_disk_with_little_room(tmp_path: Path) -> None:
         assert (one.value.errno, one.value.filename) == (errno.EDQUOT, str(full.path))
 
 
+@pytest.mark.parametrize("is_reserved", [True, False])
+def test_what_does_not_fit_on_one_disk_goes_to_several(tmp_path: Path, is_reserved: bool) -> None:
+    with rig_over(tmp_path, num=3, shares=[8.0, 1.0, 1.0]) as rig:
+        for directory, room in zip(rig.directories, (2, 7, 6), strict=True):
+            _full_beyond_alone(directory.file, room * MIB)
+        if is_reserved:
+            rig.store.reserve(15 * MIB)
+            assert rig.file_bytes() == [2 * MIB, 7 * MIB, 6 * MIB]
+        else:
+            rig.store.allocate(15 * MIB)
+            assert sum(rig.file_bytes()) == 15 * MIB
+
+
+@pytest.mark.parametrize("is_reserved", [True, False])
+def test_growth_that_fails_on_several_disks_takes_the_room_of_none(
+    tmp_path: Path, is_reserved: bool
+) -> None:
+    with rig_over(tmp_path, num=2) as rig:
+        for directory in rig.directories:
+            _full_beyond_alone(directory.file, 5 * MIB)
+        take = rig.store.reserve if is_reserved else rig.store.allocate
+        with pytest.raises(AioError):
+            take(11 * MIB)
+        assert sum(rig.file_bytes()) == 0
+        take(10 * MIB)
+
+
 def test_failed_growth_changes_nothing(tmp_path: Path) -> None:
     with rig_over(tmp_path, num=2) as rig:
         kept = rig.store.allocate(MIB)
@@ -253,16 +281,23 @@ def _raise(failure: BaseException) -> Any:
 
 
 def _full_beyond(store: ExtentStore, nbytes: int) -> None:
-    """From now on the disks have so much and no more."""
-    grow = store._grow
+    """From now on the disks have so much between them and no more."""
+    files = [volume.directory.file for volume in store._volumes]
+    for file in files:
+        vars(file)["allocate"] = partial(_allocate_within, nbytes, files, file, file.allocate)
 
-    def grow_within(volume: Any, step: int) -> None:
-        if sum(one.nbytes for one in store._volumes) + step > nbytes:
-            raise AioError("the disk is full", errno=errno.ENOSPC)
-        grow(volume, step)
 
-    replaced: Any = store
-    replaced._grow = grow_within
+def _full_beyond_alone(file: File, nbytes: int) -> None:
+    vars(file)["allocate"] = partial(_allocate_within, nbytes, [file], file, file.allocate)
+
+
+def _allocate_within(
+    room: int, files: list[File], file: File, allocate: Any, offset: int, nbytes: int
+) -> None:
+    others = sum(other.size() for other in files if other is not file)
+    if others + max(file.size(), offset + nbytes) > room:
+        raise AioError("the disk is full", errno=errno.ENOSPC)
+    allocate(offset, nbytes)
 
 
 @settings(max_examples=40, deadline=None)
@@ -333,3 +368,33 @@ def test_error_in_one_piece_is_raised_when_all_have_ended_and_told_once(tmp_path
             write.result()
         assert write.done()
         assert told == [write]
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError("no waiting here"), MemoryError()])
+def test_space_of_transfers_that_nobody_waited_for_is_not_given_back(
+    tmp_path: Path, refusal: Exception
+) -> None:
+    with rig_over(tmp_path) as rig:
+        extent, refusals = rig.store.allocate(MIB), [refusal]
+        drain = rig.engine.drain
+
+        def refuse_once() -> None:
+            for error in [refusals.pop()] if refusals else []:
+                raise error
+            drain()
+
+        def write_and_fail() -> None:
+            rig.store.write(extent, 0, np.full(MIB, 1, np.uint8))
+            raise ValueError
+
+        vars(rig.engine).update(drain=refuse_once, carry_out_some=lambda: None)
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            rig.store.run_drained(write_and_fail)
+        rig.store.release(extent)
+        is_refused = isinstance(refusal, RuntimeError)
+        assert (caught.value.__context__ is refusal) == is_refused
+        assert rig.engine.num_in_flight == rig.store.used_bytes // MIB == is_refused
+        other = rig.store.allocate(MIB)
+        rig.write(other, 2)
+        assert rig.holds(other, 2)
+        assert rig.store.used_bytes == MIB
