@@ -10,12 +10,14 @@ import _thread
 import contextlib
 import errno
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from aio.errors import AioError
 
-_MAX_SECONDS = threading.TIMEOUT_MAX
+LOOK_SECONDS = 1.0
+"""How often those who wait look by themselves: an interrupt may keep them from being told."""
 
 
 class Changes:
@@ -26,19 +28,19 @@ class Changes:
     """
 
     def __init__(self) -> None:
-        self._waiters: list[Latch] = []
+        self._change = Latch()
 
     def next(self) -> "Latch":
-        """Is set by the next `tell`. To be made with the lock held, and waited for without."""
-        latch = Latch()
-        self._waiters.append(latch)
-        return latch
+        """Is set by the next `tell`. To be asked for with the lock held, and waited for without, at
+        most LOOK_SECONDS at a time: an interrupt may come between a change and its `tell`.
+        """
+        if self._change.is_set():
+            self._change = Latch()
+        return self._change
 
     def tell(self) -> None:
-        """With the lock held. After an interrupt, the next one tells those that are left."""
-        while self._waiters:
-            self._waiters[-1].set()
-            self._waiters.pop()
+        """With the lock held."""
+        self._change.set()
 
 
 class Latch:
@@ -53,7 +55,9 @@ class Latch:
         self._waiters: list[_thread.LockType] = []  # held; released to wake one thread each
 
     def set(self) -> None:
-        """May be repeated after an interrupt."""
+        """May be repeated after an interrupt. Those that it has not woken then look by themselves,
+        within LOOK_SECONDS.
+        """
         self._is_set = True
         for waiter in list(self._waiters):  # each takes itself off the list
             with contextlib.suppress(RuntimeError):  # it was woken before
@@ -68,11 +72,18 @@ class Latch:
             waiter = _thread.allocate_lock()
             waiter.acquire()
             self._waiters.append(waiter)
-            if not self._is_set:  # `set` looks at the list after this is true
-                waiter.acquire(timeout=-1 if timeout is None else min(timeout, _MAX_SECONDS))
+            self._wait_with(waiter, None if timeout is None else time.monotonic() + timeout)
             with contextlib.suppress(ValueError):
                 self._waiters.remove(waiter)
         return self._is_set
+
+    def _wait_with(self, waiter: "_thread.LockType", deadline: float | None) -> None:
+        seconds = LOOK_SECONDS
+        while not self._is_set and seconds > 0:  # `set` looks at the list after this is true
+            if deadline is not None:
+                seconds = min(LOOK_SECONDS, deadline - time.monotonic())
+            if waiter.acquire(timeout=max(seconds, 0)):
+                return
 
 
 class Thread(threading.Thread):

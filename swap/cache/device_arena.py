@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import Slab, SlabFullError
 from aio.errors import let_go
-from aio.threads import Changes, Latch, Thread, join_thread, start_thread
+from aio.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.arena import Entry
 from swap.plain import plain
 from swap.plan.layout import ParameterSpec
@@ -286,7 +286,7 @@ class GradientInbox:
     def wait(self) -> None:
         """Wait until every gradient is stored or lost."""
         while (change := self._change_unless_empty()) is not None:
-            change.wait()
+            change.wait(LOOK_SECONDS)
 
     def _change_unless_empty(self) -> Latch | None:
         with self._lock:
@@ -329,7 +329,7 @@ class GradientInbox:
                 if self._pending or self._closing:
                     return bool(self._pending)
                 change = self._changes.next()
-            change.wait()
+            change.wait(LOOK_SECONDS)
 
     def _finish_one(self) -> None:
         parameter, buffer, event = self._pending[0]

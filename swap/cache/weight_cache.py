@@ -17,7 +17,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 import torch
 
 from aio.errors import let_go
-from aio.threads import Changes, Latch
+from aio.threads import LOOK_SECONDS, Changes, Latch
 from swap.cache.arena import Arena, Entry
 from swap.cache.eviction import Residents, wait_for
 from swap.plan import eviction
@@ -223,7 +223,7 @@ class WeightCache:
         if parameter in self._pending:
             with self._timeline.span("stall", label=self._specs[parameter].name):
                 while (change := self._change_unless_updated(parameter)) is not None:
-                    change.wait()
+                    change.wait(LOOK_SECONDS)
 
     def _change_unless_updated(self, parameter: int) -> Latch | None:
         with self._lock:
@@ -271,7 +271,7 @@ class WeightCache:
                     return entry
                 self._check_failure()
                 change = self._changes.next()
-            change.wait()
+            change.wait(LOOK_SECONDS)
 
     def _check_failure(self) -> None:
         if self._failure is not None:

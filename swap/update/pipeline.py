@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 
 from aio.errors import is_no_room, let_go
-from aio.threads import Changes, Latch, Thread, join_thread, start_thread
+from aio.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.weight_cache import WeightCache
 from swap.plan.layout import Subgroup
 from swap.processors import stay_in_background
@@ -98,7 +98,7 @@ class UpdatePipeline:
     def join(self) -> None:
         """Wait until the step is finished and at home, or was stopped."""
         while (change := self._change_unless_idle()) is not None:
-            change.wait()
+            change.wait(LOOK_SECONDS)
 
     def _change_unless_idle(self) -> Latch | None:
         with self._lock:
@@ -241,7 +241,7 @@ class UpdatePipeline:
                 if work.is_complete:
                     return not work.is_empty
                 change = self._changes.next()
-            change.wait()
+            change.wait(LOOK_SECONDS)
 
     def _publish_held(self, work: _Pass) -> None:
         while work.is_validated and work.held:

@@ -1,0 +1,47 @@
+"""Ctrl-C in the moment in which threads are told of a change: they find it by themselves."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from aio import Slab
+from aio.threads import Latch, Thread, join_thread, start_thread
+from swap.cache.device_arena import GradientInbox, HostLink
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+class Interrupting:
+    """A waiter at whose waking an interrupt comes."""
+
+    release = interrupted
+
+
+def test_latch_whose_setting_is_interrupted_ends_every_wait() -> None:
+    latch, ended = Latch(), list[bool]()
+    thread = Thread(lambda: ended.append(latch.wait()), "waits")
+    start_thread(thread)
+    while not latch._waiters:
+        pass
+    first: Any = Interrupting()
+    latch._waiters.insert(0, first)
+    with pytest.raises(KeyboardInterrupt):
+        latch.set()
+    join_thread(thread)
+    assert ended == [True]
+
+
+@pytest.mark.timeout(30)
+def test_gradient_whose_coming_is_not_told_is_stored_all_the_same() -> None:
+    stored = Latch()
+    inbox = GradientInbox(HostLink(), Slab(1 << 16), lambda *_: stored.set(), lambda *_: None)
+    tell = inbox._changes.tell
+    vars(inbox._changes)["tell"] = lambda: interrupted() if inbox._pending else None
+    with pytest.raises(KeyboardInterrupt):
+        inbox.add(0, torch.ones(4))
+    assert stored.wait(20.0)
+    vars(inbox._changes)["tell"] = tell
+    inbox.close()
