@@ -124,7 +124,7 @@ def check_separable(
             gradients = [_gradients(group["params"], rng, scale) for group in groups]
             if number == 1:  # not every parameter has a gradient in every step
                 for found in gradients:
-                    found[0] = None
+                    found[:1] = [None] * len(found[:1])  # a group may be empty
             together.take(gradients)
             alone.take(gradients)
     except ValueError:
@@ -210,6 +210,8 @@ class _Alone:
 
     def is_like(self, other: _Together) -> bool:
         for ours, theirs in zip(self._groups, other.groups, strict=True):
+            if not ours["params"]:
+                continue  # whatever it keeps is for nothing
             if not all(map(torch.equal, ours["params"], theirs["params"])):
                 return False
             if not _same(options_in(ours), options_in(theirs)):
