@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.support.trainers import (
     assert_same,
     run_killed,
     some_texts,
+    texts,
     tiny_llama,
     train,
 )
@@ -152,3 +154,24 @@ def test_weights_that_a_folder_had_go_with_the_model_that_replaces_them(tmp_path
         (staged / "model.safetensors").write_text("new")
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "notes.txt"}
     assert (tmp_path / "model.safetensors").read_text() == "new"
+
+
+def test_best_checkpoint_is_known_where_evaluation_comes_after_the_save(
+    tmp_path: Path, nvme: Path
+) -> None:
+    data = {"train_dataset": texts(16), "eval_dataset": texts(8, seed=4)}
+    options: dict[str, Any] = {
+        "eval_strategy": "epoch",
+        "metric_for_best_model": "eval_loss",
+        "save_steps": 1,
+    }
+    options |= {"save_total_limit": 2}
+    found = []
+    for kind, name in ((Trainer, "plain"), (OffloadTrainer, "offloaded")):
+        args = arguments(tmp_path / name, num_train_epochs=2, max_steps=-1, **options)
+        more: dict[str, Any] = {"nvme": nvme, "host_memory": BUDGET}
+        train(kind, args, data=data, **(more if kind is OffloadTrainer else {}))
+        saved = json.loads((tmp_path / name / "checkpoint-4" / "trainer_state.json").read_text())
+        kept = sorted(path.name for path in (tmp_path / name).iterdir())
+        found.append((Path(saved["best_model_checkpoint"]).name, kept))
+    assert found[0] == found[1]

@@ -50,11 +50,13 @@ class Saves:
 
     def staged(self) -> None:
         """All files but those of the pending save are there. The best checkpoint may be this one,
-        which will have another name.
+        which will have another name, or one before it, for which the trainer looks beside this one.
         """
         state = self._trainer.state
-        if state.best_model_checkpoint == str(self._staged):
-            state.best_model_checkpoint = str(self._final)
+        name = f"checkpoint-{state.best_global_step}"
+        found = self._final.parent / name
+        if state.best_global_step and (name == self._staged.name or found.is_dir()):
+            state.best_model_checkpoint = str(found)
             state.save_to_json(str(self._staged / TRAINER_STATE_NAME))
 
     def publish_if_done(self) -> None:
