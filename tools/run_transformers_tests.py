@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TESTS = ("tests/trainer",)
+SEVERAL_PROCESSES = ("tests/trainer/distributed",)
+"""Tests that start processes of their own, which would have the trainer in memory."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -68,15 +70,19 @@ def run_tests(options: argparse.Namespace) -> list[Outcome]:
             f"stand_in({str(options.nvme)!r}, {options.host_memory!r})\n"
         )
         paths = [str(ROOT), str(ROOT / "tools"), scratch, str(options.checkout)]
+        paths += [path for path in [os.environ.get("PYTHONPATH")] if path]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(paths),
             "HF_HUB_OFFLINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "TRANSFORMERS_TEST_DEVICE": "cpu",
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "offload_stand_in"]
-        command += ["-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={options.timeout}"]
-        command += [f"--junitxml={report}", *(["-k", options.k] if options.k else []), *TESTS]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command += ["--continue-on-collection-errors", f"--timeout={options.timeout}"]
+        command += [f"--junitxml={report}"]
+        command += [] if options.plain else ["-p", "offload_stand_in"]
+        command += ["-k", options.k] if options.k else []
+        command += [*TESTS, *(f"--ignore={folder}" for folder in SEVERAL_PROCESSES)]
         subprocess.run(command, cwd=options.checkout, env=environment, check=False)
         if not report.exists():
             raise SystemExit("pytest did not come to its end; see above")
@@ -111,6 +117,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, help="sources of transformers, with tests/trainer")
     parser.add_argument("--nvme", type=Path, required=True, help="a directory for swap files")
     parser.add_argument("--host-memory", default="1GiB", help="the budget of each trainer")
+    parser.add_argument("--plain", action="store_true", help="with their own trainer, to compare")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for each test")
     parser.add_argument("--json", type=Path, help="write the outcome of every test here")
     parser.add_argument("-k", default="", help="only tests whose names match, as of pytest")
