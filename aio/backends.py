@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,14 +12,18 @@ from aio.errors import AioError
 
 Backend = Literal["auto", "libaio", "io_uring", "posix", "memory"]
 
-_CODES: dict[str, int] = {
-    "io_uring": lib.AIO_IO_URING,
-    "libaio": lib.AIO_LIBAIO,
-    "posix": lib.AIO_POSIX,
-    "memory": lib.AIO_MEMORY,
-}
+
+def _names() -> Iterator[str]:
+    """Of all backends that there are, by their numbers."""
+    number = 0
+    while name := lib.aio_backend_name(number):
+        yield ffi.string(name).decode()
+        number += 1
+
+
+NAMES = tuple(_names())
 # What "auto" tries, best first; posix always works.
-_PREFERENCE = ("io_uring", "libaio", "posix")
+_PREFERENCE = NAMES[: NAMES.index("posix") + 1]
 # What has nothing to do with a backend: it would only be met again, with the first file.
 _DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _SHORTAGES = (*_DESCRIPTORS, lib.AIO_NO_THREAD)
@@ -107,14 +112,14 @@ def start(backend: Backend | MemoryBackend, limits: Limits) -> Started:
     """
     faults = backend if isinstance(backend, MemoryBackend) else MemoryBackend()
     name = "memory" if isinstance(backend, MemoryBackend) else backend
-    if name != "auto" and name not in _CODES:
-        known = ", ".join(["auto", *_CODES])
+    if name != "auto" and name not in NAMES:
+        known = ", ".join(["auto", *NAMES])
         raise ValueError(f"backend={name!r} is not one of {known}")
     rejected: list[tuple[str, str]] = []
     for candidate in _PREFERENCE if name == "auto" else (name,):
         slot, code = _create(candidate, limits, faults)
         if not code:
-            detail = ffi.string(lib.aio_backend_detail(_CODES[candidate])).decode()
+            detail = ffi.string(lib.aio_backend_detail(NAMES.index(candidate))).decode()
             return Started(slot, candidate, detail, tuple(rejected))
         rejected.append((candidate, _explain(candidate, code, limits)))
         if code in _SHORTAGES:
@@ -127,7 +132,7 @@ def start(backend: Backend | MemoryBackend, limits: Limits) -> Started:
 
 def _create(name: str, limits: Limits, faults: MemoryBackend) -> tuple[Any, int]:
     config = ffi.new("aio_config *")
-    config.backend = _CODES[name]
+    config.backend = NAMES.index(name)
     config.lanes = limits.lanes
     config.queue_depth = limits.queue_depth
     config.block_bytes = limits.block_bytes

@@ -10,7 +10,6 @@
 /* cffi: begin */
 enum aio_kind { AIO_READ, AIO_WRITE };
 enum aio_shortage { AIO_NO_THREAD = 65536 }; /* beyond every errno: EAGAIN, but of a thread */
-enum aio_backend { AIO_POSIX, AIO_LIBAIO, AIO_IO_URING, AIO_MEMORY };
 
 typedef struct aio_engine aio_engine;
 typedef struct aio_file aio_file;
@@ -29,7 +28,7 @@ typedef struct {
 } aio_faults;
 
 typedef struct {
-    int32_t backend; /* enum aio_backend */
+    int32_t backend; /* its number, see aio_backend_name */
     uint32_t lanes;
     uint32_t queue_depth;       /* blocks in flight, a lane */
     uint64_t block_bytes;       /* multiple of the page size */
@@ -96,6 +95,9 @@ void aio_engine_stop(aio_engine *engine);
 void aio_engine_leave(aio_engine **engine);
 /* For the owner: frees it, once it is stopped and its lanes have ended. */
 void aio_engine_drop(aio_engine **engine);
+/* The name of the backend of that number, a static string; NULL past the last. They count from 0,
+ * best first; those after "posix" are taken by name only. */
+const char *aio_backend_name(int32_t backend);
 /* How the backend reaches the kernel, in words: a static string. */
 const char *aio_backend_detail(int32_t backend);
 

@@ -1,4 +1,5 @@
-/* What a lane needs from a way of doing I/O. A new backend is one file with one `backend_ops`.
+/* What a lane needs from a way of doing I/O. A new backend is one file with one `backend_ops`
+ * and its name in backends.c.
  *
  * A backend belongs to one lane and is called from that lane's thread only. A block is the lane's
  * until `prep`, the backend's until `reap` gives it back. Errors of single transfers are results
@@ -43,7 +44,9 @@ struct backend_config {
 
 struct backend_ops {
     const char *name;
-    bool takes_buffered;   /* submitting a buffered block does not hold the lane up */
+    bool takes_buffered; /* submitting a buffered block does not hold the lane up */
+    /* How it reaches the kernel, a static string; NULL: there is no more to say. */
+    const char *(*detail)(void);
     int poll_milliseconds; /* the lane looks again after this; 0: wake_fd is enough */
     int (*setup)(const struct backend_config *config, void **context); /* 0 or -errno */
     void (*prep)(void *context, struct block *block);
@@ -55,12 +58,8 @@ struct backend_ops {
     void (*destroy)(void *context); /* with nothing in flight */
 };
 
+/* What lanes of other backends submit buffered blocks to. */
 extern const struct backend_ops aio_posix_backend;
-extern const struct backend_ops aio_libaio_backend;
-extern const struct backend_ops aio_uring_backend;
-extern const struct backend_ops aio_memory_backend;
-
-const char *aio_libaio_detail(void);
 
 /* NULL where this build has no such backend. */
 const struct backend_ops *aio_backend_find(int32_t backend);

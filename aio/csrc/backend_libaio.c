@@ -73,7 +73,7 @@ static void bind_calls(void) {
     }
 }
 
-const char *aio_libaio_detail(void) {
+static const char *libaio_detail(void) {
     pthread_once(&calls_bound, bind_calls);
     return calls.detail;
 }
@@ -91,7 +91,7 @@ struct kernel_queue {
 };
 
 static int libaio_setup(const struct backend_config *config, void **context) {
-    aio_libaio_detail();
+    libaio_detail();
     struct kernel_queue *queue = calloc(1, sizeof *queue + config->depth * sizeof(struct iocb *));
     if (!queue)
         return -ENOMEM;
@@ -182,6 +182,7 @@ static void libaio_destroy(void *context) {
 const struct backend_ops aio_libaio_backend = {
     .name = "libaio",
     .takes_buffered = false,
+    .detail = libaio_detail,
     .poll_milliseconds = 0,
     .setup = libaio_setup,
     .prep = libaio_prep,

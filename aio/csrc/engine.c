@@ -7,25 +7,6 @@
 
 #include "util.h"
 
-const struct backend_ops *aio_backend_find(int32_t backend) {
-    switch (backend) {
-    case AIO_POSIX:
-        return &aio_posix_backend;
-    case AIO_LIBAIO:
-        return &aio_libaio_backend;
-    case AIO_IO_URING:
-        return aio_uring_backend.setup ? &aio_uring_backend : NULL;
-    case AIO_MEMORY:
-        return &aio_memory_backend;
-    default:
-        return NULL;
-    }
-}
-
-const char *aio_backend_detail(int32_t backend) {
-    return backend == AIO_LIBAIO ? aio_libaio_detail() : "";
-}
-
 static int lane_start(aio_engine *engine, uint32_t index) {
     struct lane *lane = &engine->lanes[index];
     lane->config = &engine->config;

@@ -8,12 +8,14 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from aio import AioError, Backend, Engine, MemoryBackend
+from aio.backends import NAMES
 
 ROOT = Path(__file__).parents[2]
 # Python 3.12 warns of forks in a process with threads, which is what is tested.
@@ -22,10 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 FAULTY = MemoryBackend(seed=7, short_transfer=0.3, again=0.02, interrupted=0.1, short_submit=0.2)
 BACKENDS: dict[str, Backend | MemoryBackend] = {
-    "posix": "posix",
-    "libaio": "libaio",
-    "io_uring": "io_uring",
-    "memory": "memory",
+    **{name: cast(Backend, name) for name in NAMES},
     "faulty": FAULTY,
 }
 

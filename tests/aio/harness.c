@@ -83,6 +83,13 @@ static void run(void *(*entry)(void *), unsigned long expected) {
         usleep(1000);
 }
 
+static int32_t number_of(const char *name) {
+    int32_t number = 0;
+    while (aio_backend_name(number) && strcmp(aio_backend_name(number), name))
+        number++;
+    return number;
+}
+
 int main(int argc, char **argv) {
     const uint64_t nbytes = NUM_THREADS * THREAD_BYTES;
     aio_config config = {
@@ -95,7 +102,7 @@ int main(int argc, char **argv) {
     aio_alignment alignment;
     pthread_t reaper;
     check(argc == 3, "harness FILE BACKEND");
-    config.backend = atoi(argv[2]);
+    config.backend = number_of(argv[2]);
     const int fd = open(argv[1], O_RDWR | O_CREAT | O_TRUNC, 0600);
     check(fd >= 0, "cannot open");
     check(!aio_file_alignment(fd, &alignment), "no alignment");

@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -85,7 +85,10 @@ class TestAuto:
 
 
 class TestNamed:
-    @pytest.mark.parametrize("name", ["posix", "libaio", "io_uring", "memory"])
+    def test_all_that_the_engine_has_can_be_asked_for(self) -> None:
+        assert set(get_args(Backend)) == {"auto", *backends.NAMES}
+
+    @pytest.mark.parametrize("name", backends.NAMES)
     def test_backend_asked_for_is_the_one_taken(self, name: Backend) -> None:
         skip_unless_available(name)
         with Engine(name) as engine:

@@ -7,15 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from aio import _native
+from aio.backends import NAMES
 
 ROOT = Path(__file__).parents[2]
-BACKENDS = {
-    "posix": _native.lib.AIO_POSIX,
-    "libaio": _native.lib.AIO_LIBAIO,
-    "io_uring": _native.lib.AIO_IO_URING,
-    "memory": _native.lib.AIO_MEMORY,
-}
 NOT_HERE = 77  # what the harness exits with when the kernel has no such backend
 
 
@@ -41,12 +35,12 @@ def harness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return program
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", NAMES)
 def test_engine_under_load_has_no_fault_leak_or_race(
     harness: Path, backend: str, tmp_path: Path
 ) -> None:
     run = subprocess.run(
-        [harness, tmp_path / "data", str(BACKENDS[backend])],
+        [harness, tmp_path / "data", backend],
         capture_output=True,
         text=True,
         check=False,
