@@ -19,6 +19,7 @@ from infinity.optim.stepping import as_norm, clip_coefficient
 from infinity.parameters.parameter import cannot_be_copied
 from infinity.ranks.collectives import LOAD, SAVE
 from infinity.report import Report, make_report, write_trace
+from infinity.tiling.weight import TiledWeight
 from infinity.training import Training
 from infinity.values import loading, persistence
 from swap.storage.endurance import DRIVE_ENDURANCE
@@ -103,6 +104,13 @@ class OffloadedModel:
         to, scaled as ``backward`` did; or None.
         """
         self._training.check_open()
+        if isinstance(parameter, TiledWeight):
+            parts = [self.gradient(tile) for tile in parameter.tiles]
+            return (
+                None
+                if any(part is None for part in parts)
+                else torch.cat([p for p in parts if p is not None])
+            )
         return self._training.gradients.read(self._training.index_of(parameter))
 
     def flush(self) -> None:

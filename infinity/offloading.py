@@ -96,8 +96,9 @@ def offload(
       it from a GPU to pinned memory, within ``host_memory``, and counts it on a CPU.
     - ``weights``: a safetensors file or folder, or a checkpoint of ours, to take the values from.
       Without, what is on meta is set as in ``infinity/values/initial/initialisers.py``.
-    - ``max_parameter_bytes``: weights of ``nn.Linear`` layers that are larger (in the compute
-      dtype) are cut into tiles inside the block, see ``TiledLinear``; the layers come back after.
+    - ``max_parameter_bytes``: weights of ``nn.Linear`` and ``nn.Embedding`` that are larger (in the
+      compute dtype), also tied ones, are cut into tiles of rows inside the block; the parameters
+      come back after. See "Tiles" in ``docs/TUNING.md``.
     - ``overlap=False`` does one transfer after the other, for measuring what overlap is worth.
     - ``process_group``: ranks (of torchrun, say) that partition the model between them and average
       their gradients; ``torch.distributed.group.WORLD`` is all of them. See
@@ -155,7 +156,14 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
         records = records_of(model, dtype)
         values = values_for(model, records, options.weights)
         if options.max_parameter_bytes is not None:
-            tiling = Tiling(model, records, options.max_parameter_bytes, dtype)
+            tiling = Tiling(
+                model,
+                records,
+                options.max_parameter_bytes,
+                dtype,
+                device=options.device,
+                is_partitioned=ranks is not None,
+            )
             undo.enter_context(tiling)
             records = records_of(model, dtype)
             values = tiling.values(values, records)

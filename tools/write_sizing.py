@@ -40,11 +40,20 @@ _TAIL = """
 | moments of 7 B in | NVMe at least | read a step | written a step |
 |---|---|---|---|
 """
+_TILES = ("256MiB", "64MiB", "16MiB")
+_TILED = f"""
+- The least `host_memory` with `max_parameter_bytes`, which cuts large layers and embeddings into
+  tiles, see [TUNING.md](TUNING.md#tiles); blocks that are recomputed have all of their Linears in
+  memory, which is counted:
+
+| B | whole | {" | ".join(_TILES)} |
+|---|---|{"---|" * len(_TILES)}
+"""
 
 
 def page() -> str:
     rows = [_row(count, memory) for count in BILLIONS for memory in MEMORIES]
-    return _HEAD + "".join(rows) + _TAIL + "".join(_moments())
+    return _HEAD + "".join(rows) + _TAIL + "".join(_moments()) + _TILED + "".join(_tiled())
 
 
 def _plan(billions: int, memory: str | None, dtype: torch.dtype = torch.float32) -> infinity.Plan:
@@ -74,6 +83,16 @@ def _moments() -> Iterator[str]:
         sizes = (plan.nvme_bytes, plan.read_bytes_per_step, plan.written_bytes_per_step)
         name = str(dtype).removeprefix("torch.")
         yield f"| {name} | {' | '.join(map(format_bytes, sizes))} |\n"
+
+
+def _tiled() -> Iterator[str]:
+    for billions in BILLIONS:
+        plans = [
+            infinity.plan(billions * 10**9, host_memory=1, device="cpu", max_parameter_bytes=tile)
+            for tile in (None, *_TILES)
+        ]
+        sizes = [format_bytes(plan.least_host_bytes) for plan in plans]
+        yield f"| {billions} | {' | '.join(sizes)} |\n"
 
 
 if __name__ == "__main__":

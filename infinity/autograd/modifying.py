@@ -17,6 +17,7 @@ from infinity.autograd.residency import Residency
 from infinity.autograd.versions import Versions
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
+from infinity.tiling.weight import TiledWeight
 from swap.apart import run_apart
 
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor | None
@@ -154,4 +155,5 @@ def records_of(
         params = params.parameters()
     elif isinstance(params, torch.Tensor):
         params = [params]
-    return [records[index_of(parameter)] for parameter in params]
+    tiled = [p.tiles if isinstance(p, TiledWeight) else [p] for p in params]
+    return [records[index_of(parameter)] for tiles in tiled for parameter in tiles]

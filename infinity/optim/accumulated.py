@@ -21,6 +21,7 @@ from infinity.optim.loss_scale import GradientScale, LossScale
 from infinity.parameters.parameter import take_grad
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
+from infinity.tiling.deferred import taken
 from swap.tiered import TieredState
 
 
@@ -170,7 +171,7 @@ class Accumulated:
                 "call offloaded.step(), or optimizer.zero_grad() after optimizer.step()"
             )
         with self._adding:  # autograd has several threads for several devices
-            self.add(index, gradient)
+            self.add(index, taken(gradient))
         return True
 
     def add(self, index: int, gradient: torch.Tensor) -> None:

@@ -206,8 +206,17 @@ def least_gathered_bytes(model: nn.Module, records: Sequence[Record]) -> int:
 def _least_bytes(model: nn.Module, sizes: dict[int, int]) -> int:
     modules = list(model.modules())
     largest = max(_weight_bytes(module, sizes, recurse=False) for module in modules)
-    blocks = (_weight_bytes(block, sizes, recurse=True) for block in _blocks(model))
-    return max(2 * largest, max(blocks, default=0) + largest)
+    fleeting = {
+        id(parameter)
+        for module in modules
+        if getattr(module, "has_fleeting_weights", False)
+        for parameter in module.parameters()
+    }
+    kept = {key: nbytes for key, nbytes in sizes.items() if key not in fleeting}
+    blocks = (_weight_bytes(block, kept, recurse=True) for block in _blocks(model))
+    # Tiles come and go between the weights of a block that stay, and leave gaps of their size.
+    beside = 2 * largest if fleeting else largest
+    return max(2 * largest, max(blocks, default=0) + beside)
 
 
 def _weight_bytes(module: nn.Module, sizes: dict[int, int], *, recurse: bool) -> int:

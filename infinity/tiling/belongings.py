@@ -37,15 +37,20 @@ def reason_against(layer: nn.Linear) -> str | None:
         return "of a layer with hooks or a forward of its own"
     if layer._modules or layer._parameters.keys() - {"weight", "bias"}:
         return "of a layer with more than a weight and a bias"
-    for parameter in layer.parameters(recurse=False):
-        hooked: Any = parameter
-        if hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
-            return "of a layer whose parameters have hooks"
-        gradient = parameter.grad
-        if gradient is not None and (
-            gradient.layout != torch.strided or gradient.dtype != parameter.dtype
-        ):
-            return "of a layer with a gradient that is sparse or of another dtype"
+    reasons = map(reason_against_parameter, layer.parameters(recurse=False))
+    return next((f"of a layer {reason}" for reason in reasons if reason is not None), None)
+
+
+def reason_against_parameter(parameter: torch.Tensor) -> str | None:
+    """What ``parameter`` has that cannot be cut with it, as what is said of a layer."""
+    hooked: Any = parameter
+    if hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
+        return "whose parameters have hooks"
+    gradient = parameter.grad
+    if gradient is not None and (
+        gradient.layout != torch.strided or gradient.dtype != parameter.dtype
+    ):
+        return "with a gradient that is sparse or of another dtype"
     return None
 
 

@@ -1,15 +1,15 @@
-"""Large ``nn.Linear`` layers as ``TiledLinear`` inside an offload block, themselves again after it.
+"""Large parameters in tiles inside an offload block, themselves again after it.
 
-The layer that is tiled leaves the model for the time of the block, its parameters empty-handed: the
-tiles have its memory. On the way out it comes back, the same module with the same parameters, and
-has the tiles' values.
+A plain ``nn.Linear`` becomes a ``TiledLinear``: the layer leaves the model for the time of the
+block, its parameters empty-handed, because the tiles have its memory. A parameter of another
+module, or of several, is cut where it is, see ``cut_weights``. On the way out the same modules have
+the same parameters, with the tiles' values.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +17,15 @@ import torch
 from torch import nn
 
 from infinity.parameters.first_values import StoredValues, Values
-from infinity.parameters.parameter import placeholder
 from infinity.parameters.records import RESIDENT_ELEMENTS, Record, compute_dtype_of
-from infinity.tiling.belongings import cut_gradient, give_back, reason_against, share
-from infinity.tiling.tiled_linear import RowRange, TiledLinear, tiles_within
+from infinity.tiling import cut_weights
+from infinity.tiling.belongings import give_back, reason_against, share
+from infinity.tiling.cut_weights import CutWeight, Owner
+from infinity.tiling.joining import Cut
+from infinity.tiling.state_dicts import StateDictHooks
+from infinity.tiling.tile import RowRange
+from infinity.tiling.tiled_linear import TiledLinear, tiles_within
+from infinity.tiling.weight import whole_of
 from swap.tiers import format_bytes
 
 MIN_TILE_BYTES = 4 * RESIDENT_ELEMENTS * torch.float32.itemsize
@@ -29,51 +34,60 @@ MIN_TILE_BYTES = 4 * RESIDENT_ELEMENTS * torch.float32.itemsize
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Joining:
-    """``whole`` has the rows of so many tiles."""
-
-    whole: Any
-    num_tiles: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Tiled:
+class _TiledLayer(Cut):
     """A layer, what stands for it, and where: modules with the name that they have for it."""
 
-    name: str
-    linear: nn.Linear
-    tiled: TiledLinear
-    places: list[tuple[nn.Module, str]]
-    joined: dict[int, _Joining] = field(default_factory=dict)
-    """By the parameter's ``id``, on the way out."""
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Those that parameters came with, likewise."""
-
-    @property
-    def is_absent(self) -> bool:
-        """Whether tiles have no values that the layer should have."""
-        return any(
-            tile.is_meta and not parameter.is_meta
-            for parameter, tiles in self.pairs()
-            for tile, _ in tiles
-        )
+    def __init__(self, name: str, linear: nn.Linear, tiles: int, model: nn.Module) -> None:
+        super().__init__(name)
+        self._linear = linear
+        self._tiled = TiledLinear.cut(linear, tiles)
+        wholes = {"weight": self._whole_of_weights}
+        if self._tiled.has_bias:
+            wholes["bias"] = self._whole_of_biases
+        self._hooks = StateDictHooks(self._tiled, wholes)
+        self._places = [
+            (parent, child)
+            for parent in model.modules()
+            for child, module in parent._modules.items()
+            if module is linear
+        ]
 
     def pairs(self) -> Iterator[tuple[Any, list[tuple[Any, RowRange]]]]:
-        """Each parameter of the layer with its tiles and their rows."""
-        rows = self.tiled.rows()
-        yield self.linear.weight, [(tile.weight, range_) for tile, range_ in rows]
-        if self.linear.bias is not None:
-            yield self.linear.bias, [(tile.bias, range_) for tile, range_ in rows]
+        rows = self._tiled.rows()
+        yield self._linear.weight, [(tile.weight, range_) for tile, range_ in rows]
+        if self._linear.bias is not None:
+            yield self._linear.bias, [(tile.bias, range_) for tile, range_ in rows]
+
+    def replace(self) -> None:
+        share(self._linear, self._tiled)
+        self._hooks.attach()
+        for parent, child in self._places:
+            parent._modules[child] = self._tiled
+        self._linear.forward = _refuse(self.name)  # type: ignore[method-assign]
+
+    def _whole_of_weights(self) -> torch.Tensor:
+        return whole_of([tile.weight for tile, _ in self._tiled.rows()])
+
+    def _whole_of_biases(self) -> torch.Tensor:
+        return whole_of([tile.bias for tile, _ in self._tiled.rows()])
+
+    def restore(self) -> None:
+        self._hooks.detach()
+        self._linear.__dict__.pop("forward", None)
+        self._linear.train(self._tiled.training)
+        give_back(self._linear, self._tiled)
+        for parent, child in self._places:
+            parent._modules[child] = self._linear
 
 
 class Tiling:
-    """Context manager: no weight of an ``nn.Linear`` in ``model`` has more than
+    """Context manager: no parameter that a tile can be made of has more than
     ``max_parameter_bytes`` in the compute dtype inside.
 
-    Left whole, with one warning that says why, is every other parameter that is larger: one that is
-    tied, or belongs to a subclass of ``nn.Linear`` or to another kind of module. Raises
+    Those are the weights of ``nn.Linear`` and ``nn.Embedding``, also if several of them share one.
+    Left whole, with one warning that says why, is every other parameter that is larger. Raises
     ``ValueError`` for a bound that is less than one row of a weight, before anything is changed.
+    ``device``: where weights are computed with; None: where they are.
     """
 
     def __init__(
@@ -82,17 +96,25 @@ class Tiling:
         records: Sequence[Record],
         max_parameter_bytes: int,
         compute_dtype: torch.dtype | None,
+        *,
+        device: torch.device | None = None,
+        is_partitioned: bool = False,
     ) -> None:
         self._model = model
         self._records = records
         self._compute_dtype = compute_dtype
-        self._layers: list[_Tiled] = []
+        self._device = device
+        self._is_partitioned = is_partitioned
+        self._cuts: list[Cut] = []
         self._strides = {id(record.parameter): record.stride for record in records}
         self._chosen = self._choose(max_parameter_bytes)
 
     def __enter__(self) -> Tiling:
-        for name, linear, tiles in self._chosen:
-            self._replace(name, linear, tiles)
+        for make in self._chosen:
+            cut = make()
+            self._cuts.append(cut)
+            cut.replace()
+            cut.hand_over()
         return self
 
     def __exit__(
@@ -101,36 +123,33 @@ class Tiling:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        while self._layers:
-            if not self._layers[-1].joined and self._layers[-1].is_absent:
+        while self._cuts:
+            if self._cuts[-1].is_absent:
                 _log.warning(
-                    "%s stays a TiledLinear: some of its values could not be read",
-                    self._layers[-1].name,
+                    "%s stays in tiles: some of its values could not be read",
+                    self._cuts[-1].name,
                 )
             else:
-                _give_back(self._layers[-1], self._strides)
-            self._layers.pop()
+                self._cuts[-1].give_back(self._strides)
+            self._cuts.pop()
 
     def values(self, values: Values, records: Sequence[Record]) -> Values:
         """``values``, of the model as it was, for the ``records`` of the tiled model."""
-        return _TiledValues(values, self._records, records, self._layers)
+        return _TiledValues(values, self._records, records, self._cuts)
 
-    def _choose(self, bound: int) -> list[tuple[str, nn.Linear, int]]:
-        """Layers to be tiled, with the number of tiles."""
+    def _choose(self, bound: int) -> list[Callable[[], Cut]]:
+        """What makes the cuts."""
         owners = _owners(self._model)
-        chosen, whole = [], []
+        chosen: list[Callable[[], Cut]] = []
+        whole = []
         for record in self._records:
             if record.spec.weight_bytes <= bound:
                 continue
             reason = self._reason_against(owners[id(record.parameter)], record.parameter)
-            if reason is not None:
+            if reason is None:
+                chosen.append(self._cut_of(record, owners[id(record.parameter)], bound))
+            else:
                 whole.append(f"{record.name} ({format_bytes(record.spec.weight_bytes)}, {reason})")
-                continue
-            ((name, linear),) = owners[id(record.parameter)]
-            assert isinstance(linear, nn.Linear)
-            dtype = compute_dtype_of(linear.weight.dtype, self._compute_dtype)
-            row_bytes = linear.in_features * dtype.itemsize
-            chosen.append((name, linear, tiles_within(linear.out_features, row_bytes, bound)))
         if whole:
             _log.warning(
                 "larger than max_parameter_bytes=%d, and not tiled: %s; at least one of these is "
@@ -140,52 +159,40 @@ class Tiling:
             )
         return chosen
 
-    def _reason_against(
-        self, owners: list[tuple[str, nn.Module]], parameter: nn.Parameter
-    ) -> str | None:
+    def _reason_against(self, owners: Sequence[Owner], parameter: nn.Parameter) -> str | None:
         """Why the parameter cannot be tiled; None if it can."""
-        if len(owners) > 1:
-            return f"tied: {' and '.join(name for name, _ in owners)} share it"
-        (_, module), *_ = owners
-        if type(module) is not nn.Linear:
-            return f"of a {type(module).__name__}, which is not nn.Linear itself"
+        (_, module, own), *others = owners
+        if others or type(module) is not nn.Linear or module is self._model:
+            return cut_weights.reason_against(owners, parameter)
         if type(parameter) is not nn.Parameter:
             return f"a {type(parameter).__name__}, which is not nn.Parameter itself"
-        if parameter is not module.weight:
+        if own != "weight":
             return "a bias"
-        if module is self._model:
-            return "of the model itself, which nothing can take the place of"
         return reason_against(module)
 
-    def _replace(self, name: str, linear: nn.Linear, tiles: int) -> None:
-        tiled = TiledLinear.cut(linear, tiles)
-        places = [
-            (parent, child)
-            for parent in self._model.modules()
-            for child, module in parent._modules.items()
-            if module is linear
-        ]
-        layer = _Tiled(name, linear, tiled, places)
-        self._layers.append(layer)
-        share(linear, tiled)
-        for parent, child in places:
-            parent._modules[child] = tiled
-        for parameter, rows in layer.pairs():
-            if parameter.grad is not None:
-                layer.gradients[id(parameter)] = parameter.grad
-                cut_gradient(parameter.grad, parameter, rows)
-            if not parameter.is_meta:
-                parameter.data = placeholder(parameter.shape, parameter.dtype, parameter.device)
-        linear.forward = _refuse(name)  # type: ignore[method-assign]
+    def _cut_of(self, record: Record, owners: Sequence[Owner], bound: int) -> Callable[[], Cut]:
+        (name, module, _), *others = owners
+        dtype = compute_dtype_of(record.dtype, self._compute_dtype)
+        rows = record.shape[0]
+        num_tiles = tiles_within(rows, record.numel // rows * dtype.itemsize, bound)
+        if isinstance(module, nn.Linear) and not others and module is not self._model:
+            return lambda: _TiledLayer(name, module, num_tiles, self._model)
+        return lambda: CutWeight(
+            owners,
+            num_tiles,
+            dtype,
+            self._device or record.device,
+            is_partitioned=self._is_partitioned,
+        )
 
 
-def _owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
+def _owners(model: nn.Module) -> dict[int, list[Owner]]:
     """The distinct modules that have each parameter, with a name of theirs."""
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    owners: dict[int, list[Owner]] = {}
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
+        for own, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(id(parameter), []).append((name, module))
+                owners.setdefault(id(parameter), []).append((name, module, own))
     return owners
 
 
@@ -199,82 +206,20 @@ def _refuse(name: str) -> Callable[..., Any]:
     return forward
 
 
-def _give_back(layer: _Tiled, strides: Mapping[int, Sequence[int] | None]) -> None:
-    """The layer returns to its places with what its tiles hold; those are emptied one by one. Can
-    be called again after an interrupt.
-    """
-    for parameter, tiles in layer.pairs():
-        parameter.requires_grad_(any(tile.requires_grad for tile, _ in tiles))
-        if any(tile.grad is not None for tile, _ in tiles):  # nothing has used it
-            parameter.grad = layer.gradients.get(id(parameter))
-        if parameter.is_meta:
-            continue
-        if id(parameter) not in layer.joined:
-            layer.joined[id(parameter)] = _joining(
-                parameter.shape, strides[id(parameter)], [tile for tile, _ in tiles]
-            )
-        joining = layer.joined[id(parameter)]
-        for tile, (start, stop) in tiles[joining.num_tiles :]:
-            joining.whole[start:stop].copy_(tile.detach())
-            joining.num_tiles += 1
-            tile.data = torch.empty(0, dtype=tile.dtype, device=tile.device)
-        parameter.data = joining.whole
-    layer.linear.__dict__.pop("forward", None)
-    layer.linear.train(layer.tiled.training)
-    give_back(layer.linear, layer.tiled)
-    for parent, child in layer.places:
-        parent._modules[child] = layer.linear
-
-
-def _joining(
-    shape: torch.Size, stride: Sequence[int] | None, tiles: Sequence[torch.Tensor]
-) -> _Joining:
-    """The tiles as one: where they lie if they were never offloaded, or new memory for them of that
-    ``stride`` (None: contiguous).
-    """
-    first = tiles[0].detach()
-    if _lie_as_cut(tiles):
-        whole = first.as_strided(shape, first.stride(), first.storage_offset())
-        return _Joining(whole, num_tiles=len(tiles))
-    if stride is None:
-        stride = torch.empty(shape, device="meta").stride()
-    whole = torch.empty_strided(shape, stride, dtype=first.dtype, device=first.device)
-    return _Joining(whole)
-
-
-def _lie_as_cut(tiles: Sequence[torch.Tensor]) -> bool:
-    """Whether they are rows of one tensor still, the next behind the last."""
-    kind = _memory_of(tiles[0])
-    at = tiles[0].storage_offset()
-    for tile in tiles:
-        if _memory_of(tile) != kind or tile.storage_offset() != at:
-            return False
-        at += tile.shape[0] * tile.stride(0)
-    return True
-
-
-def _memory_of(tile: torch.Tensor) -> tuple[object, ...]:
-    """Where and how its elements lie, but for where they begin."""
-    where = tile.untyped_storage()._cdata
-    return where, tile.stride(), tile.dtype, tile.is_neg(), tile.is_conj()
-
-
 class _TiledValues:
-    """Values for the tiles of a layer: its rows."""
+    """Values for tiles: rows of what they are of."""
 
     def __init__(
         self,
         values: Values,
         plain: Sequence[Record],
         tiled: Sequence[Record],
-        layers: Sequence[_Tiled],
+        cuts: Sequence[Cut],
     ) -> None:
         self._values = values
         self._plain = plain
         self._records = {id(record.parameter): record for record in tiled}
-        self._tiles = {
-            id(parameter): tiles for layer in layers for parameter, tiles in layer.pairs()
-        }
+        self._tiles = {id(parameter): tiles for cut in cuts for parameter, tiles in cut.pairs()}
 
     def parameters(
         self, records: Sequence[Record]

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-RowRange = tuple[int, int]
-"""First row, and the row after the last."""
+from infinity.tiling.tile import RowRange
 
 
 def rows_of(out_features: int, tiles: int) -> list[RowRange]:
@@ -94,9 +93,9 @@ class TiledLinear(nn.Module):
         has_bias = linear.bias is not None
         tiled = cls(linear.in_features, linear.out_features, has_bias, tiles=tiles, device="meta")
         for tile, rows in tiled.rows():
-            tile.weight = _rows_of_parameter(linear.weight, rows)
+            tile.weight = rows_of_parameter(linear.weight, rows)
             if has_bias:
-                tile.bias = _rows_of_parameter(linear.bias, rows)
+                tile.bias = rows_of_parameter(linear.bias, rows)
         return tiled.train(linear.training)
 
     @torch.no_grad()
@@ -141,7 +140,8 @@ def _linear(tile: nn.Module) -> nn.Linear:
     return tile
 
 
-def _rows_of_parameter(parameter: torch.Tensor, rows: RowRange) -> nn.Parameter:
+def rows_of_parameter(parameter: torch.Tensor, rows: RowRange) -> nn.Parameter:
+    """A tile: those rows, where they lie if that is contiguous, and what programs gave them."""
     start, stop = rows
     tile = nn.Parameter(parameter.detach()[start:stop].contiguous(), parameter.requires_grad)
     for name, value in vars(parameter).items():

@@ -1,5 +1,5 @@
-"""What a checkpoint calls a parameter: its name and shape, of which a tiled layer has one for all
-of its tiles.
+"""What a checkpoint calls a parameter: its name and shape, of which a tiled one has one for all of
+its tiles.
 
 Tiles are whole rows, so the elements of a tiled weight are those of its tiles one after the other.
 Checkpoints therefore know nothing of tiles, and load into a model with other tiles or none.
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from infinity.parameters.records import Record
+from infinity.tiling.tile import CHILD, TileList
 from infinity.tiling.tiled_linear import TiledLinear
 from swap.plan.layout import Plane
 
@@ -57,21 +59,25 @@ def leaves_of(model: nn.Module, records: Sequence[Record]) -> list[Leaf]:
     for record in records:
         leaves[record.index] = Leaf(record.name, tuple(record.shape), (record,))
     for prefix, module in model.named_modules():
-        if not isinstance(module, TiledLinear):
-            continue
-        for name, shape in _tensors_of(module):
-            # Past ``WatchedParameters``, which would fetch what is looked up in it.
-            tiles = [dict.get(tile._parameters, name) for tile, _ in module.rows()]
+        for name, tiles in _tensors_of(module):
             parts = tuple(by_id[id(tile)] for tile in tiles)
             if len({(part.spec.trainable, part.spec.dtype) for part in parts}) > 1:
                 continue  # a program froze some of the tiles only: there is no whole to speak of
             for part in parts[1:]:
                 leaves.pop(part.index, None)
+            rows = sum(part.shape[0] for part in parts)
+            shape = (rows, *parts[0].shape[1:])
             leaves[parts[0].index] = Leaf(f"{prefix}.{name}" if prefix else name, shape, parts)
     return [leaves[index] for index in sorted(leaves)]
 
 
-def _tensors_of(module: TiledLinear) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "weight", (module.out_features, module.in_features)
-    if module.has_bias:
-        yield "bias", (module.out_features,)
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:
+    """What ``module`` would have itself, but for its tiles, and the parameters of those."""
+    if isinstance(module, TiledLinear):
+        # Past ``WatchedParameters``, which would fetch what is looked up in it.
+        for name in ("weight", "bias") if module.has_bias else ("weight",):
+            yield name, [dict.get(tile._parameters, name) for tile, _ in module.rows()]
+    tiles = module._modules.get(CHILD)
+    if isinstance(tiles, TileList):
+        for name in tiles.names:
+            yield name, [tile.parameter for tile in tiles.of(name)]

@@ -21,7 +21,7 @@ from swap.tiered import TieredState
 PathLike = str | os.PathLike[str]
 OF_MEMBERS = ("params", "param_names")
 """What a group has of each member by its position, and so is never that of another group."""
-_TILE = re.compile(r"(^|\.)tiles\.\d+\.(weight|bias)$")
+_TILE = re.compile(r"(^|\.)tiles\.\d+\.(\w+)$")
 
 
 def told_class(saved: Mapping[str, Any]) -> str | None:

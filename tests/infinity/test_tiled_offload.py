@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import infinity
 from infinity import TiledLinear
+from infinity.parameters.records import records_of
+from infinity.tiling.layers import Tiling
 from tests.support.training import same_values, values_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,17 +86,17 @@ def test_tiled_model_in_offload_is_that_of_plain_modules(tmp_path: Path) -> None
         loss.backward()
         found = {n: offloaded.gradient(p) for n, p in model.named_parameters()}
     plain = make_net()
-    for name in ("up", "middle", "down"):
-        setattr(plain, name, TiledLinear.from_linear(getattr(plain, name), BOUND))
-    plain_loss = plain(tokens(0)).square().mean()
-    plain_loss.backward()
-    assert torch.equal(loss, plain_loss)
-    assert found.keys() == dict(plain.named_parameters()).keys()
-    for name, parameter in plain.named_parameters():
-        gradient = found[name]
-        assert gradient is not None
-        assert parameter.grad is not None
-        assert torch.equal(gradient, parameter.grad)
+    with Tiling(plain, records_of(plain, None), BOUND, None):
+        assert isinstance(plain.up, TiledLinear)
+        plain_loss = plain(tokens(0)).square().mean()
+        plain_loss.backward()
+        assert torch.equal(loss, plain_loss)
+        assert found.keys() == dict(plain.named_parameters()).keys()
+        for name, parameter in plain.named_parameters():
+            gradient = found[name]
+            assert gradient is not None
+            assert parameter.grad is not None
+            assert torch.equal(gradient, parameter.grad)
 
 
 def test_no_tile_exceeds_the_bound_and_the_least_budget_falls(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_no_tile_exceeds_the_bound_and_the_least_budget_falls(tmp_path: Path) ->
     assert least[BOUND] < least[None]
     with infinity.offload(model, tmp_path, host_memory=least[BOUND], max_parameter_bytes=BOUND):
         largest = {name: p.numel() * 4 for name, p in model.named_parameters()}
-        assert [name for name, nbytes in largest.items() if nbytes > BOUND] == ["table.weight"]
+        assert [name for name, nbytes in largest.items() if nbytes > BOUND] == []
     assert infinity.plan(10**9, max_parameter_bytes="1MiB").num_parameters == 10**9
 
 
@@ -282,10 +284,12 @@ def test_what_cannot_be_tiled_stays_whole_with_one_warning(
         pass
 
     model = nn.Sequential(
-        nn.Linear(300, 300), Twice(300, 300), nn.Linear(300, 300), nn.Linear(300, 300)
+        nn.Linear(300, 300), Twice(300, 300), nn.Linear(300, 300), nn.Bilinear(1, 300, 300)
     )
     model[2].register_forward_hook(lambda *_: None)
-    model[3].weight = model[0].weight
+    model[3].weight = nn.Parameter(torch.ones(300, 1, 300))
+    model.append(Twice(300, 300))
+    model[4].weight = model[0].weight
     with (
         caplog.at_level(logging.WARNING),
         infinity.offload(model, tmp_path, host_memory=AMPLE, max_parameter_bytes=BOUND),
@@ -293,8 +297,10 @@ def test_what_cannot_be_tiled_stays_whole_with_one_warning(
         assert not any(isinstance(module, TiledLinear) for module in model.modules())
     (record,) = caplog.records
     text = record.getMessage()
-    assert "0.weight (351.56 KiB, tied: 0 and 3 share it)" in text
-    assert "1.weight (351.56 KiB, of a Twice, which is not nn.Linear itself)" in text
+    other = "a Twice, which is neither nn.Linear nor nn.Embedding"
+    assert f"0.weight (351.56 KiB, tied: 0 and 4 share it, and 4 is {other})" in text
+    assert f"1.weight (351.56 KiB, of {other})" in text
+    assert "3.weight (351.56 KiB, of a Bilinear" in text
     assert "2.weight (351.56 KiB, of a layer with hooks or a forward of its own)" in text
 
 

@@ -84,8 +84,8 @@ class Initialisation:
     """A model on meta, initialised as its modules would initialise themselves."""
 
     def __init__(self, model: nn.Module, records: Sequence[Record]) -> None:
-        # Kept now: layers may leave the model while it is offloaded, see ``tiling``.
-        self._modules = list(model.modules())
+        # Kept now: they may leave the model while it is offloaded, see ``tiling``.
+        self._own = [list(module._parameters.values()) for module in model.modules()]
         self._initialisers = Initialisers(model)
         self._by_id = {id(record.parameter): record for record in records}
         on_meta = [record.parameter for record in records if record.parameter.is_meta]
@@ -103,8 +103,8 @@ class Initialisation:
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
         done: set[int] = set()
-        for module in self._modules:
-            own = [p for p in module._parameters.values() if p is not None and id(p) not in done]
+        for parameters in self._own:
+            own = [p for p in parameters if p is not None and id(p) not in done]
             done.update(id(p) for p in own)
             missing = [p for p in own if p.is_meta]
             for parameter in own:

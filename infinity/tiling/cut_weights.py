@@ -1,0 +1,128 @@
+"""Parameters that are cut into tiles where they are: the modules that have them stay, with a
+``TiledWeight`` in the place of the parameter, and the first has the tiles as a child.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.tiling.belongings import reason_against_parameter
+from infinity.tiling.joining import Cut
+from infinity.tiling.state_dicts import StateDictHooks
+from infinity.tiling.tile import CHILD, RowRange, Tile, TileList
+from infinity.tiling.tiled_linear import rows_of, rows_of_parameter
+from infinity.tiling.weight import weight_of
+
+Owner = tuple[str, nn.Module, str]
+"""What the model calls a module, the module, and what that calls a parameter."""
+
+
+class CutWeight(Cut):
+    """One parameter in ``num_tiles`` tiles, for all ``owners`` that have it."""
+
+    def __init__(
+        self,
+        owners: Sequence[Owner],
+        num_tiles: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_partitioned: bool,
+    ) -> None:
+        (prefix, self._first, self._own_name), *_ = owners
+        super().__init__(f"{prefix}.{self._own_name}" if prefix else self._own_name)
+        self._places = [(module, own) for _, module, own in owners]
+        self._orders = [list(module._parameters) for module, _ in self._places]
+        parameter = self._first._parameters[self._own_name]
+        assert parameter is not None
+        self._parameter = parameter
+        self._tiles = [
+            Tile(self._own_name, rows_of_parameter(parameter, rows), rows)
+            for rows in rows_of(parameter.shape[0], num_tiles)
+        ]
+        self._face: Any = weight_of(
+            self._tiles, self.name, parameter, dtype, device, is_partitioned=is_partitioned
+        )
+
+        own = {self._own_name: self._face.whole}
+        self._hooks = [StateDictHooks(self._first, own)]
+        self._hooks += [
+            StateDictHooks(module, {name: self._face.whole}, self._set_values)
+            for module, name in self._places[1:]
+        ]
+
+    def pairs(self) -> Iterator[tuple[Any, list[tuple[Any, RowRange]]]]:
+        yield (
+            self._parameter,
+            [(tile.parameter, (tile.start, tile.stop)) for tile in self._tiles],
+        )
+
+    def replace(self) -> None:
+        others = self._others()
+        tiles = TileList([*others, *self._tiles])
+        self._first._modules[CHILD] = tiles.train(self._first.training)
+        for module, own in self._places:
+            del module._parameters[own]
+            vars(module)[own] = self._face
+        for hooks in self._hooks:
+            hooks.attach()
+
+    def restore(self) -> None:
+        for hooks in self._hooks:
+            hooks.detach()
+        for (module, own), order in zip(self._places, self._orders, strict=True):
+            vars(module).pop(own, None)
+            now = {**module._parameters, own: self._parameter}
+            module._parameters = {
+                **{name: now[name] for name in order if name in now},
+                **{name: value for name, value in now.items() if name not in order},
+            }
+        others = self._others()
+        if others:
+            self._first._modules[CHILD] = TileList(others)
+        else:
+            self._first._modules.pop(CHILD, None)
+
+    def _set_values(self, whole: torch.Tensor) -> None:
+        with torch.no_grad():
+            self._face.copy_(whole)
+
+    def _others(self) -> list[Tile]:
+        """Tiles of other parameters of the same module."""
+        tiles = self._first._modules.get(CHILD)
+        found = [*tiles] if isinstance(tiles, TileList) else []
+        return [tile for tile in found if isinstance(tile, Tile) and tile not in self._tiles]
+
+
+def reason_against(owners: Sequence[Owner], parameter: nn.Parameter) -> str | None:
+    """Why the parameter cannot be cut where it is; None if it can."""
+    for name, module, own in owners:
+        reason = _reason_against_use(module, own)
+        if reason is not None:
+            names = " and ".join(name for name, *_ in owners)
+            tied = f"tied: {names} share it, and {name} is {reason}"
+            return tied if len(owners) > 1 else f"of {reason}"
+    if type(parameter) is not nn.Parameter:
+        return f"a {type(parameter).__name__}, which is not nn.Parameter itself"
+    reason = reason_against_parameter(parameter)
+    return reason and f"of a layer {reason}"
+
+
+def _reason_against_use(module: nn.Module, own: str) -> str | None:
+    """What kind of module cannot do with tiles in the place of its parameter ``own``."""
+    kind = type(module).__name__
+    if "forward" in vars(module):
+        return f"a {kind} with a forward of its own"
+    if hasattr(module, CHILD):
+        return f"a {kind} that has something called {CHILD!r}"
+    if isinstance(module, nn.Embedding) and own == "weight":
+        if module.max_norm is not None:
+            return f"a {kind} with max_norm, which changes rows as it looks them up"
+        return f"a {kind} with sparse=True" if module.sparse else None
+    if type(module) is nn.Linear and own == "weight":
+        return None
+    return f"a {kind}, which is neither nn.Linear nor nn.Embedding"

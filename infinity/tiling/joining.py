@@ -1,0 +1,104 @@
+"""What is in tiles while a model is offloaded, and how its tiles become one again: one of them is
+copied and let go of after the other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.parameters.parameter import placeholder
+from infinity.tiling.belongings import cut_gradient
+from infinity.tiling.tile import RowRange
+from infinity.tiling.weight import lie_as_cut
+
+
+@dataclass(slots=True, eq=False)
+class _Joining:
+    """``whole`` has the rows of so many tiles."""
+
+    whole: Any
+    num_tiles: int = 0
+
+
+class Cut(ABC):
+    """Parameters that are in tiles."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._joined: dict[int, _Joining] = {}
+        """By the parameter's ``id``, on the way out."""
+        self._gradients: dict[int, torch.Tensor] = {}
+        """Those that parameters came with, likewise."""
+
+    @abstractmethod
+    def pairs(self) -> Iterator[tuple[Any, list[tuple[Any, RowRange]]]]:
+        """Each parameter with its tiles and their rows."""
+
+    @abstractmethod
+    def replace(self) -> None:
+        """Put the tiles into the model; ``restore`` undoes it, also if this was interrupted."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Put the parameters, which have their values, back. Idempotent."""
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether tiles have no values that the whole should have."""
+        return not self._joined and any(
+            tile.is_meta and not parameter.is_meta
+            for parameter, tiles in self.pairs()
+            for tile, _ in tiles
+        )
+
+    def hand_over(self) -> None:
+        """The tiles have the gradients and the memory of the parameters from now on."""
+        for parameter, rows in self.pairs():
+            if parameter.grad is not None:
+                self._gradients[id(parameter)] = parameter.grad
+                cut_gradient(parameter.grad, parameter, rows)
+            if not parameter.is_meta:
+                parameter.data = placeholder(parameter.shape, parameter.dtype, parameter.device)
+
+    def give_back(self, strides: Mapping[int, Sequence[int] | None]) -> None:
+        """The parameters return with what the tiles hold; those are emptied one by one. Can be
+        called again after an interrupt.
+        """
+        for parameter, tiles in self.pairs():
+            parameter.requires_grad_(any(tile.requires_grad for tile, _ in tiles))
+            if any(tile.grad is not None for tile, _ in tiles):  # nothing has used it
+                parameter.grad = self._gradients.get(id(parameter))
+            if parameter.is_meta:
+                continue
+            if id(parameter) not in self._joined:
+                self._joined[id(parameter)] = _joining(
+                    parameter.shape, strides[id(parameter)], [tile for tile, _ in tiles]
+                )
+            joining = self._joined[id(parameter)]
+            for tile, (start, stop) in tiles[joining.num_tiles :]:
+                joining.whole[start:stop].copy_(tile.detach())
+                joining.num_tiles += 1
+                tile.data = torch.empty(0, dtype=tile.dtype, device=tile.device)
+            parameter.data = joining.whole
+        self.restore()
+
+
+def _joining(
+    shape: torch.Size, stride: Sequence[int] | None, tiles: Sequence[torch.Tensor]
+) -> _Joining:
+    """The tiles as one: where they lie if they were never offloaded, or new memory for them of that
+    ``stride`` (None: contiguous).
+    """
+    first = tiles[0].detach()
+    if lie_as_cut(tiles):
+        whole = first.as_strided(shape, first.stride(), first.storage_offset())
+        return _Joining(whole, num_tiles=len(tiles))
+    if stride is None:
+        stride = torch.empty(shape, device="meta").stride()
+    whole = torch.empty_strided(shape, stride, dtype=first.dtype, device=first.device)
+    return _Joining(whole)

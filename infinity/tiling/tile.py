@@ -1,0 +1,63 @@
+"""A tile: some rows of a parameter, as a parameter of a module of its own, so that hooks on modules
+have one tile at a time in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+RowRange = tuple[int, int]
+"""First row, and the row after the last."""
+
+CHILD = "tiles"
+"""What a module calls the ``TileList`` of its parameters."""
+
+
+class Tile(nn.Module):
+    """Rows [``start``, ``stop``) of the parameter ``name`` of the module that it belongs to."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, rows: RowRange) -> None:
+        super().__init__()
+        self.name = name
+        self.start, self.stop = rows
+        self.register_parameter(name, parameter)
+
+    def forward(self, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        """``function`` of the weights, which are in memory for as long as it runs, and ``args``."""
+        return function(getattr(self, self.name), *args)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Itself; its weights need not be in memory."""
+        found = dict.get(self._parameters, self.name)
+        assert found is not None
+        return found
+
+    def extra_repr(self) -> str:
+        return f"{self.name}[{self.start}:{self.stop}]"
+
+
+class TileList(nn.ModuleList):
+    """The tiles of one parameter or several, as a child of the module that had them.
+
+    What computes with a tile keeps no weights for the backward pass, so that a block which is
+    checkpointed never has all of them in memory.
+    """
+
+    has_fleeting_weights = True
+
+    def __init__(self, tiles: Iterable[Tile] = ()) -> None:
+        super().__init__(tiles)
+
+    def of(self, name: str) -> list[Tile]:
+        """Those of the parameter ``name``, in the order of their rows."""
+        return [tile for tile in self if isinstance(tile, Tile) and tile.name == name]
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that there are tiles of."""
+        return list(dict.fromkeys(tile.name for tile in self if isinstance(tile, Tile)))

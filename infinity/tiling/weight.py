@@ -1,0 +1,275 @@
+"""What a module has in the place of a parameter that is in tiles: a tensor to look at, with the
+shape and dtype of the whole, which the functions that modules use take tile by tile.
+
+Whatever else is done to it is done to the whole, put together for that: in memory beside the
+budget, with a warning. Inside ``gathered`` the whole is where the tiles are, and can be changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from infinity.parameters.gradient import METADATA
+from infinity.parameters.parameter import cannot_be_copied, placeholder
+from infinity.tiling.pieces import Rows, look_up, multiply
+from infinity.tiling.tile import Tile
+from swap.tiers import format_bytes
+
+_log = logging.getLogger(__name__)
+
+
+class TiledWeight(torch.Tensor):
+    """Stands for the parameter that the ``tiles`` are of."""
+
+    _tiles: Sequence[Tile]
+    _name: str
+    _is_partitioned: bool
+    _was_whole: bool
+
+    @staticmethod
+    def of(
+        tiles: Sequence[Tile], name: str, face: torch.Tensor, *, is_partitioned: bool
+    ) -> TiledWeight:
+        """``face`` has the shape, dtype and device of the whole. ``is_partitioned``: all ranks have
+        to ask for the same tiles.
+        """
+        weight = face.as_subclass(TiledWeight)
+        weight._tiles, weight._name = tiles, name
+        weight._is_partitioned, weight._was_whole = is_partitioned, False
+        return weight
+
+    @property
+    def tiles(self) -> list[nn.Parameter]:
+        """The parameters that hold the rows, in their order."""
+        return [tile.parameter for tile in self._tiles]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether rows of it do."""
+        return any(tile.requires_grad for tile in self.tiles)
+
+    @requires_grad.setter
+    def requires_grad(self, required: bool) -> None:
+        for tile in self.tiles:
+            tile.requires_grad = required
+
+    def requires_grad_(self, requires_grad: bool = True) -> TiledWeight:
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """A copy of the whole gradient; None if a tile has none."""
+        parts = [tile.grad for tile in self.tiles]
+        if any(part is None for part in parts):
+            return None
+        return torch.cat([part.clone() for part in parts if part is not None])
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        for tile in self._tiles:
+            part = None if gradient is None else gradient[tile.start : tile.stop]
+            tile.parameter.grad = part
+
+    @property
+    def data(self) -> TiledWeight:
+        """Itself: it has no history."""
+        return self
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"the data of {self._name}, which is in tiles, cannot be replaced; change its values "
+            "inside `with offloaded.gathered([parameter], modify=True):`"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"TiledWeight({self._name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"tiles={len(self._tiles)})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_copied()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        served = _SERVED.get(func)
+        result = served(*args, **kwargs) if served is not None else NotImplemented
+        if result is not NotImplemented:
+            return result
+        if func in _ALLOWED or getattr(func, "__self__", None) in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return _on_whole(func, args, kwargs)
+
+    def whole(self) -> torch.Tensor:
+        """All rows: where they are if they lie together, or put together anew."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return torch.cat([part.clone() for part in self.tiles])
+        return whole_of(self.tiles)
+
+    def note_whole(self) -> None:
+        """Warn, once."""
+        if not self._was_whole and not all(_is_program_s(part) for part in self.tiles):
+            self._was_whole = True
+            _log.warning(
+                "%s is in tiles and is used as a whole, which takes %s beside the budget: only "
+                "F.embedding and F.linear take it tile by tile",
+                self._name,
+                format_bytes(self.numel() * self.dtype.itemsize),
+            )
+
+
+def whole_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows that ``parts`` have, without history: where they are if they are the program's to
+    change now, or a copy.
+    """
+    if all(_is_program_s(part) for part in parts):
+        return _joined(parts)
+    return torch.cat([part.detach().clone() for part in parts])
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """``func`` of whole weights; what it changed of them is brought to the tiles."""
+    found = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, TiledWeight)}
+    for weight in found.values():
+        weight.note_whole()
+    wholes = {key: weight.whole() for key, weight in found.items()}
+    versions = {key: whole._version for key, whole in wholes.items()}
+
+    def put(value: Any) -> Any:
+        return wholes[id(value)] if isinstance(value, TiledWeight) else value
+
+    result = func(*tree_map(put, args), **tree_map(put, kwargs))
+    for key, whole in wholes.items():
+        if whole._version != versions[key]:
+            _bring_back(found[key], whole)
+    by_whole = {id(whole): found[key] for key, whole in wholes.items()}
+    return tree_map(lambda value: by_whole.get(id(value), value), result)
+
+
+@torch.no_grad()
+def _bring_back(weight: TiledWeight, whole: torch.Tensor) -> None:
+    for tile in weight._tiles:
+        rows = whole[tile.start : tile.stop]
+        if rows.data_ptr() != tile.parameter.data_ptr():
+            tile.parameter.copy_(rows)
+
+
+def _is_program_s(tile: Any) -> bool:
+    """Whether it holds values of its own now, which are the program's to change."""
+    if not getattr(tile, "is_offloaded", False):
+        return True
+    gathered: bool = tile.offload_owner.is_gathered(tile.offload_index)
+    return gathered
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole, in one piece of memory, which the tiles are parts of from now on."""
+    shape = torch.Size([sum(len(part) for part in parts), *parts[0].shape[1:]])
+    if not lie_as_cut(parts):
+        first = parts[0].detach()
+        whole = torch.empty(shape, dtype=first.dtype, device=first.device)
+        start = 0
+        for part in parts:
+            rows = whole[start : start + part.shape[0]]
+            rows.copy_(part.detach())
+            part.data = rows
+            start += part.shape[0]
+    first = parts[0].detach()
+    return first.as_strided(shape, first.stride(), first.storage_offset())
+
+
+def lie_as_cut(tiles: Sequence[torch.Tensor]) -> bool:
+    """Whether they are rows of one tensor still, the next behind the last."""
+    kind = _memory_of(tiles[0])
+    at = tiles[0].storage_offset()
+    for tile in tiles:
+        if _memory_of(tile) != kind or tile.storage_offset() != at:
+            return False
+        at += tile.shape[0] * tile.stride(0)
+    return True
+
+
+def _memory_of(tile: torch.Tensor) -> tuple[object, ...]:
+    """Where and how its elements lie, but for where they begin."""
+    where = tile.untyped_storage()._cdata
+    return where, tile.stride(), tile.dtype, tile.is_neg(), tile.is_conj()
+
+
+def weight_of(
+    tiles: Sequence[Tile],
+    name: str,
+    whole: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_partitioned: bool,
+) -> TiledWeight:
+    """What stands for ``whole``, the parameter ``name``, while the tiles have its rows."""
+    face = placeholder(whole.shape, dtype, device)
+    return TiledWeight.of(tiles, name, face, is_partitioned=is_partitioned)
+
+
+# The functions that take it tile by tile.
+
+
+def _embedding(
+    input: torch.Tensor,  # noqa: A002  as F.embedding has it
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if not isinstance(weight, TiledWeight) or isinstance(input, TiledWeight):
+        return NotImplemented
+    if max_norm is not None or sparse:
+        return NotImplemented
+    rows = weight.shape[0]
+    if input.numel() and (int(input.min()) < 0 or int(input.max()) >= rows):
+        raise IndexError(f"index out of range in self: {weight._name} has {rows} rows")
+    padding = -1 if padding_idx is None else padding_idx % rows
+    how = Rows(padding, scale_grad_by_freq, fetches_all=weight._is_partitioned)
+    return look_up(weight._tiles, input, how)
+
+
+def _linear(
+    input: torch.Tensor,  # noqa: A002  as F.linear has it
+    weight: Any,
+    bias: torch.Tensor | None = None,
+) -> Any:
+    is_ours = isinstance(weight, TiledWeight) and not isinstance(input, TiledWeight)
+    if not is_ours or isinstance(bias, TiledWeight) or weight.dim() != 2:
+        return NotImplemented
+    kind = input.device.type
+    autocast = torch.is_autocast_enabled(kind) and input.dtype.is_floating_point
+    dtype = torch.get_autocast_dtype(kind) if autocast else input.dtype
+    return multiply(weight._tiles, input, bias, dtype)
+
+
+_SERVED: dict[Any, Callable[..., Any]] = {F.embedding: _embedding, F.linear: _linear}
+_ALLOWED = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        *METADATA,
+        *("is_meta", "is_leaf", "itemsize", "nbytes", "grad_fn", "is_quantized"),
+        *("__len__", "dim", "size", "numel", "element_size", "get_device", "ndimension"),
+        *("is_floating_point", "is_complex", "is_inference"),
+    )
+)
