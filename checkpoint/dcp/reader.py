@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -24,20 +23,19 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from checkpoint.dcp.contents import Contents, StoredChunk
-from checkpoint.dcp.slices import BoxPicker, check_target, place_of_box
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import read_manifest
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
-from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from checkpoint.format.records import Manifest
-from checkpoint.format.slices import Shape, contiguous_strides, span_elements
+from checkpoint.format.slices import Shape
 from checkpoint.loading.opened import OpenCheckpoint
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.plan.write_runs import STAGING_BYTES
 from checkpoint.sheltered import Cancellation, sheltered
+from checkpoint.tensors.boxes import BoxPicker, check_target, place_of_box, read_box
 from checkpoint.tensors.changes import count_changes
-from checkpoint.tensors.sources import ByteSource, finish_device_work
+from checkpoint.tensors.sources import finish_device_work
 from checkpoint.transfer.reader import ChunkRead, ReadOptions
 
 Finish = Callable[[], None]
@@ -149,7 +147,8 @@ class StorageReader(TorchStorageReader):
                     continue
                 view = self._storage[item.storage_index]
                 target = planner.resolve_tensor(item).detach()
-                _copy_part(opened.source(view), item, target)
+                source = opened.source(view)
+                read_box(source, _box(item, source.shape, source.dtype, target))
                 planner.commit_tensor(item, target)
 
     def _known_manifest(self) -> Manifest:
@@ -193,26 +192,8 @@ def _plan_read(stored: StoredChunk, item: ReadItem, target: torch.Tensor) -> Pla
     """What to read for an item, and where it goes."""
     chunk = stored.chunk
     box = _box(item, chunk.shape, stored.record.element.torch, target)
-    first, last = _bytes_of(box)
+    first, last = box.span
     return ChunkRead(stored.record.name, chunk, first, last), place_of_box(box)
-
-
-def _copy_part(source: ByteSource, item: ReadItem, target: torch.Tensor) -> None:
-    """Reads a box of a view of another tensor's bytes, a checksum block's length at a time."""
-    box = _box(item, source.shape, source.dtype, target)
-    first, last = _bytes_of(box)
-    for low in range(first, last, CRC_BLOCK_BYTES):
-        raw = np.empty(min(CRC_BLOCK_BYTES, last - low), np.uint8)
-        source.read(low, raw.data)
-        box(low, raw.data)
-
-
-def _bytes_of(box: BoxPicker) -> tuple[int, int]:
-    """Bytes [first, last) of its chunk from the first to the last element of a box."""
-    strides, shape = contiguous_strides(box.whole), tuple(box.target.shape)
-    first = sum(low * step for low, step in zip(box.start, strides, strict=True))
-    itemsize = box.dtype.itemsize
-    return first * itemsize, (first + span_elements(shape, strides)) * itemsize
 
 
 def _committed(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Finish:

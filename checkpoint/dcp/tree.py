@@ -10,16 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from checkpoint.format.names import ROOT_NAME, Path, unique_names
+from checkpoint.format.names import ROOT_NAME, Path
 from checkpoint.format.scalars import Node
 
 BLOB_DTYPE = "|V1"
-_ESCAPED = "escaped~"
-
-
-def entry_node(index: int, array: Node | None) -> Node:
-    """The node of stored tensor `index`: a tensor, or an array of that dtype."""
-    return {"tensor": index} if array is None else {"array": index, "dtype": array}
 
 
 def entry_name(path: Path) -> str:
@@ -27,26 +21,6 @@ def entry_name(path: Path) -> str:
     name for, is `state`.
     """
     return ".".join(str(key) for key in path) if path else ROOT_NAME
-
-
-def data_name(fqn: str) -> str:
-    """What an entry is called in data files: its name, unless these keep that for themselves.
-
-    No two entries get the same name, and none of them has to be known for that of another. Names
-    that are no valid UTF-8 have one beginning of their own: `~escaped~`.
-    """
-    if not _is_utf8(fqn):
-        doubled = fqn.replace("\\", "\\\\")
-        return f"~{_ESCAPED}{doubled.encode('utf-8', 'backslashreplace').decode()}"
-    bare = fqn.lstrip("~")
-    is_taken = not bare or unique_names([bare]) != [bare]
-    is_taken = is_taken or (bare != fqn and bare.startswith(_ESCAPED))
-    return f"~{fqn}" if is_taken else fqn
-
-
-def _is_utf8(text: str) -> bool:
-    """Half of a surrogate pair is a legal Python string and no legal UTF-8."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def is_blob(node: Node) -> bool:

@@ -10,9 +10,9 @@ import errno
 import os
 import secrets
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,17 +25,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from aio import sync_directory
-from checkpoint.dcp.items import Entry, Items, Written
-from checkpoint.dcp.tree import build_tree, data_name, entry_node
+from checkpoint.dcp.items import Items
+from checkpoint.dcp.tree import build_tree
 from checkpoint.directory.destination import Destination, PathLike, checkpoint_path, stripe_paths
 from checkpoint.directory.generations import generations
 from checkpoint.directory.locate import read_manifest
 from checkpoint.directory.lock import end_given_up
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.manifest import encode_manifest
-from checkpoint.format.records import ChunkRecord, FileRecord, Manifest, TensorRecord
 from checkpoint.plan.readable import check_files, check_tree
 from checkpoint.plan.write_runs import STAGING_BYTES
+from checkpoint.saving.entries import manifest_of
 from checkpoint.saving.generation import Generation
 from checkpoint.sheltered import sheltered
 from checkpoint.tensors.sources import finish_device_work
@@ -52,67 +52,6 @@ class _Order:
     rank: int
     num_stripes: int
     is_used: bool = False
-
-
-def manifest_of(
-    destination: Destination, metadata: Metadata, written: Sequence[Written], *, world_size: int
-) -> Manifest:
-    """The manifest of what all ranks wrote.
-
-    Raises ValueError naming an entry that no rank wrote, or several with other dtypes or shapes.
-    """
-    files, chunks, entries = _by_fqn(written)
-    leaves: dict[str, Any] = {}
-    for rank in written:
-        leaves.update(rank.values)
-    tensors: list[TensorRecord] = []
-    for fqn in metadata.state_dict_metadata:
-        if fqn in leaves:
-            continue
-        entry = _only_entry(fqn, entries.get(fqn, []))
-        leaves[fqn] = entry_node(len(tensors), entry.array)
-        record = TensorRecord(data_name(fqn), entry.dtype, entry.shape, tuple(chunks.get(fqn, ())))
-        tensors.append(record)
-    leaves = {fqn: leaves[fqn] for fqn in metadata.state_dict_metadata}
-    return Manifest(
-        uuid=destination.uuid,
-        world_size=world_size,
-        roots=tuple(str(stripe) for stripe in destination.stripes),
-        files=files,
-        storages=(),
-        tensors=tuple(tensors),
-        tree=build_tree(leaves, metadata.planner_data),
-        saved=time.time_ns(),
-    )
-
-
-def _only_entry(fqn: str, entries: list[Entry]) -> Entry:
-    if not entries:
-        raise ValueError(f"cannot save {fqn}: no rank wrote it")
-    if len(entries) > 1:
-        kinds = ", ".join(sorted(f"{entry.dtype} of shape {entry.shape}" for entry in entries))
-        raise ValueError(f"cannot save {fqn}: it is not the same on all ranks, but {kinds}")
-    return entries[0]
-
-
-def _by_fqn(
-    written: Sequence[Written],
-) -> tuple[tuple[FileRecord, ...], dict[str, list[ChunkRecord]], dict[str, list[Entry]]]:
-    """All files, and the chunks and the kinds of every entry of the state dict."""
-    files: list[FileRecord] = []
-    chunks: dict[str, list[ChunkRecord]] = {}
-    entries: dict[str, list[Entry]] = {}
-    for rank in written:
-        for part, own in rank.records.chunks.items():
-            entry = rank.entries[part]
-            moved = [chunk._replace(file=chunk.file + len(files)) for chunk in own]
-            chunks.setdefault(entry.fqn, []).extend(moved)
-        for entry in rank.entries:
-            known = entries.setdefault(entry.fqn, [])
-            if entry not in known:
-                known.append(entry)
-        files.extend(rank.records.files)
-    return tuple(files), chunks, entries
 
 
 _THREAD = "checkpoint-dcp"
@@ -317,7 +256,9 @@ class StorageWriter(TorchStorageWriter):
         try:
             written = [rank[0].storage_data for rank in results if rank]
             destination = save.destination
-            manifest = manifest_of(destination, metadata, written, world_size=len(results))
+            names = metadata.state_dict_metadata
+            tree_of = partial(build_tree, paths=metadata.planner_data)
+            manifest = manifest_of(destination, written, names, tree_of, world_size=len(results))
             check_tree(manifest.tree, manifest.tensors, manifest.storages)
             check_files(manifest, destination.path)
             raw = encode_manifest(manifest)

@@ -14,6 +14,7 @@ Path = tuple[object, ...]
 PAD_PREFIX = "__pad__"
 METADATA_KEY = "__metadata__"
 ROOT_NAME = "state"
+_ESCAPED = "escaped~"
 
 
 def natural_name(path: Path) -> str:
@@ -46,6 +47,27 @@ def unique_names(natural: Sequence[str]) -> list[str]:
 
 def _unreserved(name: str) -> str:
     return "~" + name if name == METADATA_KEY or name.startswith(PAD_PREFIX) else name
+
+
+def data_name(name: str) -> str:
+    """What an entry with a name by another library is called in data files: by that name, unless
+    these keep it for themselves.
+
+    No two entries get the same name, and none of them has to be known for that of another. Names
+    that are no valid UTF-8 have one beginning of their own: `~escaped~`.
+    """
+    if not _is_utf8(name):
+        doubled = name.replace("\\", "\\\\")
+        return f"~{_ESCAPED}{doubled.encode('utf-8', 'backslashreplace').decode()}"
+    bare = name.lstrip("~")
+    is_taken = not bare or _unreserved(bare) != bare
+    is_taken = is_taken or (bare != name and bare.startswith(_ESCAPED))
+    return f"~{name}" if is_taken else name
+
+
+def _is_utf8(text: str) -> bool:
+    """Half of a surrogate pair is a legal Python string and no legal UTF-8."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def render(path: Path, root: str = "state") -> str:

@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoint
-from checkpoint.dcp.tree import data_name
-from checkpoint.format.names import unique_names
+from checkpoint.format.names import data_name, unique_names
 from tests.checkpoint.trees import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint.dcp.slices import check_target
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
+from checkpoint.tensors.boxes import check_target
 from tests.checkpoint.trees import assert_same, bits
 
 

@@ -1,4 +1,4 @@
-"""Where the boxes that DCP asks for go: into live tensors, which may be of another dtype.
+"""Boxes of stored tensors into live tensors, which may be of another dtype.
 
 A box is picked out of the bytes of its chunk as they come by, so that nothing but the staging
 memory of the load is needed beside the target, whatever the box cuts across.
@@ -10,10 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from checkpoint.format.slices import Shape, flat_first, range_boxes
-from checkpoint.tensors.sources import carrier_view, memory_fault
+from checkpoint.format.checksum import CRC_BLOCK_BYTES
+from checkpoint.format.slices import (
+    Shape,
+    contiguous_strides,
+    flat_first,
+    range_boxes,
+    span_elements,
+)
+from checkpoint.tensors.sources import ByteSource, carrier_view, memory_fault
 from checkpoint.tensors.targets import Place, TensorTarget
 
 
@@ -26,6 +34,15 @@ def place_of_box(box: BoxPicker) -> Place:
         if place.address is not None:
             return Place(place.address - first * box.dtype.itemsize, None)
     return Place(None, box)
+
+
+def read_box(source: ByteSource, box: BoxPicker) -> None:
+    """Reads a box of what `source` gives, a checksum block's length at a time."""
+    first, last = box.span
+    for low in range(first, last, CRC_BLOCK_BYTES):
+        raw = np.empty(min(CRC_BLOCK_BYTES, last - low), np.uint8)
+        source.read(low, raw.data)
+        box(low, raw.data)
 
 
 def check_target(target: torch.Tensor, dtype: torch.dtype, name: str) -> None:
@@ -59,6 +76,14 @@ class BoxPicker:
     dtype: torch.dtype
     whole: Shape
     start: Shape
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Bytes [first, last) of its chunk from the first to the last element of the box."""
+        strides, shape = contiguous_strides(self.whole), tuple(self.target.shape)
+        first = sum(low * step for low, step in zip(self.start, strides, strict=True))
+        itemsize = self.dtype.itemsize
+        return first * itemsize, (first + span_elements(shape, strides)) * itemsize
 
     def __call__(self, first_byte: int, data: memoryview) -> None:
         target = self.target
