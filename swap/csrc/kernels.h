@@ -4,11 +4,18 @@
  * until the call returns. Any alignment and any length is legal. Results do not depend on the
  * instruction set nor on the number of threads: every element is computed by the same IEEE
  * operations in the same order, in the default floating-point environment whatever the caller's is.
+ *
+ * Everything between the two cffi marks is also the `cdef` of swap/_build.py: of macros, there are
+ * plain numbers in there.
  */
 #ifndef SWAP_KERNELS_H
 #define SWAP_KERNELS_H
 
 #include <stdint.h>
+
+/* cffi: begin */
+#define SWAP_BLOCK 4096
+#define SWAP_MOMENT_BLOCK 256
 
 enum swap_float { SWAP_F32, SWAP_BF16, SWAP_F16, SWAP_NUM_FLOATS };
 
@@ -88,8 +95,6 @@ const char *swap_isa_name(int index);
  */
 int swap_isa(void);
 int swap_set_isa(int index);
-
-#define SWAP_BLOCK 4096
-#define SWAP_MOMENT_BLOCK 256
+/* cffi: end */
 
 #endif
