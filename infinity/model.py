@@ -149,9 +149,12 @@ class OffloadedModel:
         only_trainable: bool = False,
     ) -> Any:
         """Save weights, masters, moments, steps, buffers, extra state of modules, loss scale and
-        random state at ``path``. Gradients are not saved; a warning says where there are any.
+        torch's random state (CPU and CUDA) at ``path``. Gradients are not saved; a warning says
+        where there are any.
 
-        ``extra`` is any state tree, each rank's own; ``load`` returns it. Returns what
+        ``extra`` is any state tree, each rank's own; ``load`` returns it. What else training goes
+        on from belongs there: ``random.getstate()``, ``numpy.random.get_state()``, schedulers, the
+        place in the data. Returns what
         ``checkpoint.save`` returns, when it is durable; without ``block`` at once what
         ``checkpoint.save_async`` returns: then the next step waits until the state has been read,
         and the end of the block until it is saved, and raises its error if nobody has. As those.
@@ -173,8 +176,9 @@ class OffloadedModel:
     @own_modes()
     def load(self, path: str | os.PathLike[str], *, stripe_dirs: StripeDirs | None = None) -> Any:
         """Load what ``save`` wrote; returns its ``extra``. Training continues bit-identically, on
-        as many ranks; see ``values.loading``. Raises as ``checkpoint.load``, and ``ValueError``
-        naming what does not match this model; in that case nothing was changed.
+        as many ranks, where it draws from torch's random generators alone; see ``values.loading``.
+        Raises as ``checkpoint.load``, and ``ValueError`` naming what does not match this model; in
+        that case nothing was changed.
         """
         self._training.check_open()
         self._training.loans.check_none("load()")

@@ -8,8 +8,11 @@ Invariant: a result depends on its inputs alone, to the last bit: not on the num
 instruction set or the address, nor on how a tensor is cut into pieces. All NaNs that the kernels
 store are the same one; a sum of squares of which some are NaN is a NaN, and not always the same.
 
-The update rounds as torch's fused Adam for fp32 does: ``torch.optim.AdamW(fused=True)`` gives the
-same bits where it runs its vector code, which leaves out the last few elements of a tensor.
+The update rounds as torch's fused Adam for fp32 does in its vector code, so that
+``torch.optim.AdamW(fused=True)`` gives the same bits whatever its number of threads. Only the last
+elements of a tensor, which fill no vector of torch's (8 or 16), differ by at most one unit in the
+last place a step: torch rounds those in scalar code, in part in double. Following it there would
+break the invariant, since which elements they are depends on the machine and on the cut.
 """
 
 from __future__ import annotations

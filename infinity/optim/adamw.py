@@ -40,6 +40,10 @@ class AdamW(NativeOptimizer):
     They are the starting values of ``offloaded.optimizer.param_groups`` and are read from there at
     every step, per group, so schedulers and groups with options of their own work.
 
+    In float32 results are those of ``torch.optim.AdamW(fused=True)``, bit for bit, if each
+    parameter has a multiple of 16 elements: torch's kernel rounds the elements at the end of any
+    other one, which fill no vector, in another way (by one unit in the last place in a step).
+
     ``state_dtype`` is what both moments are kept in: ``torch.float32``; ``torch.bfloat16``, half of
     the bytes; or ``torch.uint8``, a quarter: codes of 8 bits with a scale for each 256 elements,
     after Dettmers et al. (arXiv 2110.02861). The last two round stochastically, by a function of

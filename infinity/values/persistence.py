@@ -6,8 +6,8 @@ Nothing is gathered: a save streams every plane from its home tier. The tree is
 - ``model.<name>``: weights in the compute dtype, and the model's persistent buffers;
 - ``optimizer.<plane>.<name>``: lo, master, exp_avg, ... (see ``swap.storage.planes``), in the shape
   of the parameter;
-- ``infinity``: step counts, groups, loss scale, random state, small optimizer state, extra state of
-  modules;
+- ``infinity``: step counts, groups, loss scale, torch's random state, small optimizer state, extra
+  state of modules;
 - ``extra.value``: whatever the caller gave;
 - ``ranks.<r>``: buffers, state of modules and extra of rank r that are not those of rank 0, see
   ``rank_state``;

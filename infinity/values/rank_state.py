@@ -134,7 +134,7 @@ def random_of_ranks(sharing: Sharing, device: torch.device) -> dict[str, dict[st
 
 
 def random_state() -> dict[str, Any]:
-    """The states of the random generators of this process."""
+    """The states of torch's random generators of this process."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 

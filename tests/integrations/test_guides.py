@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -71,6 +73,20 @@ def test_program_of_the_guide_trains(name: str, nvme: Path, tmp_path: Path) -> N
     after = values_of(model) | values_of(module)
     assert any(not torch.equal(value, before[key]) for key, value in after.items())
     assert all(value.isfinite().all() for value in after.values())
+
+
+def test_resuming_as_the_guide_says_goes_on_with_the_draws_that_came_next(
+    nvme: Path, tmp_path: Path
+) -> None:
+    batch = torch.zeros(2, 64), torch.zeros(2, 1)
+    names: dict[str, Any] = {"model": _model(), "loader": [batch]}
+    train, _, resume = _placed(programs()["Resuming a plain loop"], nvme, tmp_path).rpartition(
+        "\nwith "
+    )
+    exec(train, names)
+    drawn = random.random(), numpy.random.rand(), torch.rand(1)
+    exec(f"with {resume}", names)
+    assert (random.random(), numpy.random.rand(), torch.rand(1)) == drawn
 
 
 def _placed(program: str, nvme: Path, folder: Path) -> str:
