@@ -169,6 +169,13 @@ def set_groups(
         offloaded.optimizer.add_param_group(options | {"params": parameters})
 
 
+def give_rates_back(made: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Let ``made`` go on with the rates that schedulers have given ``optimizer`` in its place."""
+    if optimizer is not made:
+        for theirs, ours in zip(made.param_groups, optimizer.param_groups, strict=True):
+            theirs["lr"] = ours["lr"]
+
+
 def redirect(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
     """Let a scheduler that was made with ``old`` set the rates of ``new``."""
     for inner in getattr(scheduler, "_schedulers", ()):

@@ -145,6 +145,64 @@ def test_second_training_goes_on_with_the_moments_of_the_first(tmp_path: Path, n
     assert all(same_bits(value, runs[1][name]) for name, value in runs[0].items())
 
 
+def _one_after_the_other(kind: Any, folder: Path, **more: Any) -> Any:
+    """A second trainer goes on with the model that the first has trained, which is still there."""
+    model = tiny_llama()
+    trainers = []
+    for name in ("first", "second"):
+        args = arguments(folder / name, max_steps=2, save_strategy="no")
+        trainers.append(kind(model, args, **some_texts(), **more))
+        trainers[-1].train()
+    return trainers
+
+
+def test_second_trainer_of_a_model_goes_on_with_its_weights(
+    tmp_path: Path, nvme: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = _one_after_the_other(Trainer, tmp_path / "plain")
+    more: dict[str, Any] = {"nvme": nvme, "host_memory": BUDGET}
+    first, second = _one_after_the_other(OffloadTrainer, tmp_path / "offloaded", **more)
+    assert "offloaded by another trainer, which is closed" in caplog.text
+    with pytest.raises(RuntimeError, match="offloaded by the first train"):
+        _ = first.offloaded
+    second.close()
+    weights = values_of(second.model)
+    assert all(same_bits(v, weights[name]) for name, v in values_of(plain[1].model).items())
+
+
+class _UsesAnotherTrainer(TrainerCallback):
+    def __init__(self, other: Any) -> None:
+        self.other = other
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.other.evaluate()
+
+
+def test_model_is_not_taken_from_a_trainer_that_trains(tmp_path: Path, nvme: Path) -> None:
+    with _trainer(nvme, tmp_path / "one") as trainer:
+        args = arguments(tmp_path / "two")
+        more: dict[str, Any] = {"nvme": nvme, "host_memory": BUDGET}
+        other = OffloadTrainer(trainer.model, args, **some_texts(), **more)
+        trainer.add_callback(_UsesAnotherTrainer(other))
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM .* in the midst of train\(\)"):
+            trainer.train()
+
+
+def test_model_that_was_streamed_in_is_not_taken_from_its_trainer(
+    tmp_path: Path, nvme: Path
+) -> None:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    with torch.device("meta"):
+        model = tiny_llama()
+    more: dict[str, Any] = {"nvme": nvme, "host_memory": BUDGET, **some_texts()}
+    more["weights"] = tmp_path / "model"
+    with OffloadTrainer(model, arguments(tmp_path / "run"), **more) as trainer:
+        trainer.evaluate()
+        other = OffloadTrainer(model, arguments(tmp_path / "other"), **more)
+        with pytest.raises(ValueError, match=r"save_model\(folder\) and close\(\)"):
+            other.evaluate()
+
+
 def test_model_init_makes_a_new_model_for_each_training(tmp_path: Path, nvme: Path) -> None:
     with _trainer(nvme, tmp_path, model_init=tiny_llama) as trainer:
         losses = []

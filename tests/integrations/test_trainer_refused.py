@@ -67,13 +67,6 @@ def test_several_gpus_are_refused(tmp_path: Path, nvme: Path) -> None:
         OffloadTrainer(model=None, args=args, nvme=nvme)
 
 
-def test_optimizer_in_memory_is_refused(tmp_path: Path, nvme: Path) -> None:
-    model = tiny_llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"optimizers=.*optimizer_cls_and_kwargs"):
-        OffloadTrainer(model, arguments(tmp_path / "run"), optimizers=(optimizer, None), nvme=nvme)
-
-
 def test_optimizer_over_all_parameters_at_once_is_refused(tmp_path: Path, nvme: Path) -> None:
     trainer = OffloadTrainer(
         tiny_llama(),

@@ -5,6 +5,7 @@ that are not (a reference, a teacher, rewards), within one budget.
 from __future__ import annotations
 
 import atexit
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from infinity.integrations.transformers import optimizers
 from infinity.integrations.transformers.arguments import Settings
 from swap.tiers import format_bytes
 
+logger = logging.getLogger(__name__)
 _TRAINED_PARTS = 4
 """Bytes of training state for each byte of weights; what is not trained has the weights alone."""
 _BESIDE = ("ref_model", "teacher_model", "reward_model", "reward_funcs")
@@ -40,14 +42,20 @@ class Life:
 
     def __init__(
         self,
-        model: nn.Module,
+        trainer: Any,
         beside: Sequence[nn.Module],
         settings: Settings,
         weights: Mapping[int, str],
         device: torch.device,
         optimizer: MakeOptimizer | None,
     ) -> None:
-        """``weights``: where the values of models come from that have none, by ``id``."""
+        """Of the model of ``trainer``. ``weights``: where the values of models come from that have
+        none, by ``id``.
+        """
+        model: nn.Module = trainer.model
+        self._trainer = weakref.ref(trainer)
+        self._models = (model, *beside)
+        self._has_values_elsewhere = any(p.is_meta for p in model.parameters())
         self.trains = optimizer is not None
         self.is_saved = True
         stack = ExitStack()
@@ -65,6 +73,35 @@ class Life:
         _lives.discard(self)
         self._leave()
 
+    def give_way(self, models: Sequence[nn.Module]) -> None:
+        """Let another trainer have its models, if one of these is among them, by closing the
+        trainer that has them. Raises ``ValueError`` where they would be without values then.
+        """
+        own = {id(module) for model in self._models for module in model.modules()}
+        if not any(id(module) in own for model in models for module in model.modules()):
+            return
+        kind, trainer = type(self._models[0]).__name__, self._trainer()
+        if trainer is not None and trainer.is_in_train:
+            raise ValueError(
+                f"this {kind} is offloaded by another trainer, which is in the midst of train(); "
+                "use evaluate() and predict() of that one"
+            )
+        if self._has_values_elsewhere:
+            raise ValueError(
+                f"this {kind} is offloaded by another trainer, which loaded it on the way in: when "
+                "that one lets go, it has no values. Call save_model(folder) and close() of that "
+                "trainer, and give the new one the model of that folder"
+            )
+        logger.warning(
+            "This %s is offloaded by another trainer, which is closed: the weights go on as they "
+            "are, what its optimizer keeps is dropped but for what was saved.",
+            kind,
+        )
+        if trainer is None:
+            self.close()
+        else:
+            trainer.close()
+
     def end_of_process(self) -> None:
         """Let go of what was saved; a block says itself that the rest is lost."""
         if self.is_saved and self._leave.alive:
@@ -79,6 +116,14 @@ _lives: weakref.WeakSet[Life] = weakref.WeakSet()
 def _end_all() -> None:
     for life in list(_lives):
         life.end_of_process()
+
+
+def make_way(models: Sequence[nn.Module]) -> None:
+    """Close trainers that have one of ``models`` offloaded, as two are used one after the other in
+    memory. Raises as ``Life.give_way``.
+    """
+    for life in list(_lives):
+        life.give_way(models)
 
 
 def models_beside(trainer: Any) -> list[nn.Module]:
@@ -140,8 +185,7 @@ def _enter_trained(
     names = takeover.names_of(model, made)
     chosen = optimizers.chosen(made, optimizer, settings.state_dtype)
     offloaded = enter(model, settings, device, chosen)
-    if isinstance(chosen, infinity.AdamW):
-        takeover.set_groups(offloaded, made.param_groups, names)
+    takeover.adopt(offloaded, made, names)
     return offloaded
 
 

@@ -51,12 +51,18 @@ def check_arguments(arguments: Any) -> None:
 
 def check_objects(given: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` for what a trainer was given beside its arguments."""
-    optimizers = given.get("optimizers") or (None, None)
-    if any(entry is not None for entry in optimizers):
+    optimizer, scheduler = given.get("optimizers") or (None, None)
+    if scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer:
         raise ValueError(
-            "optimizers=(...) cannot be honoured with offloading: an optimizer in memory holds the "
-            "state that is to be on NVMe; pass optimizer_cls_and_kwargs=(class, options) and "
-            "lr_scheduler_type=, or override create_optimizer and create_scheduler"
+            f"optimizers=(...) has a {type(scheduler).__name__} that was made with another "
+            "optimizer, whose rates it changes, and not those of the one that trains; make it with "
+            "the optimizer that is passed beside it, or leave it out and use lr_scheduler_type="
+        )
+    if type(scheduler).__name__ == "AdafactorSchedule":
+        raise ValueError(
+            "optimizers=(...) has an AdafactorSchedule, which reads the state of an optimizer in "
+            "memory; use Adafactor(..., relative_step=False, warmup_init=False, lr=...) and a "
+            "schedule of torch"
         )
 
 

@@ -20,9 +20,10 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import infinity
+from infinity.integrations import takeover
 from infinity.integrations.transformers import folders, weights
 from infinity.integrations.transformers.arguments import NAMES, settings_of
-from infinity.integrations.transformers.lives import Life, models_beside
+from infinity.integrations.transformers.lives import Life, make_way, models_beside
 from infinity.integrations.transformers.refusals import check_arguments, check_objects
 from infinity.integrations.transformers.saves import STATE, Saves
 from infinity.integrations.transformers.streamed import stream_named
@@ -76,8 +77,19 @@ class OffloadMixin(_Base):
         self._offload_weights = stream_named(type(self), passed)
         self._offload_life: Life | None = None
         self._offload_saves: Saves | None = None
+        self._offload_is_making = False
+        optimizers: tuple[Any, Any] = passed.get("optimizers") or (None, None)
         super().__init__(*bound.args, **bound.kwargs)
         check_arguments(self.args)  # some trainers make their own
+        self._offload_given, self._offload_scheduler = optimizers
+        if self._offload_given is not None:
+            settings = self._offload_settings
+            takeover.choice_of(
+                self._offload_given,
+                self.model,
+                settings.state_dtype,
+                is_tiled=settings.max_parameter_bytes is not None,
+            )
 
     @property
     def offloaded(self) -> infinity.OffloadedModel:
@@ -94,6 +106,8 @@ class OffloadMixin(_Base):
         life, self._offload_life = self._offload_life, None
         if life is None:
             return
+        if self._offload_given is not None and life.trains:
+            takeover.give_rates_back(self._offload_given, life.offloaded.optimizer)
         try:
             self._finish_saves()
         finally:
@@ -119,9 +133,11 @@ class OffloadMixin(_Base):
         if life is not None and life.offloaded.model is self.model and life.trains >= trains:
             return
         self.close()
+        beside = models_beside(self)
+        make_way([self.model, *beside])
         self._offload_life = Life(
-            self.model,
-            models_beside(self),
+            self,
+            beside,
             self._offload_settings,
             self._offload_weights,
             self.args.device,
@@ -130,14 +146,23 @@ class OffloadMixin(_Base):
         self._prepare_model()
         if trains:
             self.optimizer = self.offloaded.optimizer
+            if self._offload_scheduler is not None:
+                scheduler = self._offload_scheduler
+                takeover.redirect(scheduler, scheduler.optimizer, self.optimizer)
 
     def _framework_optimizer(self) -> torch.optim.Optimizer:
         """What this trainer would train the model in memory with; it has no state yet."""
-        self.optimizer = None
+        given: torch.optim.Optimizer | None = self._offload_given
+        if given is not None:
+            return given
+        self.optimizer, self._offload_is_making = None, True
         try:
-            return super().create_optimizer()
+            # Maybe that of a class which derives from this one.
+            made: torch.optim.Optimizer | None = self.create_optimizer()
+            found: torch.optim.Optimizer = self.optimizer if made is None else made
+            return found
         finally:
-            self.optimizer = None
+            self.optimizer, self._offload_is_making = None, False
 
     def _prepare_model(self) -> None:
         """Mixed precision, as ``accelerator.prepare`` does; placing is not its business here."""
@@ -176,6 +201,9 @@ class OffloadMixin(_Base):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Offload the model for training; the optimizer is that of the offloaded one."""
+        if self._offload_is_making:
+            made: torch.optim.Optimizer = super().create_optimizer(model)
+            return made
         self._open(trains=True)
         return self.offloaded.optimizer
 
@@ -185,7 +213,7 @@ class OffloadMixin(_Base):
         if self._created_lr_scheduler:
             self.lr_scheduler = None
             self._created_lr_scheduler = False
-        self.create_optimizer()
+        OffloadMixin.create_optimizer(self)
         self._prepare_model()
         self.create_scheduler(num_training_steps=max_steps)
         self.model_wrapped = self.model
