@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from infinity.tiling.belongings import reason_against_parameter
 from infinity.tiling.joining import Cut
@@ -19,6 +20,9 @@ from infinity.tiling.weight import weight_of
 
 Owner = tuple[str, nn.Module, str]
 """What the model calls a module, the module, and what that calls a parameter."""
+_PACKED = "in_proj_weight"
+_PROJECTIONS = (_PACKED, "q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""Of ``nn.MultiheadAttention``; the first has those of query, key and value."""
 
 
 class CutWeight(Cut):
@@ -123,6 +127,14 @@ def _reason_against_use(module: nn.Module, own: str) -> str | None:
         if module.max_norm is not None:
             return f"a {kind} with max_norm, which changes rows as it looks them up"
         return f"a {kind} with sparse=True" if module.sparse else None
-    if type(module) is nn.Linear and own == "weight":
+    if type(module) in (nn.Linear, NonDynamicallyQuantizableLinear) and own == "weight":
         return None
-    return f"a {kind}, which is neither nn.Linear nor nn.Embedding"
+    if type(module) is nn.MultiheadAttention and own in _PROJECTIONS:
+        return None
+    return f"a {kind}, which is none of nn.Linear, nn.Embedding and nn.MultiheadAttention"
+
+
+def whole_parts_of(owners: Sequence[Owner]) -> int:
+    """The number of tiles is a multiple of this, so that what a module takes apart are tiles."""
+    packed = any(type(m) is nn.MultiheadAttention and own == _PACKED for _, m, own in owners)
+    return 3 if packed else 1

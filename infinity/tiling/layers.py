@@ -84,7 +84,8 @@ class Tiling:
     """Context manager: no parameter that a tile can be made of has more than
     ``max_parameter_bytes`` in the compute dtype inside.
 
-    Those are the weights of ``nn.Linear`` and ``nn.Embedding``, also if several of them share one.
+    Those are the weights of ``nn.Linear``, ``nn.Embedding`` and ``nn.MultiheadAttention``, also if
+    several of them share one.
     Left whole, with one warning that says why, is every other parameter that is larger. Raises
     ``ValueError`` for a bound that is less than one row of a weight, before anything is changed.
     ``device``: where weights are computed with; None: where they are.
@@ -161,22 +162,31 @@ class Tiling:
 
     def _reason_against(self, owners: Sequence[Owner], parameter: nn.Parameter) -> str | None:
         """Why the parameter cannot be tiled; None if it can."""
-        (_, module, own), *others = owners
-        if others or type(module) is not nn.Linear or module is self._model:
+        (_, module, own), *_ = owners
+        if not self._is_layer(owners):
             return cut_weights.reason_against(owners, parameter)
         if type(parameter) is not nn.Parameter:
             return f"a {type(parameter).__name__}, which is not nn.Parameter itself"
         if own != "weight":
             return "a bias"
-        return reason_against(module)
+        layer: Any = module
+        return reason_against(layer)
+
+    def _is_layer(self, owners: Sequence[Owner]) -> bool:
+        """Whether a ``TiledLinear`` takes the place of the module; the model itself has none."""
+        (_, module, _), *others = owners
+        return not others and type(module) is nn.Linear and module is not self._model
 
     def _cut_of(self, record: Record, owners: Sequence[Owner], bound: int) -> Callable[[], Cut]:
-        (name, module, _), *others = owners
+        (name, module, _), *_ = owners
         dtype = compute_dtype_of(record.dtype, self._compute_dtype)
         rows = record.shape[0]
         num_tiles = tiles_within(rows, record.numel // rows * dtype.itemsize, bound)
-        if isinstance(module, nn.Linear) and not others and module is not self._model:
-            return lambda: _TiledLayer(name, module, num_tiles, self._model)
+        parts = cut_weights.whole_parts_of(owners)
+        num_tiles = -(-num_tiles // parts) * parts
+        if self._is_layer(owners):
+            layer: Any = module
+            return lambda: _TiledLayer(name, layer, num_tiles, self._model)
         return lambda: CutWeight(
             owners,
             num_tiles,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -50,6 +51,18 @@ class TiledWeight(torch.Tensor):
         """The parameters that hold the rows, in their order."""
         return [tile.parameter for tile in self._tiles]
 
+    def _rows(self) -> list[tuple[Tile, slice]]:
+        """The tiles, and where their rows are in this."""
+        first = self._tiles[0].start
+        return [(tile, slice(tile.start - first, tile.stop - first)) for tile in self._tiles]
+
+    def _part(self, tiles: Sequence[Tile]) -> TiledWeight:
+        """The rows of some of the tiles, which are one behind the other."""
+        rows = tiles[-1].stop - tiles[0].start
+        with torch._C.DisableTorchFunctionSubclass():
+            face = self.as_subclass(torch.Tensor)[:rows]
+        return TiledWeight.of(tiles, self._name, face, is_partitioned=self._is_partitioned)
+
     @property
     def requires_grad(self) -> bool:
         """Whether rows of it do."""
@@ -74,9 +87,8 @@ class TiledWeight(torch.Tensor):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        for tile in self._tiles:
-            part = None if gradient is None else gradient[tile.start : tile.stop]
-            tile.parameter.grad = part
+        for tile, rows in self._rows():
+            tile.parameter.grad = None if gradient is None else gradient[rows]
 
     @property
     def data(self) -> TiledWeight:
@@ -128,7 +140,7 @@ class TiledWeight(torch.Tensor):
             self._was_whole = True
             _log.warning(
                 "%s is in tiles and is used as a whole, which takes %s beside the budget: only "
-                "F.embedding and F.linear take it tile by tile",
+                "F.embedding, F.linear and F.multi_head_attention_forward take it tile by tile",
                 self._name,
                 format_bytes(self.numel() * self.dtype.itemsize),
             )
@@ -164,10 +176,9 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 @torch.no_grad()
 def _bring_back(weight: TiledWeight, whole: torch.Tensor) -> None:
-    for tile in weight._tiles:
-        rows = whole[tile.start : tile.stop]
-        if rows.data_ptr() != tile.parameter.data_ptr():
-            tile.parameter.copy_(rows)
+    for tile, rows in weight._rows():
+        if whole[rows].data_ptr() != tile.parameter.data_ptr():
+            tile.parameter.copy_(whole[rows])
 
 
 def _is_program_s(tile: Any) -> bool:
@@ -239,7 +250,7 @@ def _embedding(
 ) -> Any:
     if not isinstance(weight, TiledWeight) or isinstance(input, TiledWeight):
         return NotImplemented
-    if max_norm is not None or sparse:
+    if max_norm is not None or sparse or weight._tiles[0].start:
         return NotImplemented
     rows = weight.shape[0]
     if input.numel() and (int(input.min()) < 0 or int(input.max()) >= rows):
@@ -263,7 +274,42 @@ def _linear(
     return multiply(weight._tiles, input, bias, dtype)
 
 
-_SERVED: dict[Any, Callable[..., Any]] = {F.embedding: _embedding, F.linear: _linear}
+def _split(weight: Any, split_size: int | Sequence[int], dim: int = 0) -> Any:
+    """Where it comes to whole tiles."""
+    if dim != 0 or not isinstance(weight, TiledWeight):
+        return NotImplemented
+    rows = weight.shape[0]
+    if isinstance(split_size, int):
+        split_size = [min(split_size, rows - start) for start in range(0, rows, split_size)]
+    parts, left = [], [*weight._tiles]
+    for size in split_size:
+        taken: list[Tile] = []
+        while left and sum(tile.stop - tile.start for tile in taken) < size:
+            taken.append(left.pop(0))
+        if sum(tile.stop - tile.start for tile in taken) != size:
+            return NotImplemented
+        parts.append(weight._part(taken))
+    return tuple(parts) if not left else NotImplemented
+
+
+def _chunk(weight: Any, chunks: int, dim: int = 0) -> Any:
+    return _split(weight, -(-weight.shape[0] // chunks), dim)
+
+
+_ATTENTION = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda _: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+"""The same, but that it does not ask again who serves it: what it calls does."""
+
+_SERVED: dict[Any, Callable[..., Any]] = {
+    F.embedding: _embedding,
+    F.linear: _linear,
+    F.multi_head_attention_forward: _ATTENTION,
+    torch.Tensor.split: _split,
+    torch.Tensor.chunk: _chunk,
+}
 _ALLOWED = frozenset(
     getattr(torch.Tensor, name)
     for name in (

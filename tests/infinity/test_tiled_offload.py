@@ -297,7 +297,7 @@ def test_what_cannot_be_tiled_stays_whole_with_one_warning(
         assert not any(isinstance(module, TiledLinear) for module in model.modules())
     (record,) = caplog.records
     text = record.getMessage()
-    other = "a Twice, which is neither nn.Linear nor nn.Embedding"
+    other = "a Twice, which is none of nn.Linear, nn.Embedding and nn.MultiheadAttention"
     assert f"0.weight (351.56 KiB, tied: 0 and 4 share it, and 4 is {other})" in text
     assert f"1.weight (351.56 KiB, of {other})" in text
     assert "3.weight (351.56 KiB, of a Bilinear" in text
