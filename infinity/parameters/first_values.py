@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from checkpoint.tensors.sources import ByteSource
 from infinity.parameters.records import Record
@@ -23,6 +24,14 @@ class Values(Protocol):
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """The real values of a buffer."""
+
+
+@runtime_checkable
+class ValueSource(Protocol):
+    """A path of weights that knows itself how a model gets its values from there."""
+
+    def values_for(self, model: nn.Module, records: Sequence[Record]) -> Values:
+        """Raises ``ValueError`` naming what has no values."""
 
 
 @dataclass(frozen=True, slots=True)

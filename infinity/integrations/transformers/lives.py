@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,7 @@ _BESIDE = ("ref_model", "teacher_model", "reward_model", "reward_funcs")
 """Where trainers keep models that they do not train."""
 
 MakeOptimizer = Callable[[], torch.optim.Optimizer]
+WeightsFor = Callable[[nn.Module], str | os.PathLike[str] | None]
 
 
 class Life:
@@ -45,12 +47,12 @@ class Life:
         trainer: Any,
         beside: Sequence[nn.Module],
         settings: Settings,
-        weights: Mapping[int, str],
+        weights: WeightsFor,
         device: torch.device,
         optimizer: MakeOptimizer | None,
     ) -> None:
-        """Of the model of ``trainer``. ``weights``: where the values of models come from that have
-        none, by ``id``.
+        """Of the model of ``trainer``. ``weights`` says where the values of one come from that has
+        none.
         """
         model: nn.Module = trainer.model
         self._trainer = weakref.ref(trainer)
@@ -192,7 +194,7 @@ def _enter_trained(
 def _enter(
     stack: ExitStack,
     blocks: list[OffloadBlock],
-    folders: Mapping[int, str],
+    weights: WeightsFor,
     model: nn.Module,
     settings: Settings,
     device: torch.device,
@@ -207,7 +209,7 @@ def _enter(
         device_memory=settings.device_memory,
         host_memory=settings.host_memory,
         activations=settings.activations,
-        weights=folders.get(id(model), settings.weights),
+        weights=weights(model) or settings.weights,
         max_parameter_bytes=settings.max_parameter_bytes,
     )
     offloaded = stack.enter_context(block)

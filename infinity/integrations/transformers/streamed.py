@@ -5,6 +5,8 @@ Loading them first, as a trainer does, would take memory for the whole model, be
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,65 +14,164 @@ from typing import Any
 import huggingface_hub
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from infinity.integrations.transformers.placeholders import (
+    REMEDY,
+    put_placeholders,
+    take_placeholders,
+)
+from infinity.values.initial.wrapped import WeightsOf
 
 _BY_NAME = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 """Trainers of TRL that take a language model by its name, and how its options reach them."""
 _WITH_REFERENCE = ("DPOTrainer", "KTOTrainer")
 """Those that load the same model once more, as the reference."""
 _FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-_REFUSED = ("quantization_config", "device_map", "load_in_4bit", "load_in_8bit")
+_DRAWN = ("gaussian", "orthogonal")
+"""First values of adapters that are drawn, and have nothing to do with those of the model."""
+_REFUSED = ("quantization_config", "device_map", "gguf_file", "subfolder", "variant")
+_FINDING = ("revision", "cache_dir", "force_download", "local_files_only", "token")
+"""Options that say where the files are."""
+_MAKING = ("attn_implementation", "experts_implementation")
+"""Those that say how the model computes."""
+_LOADING = (
+    *_FINDING,
+    *_MAKING,
+    *("dtype", "torch_dtype", "trust_remote_code", "code_revision"),
+    *("low_cpu_mem_usage", "use_safetensors", "weights_only", "disable_mmap"),
+)
+"""Those that are not of its configuration; TRL knows ``dtype`` alone, and no ``torch_dtype``."""
 
 
-def stream_named(kind: type, given: dict[str, Any]) -> dict[int, str]:
+class Streamed:
+    """The models of a trainer that were named, and where the values of each come from, whatever
+    the trainer puts around it. One that was not named has nothing to do with this.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[tuple[nn.Module, Path]] = []
+        self._plain: tuple[nn.Module, Path] | None = None
+        self._wrapped: tuple[Mapping[nn.Parameter, str], WeightsOf] | None = None
+
+    def make(self, folder: Path, options: Mapping[str, Any], name: str) -> Any:
+        """A model without values."""
+        model = made_of(folder, options)
+        model.name_or_path = model.config.name_or_path = name
+        self._models.append((model, folder))
+        return model
+
+    def prepare_to_wrap(self) -> None:
+        """Let adapters be put around the model, until ``settle``."""
+        ((model, folder),) = self._models
+        self._plain = (copy.deepcopy(model), folder)  # on meta, where it takes no memory
+        put_placeholders(model)
+
+    def settle(self, model: nn.Module) -> None:
+        """``model`` is what the trainer has made. Raises ``ValueError`` naming what would have
+        needed the weights to be made.
+        """
+        if self._plain is not None:
+            names = take_placeholders(model)
+            self._wrapped = (names, WeightsOf(*self._plain, names))
+
+    def weights_for(self, model: nn.Module) -> str | os.PathLike[str] | None:
+        """The values of ``model``; None: it has its own."""
+        own = set(model.parameters())
+        if self._wrapped is not None and not own.isdisjoint(self._wrapped[0]):
+            return self._wrapped[1]
+        for named, folder in self._models:
+            if named is model:
+                return str(folder)
+        if self._models and any(parameter.is_meta for parameter in own):
+            raise ValueError(
+                f"the trainer put a {type(model).__name__} in the place of the model that was "
+                f"given by name, whose weights it cannot be given: {REMEDY}"
+            )
+        return None
+
+
+def stream_named(kind: type, given: dict[str, Any]) -> Streamed:
     """Put models without weights in the place of a name in the arguments ``given`` to a trainer of
-    the class ``kind``; returns the folder of each model's weights, by its ``id``.
+    the class ``kind``.
 
     Raises ``ValueError`` for options of a model that cannot be streamed in.
     """
+    streamed = Streamed()
     bases = {base.__name__ for base in kind.__mro__}
     if not isinstance(given.get("model"), str) or not bases & {*_BY_NAME}:
-        return {}
+        return streamed
+    name, adapters = given["model"], given.get("peft_config")
     arguments = given.get("args")
+    check_named(arguments, adapters)
     options = dict(getattr(arguments, "model_init_kwargs", None) or {})
-    folder = _folder_of(given["model"], options.pop("revision", None))
-    has_adapters = given.get("peft_config") is not None
-    given["model"] = made_of(folder, options)
-    made = [given["model"]]
-    if bases & {*_WITH_REFERENCE} and given.get("ref_model") is None and not has_adapters:
-        given["ref_model"] = made_of(folder, options)
-        made.append(given["ref_model"])
-    return {id(model): str(folder) for model in made}
+    folder = _folder_of(name, options)
+    given["model"] = streamed.make(folder, options, name)
+    if adapters is not None:
+        streamed.prepare_to_wrap()
+    elif bases & {*_WITH_REFERENCE} and given.get("ref_model") is None:
+        given["ref_model"] = streamed.make(folder, options, name)
+    return streamed
+
+
+def check_named(arguments: Any, adapters: Any) -> None:
+    """Raises ``ValueError`` for what needs the weights of a named model when a trainer is made."""
+    if getattr(arguments, "precompute_ref_log_probs", False):
+        raise ValueError(
+            "precompute_ref_log_probs=True needs the weights of the model when the trainer is "
+            f"made, and one that is given by name has none before training begins: {REMEDY}"
+        )
+    begins = getattr(adapters, "init_lora_weights", None)
+    if getattr(adapters, "use_dora", False):
+        begins = "dora"
+    if isinstance(begins, str) and begins not in _DRAWN:
+        raise ValueError(
+            f"adapters of the kind {begins!r} begin with what is computed from the weights of the "
+            f"model, and one that is given by name has none before training begins: {REMEDY}"
+        )
 
 
 def made_of(folder: Path, options: Mapping[str, Any]) -> Any:
     """The language model that ``folder`` describes, its parameters on the meta device; in float32,
-    as TRL makes it, unless ``options`` say another dtype.
+    as TRL makes it, unless ``options`` say another dtype. Fields of its configuration may be among
+    them, as for ``from_pretrained``.
     """
-    chosen = dict(options)
     for name in _REFUSED:
-        if chosen.pop(name, None) is not None:
-            raise ValueError(
-                f"model_init_kwargs={{{name!r}: ...}} cannot be honoured with offloading: remove "
-                "it, or load the model yourself and pass it instead of its name"
-            )
-    remote = bool(chosen.pop("trust_remote_code", False))
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
-    dtype = chosen.pop("dtype", "float32")
+        if options.get(name) is not None:
+            raise _refused(name)
+    remote = bool(options.get("trust_remote_code", False))
+    given = {name: value for name, value in options.items() if name not in _LOADING}
+    config, rest = AutoConfig.from_pretrained(
+        folder, trust_remote_code=remote, return_unused_kwargs=True, **given
+    )
+    dtype = options.get("dtype", "float32")
     if dtype in ("auto", None):
-        dtype = config.dtype
+        dtype = AutoConfig.from_pretrained(folder, trust_remote_code=remote).dtype
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
+    making = {name: options[name] for name in _MAKING if name in options}
+    for name, value in rest.items():
+        if value is not None and name not in _MAKING:
+            raise _refused(name)
     kind = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
     make = getattr(kind, "_from_config", None) or kind.from_config
     with torch.device("meta"):
-        model = make(config, dtype=dtype, **chosen)
+        model = make(config, dtype=dtype, **making)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()  # as models that are loaded are
 
 
-def _folder_of(name: str, revision: str | None) -> Path:
+def _refused(name: str) -> ValueError:
+    return ValueError(
+        f"model_init_kwargs={{{name!r}: ...}} cannot be honoured with offloading: remove it, or "
+        f"{REMEDY}"
+    )
+
+
+def _folder_of(name: str, options: Mapping[str, Any]) -> Path:
     if Path(name).is_dir():
         return Path(name)
-    return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_FILES))
+    finding = {key: options[key] for key in _FINDING if key in options}
+    return Path(huggingface_hub.snapshot_download(name, allow_patterns=_FILES, **finding))

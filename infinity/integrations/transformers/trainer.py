@@ -74,12 +74,13 @@ class OffloadMixin(_Base):
         check_arguments(passed.get("args"))
         check_objects(passed)
         self._offload_settings = settings_of(passed.get("args"), given)
-        self._offload_weights = stream_named(type(self), passed)
+        self._offload_streamed = stream_named(type(self), passed)
         self._offload_life: Life | None = None
         self._offload_saves: Saves | None = None
         self._offload_is_making = False
         optimizers: tuple[Any, Any] = passed.get("optimizers") or (None, None)
         super().__init__(*bound.args, **bound.kwargs)
+        self._offload_streamed.settle(self.model)
         check_arguments(self.args)  # some trainers make their own
         self._offload_given, self._offload_scheduler = optimizers
         if self._offload_given is not None:
@@ -139,7 +140,7 @@ class OffloadMixin(_Base):
             self,
             beside,
             self._offload_settings,
-            self._offload_weights,
+            self._offload_streamed.weights_for,
             self.args.device,
             self._framework_optimizer if trains else None,
         )

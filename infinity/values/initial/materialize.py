@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from infinity.parameters.first_values import Values
+from infinity.parameters.first_values import Values, ValueSource
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values.initial.from_checkpoint import (
@@ -36,11 +36,15 @@ _log = logging.getLogger(__name__)
 
 
 def values_for(
-    model: nn.Module, records: Sequence[Record], weights: str | os.PathLike[str] | None
+    model: nn.Module,
+    records: Sequence[Record],
+    weights: str | os.PathLike[str] | ValueSource | None,
 ) -> Values:
     """The source for ``model``. Raises ``ValueError``/``FileNotFoundError`` naming what has no
     values.
     """
+    if isinstance(weights, ValueSource):
+        return weights.values_for(model, records)
     if weights is not None:
         path = Path(weights)
         kind = CheckpointValues if is_checkpoint(path) else WeightFiles
@@ -158,6 +162,10 @@ class WeightFiles:
         stored = {name: made for name, (_, made) in self._made_by.items()}
         misfits = Misfits(missing, wrong, foreign, extra)
         check_fit(model, path, with_buffers(misfits, model, stored))
+
+    @property
+    def path(self) -> Path:
+        return self._folder.path
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
         by_name = {name: record for record in records for name in self._names[record.index]}
