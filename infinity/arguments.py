@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from checkpoint.directory.destination import check_path
 from checkpoint.transfer.memory import available_bytes, machine_bytes
 from infinity.activations.tiers import ActivationShare, mode_of
 from infinity.optim.optimizer import OptimizerFactory
@@ -125,6 +126,8 @@ def disk_of(directory: str) -> str:
 def checked(given: Arguments, device: torch.device) -> Options:
     """Raises ``ValueError``, ``TypeError``, or ``OSError`` for a directory that cannot be used."""
     directories = directories_of(given.nvme)
+    if given.weights is not None:
+        check_path(given.weights, "weights")
     mode = mode_of(given.activations)
     return Options(
         directories=directories,
@@ -184,6 +187,8 @@ def directories_of(nvme: Directories) -> list[str]:
     entries = [nvme] if isinstance(nvme, (str, os.PathLike)) else nvme
     if not isinstance(entries, Sequence):
         raise TypeError(f"nvme={nvme!r} is neither a path nor a sequence of paths")
+    for entry in entries:
+        check_path(entry, "nvme")
     directories = [str(Path(entry).absolute()) for entry in entries]
     if not directories:
         raise ValueError("nvme is empty; give a directory, or one for each SSD")
@@ -207,11 +212,25 @@ def _checked_norm(max_grad_norm: float | None) -> float | None:
 def device_of(device: torch.device | str | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = torch.device(device)
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r} is not supported; use 'cpu' or 'cuda'")
+    chosen = named_device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: this torch sees no CUDA device")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={device!r}: this torch sees {torch.cuda.device_count()} CUDA device(s)"
+        )
+    return chosen
+
+
+def named_device(device: torch.device | str) -> torch.device:
+    """A kind of device that there is, here or elsewhere. Raises ``ValueError`` for another one."""
+    refusal = f"device={device!r} is not supported; use 'cpu' or 'cuda'"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(refusal) from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(refusal)
     return chosen
 
 

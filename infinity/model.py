@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from checkpoint.directory.destination import check_path
 from checkpoint.directory.relocation import StripeDirs
 from infinity.autograd.modes import own_modes
 from infinity.autograd.modifying import Parameters, records_of
@@ -23,6 +25,7 @@ from infinity.tiling.weight import TiledWeight
 from infinity.training import Training
 from infinity.values import loading, persistence
 from swap.storage.endurance import DRIVE_ENDURANCE
+from swap.tiers import parse_amount
 
 
 class OffloadedModel:
@@ -65,21 +68,26 @@ class OffloadedModel:
         ``RuntimeError`` while another backward pass runs.
         """
         self._training.check_open()
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"loss is a {type(loss).__name__}, not a tensor")
         with self._training.gradients.passes.alone(sys._getframe()):
             self._training.gradients.scale.backward(loss)
 
     @own_modes()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients at the next step so that their norm is at most ``max_norm``; return
-        the norm before.
+        the norm before. An infinite ``max_norm`` clips nothing. Raises ``TypeError`` or
+        ``ValueError`` for one that is no number, NaN or negative.
         """
         self._training.check_open()
+        is_endless = isinstance(max_norm, float) and max_norm == math.inf
+        bound = math.inf if is_endless else parse_amount(max_norm, name="max_norm")
         gradients = self._training.gradients
         gradients.take_left()
         if not gradients.present:
             return as_norm(0.0)
         norm = gradients.norm() * gradients.clip_factor
-        gradients.clip_factor *= clip_coefficient(norm, max_norm)
+        gradients.clip_factor *= clip_coefficient(norm, bound)
         return as_norm(norm)
 
     @property
@@ -163,6 +171,7 @@ class OffloadedModel:
         ``only_trainable`` leaves frozen weights out (checkpoints of adapters); ``load`` takes such
         a one over the same frozen weights, and refuses it over others.
         """
+        check_path(path)
         self._training.check_unchanged()
         self._training.loans.check_unmodified("save()")
         self._training.sharing.meet(SAVE, max(self._training.steps))
@@ -180,6 +189,7 @@ class OffloadedModel:
         Raises as ``checkpoint.load``, and ``ValueError`` naming what does not match this model; in
         that case nothing was changed.
         """
+        check_path(path)
         self._training.check_open()
         self._training.loans.check_none("load()")
         self._training.sharing.meet(LOAD, max(self._training.steps))
@@ -189,6 +199,7 @@ class OffloadedModel:
 
     def export(self, folder: str | os.PathLike[str]) -> list[str]:
         """Write the weights as Hugging Face safetensors shards with an index; returns the paths."""
+        check_path(folder, "folder")
         self._training.check_unchanged()
         self._training.loans.check_unmodified("export()")
         self._training.sharing.meet(SAVE, max(self._training.steps))

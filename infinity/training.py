@@ -118,7 +118,14 @@ class Training:
         self._versions.check()
 
     def index_of(self, parameter: torch.Tensor) -> int:
-        """Raises ``ValueError`` for a tensor that is no parameter of the model."""
+        """Raises ``ValueError`` for a tensor that is no parameter of the model, ``TypeError`` for
+        what is no tensor.
+        """
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(
+                f"{parameter!r:.80} is a {type(parameter).__name__}, not a parameter; give the "
+                "tensor itself, such as model.get_parameter('head.weight')"
+            )
         index = self._index.get(id(parameter))
         if index is None:
             shape = tuple(parameter.shape)

@@ -8,7 +8,9 @@ directories.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
+from typing import Any
 
 
 class Tier(enum.Enum):
@@ -53,7 +55,7 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     """Bytes from an int or from text such as ``"16GiB"``, ``"500 MB"``, ``"4096"``.
 
     Raises ``ValueError`` naming the argument when the text is not a size or the size is not
-    positive, ``TypeError`` when it is neither an int nor text (a float, say).
+    positive or no machine has it, ``TypeError`` when it is neither an int nor text (a float, say).
     """
     if not isinstance(size, int | str):
         raise TypeError(
@@ -63,9 +65,57 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     nbytes = size if isinstance(size, int) else _parse_text(size, name)
     if isinstance(size, bool) or nbytes <= 0:
         raise ValueError(f"{name}={size!r} is not a positive number of bytes")
+    if nbytes > _MOST_BYTES:
+        raise ValueError(f"{name} is more bytes than any machine has")
     return nbytes
 
 
+def parse_number(value: Any, *, name: str) -> float:
+    """The finite float that an int, a float, or a tensor or array of one of them, stands for.
+
+    Raises ``TypeError`` naming the argument when it is no number, ``ValueError`` when it is NaN or
+    infinite.
+    """
+    number = _float_of(value)
+    if number is None:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a number")
+    if not math.isfinite(number):
+        raise ValueError(
+            f"{name}={number} is not a {'' if math.isnan(number) else 'finite '}number"
+        )
+    return number
+
+
+def parse_amount(value: Any, *, name: str) -> float:
+    """As ``parse_number``, of 0 or more."""
+    number = parse_number(value, name=name)
+    if number < 0.0:
+        raise ValueError(f"{name}={number} is negative; give 0 or more")
+    return number
+
+
+def check_count(value: object, *, name: str, least: int = 1, most: int | None = None) -> None:
+    """Raises ``TypeError`` naming an argument that is no int, ``ValueError`` one out of range."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a whole number")
+    if value < least:
+        raise ValueError(f"{name}={value} must be {least} or more")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be {most:,} or less")
+
+
+def _float_of(value: Any) -> float | None:
+    if value is None or isinstance(value, str | bytes | bytearray):
+        return None  # text is no number, whatever it says
+    try:
+        return float(value)
+    except OverflowError:  # a whole number that is larger than any float
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):  # what it is decides which, such as a tensor
+        return None
+
+
+_MOST_BYTES = 1 << 100
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
     for suffix, base in (("B", 1000), ("iB", 1024))

@@ -58,8 +58,16 @@ class Destination:
 
 
 def checkpoint_path(path: PathLike, name: str = "path") -> Path:
-    """The absolute path that a caller means. Raises TypeError for what is no path, by its `name`
-    among the arguments, ValueError for an empty one and for a URL, OSError for a loop of links.
+    """The absolute path that a caller means, without links. Raises as `check_path`, and OSError for
+    a loop of links.
+    """
+    check_path(path, name)
+    return resolved(path)
+
+
+def check_path(path: PathLike, name: str = "path") -> None:
+    """Raises TypeError for what is no path, by its `name` among the arguments, ValueError for an
+    empty one and for a URL.
     """
     given = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(given, str):
@@ -73,7 +81,6 @@ def checkpoint_path(path: PathLike, name: str = "path") -> Path:
             f"{name}={given!r} is a URL, and only file systems are written to and read; give a "
             f"path, or {'./' + given!r} for a directory of that name"
         )
-    return resolved(given)
 
 
 def resolved(path: PathLike) -> Path:
@@ -98,7 +105,8 @@ def stripe_paths(stripe_dirs: Iterable[PathLike] | None) -> tuple[Path, ...]:
 
 def resolved_stripes(stripe_dirs: Iterable[PathLike] | None) -> tuple[Path, ...]:
     """Stripe directories, which may be missing, wherever the process goes. Raises TypeError for a
-    single path and for what is no list of them, ValueError for a directory that is named twice.
+    single path and for what is no list of them, ValueError for a directory that is named twice
+    (and as `checkpoint_path` for each).
     """
     if stripe_dirs is None:
         return ()
@@ -106,7 +114,7 @@ def resolved_stripes(stripe_dirs: Iterable[PathLike] | None) -> tuple[Path, ...]
         raise TypeError(f"stripe_dirs={stripe_dirs!r} is one path; give a list of directories")
     if not isinstance(stripe_dirs, Iterable):
         raise TypeError(f"stripe_dirs={stripe_dirs!r} is not a list of directories")
-    stripes = tuple(map(resolved, stripe_dirs))
+    stripes = tuple(checkpoint_path(path, "stripe_dirs") for path in stripe_dirs)
     if len(set(stripes)) != len(stripes):
         raise ValueError(f"stripe_dirs names a directory twice: {[str(s) for s in stripes]}")
     return stripes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checkpoint.absence import is_absent
-from checkpoint.directory.destination import PathLike
+from checkpoint.directory.destination import PathLike, check_path, checkpoint_path
 from checkpoint.format.records import FileRecord, Manifest
 
 StripeDirs = Sequence[PathLike] | Mapping[PathLike, PathLike]
@@ -81,7 +81,9 @@ AS_SAVED = Relocation()
 
 
 def relocation(stripe_dirs: StripeDirs | None) -> Relocation:
-    """Raises TypeError for a single path, NotADirectoryError for a directory that is missing."""
+    """Raises as `checkpoint_path`, TypeError for a single path, NotADirectoryError for a directory
+    that is missing.
+    """
     if stripe_dirs is None:
         return Relocation()
     if isinstance(stripe_dirs, str | os.PathLike):
@@ -91,7 +93,7 @@ def relocation(stripe_dirs: StripeDirs | None) -> Relocation:
     if isinstance(stripe_dirs, Mapping):
         given = stripe_dirs.items()
         found = Relocation(
-            moved={str(Path(old).absolute()): Path(new).resolve() for old, new in given}
+            moved={str(_absolute(old)): checkpoint_path(new, "stripe_dirs") for old, new in given}
         )
     else:
         found = searching(stripe_dirs)
@@ -103,7 +105,14 @@ def relocation(stripe_dirs: StripeDirs | None) -> Relocation:
 
 def searching(stripe_dirs: Sequence[PathLike] | None) -> Relocation:
     """Directories to search, of which some may be missing."""
-    return Relocation(searched=tuple(Path(stripe).resolve() for stripe in stripe_dirs or ()))
+    given = stripe_dirs or ()
+    return Relocation(searched=tuple(checkpoint_path(path, "stripe_dirs") for path in given))
+
+
+def _absolute(path: PathLike) -> Path:
+    """As the manifest has it: where it was, whatever is there now."""
+    check_path(path, "stripe_dirs")
+    return Path(path).absolute()
 
 
 def folders_of(directory: Path, uuid: str) -> list[Path]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from checkpoint.directory.destination import check_path
 from checkpoint.saving.guard import wait_for_saves
 from infinity.adamw import state as offloaded_state
 from infinity.adamw.engine import StateEngine
@@ -95,6 +96,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         nvme: Directories,
         host_memory: int | str | None = None,
     ) -> None:
+        if not isinstance(params, Iterable):
+            raise TypeError(
+                f"params is a {type(params).__name__}; give model.parameters(), or a list of groups"
+            )
         options = AdamW(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._process, self._is_built = os.getpid(), False
         self._view = TieredStateView(self)
@@ -270,6 +275,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         again is refused.
         """
         self._check_open()
+        check_path(path)
         extra = offloaded_state.of_one_save(path, partial(self._load, path))
         self._engine.is_mixed = False
         return extra

@@ -5,7 +5,7 @@ changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -148,12 +148,19 @@ class Loans:
 def records_of(
     params: Parameters, records: Sequence[Record], index_of: Callable[[torch.Tensor], int]
 ) -> Sequence[Record]:
-    """What ``params`` means: a module, a parameter, several, or None for all."""
+    """What ``params`` means: a module, a parameter, several, or None for all. Raises ``TypeError``
+    for what is none of these.
+    """
     if params is None:
         return records
     if isinstance(params, nn.Module):
         params = params.parameters()
     elif isinstance(params, torch.Tensor):
         params = [params]
+    elif isinstance(params, str | Mapping) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params is a {type(params).__name__}; give a module, a parameter, a list of "
+            "parameters, or None for all"
+        )
     tiled = [p.tiles if isinstance(p, TiledWeight) else [p] for p in params]
     return [records[index_of(parameter)] for tiles in tiled for parameter in tiles]

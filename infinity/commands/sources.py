@@ -15,6 +15,8 @@ from infinity.values.initial.weight_files import INDEX, WeightFolder
 
 CONFIG = "config.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DEEPEST = 100
+"""Modules that the name of a tensor goes through, at most."""
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
@@ -101,6 +103,11 @@ def _of_weights(path: Path, dtype: torch.dtype | None) -> Source:
     files = WeightFolder(path)
     root = nn.Module()
     for name in files.names:
+        if name.count(".") > _DEEPEST:
+            raise ValueError(
+                f"{path} names a tensor in {name.count('.')} modules, one in the other: "
+                f"{name[:40]}...; a model has at most {_DEEPEST}"
+            )
         _put(root, name.split("."), files.on_meta(name), dtype)
     files.close()
     found = sorted({_name(p.dtype) for p in root.parameters()})
@@ -112,15 +119,18 @@ def _of_weights(path: Path, dtype: torch.dtype | None) -> Source:
 def _put(
     module: nn.Module, keys: list[str], tensor: torch.Tensor, dtype: torch.dtype | None
 ) -> None:
-    """A tensor at its place in modules named as the files name them."""
+    """A tensor at its place in modules named as the files name them. Files may name them as methods
+    of a module, by nothing, or a tensor as a module: names that torch gives none.
+    """
     for key in keys[:-1]:
-        if not hasattr(module, key):
-            module.add_module(key, nn.Module())
-        module = getattr(module, key)
+        inner = module._modules.get(key)
+        if inner is None:
+            inner = module._modules[key] = nn.Module()
+        module = inner
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
-        module.register_parameter(keys[-1], nn.Parameter(tensor.to(dtype or tensor.dtype)))
+        module._parameters[keys[-1]] = nn.Parameter(tensor.to(dtype or tensor.dtype))
     else:
-        module.register_buffer(keys[-1], tensor)
+        module._buffers[keys[-1]] = tensor
 
 
 def _stacked(module: nn.Module) -> nn.Module:

@@ -25,6 +25,7 @@ from infinity.parameters.records import Record
 from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step
 from swap.plan.layout import Plane, Segment
 from swap.plan.rules import ParameterUpdate, master_planes
+from swap.tiers import parse_amount, parse_number
 
 NAME = "infinity.AdamW"
 """What checkpoints call it."""
@@ -67,14 +68,7 @@ class AdamW(NativeOptimizer):
         return object.__new__(cls)  # slots make another class, which super() does not know
 
     def __post_init__(self) -> None:
-        _check_not_negative("lr", float(self.lr))
-        _check_not_negative("eps", self.eps)
-        _check_not_negative("weight_decay", self.weight_decay)
-        if len(self.betas) != 2:
-            raise ValueError(f"betas={self.betas} are {len(self.betas)} numbers; give 2")
-        for position, beta in enumerate(self.betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"betas[{position}]={beta} is not in [0, 1)")
+        _check_numbers({name: getattr(self, name) for name in _NUMBERS})
         if self.state_dtype not in STATE_DTYPES:
             raise ValueError(
                 f"state_dtype={self.state_dtype} is not supported; use one of "
@@ -102,11 +96,21 @@ AdamW.__signature__ = Signature(  # type: ignore[attr-defined]
 )
 
 
-def _check_not_negative(name: str, value: float) -> None:
-    if value != value:
-        raise ValueError(f"{name}={value} is not a number; give 0 or more")
-    if not value >= 0.0:
-        raise ValueError(f"{name}={value} is negative; give 0 or more")
+_NUMBERS = ("lr", "betas", "eps", "weight_decay")
+
+
+def _check_numbers(options: Mapping[str, Any]) -> None:
+    """Raises ``TypeError`` or ``ValueError`` naming an option that no step can be taken with."""
+    for name in ("lr", "eps", "weight_decay"):
+        parse_amount(options[name], name=name)
+    betas = options["betas"]
+    if not isinstance(betas, Sequence) or isinstance(betas, str):
+        raise TypeError(f"betas={betas!r} is a {type(betas).__name__}; give 2 numbers")
+    if len(betas) != 2:
+        raise ValueError(f"betas={betas} are {len(betas)} numbers; give 2")
+    for position, beta in enumerate(betas):
+        if not 0.0 <= parse_number(beta, name=f"betas[{position}]") < 1.0:
+            raise ValueError(f"betas[{position}]={beta} is not in [0, 1)")
 
 
 class AdamRule(OptimizerRule):
@@ -137,6 +141,7 @@ class AdamRule(OptimizerRule):
         return (*master_planes(dtype), *moments, *scales)
 
     def check(self, update: ParameterUpdate) -> None:
+        _check_numbers(update.options)
         _hyper(update, 1.0)
 
     def apply(

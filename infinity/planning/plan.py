@@ -18,6 +18,7 @@ from infinity.arguments import (
     device_of,
     directories_of,
     make_budget,
+    named_device,
     parameter_bound,
 )
 from infinity.optim.adamw import AdamW
@@ -38,9 +39,12 @@ from infinity.tiling.layers import Tiling
 from swap.plan.traffic import traffic_of
 from swap.storage.bandwidth import Bandwidth, measure
 from swap.storage.endurance import DRIVE_ENDURANCE, Wear, endurance_of
-from swap.tiers import Budget, BudgetError, format_bytes
+from swap.tiers import Budget, BudgetError, check_count, format_bytes, parse_amount
 
 _DEFAULT_OPTIMIZER = AdamW()
+_MOST_RANKS = 1 << 16
+"""A cut knows where each rank's slice begins: with many more the plan would take gigabytes."""
+_MOST_PASSES = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +174,10 @@ def plan(
     TBW). Raises ``ValueError`` or ``TypeError`` for arguments that are out of range, and what
     ``offload`` raises for a model that cannot be offloaded.
     """
-    for name, value in (("world_size", world_size), ("passes", passes)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be 1 or more")
+    check_count(world_size, name="world_size", most=_MOST_RANKS)
+    check_count(passes, name="passes", most=_MOST_PASSES)
+    if compute_seconds is not None:
+        compute_seconds = parse_amount(compute_seconds, name="compute_seconds")
     nvme_here = [] if nvme is None else directories_of(nvme)
     share = ActivationShare(
         mode=mode_of(activations),
@@ -231,9 +236,7 @@ def _summary(
 
 def _planned_device(device: torch.device | str | None) -> torch.device:
     """As ``offload`` takes it; one that is named may be missing here."""
-    if device is None or torch.device(device).type != "cuda":
-        return device_of(device)
-    return torch.device(device)
+    return device_of(None) if device is None else named_device(device)
 
 
 def _demand(

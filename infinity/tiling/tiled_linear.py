@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from infinity.tiling.tile import RowRange
+from swap.tiers import check_count, parse_bytes
 
 
 def rows_of(out_features: int, tiles: int) -> list[RowRange]:
@@ -61,6 +62,9 @@ class TiledLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_count(in_features, name="in_features", least=0)
+        check_count(out_features, name="out_features", least=0)
+        check_count(tiles, name="tiles", least=0)
         if not 1 <= tiles <= max(1, out_features):
             raise ValueError(f"tiles={tiles} is not between 1 and out_features={out_features}")
         super().__init__()
@@ -74,7 +78,7 @@ class TiledLinear(nn.Module):
         nn.Module.register_load_state_dict_pre_hook(self, _split_whole)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, max_parameter_bytes: int) -> TiledLinear:
+    def from_linear(cls, linear: nn.Linear, max_parameter_bytes: int | str) -> TiledLinear:
         """``linear`` in the fewest tiles of at most ``max_parameter_bytes``.
 
         The tiles lie in the memory of ``linear`` where that is contiguous: nothing is copied, and
@@ -84,7 +88,8 @@ class TiledLinear(nn.Module):
         if type(linear) is not nn.Linear:
             raise TypeError(f"{type(linear).__name__} is not nn.Linear itself and is not tiled")
         row_bytes = linear.in_features * linear.weight.element_size()
-        tiles = tiles_within(linear.out_features, row_bytes, max_parameter_bytes)
+        bound = parse_bytes(max_parameter_bytes, name="max_parameter_bytes")
+        tiles = tiles_within(linear.out_features, row_bytes, bound)
         return cls.cut(linear, tiles)
 
     @classmethod

@@ -20,7 +20,7 @@ WRONG: dict[str, tuple[dict[str, Any], Errors, str]] = {
     "nvme is None": ({"nvme": None}, TypeError, "nvme=None is neither a path nor a sequence"),
     "nvme is a number": ({"nvme": 3}, TypeError, "nvme=3 is neither a path nor a sequence"),
     "nvme is empty": ({"nvme": []}, ValueError, "nvme is empty"),
-    "nvme holds numbers": ({"nvme": [1, 2]}, TypeError, "not int"),
+    "nvme holds numbers": ({"nvme": [1, 2]}, TypeError, "nvme is a int"),
     "host_memory is a float": ({"host_memory": 1.5e9}, TypeError, "host_memory=1500000000.0"),
     "host_memory is negative": ({"host_memory": -1}, ValueError, "host_memory=-1"),
     "host_memory is zero": ({"host_memory": 0}, ValueError, "host_memory=0"),

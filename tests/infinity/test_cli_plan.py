@@ -71,6 +71,51 @@ def test_plan_of_a_safetensors_file_takes_its_names_for_modules(
     assert document == expected
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(["type"], ["training", "x.w"], ["forward.weight"], ["parameters.w"]),
+        *(["a", "a.b"], ["a.b", "a"], ["a..b"], ["", "."], ["x.keys.weight", "x.items"]),
+        *(["0.w", "\u00b2.w"], ["00.w", "0.w"], ["_modules.w"], ["__class__", "T_destination.w"]),
+    ],
+    ids=" ".join,
+)
+def test_plan_of_names_that_no_module_gives_counts_their_elements(
+    names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file({name: torch.zeros(4) for name in names}, file)
+    assert main(["plan", str(file), "--host-memory", "1GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_parameters"] == 4 * len(names)
+
+
+def test_plan_of_names_nested_without_end_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file({".".join("a" * 3000): torch.zeros(4)}, file)
+    assert main(["plan", str(file), "--host-memory", "1GiB"]) == 1
+    assert "2999 modules" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--device", "tpu"], "device='tpu'"),
+        (["--ranks", "9" * 30], "world_size"),
+        (["--passes", "9" * 400], "passes"),
+        (["--host-memory", "9" * 400], "host_memory"),
+        (["--space", "9" * 400, "--largest"], "--space"),
+    ],
+)
+def test_plan_of_arguments_out_of_range_names_them(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = [] if "--largest" in words else ["1M"]
+    assert main(["plan", *count, *words]) == 1
+    assert named in capsys.readouterr().err
+
+
 def test_plan_over_ranks_is_that_of_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "7B", "--ranks", "4", "--host-memory", "64GiB", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
