@@ -247,15 +247,18 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any
     ) -> str:
-        """As ever, in a folder that is complete from the moment that it has its name."""
+        """As ever, in a folder that is complete from the moment that it has its name. One that can
+        have no other name (a disk, the current directory) gets what is saved moved into it: all of
+        it, also if this is killed meanwhile and ``load_state`` comes next.
+        """
         config = self.project_configuration
         is_named = config.automatic_checkpoint_naming
-        final = self._next_folder() if is_named else Path(os.fspath(output_dir or ""))
+        final = self._next_folder() if is_named else Path(output_dir or "").expanduser()
         if not is_named and output_dir is None:
             raise ValueError("save_state needs an output_dir, or automatic_checkpoint_naming")
         config.automatic_checkpoint_naming = False
         try:
-            with published.replacing(final) as staged:
+            with published.replacing(final.resolve()) as staged:  # a link stays one
                 super().save_state(str(staged), *args, **kwargs)
         finally:
             config.automatic_checkpoint_naming = is_named
@@ -276,7 +279,7 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """As ever; what a killed process was replacing is put back first."""
         if input_dir is not None:
-            published.recover(Path(input_dir).expanduser())
+            published.recover(Path(input_dir).expanduser().resolve())
         elif self.project_configuration.automatic_checkpoint_naming:
             input_dir = str(_latest(Path(self.project_dir) / "checkpoints"))
         super().load_state(input_dir, *args, **kwargs)

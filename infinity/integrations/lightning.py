@@ -10,6 +10,7 @@ folder: what Lightning keeps in ``checkpoint.ckpt``, the rest as ``offloaded.sav
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -175,7 +176,11 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
                 "state_dict of the checkpoint was replaced by a callback or on_save_checkpoint; "
                 "leave it, the weights are streamed to disk"
             )
-        with published.replacing(_local(filepath), keeps_others=False) as staged:
+        final = _local(filepath)
+        if final.is_dir() and not (final / REST).is_file():
+            what = "a folder that is no checkpoint is not replaced by one; give another path"
+            raise IsADirectoryError(errno.EISDIR, what, str(final))
+        with published.replacing(final, keeps_others=False) as staged:
             self.checkpoint_io.save_checkpoint(rest, staged / REST, storage_options=storage_options)
             if "optimizer_states" in rest:
                 self.offloaded.save(staged / STATE)
@@ -254,7 +259,10 @@ def _check(trainer: Any, precision: Any, checkpoint_io: Any) -> None:
 def _local(path: Any) -> Path:
     if "://" in str(path):
         raise ValueError(f"{path} is not on a local file system, to which checkpoints are streamed")
-    return Path(path)
+    local = Path(path).absolute()
+    if not local.name or local.name == "..":
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    return local.parent.resolve() / local.name  # a link to a checkpoint is not that checkpoint
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:

@@ -1,23 +1,32 @@
 """Folders that are written under another name and get theirs by a rename.
 
-Invariant: a folder under its own name is complete and durable. What a killed process leaves has a
-name that nothing takes for a saved state, and is removed, or put back, by the next save or load.
+Invariants: a folder under its own name is complete and durable, once ``recover`` has looked at it.
+Each writer has a folder of its own to write to, with a lock on it for as long as it lives, so what
+killed processes left can be told and is removed; it gives names to what it wrote in turn with
+others.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import re
+import secrets
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from aio import sync_directory
+from checkpoint.directory.lock import locked
 
-
-def staged_of(final: Path) -> Path:
-    """Where a folder is written before it is published."""
-    return final.with_name(f".saving-{final.name}")
+_WRITING = re.compile(r"\.saving-[0-9a-f]{8}")
+_WRITTEN = ".saved"
+"""What is complete, and goes into the folder that it is in."""
+_TURN_SECONDS = 60.0
+_POLL_SECONDS = 0.02
 
 
 def replaced_of(final: Path) -> Path:
@@ -26,44 +35,142 @@ def replaced_of(final: Path) -> Path:
 
 
 @contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """A new folder in ``folder`` that is nobody else's until the end, when it is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder)
+    with ExitStack() as stack:
+        staged = _staged_in(folder, stack)
+        try:
+            yield staged
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def _staged_in(folder: Path, stack: ExitStack) -> Path:
+    while True:
+        staged = folder / f".saving-{secrets.token_hex(4)}"
+        staged.mkdir()
+        # Until it is locked another process may take it for abandoned.
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            stack.enter_context(locked(staged))
+            return staged
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what killed processes were writing in ``folder``."""
+    entries: list[Path] = []
+    with contextlib.suppress(PermissionError):  # where files may be made and not listed
+        entries.extend(folder.iterdir())
+    for entry in entries:
+        if _WRITING.fullmatch(entry.name):
+            with contextlib.suppress(BlockingIOError, FileNotFoundError), locked(entry):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+@contextmanager
 def replacing(final: Path, *, keeps_others: bool = True) -> Iterator[Path]:
     """A new folder to write to, which is ``final`` after. With ``keeps_others`` what else is in
     ``final`` stays there; after an error all of it is as it was.
+
+    A folder that can be no other one (a disk, the current directory) gets what was written moved
+    into it. Raises ``OSError`` for such a one without ``keeps_others``.
     """
     recover(final)
-    staged = staged_of(final)
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
-    try:
+    is_filled = _stays(final)
+    if is_filled and not keeps_others:
+        what = "another folder cannot take its place; name one within it"
+        raise OSError(errno.EBUSY, what, str(final))
+    with staging(final if is_filled else final.parent) as folder:
+        staged = folder / "new"
+        staged.mkdir()
         yield staged
-        if keeps_others:
-            _take_along(final, staged)
-        publish(staged, final)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        if is_filled:
+            _fill(staged, final)
+        else:
+            if keeps_others:
+                _take_along(final, staged)
+            publish(staged, final)
 
 
 def publish(staged: Path, final: Path) -> None:
     """Let the durable ``final`` be what is in ``staged``. Raises ``OSError``."""
     sync_tree(staged)
     replaced = replaced_of(final)
-    if final.exists():
+    with _turn(final.parent):
+        if final.exists():
+            remove(replaced)
+            final.rename(replaced)
+        staged.rename(final)
+        sync_directory(final.parent)
         remove(replaced)
-        final.rename(replaced)
-    staged.rename(final)
-    sync_directory(final.parent)
-    remove(replaced)
 
 
 def recover(final: Path) -> None:
-    """Put back what a killed process was replacing."""
+    """Finish what a killed process was replacing, or put it back."""
     replaced = replaced_of(final)
-    if not replaced.exists():
+    if os.path.lexists(replaced):
+        with _turn(final.parent):
+            if final.exists():
+                remove(replaced)
+            elif replaced.exists():
+                replaced.rename(final)
+    if (final / _WRITTEN).is_dir():
+        with _turn(final):
+            _move_in(final)
+
+
+def _fill(staged: Path, final: Path) -> None:
+    """Durably, and all of it from the first rename on, see ``recover``."""
+    sync_tree(staged)
+    with _turn(final):
+        _move_in(final)
+        staged.rename(final / _WRITTEN)
+        sync_directory(final)
+        _move_in(final)
+
+
+def _move_in(final: Path) -> None:
+    written = final / _WRITTEN
+    if not written.is_dir():
         return
-    if final.exists():
-        remove(replaced)
-    else:
-        replaced.rename(final)
+    for entry in written.iterdir():
+        target = final / entry.name
+        if entry.is_dir() or target.is_dir():
+            remove(target)
+        entry.rename(target)
+    sync_directory(final)
+    written.rmdir()
+    sync_directory(final)
+
+
+def _stays(final: Path) -> bool:
+    """Whether a folder can be given no other name: a mounted one, one that this process is in, one
+    in a folder that it may not change.
+    """
+    if not final.is_dir():
+        return False
+    whole, current = final.resolve(), Path(os.path.realpath("."))
+    is_in_it = whole == current or whole in current.parents
+    return os.path.ismount(whole) or is_in_it or not os.access(whole.parent, os.W_OK | os.X_OK)
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Only one writer at a time gives names in ``folder``. Raises ``BlockingIOError`` when another
+    one does not leave for a minute.
+    """
+    end = time.monotonic() + _TURN_SECONDS
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(locked(folder, by="save that gives names in this folder"))
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(_POLL_SECONDS)
+        yield
 
 
 def remove(path: Path) -> None:

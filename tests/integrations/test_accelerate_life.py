@@ -166,6 +166,28 @@ def test_a_state_saved_again_keeps_files_of_others_and_survives_an_error(
     assert _steps_of(accelerator) == 1
 
 
+def test_state_is_saved_to_the_current_directory_and_through_a_link(
+    nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, disk, link = tmp_path / "here", tmp_path / "disk", tmp_path / "link"
+    here.mkdir()
+    disk.mkdir()
+    link.symlink_to(disk)
+    monkeypatch.chdir(here)
+    model = seeded(make)
+    accelerator = _accelerator(nvme)
+    model, optimizer = accelerator.prepare(model, fused(groups_of(model), lr=1e-2))
+    for place, folder in ((".", here), (str(link), disk)):
+        accelerator.save_state(place)
+        assert (folder / "infinity" / "manifest.json").is_file()
+        steps = _steps_of(accelerator)
+        _step(accelerator, model, optimizer, torch.zeros(2, 16, dtype=torch.long))
+        accelerator.load_state(place)
+        assert _steps_of(accelerator) == steps
+    assert link.is_symlink()
+    assert [path.name for path in tmp_path.rglob(".*")] == []
+
+
 def _steps_of(accelerator: Any) -> int:
     state = accelerator.offloaded.optimizer.state_dict()
     return max(state["infinity"]["steps"].values())

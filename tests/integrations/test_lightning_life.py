@@ -107,6 +107,20 @@ def test_an_error_in_training_leaves_the_module_with_its_values(nvme: Path, tmp_
         assert trainer.strategy.offloaded  # type: ignore[attr-defined]
 
 
+def test_folder_that_is_no_checkpoint_is_not_replaced_by_one(nvme: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.txt").touch()
+
+    class Saving(Lit):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trainer.save_checkpoint(tmp_path / "data")
+
+    trainer = _trainer(tmp_path, nvme, enable_checkpointing=False)
+    with pytest.raises(IsADirectoryError, match=r"no checkpoint is not replaced.* another path"):
+        trainer.fit(seeded(Saving), loader(0, 4), loader(5, 4))
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["mine.txt"]
+
+
 def _two_optimizers(folder: Path, nvme: Path) -> None:
     class Two(Lit):
         def configure_optimizers(self) -> Any:

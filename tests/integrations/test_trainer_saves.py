@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
+import checkpoint
 from infinity.integrations.published import publish
 from infinity.integrations.transformers import OffloadTrainer
-from infinity.integrations.transformers.folders import SAVING, recover, replacing
+from infinity.integrations.transformers.folders import recover, replacing
 from tests.support.trainers import (
     arguments,
     assert_same,
@@ -51,7 +53,7 @@ def test_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path: Path, nvm
     whole = train(OffloadTrainer, arguments(tmp_path / "whole"), nvme=nvme, host_memory=BUDGET)
     args = arguments(folder)
     assert_same(whole, train(OffloadTrainer, args, resume=True, nvme=nvme, host_memory=BUDGET))
-    assert not (folder / SAVING).exists()
+    assert list(folder.glob(".*")) == []
 
 
 class _FullDisk(OffloadTrainer):
@@ -136,7 +138,7 @@ def test_adapters_are_saved_alone_and_resumed(tmp_path: Path, nvme: Path) -> Non
 def test_what_was_being_replaced_is_put_back(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "old").touch()
-    staged = tmp_path / SAVING / "checkpoint-2"
+    staged = tmp_path / ".saving-00c0ffee" / "checkpoint-2"
     staged.mkdir(parents=True)
     (tmp_path / "checkpoint-2").rename(tmp_path / ".replaced-checkpoint-2")
     recover(tmp_path)
@@ -145,6 +147,53 @@ def test_what_was_being_replaced_is_put_back(tmp_path: Path) -> None:
     (staged / "new").touch()
     publish(staged, tmp_path / "checkpoint-2")
     assert [path.name for path in (tmp_path / "checkpoint-2").iterdir()] == ["new"]
+
+
+class _Acts(TrainerCallback):
+    """While the checkpoint of the step before may still be written."""
+
+    def __init__(self, act: Callable[[Any], None]) -> None:
+        self._act = act
+        self.trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step:
+            self._act(self.trainer)
+
+
+def _saves_model(trainer: Any) -> None:
+    trainer.save_model()
+
+
+def _saves_into_the_checkpoint(trainer: Any) -> None:
+    step = trainer.state.global_step
+    if step % 2 == 0:
+        trainer.save_model(f"{trainer.args.output_dir}/checkpoint-{step}")
+
+
+def _trains_another(trainer: Any) -> None:
+    args = arguments(Path(trainer.args.output_dir), max_steps=1, eval_strategy="no", save_steps=9)
+    nvme = trainer._offload_settings.nvme
+    with OffloadTrainer(tiny_llama(), args, nvme=nvme, host_memory=BUDGET, **some_texts()) as other:
+        other.train()
+
+
+@pytest.mark.parametrize("act", [_saves_model, _saves_into_the_checkpoint, _trains_another])
+def test_checkpoint_that_is_being_saved_stays_whatever_else_saves_there(
+    tmp_path: Path, nvme: Path, act: Callable[[Any], None]
+) -> None:
+    callback = _Acts(act)
+    run = tmp_path / "run"
+    args = arguments(run, max_steps=4, eval_strategy="no")
+    options: dict[str, Any] = {"nvme": nvme, "host_memory": BUDGET, "callbacks": [callback]}
+    with OffloadTrainer(tiny_llama(), args, **options, **some_texts()) as trainer:
+        callback.trainer = trainer
+        trainer.train()
+    assert list(run.glob(".*")) == []
+    for name in ("checkpoint-2", "checkpoint-4"):
+        assert checkpoint.verify(run / name / "infinity").ok
+        assert (run / name / "trainer_state.json").is_file()
+        assert AutoModelForCausalLM.from_pretrained(run / name)
 
 
 def test_weights_that_a_folder_had_go_with_the_model_that_replaces_them(tmp_path: Path) -> None:

@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aio import sync_directory
+from infinity.integrations import published
 from infinity.integrations.published import sync_tree
 
-SAVING = ".saving"
-_REPLACED = ".replaced-"
-_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
+_REPLACED = re.compile(r"\.replaced-(checkpoint-[0-9]+)")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|adapter_model)(-[0-9]+-of-[0-9]+)?\.(safetensors|bin)(\.index\.json)?"
@@ -26,18 +25,15 @@ _WEIGHTS = re.compile(
 
 
 def recover(run: Path) -> None:
-    """Remove what a killed process was saving to ``run``; put back what it was replacing."""
+    """Remove what killed processes were saving to ``run``; put back what they were replacing. What
+    others are saving there at the same time stays.
+    """
     if not run.is_dir():
         return
-    shutil.rmtree(run / SAVING, ignore_errors=True)
-    for replaced in run.glob(f"{_REPLACED}checkpoint-*"):
-        name = replaced.name.removeprefix(_REPLACED)
-        if not _CHECKPOINT.fullmatch(name):
-            continue
-        if (run / name).exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            replaced.rename(run / name)
+    published.remove_abandoned(run)
+    for entry in list(run.iterdir()):
+        if found := _REPLACED.fullmatch(entry.name):
+            published.recover(run / found[1])
 
 
 @contextmanager
@@ -45,10 +41,9 @@ def replacing(folder: Path) -> Iterator[Path]:
     """A new folder to write a model to, whose files are those of ``folder`` after: each by a
     rename, indexes last. Weights of a model that was there before are removed.
     """
-    staged = folder / SAVING
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
-    try:
+    with published.staging(folder) as own:
+        staged = own / "new"
+        staged.mkdir()
         yield staged
         sync_tree(staged)
         names = [entry.name for entry in staged.iterdir()]
@@ -59,8 +54,6 @@ def replacing(folder: Path) -> Iterator[Path]:
             if _WEIGHTS.fullmatch(entry.name) and entry.name not in names:
                 entry.unlink()
         sync_directory(folder)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
 
 
 def _move(source: Path, target: Path) -> None:

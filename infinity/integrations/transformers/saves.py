@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import checkpoint
 from infinity.integrations import published
-from infinity.integrations.transformers import folders
 
 logger = logging.getLogger(__name__)
 STATE = "infinity"
@@ -27,18 +25,30 @@ class Saves:
     """
 
     def __init__(self, run: Path, name: str, trainer: Any) -> None:
-        self.staging_folder = run / folders.SAVING
-        self._staged = self.staging_folder / name
+        self._run = run
+        self._name = name
+        self._stack = ExitStack()
+        self._folder: Path | None = None
         self._final = run / name
         self._trainer = trainer
         self.pending: checkpoint.PendingSave | None = None
         self.is_staging = False
 
+    @property
+    def staging_folder(self) -> Path:
+        """Of this checkpoint alone; other trainers may save to the same run."""
+        assert self._folder is not None, "nothing is staged yet"
+        return self._folder
+
+    @property
+    def _staged(self) -> Path:
+        return self.staging_folder / self._name
+
     @contextmanager
     def staging(self) -> Iterator[None]:
         """What is saved inside goes to the staging folder; nothing of it stays after an error."""
-        shutil.rmtree(self.staging_folder, ignore_errors=True)
-        self._staged.mkdir(parents=True)
+        self._folder = self._stack.enter_context(published.staging(self._run))
+        self._staged.mkdir()
         self.is_staging = True
         try:
             yield
@@ -73,7 +83,7 @@ class Saves:
         except BaseException:
             self._drop()
             raise
-        shutil.rmtree(self.staging_folder, ignore_errors=True)
+        self._stack.close()
         arguments, state = self._trainer.args, self._trainer.state
         rotate_checkpoints(
             output_dir=str(self._final.parent),
@@ -85,4 +95,4 @@ class Saves:
     def _drop(self) -> None:
         if self.pending is not None:
             self.pending.wait_done()
-        shutil.rmtree(self.staging_folder, ignore_errors=True)
+        self._stack.close()

@@ -259,9 +259,13 @@ class OffloadMixin(_Base):
         self._finish_saves()
         run = Path(super()._get_output_dir(trial))
         self._offload_saves = saves = Saves(run, f"checkpoint-{self.state.global_step}", self)
-        with saves.staging():
-            super()._save_checkpoint(model, trial)
-            saves.staged()
+        try:
+            with saves.staging():
+                super()._save_checkpoint(model, trial)
+                saves.staged()
+        except BaseException:
+            self._offload_saves = None  # there is nothing of it
+            raise
         if not self._may_publish_later():
             self._finish_saves()
 
@@ -302,6 +306,7 @@ class OffloadMixin(_Base):
             folder.mkdir(parents=True, exist_ok=True)
             self._write_folder(folder)
             return
+        self._finish_saves()  # what is written now may be meant for its folder
         with folders.replacing(folder) as staged:
             self._write_folder(staged)
 
