@@ -136,7 +136,8 @@ class OffloadedModel:
         the budget.
 
         With ``modify`` changed elements are kept (and become the master exactly), once background
-        saves have read what was there; without, changes are lost. Inside, ``step`` and ``load``
+        saves have read what was there; without, changes are lost, as they are where the block ends
+        with an exception. Inside, ``step`` and ``load``
         are refused, with ``modify`` ``save`` and ``export`` too. Nested in another, the tensors are
         the same; what they hold as the last with ``modify`` ends is kept.
         """

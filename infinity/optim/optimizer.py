@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import unwrap
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,11 @@ class StepTaker(Protocol):
 
 
 _NOT_HERE = "the state of an offloaded optimizer is not in memory; call offloaded.save(path)"
+
+
+# Without the wrapper that keeps torch.compile, which offloaded models never meet, from tracing it:
+# that loads torch._dynamo, some 70 MiB, which inference in plain PyTorch does not take.
+_add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class AbsentState(dict[torch.Tensor, Any]):
@@ -73,7 +79,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Of parameters of the model. Raises ``ValueError`` for another one, which nothing would
         update; the group is not added then.
         """
-        super().add_param_group(param_group)
+        _add_param_group(self, param_group)
         if not hasattr(self, "_owner"):
             return  # made as the block begins
         for parameter in self.param_groups[-1]["params"]:

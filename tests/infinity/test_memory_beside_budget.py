@@ -69,6 +69,30 @@ def test_freed_gradients_are_not_kept_beyond_the_budget(tmp_path: Path) -> None:
     assert beyond_budget(tmp_path) < MARGIN_BYTES
 
 
+_RUN = """
+import sys
+import torch
+import infinity
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 8))
+for optimizer in (None, infinity.AdamW()):
+    options = {"host_memory": "64MiB", "optimizer": optimizer}
+    with infinity.offload(model, sys.argv[1], **options) as offloaded:
+        result = model(torch.ones(2, 64)).sum()
+        if optimizer is not None:
+            result.backward()
+            offloaded.step()
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+def test_inference_and_training_load_no_compiler(tmp_path: Path) -> None:
+    """Some 70 MiB, which torch loads with the first group of an optimizer."""
+    command = [sys.executable, "-c", _RUN, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def make() -> nn.Module:
     return nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)])
 
