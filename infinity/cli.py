@@ -8,15 +8,19 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 import checkpoint
 import infinity
 from checkpoint.directory.locate import read_manifest
 from infinity.commands.contents import tree_lines
+from infinity.commands.foreign.exporting import export_optimizer
+from infinity.commands.foreign.importing import import_state
 from infinity.commands.planned import STATE_DTYPES, run_plan
-from infinity.commands.sources import DTYPES, UsageError
+from infinity.commands.sources import DTYPES, UsageError, has_config, source_of
 from infinity.commands.waiting import told
+from infinity.values.initial.weight_files import WeightFolder
 from swap.storage.bandwidth import measure_and_keep
 from swap.storage.directory import reclaim
 from swap.storage.endurance import DRIVE_ENDURANCE
@@ -51,6 +55,19 @@ examples:
   infinity plan model.safetensors --state-dtype bfloat16 --nvme /mnt/nvme0 --nvme /mnt/nvme1
   infinity plan 70B --ranks 8 --passes 4 --json
   infinity plan --largest --host-memory 32GiB --space 1TB
+"""
+_IMPORT = """\
+What comes from the source goes on bit for bit: masters where it has them (DeepSpeed, FSDP),
+moments and step counts. Files of torch.save have no weights of the model; those of --model are
+taken, so give the folder that was saved with them. Learning rate, betas and so on are those of the
+source where it names its groups, else those that you pass.
+
+Afterwards: offload the same model, and offloaded.load(path).
+
+examples:
+  infinity import checkpoint-500/optimizer.pt imported --model checkpoint-500
+  infinity import global_step500_universal imported --model path/to/llama
+  infinity import fsdp/step-500 imported --model path/to/llama
 """
 
 
@@ -125,8 +142,23 @@ def _export(options: argparse.Namespace, console: Console) -> int:
         files = checkpoint.export_safetensors(
             options.path, options.folder, prefix=prefix, stripe_dirs=options.stripe_dir
         )
+        if options.optimizer is not None:
+            files.append(export_optimizer(options.path, options.optimizer, options.stripe_dir))
     for file in files:
         console.print(str(file))
+    return DONE
+
+
+def _import(options: argparse.Namespace, console: Console) -> int:
+    model = source_of(str(options.model), torch.float32).model
+    if isinstance(model, int):
+        raise UsageError(f"--model {options.model}: there is nothing at that path")
+    files = WeightFolder(options.model)
+    with told(f"importing {options.source} to {options.path}"):
+        info = import_state(
+            options.source, model, files, options.path, is_ordered=has_config(options.model)
+        )
+    console.print(f"{info.path}: {format_bytes(info.nbytes)}; go on with offloaded.load")
     return DONE
 
 
@@ -191,6 +223,28 @@ def _arguments() -> argparse.ArgumentParser:
     command.add_argument(
         "--prefix",
         help=f"of the tensors to write; taken off (default: {MODEL} if there are any, else all)",
+    )
+    command.add_argument(
+        "--optimizer",
+        type=Path,
+        metavar="FILE",
+        help="write the moments there too, as the state dict of torch.optim.AdamW",
+    )
+    command = add("import", _import, "AdamW's state of other libraries, as a checkpoint", _IMPORT)
+    command.add_argument(
+        "source",
+        type=Path,
+        help="a file of torch.save, a universal checkpoint of DeepSpeed, or one of "
+        "torch.distributed.checkpoint",
+    )
+    command.add_argument("path", type=Path, help="of the checkpoint to write")
+    command.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="its config.json and safetensors files, or such a file: names, shapes, and the "
+        "weights where the source has none",
     )
     command = add(
         "tune", _tune, "measure directories (256 MiB in each), and keep the result for offload"

@@ -39,7 +39,7 @@ def source_of(text: str, dtype: torch.dtype | None) -> Source:
     """
     path = Path(text)
     if text and path.exists():
-        return _of_config(path, dtype) if _has_config(path) else _of_weights(path, dtype)
+        return _of_config(path, dtype) if has_config(path) else _of_weights(path, dtype)
     count = count_of(text)
     return Source(count, f"a transformer of {count:,} parameters in {_name(dtype or DEFAULT)}")
 
@@ -65,7 +65,8 @@ def count_of(text: str) -> int:
     return found
 
 
-def _has_config(path: Path) -> bool:
+def has_config(path: Path) -> bool:
+    """Whether transformers can make the model of ``path``, with its own order of parameters."""
     return path.name == CONFIG if path.is_file() else (path / CONFIG).is_file()
 
 

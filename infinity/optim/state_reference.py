@@ -20,8 +20,9 @@ KEY = "infinity"
 """Where a ``state_dict`` says which state it is of."""
 _FORMAT = 1
 _REMEDY = (
-    "load the state with offloaded.load(path) from what offloaded.save(path) wrote; where there is "
-    "no such checkpoint, begin with the weights alone (weights= of offload)"
+    "load the state with offloaded.load(path) from what offloaded.save(path) wrote; the command "
+    "`infinity import` makes such a checkpoint of the state of torch.optim.AdamW, DeepSpeed and "
+    "torch.distributed.checkpoint; of any other, take the weights alone (weights= of offload)"
 )
 
 

@@ -52,7 +52,7 @@ def targets_of(training: TrainingState, saved: Mapping[str, Any]) -> Targets:
     buffers = {
         name: buffer
         for name, buffer in persistent_buffers(training.model).items()
-        if theirs.get(name)
+        if theirs.get(name) and not saved.get("is_foreign")
     }
     same: dict[str, Any] = {"model": dict(buffers), "optimizer": {}}
     converted, recast, bare = [], [], []

@@ -29,6 +29,7 @@ from infinity.values.module_state import (
     load_buffers,
     saved_buffers,
     set_module_states,
+    tell_buffers,
 )
 from infinity.values.optimizer_match import (
     OF_MEMBERS,
@@ -152,6 +153,8 @@ def _read_scalars(
             "the rest with checkpoint.load"
         ) from error
     saved.setdefault("optimizer_class", told_class(saved))
+    if saved.get("is_foreign"):
+        tell_buffers(training.model, saved)
     saved["buffers"] = saved_buffers(saved, path)
     _check(training, saved, path)
     if training.sharing.rank == 0:  # those of other ranks may have other names
@@ -226,6 +229,7 @@ def _load_values(
         saved["buffers"],
         training.state.device,
         lambda name: read(only=[literal(f"model.{name}")])["model"][name],
+        converts=saved.get("is_foreign", False),
     )
     return _load_own(training, saved, read)
 

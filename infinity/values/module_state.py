@@ -67,6 +67,17 @@ def saved_buffers(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> dic
     return dict.fromkeys((name for name in names if name not in saved["shapes"]), True)
 
 
+def tell_buffers(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Let ``saved``, which may be of a file that does not say which of its tensors are parameters,
+    have those of this model as buffers.
+    """
+    for name in persistent_buffers(model):
+        if saved["shapes"].pop(name, None) is not None:
+            saved["buffers"][name] = True
+            for of_parameters in ("dtypes", "planes", "steps", "parts"):
+                del saved[of_parameters][name]
+
+
 def check_modules(
     model: nn.Module,
     saved: Mapping[str, Any],
@@ -99,12 +110,14 @@ def load_buffers(
     theirs: Mapping[str, bool],
     device: torch.device,
     load: Callable[[str], torch.Tensor],
+    *,
+    converts: bool,
 ) -> None:
     """Give values to buffers that are None here and were not, and take them from those that were.
-    ``load`` reads a buffer of the checkpoint.
+    ``load`` reads a buffer of the checkpoint. ``converts``: to all others, too, in their dtype.
     """
     for name, buffer in buffers_of(model).items():
-        if buffer is None and theirs.get(name):
+        if (buffer is None or converts) and theirs.get(name):
             set_buffer(model, name, load(name).to(device))
         elif buffer is not None and not theirs.get(name, True):
             set_buffer(model, name, None)

@@ -148,7 +148,9 @@ def restore_random(rank: int, device: torch.device, saved: Mapping[str, Any]) ->
         if "device" in own and device.type == "cuda":
             torch.cuda.set_rng_state(own["device"], device)
         return
-    random = saved["random"]
+    random = saved.get("random")
+    if random is None:  # what another library saved has none
+        return
     torch.set_rng_state(random["cpu"])
     if torch.cuda.is_available() and len(random["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(random["cuda"])

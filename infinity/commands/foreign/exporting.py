@@ -1,0 +1,156 @@
+"""The optimizer state of a checkpoint as a file that ``torch.optim.AdamW`` loads.
+
+The file is laid out first, without the bytes of its tensors (``torch.serialization.skip_data``),
+which then are streamed to their places: no more than the staging of a load is ever in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import checkpoint
+from aio import sync_directory
+from checkpoint.directory.relocation import StripeDirs
+from infinity.commands.foreign.state import MOMENTS
+from infinity.optim.adamw import NAME, is_torch_adamw
+from infinity.values.load_targets import literal
+
+OPTIONS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""What groups of torch's AdamW have besides, as it makes them."""
+_OURS = ("params", "param_names", "decoupled")
+
+
+class _Place:
+    """One tensor of the file, as a ``ByteSink``."""
+
+    thread_safe = True
+
+    def __init__(self, descriptor: int, like: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(like.shape), like.dtype
+        self._descriptor = descriptor
+        storage: Any = like.untyped_storage()
+        self._offset: int = storage._checkpoint_offset
+
+    def write(self, start: int, data: memoryview) -> None:
+        while data:
+            written = os.pwrite(self._descriptor, data, self._offset + start)
+            start, data = start + written, data[written:]
+
+
+def export_optimizer(
+    path: str | os.PathLike[str], file: Path, stripe_dirs: StripeDirs | None = None
+) -> Path:
+    """Write ``file``, durably and at once: until it is whole it has another name.
+
+    Parameters have the numbers of their places in the groups, and their names in ``param_names``.
+    Raises ``ValueError`` for a checkpoint without the moments of AdamW in 16 bits or more.
+    """
+    saved = checkpoint.load(path, only=["infinity.*"], stripe_dirs=stripe_dirs)["infinity"]
+    names = _with_moments(saved, path)
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with FakeTensorMode():
+            state = _state_dict(saved, names)
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(state, partial)
+        _fill(partial, saved, path, stripe_dirs)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_directory(file.parent)
+    return file
+
+
+def _with_moments(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> list[str]:
+    """The parameters that have state."""
+    kept_by = saved["optimizer_class"]
+    if kept_by != NAME and not (kept_by and is_torch_adamw(kept_by)):
+        raise ValueError(f"{path} has the state of {kept_by}, not of AdamW")
+    if saved.get("state_dtype", torch.float32) == torch.uint8:
+        raise ValueError(
+            f"{path} has moments of 8 bits, which torch.optim.AdamW does not have; train with "
+            "state_dtype=torch.bfloat16 or torch.float32 to export them"
+        )
+    grouped = [name for group in saved["groups"] for name in group["params"]]
+    return [name for name in grouped if {*MOMENTS} <= {*saved["planes"].get(name, ())}]
+
+
+def _state_dict(saved: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """What ``AdamW.state_dict()`` would be, without the values of its tensors."""
+    groups = saved["groups"]
+    numbers = {name: i for i, name in enumerate(n for group in groups for n in group["params"])}
+    return {
+        "state": {
+            numbers[name]: {
+                "step": torch.empty((), dtype=torch.float32),
+                **{
+                    part: torch.empty(saved["shapes"][name], dtype=_dtype(saved, name, part))
+                    for part in MOMENTS
+                },
+            }
+            for name in names
+            if saved["steps"][name]
+        },
+        "param_groups": [
+            OPTIONS
+            | {key: value for key, value in group.items() if key not in _OURS}
+            | {
+                "params": [numbers[name] for name in group["params"]],
+                "param_names": list(group["params"]),
+            }
+            for group in groups
+        ],
+    }
+
+
+def _dtype(saved: Mapping[str, Any], name: str, part: str) -> torch.dtype:
+    named = saved.get("plane_dtypes", {}).get(name, {}).get(part)
+    found: torch.dtype = named or saved.get("state_dtype", torch.float32)
+    return found
+
+
+def _fill(
+    file: Path,
+    saved: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    stripe_dirs: StripeDirs | None,
+) -> None:
+    """Stream every tensor to its place in the file."""
+    with FakeTensorMode():
+        laid_out = torch.load(file, weights_only=True)
+    names = {
+        number: name
+        for group in laid_out["param_groups"]
+        for number, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        into: dict[str, dict[str, Any]] = {part: {} for part in MOMENTS}
+        for number, kept in laid_out["state"].items():
+            name = names[number]
+            steps = torch.tensor(float(saved["steps"][name])).numpy().data.cast("B")
+            _Place(descriptor, kept["step"]).write(0, steps)
+            for part in MOMENTS:
+                into[part][name] = _Place(descriptor, kept[part])
+        if laid_out["state"]:
+            wanted = [
+                f"optimizer.{part}.{literal(name)}" for part in MOMENTS for name in into[part]
+            ]
+            checkpoint.load(path, only=wanted, into={"optimizer": into}, stripe_dirs=stripe_dirs)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

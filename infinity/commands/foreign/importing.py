@@ -1,0 +1,125 @@
+"""The state of another library as a checkpoint that ``offloaded.load`` takes, streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import checkpoint
+from infinity.commands.foreign.distributed import METADATA, read_distributed
+from infinity.commands.foreign.state import MOMENTS, SHOWN, ForeignState, Shelf, Shelved
+from infinity.commands.foreign.torch_files import read_torch_file
+from infinity.commands.foreign.universal import read_universal, universal_folder
+from infinity.values.initial.weight_files import WeightFolder
+from infinity.values.persistence import FORMAT
+
+KEPT_BY = "torch.optim.adamw.AdamW"
+"""Whose state all of these mean."""
+
+
+def read_foreign(source: Path, model: nn.Module, *, is_ordered: bool) -> ForeignState:
+    """Whatever is at ``source``. Raises ``ValueError`` for what is none of the three."""
+    if source.is_file():
+        return read_torch_file(source, model, is_ordered=is_ordered)
+    if not source.exists():
+        raise FileNotFoundError(f"{source} does not exist")
+    zero = universal_folder(source)
+    if zero is not None:
+        return read_universal(zero, model)
+    if (source / METADATA).is_file():
+        return read_distributed(source, model)
+    raise ValueError(
+        f"{source} is neither a file of torch.save, nor a universal checkpoint of DeepSpeed (a "
+        "folder with `zero`; its ds_to_universal.py makes one of a checkpoint of ZeRO), nor one of "
+        "torch.distributed.checkpoint"
+    )
+
+
+def import_state(
+    source: Path, model: nn.Module, files: WeightFolder, path: Path, *, is_ordered: bool
+) -> Any:
+    """Write a checkpoint at ``path``; returns what ``checkpoint.save`` returns.
+
+    Weights that ``source`` has not come from ``files``. Where ``model`` was made of these alone
+    (``is_ordered=False``), which of its tensors are buffers is told when it is loaded. Raises as
+    ``read_foreign`` and ``checkpoint.save``, and ``ValueError`` naming what does not fit or is
+    missing.
+    """
+    state = read_foreign(source, model, is_ordered=is_ordered)
+    state.check(model, source)
+    return checkpoint.save(_tree(state, model, files), path)
+
+
+def _tree(state: ForeignState, model: nn.Module, files: WeightFolder) -> dict[str, Any]:
+    """As ``infinity.values.persistence`` has it, with weights in float32 and no master beside."""
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    moments: dict[str, dict[str, Any]] = {part: {} for part in MOMENTS}
+    for name, both in state.moments.items():
+        for part, tensor in zip(MOMENTS, both, strict=True):
+            moments[part][name] = tensor
+    has_moments = {name: list(MOMENTS) if name in state.moments else [] for name in shapes}
+    return {
+        "model": _weights(state, model, files),
+        "optimizer": moments,
+        "extra": {"given": False, "value": None},
+        "infinity": {
+            "format": FORMAT,
+            "steps": {name: state.steps.get(name, 0) for name in shapes},
+            "planes": {name: ["weight", *has_moments[name]] for name in shapes},
+            "shapes": shapes,
+            "dtypes": dict.fromkeys(shapes, torch.float32),
+            "groups": list(state.groups),
+            "optimizer_class": KEPT_BY,
+            "plane_dtypes": {
+                name: dict.fromkeys(parts, torch.float32) for name, parts in has_moments.items()
+            },
+            "state_dtype": torch.float32,
+            "state": None,
+            "parts": {name: [p.numel()] for name, p in model.named_parameters()},
+            "buffers": dict.fromkeys(_persistent(model), True),
+            "module_states": {},
+            "is_foreign": True,
+            "loss_scale": None,
+            "small_state": {},
+            "world_size": 1,
+            "own_states": [],
+        },
+    }
+
+
+def _weights(state: ForeignState, model: nn.Module, files: WeightFolder) -> dict[str, Any]:
+    parameters, buffers = dict(model.named_parameters()), _persistent(model)
+    wanted: Mapping[str, torch.Tensor] = {**parameters, **buffers}
+    missing = [n for n in wanted if n not in state.weights and n not in files.names]
+    if missing:
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        raise ValueError(
+            f"neither the state nor {files.path} has {', '.join(missing[:SHOWN])}{more}; give the "
+            "folder of the model that was trained as --model"
+        )
+    shelf = Shelf(files.read)
+    return {
+        name: state.weights[name] if name in state.weights else _stored(shelf, files, name, like)
+        for name, like in wanted.items()
+    }
+
+
+def _persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that a state dict has, by their names."""
+    names = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}
+
+
+def _stored(shelf: Shelf, files: WeightFolder, name: str, like: torch.Tensor) -> Shelved:
+    stored = files.on_meta(name)
+    if stored.shape != like.shape:
+        raise ValueError(
+            f"{name} has shape {list(stored.shape)} in {files.path}, {list(like.shape)} in the "
+            "model"
+        )
+    dtype = torch.float32 if like.dtype.is_floating_point else stored.dtype
+    return Shelved(shelf, name, stored.shape, dtype)

@@ -1,0 +1,111 @@
+"""What AdamW's state is called when it comes from another library, and what it must fit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from swap.storage.planes import as_bytes
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SHOWN = 5
+"""Names that a message lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignState:
+    """By the model's own names of its parameters; tensors may be sources that are read later.
+
+    ``groups`` are those of the optimizer with its options and the names as ``params``; none where
+    the files do not say, and then training goes on with the options that it is given.
+    """
+
+    moments: Mapping[str, tuple[Any, Any]]
+    steps: Mapping[str, int]
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] = ()
+
+    def check(self, model: nn.Module, source: object) -> None:
+        """Raises ``ValueError`` listing all that does not fit, before anything is written."""
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        problems = list(self._problems(shapes))
+        if problems:
+            more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise ValueError(
+                f"{source} is not of this model: {'; '.join(problems[:SHOWN])}{more}; give the "
+                "--model that it was trained with"
+            )
+        if not self.moments:
+            raise ValueError(f"{source} has no exp_avg and exp_avg_sq of any parameter")
+
+    def _problems(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+        found = {
+            name: {part: tuple(tensor.shape) for part, tensor in zip(MOMENTS, both, strict=True)}
+            for name, both in self.moments.items()
+        }
+        for name, weight in self.weights.items():
+            found.setdefault(name, {})["weight"] = tuple(weight.shape)
+        for name, parts in found.items():
+            if name not in shapes:
+                yield f"the model has no parameter {name}"
+                continue
+            for part, shape in parts.items():
+                if shape != shapes[name]:
+                    yield f"{part} of {name} has shape {list(shape)}, not {list(shapes[name])}"
+
+
+class Float32:
+    """A tensor of another dtype, as float32: a ``ByteSource`` that converts what is read."""
+
+    thread_safe = True
+    dtype = torch.float32
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self._flat = tensor.contiguous().view(-1)
+
+    def read(self, start: int, out: memoryview) -> None:
+        target = torch.frombuffer(out, dtype=torch.float32)
+        target.copy_(self._flat[start // 4 : start // 4 + target.numel()])
+
+
+def as_float32(tensor: torch.Tensor) -> Any:
+    """What a checkpoint reads it from: the tensor itself where it is float32."""
+    return tensor if tensor.dtype == torch.float32 else Float32(tensor)
+
+
+class Shelf:
+    """Tensors that ``read`` gives whole by their names: one at a time, the last one is kept."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def copy(self, name: str, dtype: torch.dtype, start: int, out: memoryview) -> None:
+        """Bytes from ``start`` on of a tensor in ``dtype``."""
+        with self._lock:
+            if self._last is None or self._last[0] != name:
+                self._last = None  # its memory goes before that of the next comes
+                self._last = name, self._read(name).to(dtype).contiguous()
+            out[:] = as_bytes(self._last[1].view(-1)).data[start : start + len(out)]
+
+
+class Shelved:
+    """One of them, as a ``ByteSource``."""
+
+    thread_safe = True
+
+    def __init__(
+        self, shelf: Shelf, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._shelf, self._name = shelf, name
+        self.shape, self.dtype = tuple(shape), dtype
+
+    def read(self, start: int, out: memoryview) -> None:
+        self._shelf.copy(self._name, self.dtype, start, out)

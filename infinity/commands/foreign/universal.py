@@ -1,0 +1,82 @@
+"""DeepSpeed's universal checkpoints, which its `ds_to_universal.py` makes of those of ZeRO.
+
+`zero/<parameter>/` has `fp32.pt` (the master), `exp_avg.pt`, `exp_avg_sq.pt` and `step.pt`: tensors
+as they are or flat, alone or as `param` of a dict. Which parameters were in which group they do not
+say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.commands.foreign.state import MOMENTS, ForeignState, as_float32
+from infinity.commands.foreign.torch_files import load_mapped
+
+LATEST = "latest_universal"
+MASTER = "fp32"
+_WRAPPED = "module."
+
+
+def universal_folder(path: Path) -> Path | None:
+    """The folder `zero` of a checkpoint at ``path``, or of the latest one in it."""
+    for folder in (path, path / _latest(path)):
+        if (folder / "zero").is_dir():
+            return folder / "zero"
+    return None
+
+
+def _latest(path: Path) -> str:
+    try:
+        return (path / LATEST).read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def read_universal(folder: Path, model: nn.Module) -> ForeignState:
+    """``folder``: what ``universal_folder`` gives. Raises ``ValueError`` naming what is missing."""
+    weights, moments, steps = {}, {}, {}
+    for name, parameter in model.named_parameters():
+        where = _place(folder, name)
+        if where is None:
+            continue  # frozen, or of another model: what has no weights at all is told later
+        weights[name] = _tensor(where / f"{MASTER}.pt", parameter)
+        if (where / f"{MOMENTS[0]}.pt").exists():
+            first, second = (_tensor(where / f"{part}.pt", parameter) for part in MOMENTS)
+            moments[name] = (first, second)
+            steps[name] = _step(where / "step.pt", folder)
+    return ForeignState(weights=weights, moments=moments, steps=steps)
+
+
+def _place(folder: Path, name: str) -> Path | None:
+    for called in (name, _WRAPPED + name):
+        if (folder / called).is_dir():
+            return folder / called
+    return None
+
+
+def _tensor(file: Path, parameter: nn.Parameter) -> Any:
+    found = load_mapped(file)
+    if isinstance(found, Mapping):
+        found = found.get("param")
+    if not isinstance(found, torch.Tensor):
+        raise ValueError(f"{file} has no tensor, alone or as `param` of a dict")
+    if found.dim() == 1 and found.numel() == parameter.numel():
+        found = found.view(parameter.shape)
+    return as_float32(found)
+
+
+def _step(file: Path, folder: Path) -> int:
+    """Of a parameter, or where it has none of its own, of all."""
+    for where in (file, folder / "optimizer_state.pt"):
+        if where.exists():
+            found = load_mapped(where)
+            if isinstance(found, Mapping):
+                found = found.get("step")
+            if found is not None:
+                return int(found)
+    raise ValueError(f"{file} is missing: how many steps the moments are from is not known")

@@ -1,0 +1,248 @@
+"""AdamW's state of other libraries goes on here, and ours there, as if it had never moved."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import checkpoint
+import infinity
+from infinity.cli import main
+from tests.support.models import seeded
+
+WIDTH = 96
+AT = 3
+"""Steps before the state moves; as many come after."""
+OPTIONS: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.02}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.unused = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x))) * self.scale
+
+
+def batches() -> Iterator[torch.Tensor]:
+    rng = torch.Generator().manual_seed(5)
+    while True:
+        yield torch.randn(4, WIDTH, generator=rng)
+
+
+def train(model: nn.Module, step: Callable[[], Any], data: Iterator[torch.Tensor]) -> list[float]:
+    losses = []
+    for _ in range(AT):
+        x = next(data)
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        step()
+        losses.append(loss.item())
+    return losses
+
+
+class Plain:
+    """A run of torch's AdamW: what it saved amid it, and how it went on."""
+
+    def __init__(self, folder: Path, named: bool = True) -> None:
+        self.model = seeded(Model)
+        given: Any = self.model.named_parameters() if named else self.model.parameters()
+        self.optimizer = torch.optim.AdamW(given, fused=True, **OPTIONS)
+        data = batches()
+        train(self.model, self.step, data)
+        self.weights = folder / "model.safetensors"
+        save_file(self.model.state_dict(), self.weights)
+        self.folder = folder
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def rest(self) -> list[float]:
+        return train(self.model, self.step, _after(AT))
+
+
+def _after(count: int) -> Iterator[torch.Tensor]:
+    data = batches()
+    for _ in range(count):
+        next(data)
+    return data
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Plain:
+    return Plain(tmp_path)
+
+
+def goes_on(path: Path, nvme: Path, **options: Any) -> tuple[list[float], nn.Module]:
+    model = Model()
+    with infinity.offload(
+        model, nvme, optimizer=infinity.AdamW(**options), host_memory="256MiB"
+    ) as offloaded:
+        offloaded.load(path)
+        return train(model, offloaded.step, _after(AT)), model
+
+
+def run(*words: object) -> None:
+    assert main([str(word) for word in words]) == 0
+
+
+def assert_goes_on_as(plain: Plain, path: Path, nvme: Path, **options: Any) -> None:
+    losses, model = goes_on(path, nvme, **options)
+    assert losses == plain.rest()
+    expected = plain.model.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("place", [None, "optimizer", "optimizer_states"])
+def test_state_dict_of_torch_goes_on(
+    place: str | None, plain: Plain, nvme: Path, tmp_path: Path
+) -> None:
+    state = plain.optimizer.state_dict()
+    whole = {None: state, "optimizer": {place: state}, "optimizer_states": {place: [state]}}
+    torch.save(whole[place], tmp_path / "optimizer.pt")
+    run("import", tmp_path / "optimizer.pt", tmp_path / "ours", "--model", plain.weights)
+    assert_goes_on_as(plain, tmp_path / "ours", nvme)
+
+
+def test_universal_checkpoint_of_deepspeed_goes_on_with_its_masters(
+    plain: Plain, nvme: Path, tmp_path: Path
+) -> None:
+    zero = tmp_path / "run" / "step3_universal" / "zero"
+    for number, (name, p) in enumerate(plain.model.named_parameters()):
+        folder = zero / name
+        folder.mkdir(parents=True)
+        state = plain.optimizer.state.get(p)
+        saved = {"fp32": p.detach()} | ({} if not state else dict(state))
+        for part, tensor in saved.items():
+            flat = tensor.reshape(-1) if part != "step" else tensor
+            torch.save(
+                {"param": flat} if number % 2 and part != "step" else flat, folder / f"{part}.pt"
+            )
+    (tmp_path / "run" / "latest_universal").write_text("step3_universal")
+    rounded = {key: value.bfloat16() for key, value in plain.model.state_dict().items()}
+    save_file(rounded, tmp_path / "rounded.safetensors")
+    model = tmp_path / "rounded.safetensors"
+    run("import", tmp_path / "run", tmp_path / "ours", "--model", model)
+    assert_goes_on_as(plain, tmp_path / "ours", nvme, **OPTIONS)
+
+
+@pytest.mark.parametrize("names", [("model", "optim"), ("app.model", "app.optimizer")])
+def test_distributed_checkpoint_goes_on(
+    names: tuple[str, str], plain: Plain, nvme: Path, tmp_path: Path
+) -> None:
+    weights, state = get_state_dict(plain.model, plain.optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        save(dict(zip(names, (weights, state), strict=True)), checkpoint_id=tmp_path / "dcp")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
+    assert_goes_on_as(plain, tmp_path / "ours", nvme, **OPTIONS)
+
+
+def test_state_comes_into_bfloat16_with_float32_masters(
+    plain: Plain, nvme: Path, tmp_path: Path
+) -> None:
+    torch.save(plain.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    run("import", tmp_path / "optimizer.pt", tmp_path / "ours", "--model", plain.weights)
+    model = Model()
+    with infinity.offload(
+        model, nvme, compute_dtype=torch.bfloat16, host_memory="256MiB"
+    ) as offloaded:
+        offloaded.load(tmp_path / "ours")
+        offloaded.save(tmp_path / "saved")
+    saved = checkpoint.load(tmp_path / "saved")
+    name = "up.weight"
+    assert torch.equal(saved["model"][name], plain.model.up.weight.bfloat16())
+    kept = plain.optimizer.state[plain.model.up.weight]
+    assert torch.equal(saved["optimizer"]["exp_avg"][name], kept["exp_avg"])
+    master = (saved["model"][name].view(torch.int16).int() << 16) + saved["optimizer"]["lo"][name]
+    assert torch.equal(master.view(torch.float32), plain.model.up.weight)
+
+
+def test_our_moments_go_on_in_torch(nvme: Path, tmp_path: Path) -> None:
+    model = seeded(Model)
+    with infinity.offload(
+        model, nvme, optimizer=infinity.AdamW(**OPTIONS), host_memory="256MiB"
+    ) as offloaded:
+        train(model, offloaded.step, batches())
+        offloaded.save(tmp_path / "ours")
+        run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "opt.pt")
+        losses = train(model, offloaded.step, _after(AT))
+    plain = Plain(tmp_path)
+    plain.model.load_state_dict(checkpoint.load(tmp_path / "ours", only=["model.*"])["model"])
+    plain.optimizer.load_state_dict(torch.load(tmp_path / "opt.pt", weights_only=True))
+    assert plain.rest() == losses
+    assert len(plain.optimizer.state_dict()["state"]) == 4
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_exported_moments_come_back(plain: Plain, nvme: Path, tmp_path: Path) -> None:
+    torch.save(plain.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    run("import", tmp_path / "optimizer.pt", tmp_path / "ours", "--model", plain.weights)
+    run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "again.pt")
+    first, again = (
+        torch.load(tmp_path / name, weights_only=True) for name in ("optimizer.pt", "again.pt")
+    )
+    assert first["param_groups"][0]["lr"] == again["param_groups"][0]["lr"]
+    for number, kept in first["state"].items():
+        assert all(torch.equal(value, again["state"][number][key]) for key, value in kept.items())
+
+
+def test_numbered_parameters_need_the_order_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Plain(tmp_path, named=False)
+    torch.save(plain.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    words = ["import", tmp_path / "optimizer.pt", tmp_path / "ours", "--model", plain.weights]
+    assert main([str(word) for word in words]) == 1
+    assert "named_parameters()" in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
+
+
+def _without_moments(state: dict[str, Any]) -> Any:
+    for kept in state["state"].values():
+        del kept["exp_avg_sq"]
+    return state
+
+
+def _of_another_shape(state: dict[str, Any]) -> Any:
+    state["state"][0]["exp_avg"] = torch.zeros(3, 5)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (_without_moments, "not the state of AdamW"),
+        (_of_another_shape, "exp_avg of up.weight has shape [3, 5], not [192, 96]"),
+        (lambda state: {"epoch": 3}, "has no state dict of an optimizer"),
+        (lambda state: Path, "without running what is in it"),
+        (lambda state: {**state, "state": {}}, "has no exp_avg and exp_avg_sq of any parameter"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    spoil: Callable[[Any], Any],
+    text: str,
+    plain: Plain,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torch.save(spoil(plain.optimizer.state_dict()), tmp_path / "optimizer.pt")
+    words = ["import", tmp_path / "optimizer.pt", tmp_path / "ours", "--model", plain.weights]
+    assert main([str(word) for word in words]) == 1
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
