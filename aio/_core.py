@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aio._native import ffi, lib
+from aio.errors import check_int
 from aio.files import MAX_OFFSET, File, warn_buffered
 from aio.operation import Operation, Outcome, Request, Ticket
 from aio.threads import Thread, join_thread, say, start_thread
@@ -92,6 +93,7 @@ class Core:
     def submit(self, requests: Sequence[Request], lane: int) -> list[Operation]:
         """See Engine.submit. `lane` is -1 for the least loaded one."""
         self.check_usable()
+        _check_requests(requests)
         batch = ffi.new("aio_request[]", len(requests))
         entries: dict[int, tuple[Ticket, Any]] = {}
         operations: list[Operation] = []
@@ -227,6 +229,19 @@ class Core:
 
 def _reap(core: Core) -> None:
     core.reap()
+
+
+def _check_requests(requests: object) -> None:
+    if not isinstance(requests, Sequence):
+        raise TypeError(f"requests is a {type(requests).__name__}, not a sequence of Requests")
+    for request in requests:
+        if not isinstance(request, Request):
+            raise TypeError(f"requests has a {type(request).__name__}, which is not a Request")
+        if not isinstance(request.file, File):
+            raise TypeError(
+                f"file is a {type(request.file).__name__}, not a File: open one with Engine.open"
+            )
+        check_int("offset", request.offset)
 
 
 def _export(request: Request) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from aio._native import ffi, lib
-from aio.errors import AioError
+from aio.errors import AioError, check_flag, check_int
 
 Backend = Literal["auto", "libaio", "io_uring", "posix", "memory"]
 
@@ -59,8 +59,14 @@ class MemoryBackend:
 
     def __post_init__(self) -> None:
         for name in ("short_transfer", "again", "interrupted", "short_submit", "error"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not a probability")
+            value = getattr(self, name)
+            if not isinstance(value, int | float):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a number")
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}={value} is not a probability")
+        for name in ("seed", "errno", "gate"):
+            check_int(name, getattr(self, name))
+        check_flag("refuse_direct", self.refuse_direct)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +79,8 @@ class Limits:
     max_pending_bytes: int
 
     def __post_init__(self) -> None:
+        for name in ("queue_depth", "block_bytes", "lanes", "max_pending_bytes"):
+            check_int(name, getattr(self, name))
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         if not 1 <= self.queue_depth <= 4096:
             raise ValueError(f"queue_depth={self.queue_depth} is not between 1 and 4096")
@@ -112,6 +120,8 @@ def start(backend: Backend | MemoryBackend, limits: Limits) -> Started:
     """
     faults = backend if isinstance(backend, MemoryBackend) else MemoryBackend()
     name = "memory" if isinstance(backend, MemoryBackend) else backend
+    if not isinstance(name, str):
+        raise TypeError(f"backend is a {type(name).__name__}, neither a name nor a MemoryBackend")
     if name != "auto" and name not in NAMES:
         known = ", ".join(["auto", *NAMES])
         raise ValueError(f"backend={name!r} is not one of {known}")

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aio._native import ffi, lib
-from aio.errors import AioError
+from aio.errors import AioError, check_flag, check_int
 from aio.ranges import RangeAllocator
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,11 @@ class Slab:
         huge_pages: bool = True,
         inherited: bool = True,
     ) -> None:
+        check_int("nbytes", nbytes)
+        check_flag("huge_pages", huge_pages)
+        check_flag("inherited", inherited)
+        if lock != "required":
+            check_flag("lock", lock)
         if nbytes <= 0:
             raise ValueError(f"cannot make a slab of {nbytes} bytes: ask for one or more")
         self._nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aio._core import Core
 from aio._native import ffi, lib
 from aio.backends import Backend, Limits, MemoryBackend, start
+from aio.errors import check_int, check_path
 from aio.files import File, warn_buffered
 from aio.opening import MODES, Mode
 from aio.operation import Operation, Request
@@ -56,7 +57,8 @@ class Engine:
     backend: "auto" takes the best that works here and describe() says which and why; it falls
     back to "posix" with one warning. Naming one takes that one or fails.
 
-    Raises ValueError for sizes that cannot work, AioError when the backend cannot be set up.
+    Raises TypeError for what is no int and no backend, ValueError for sizes that cannot work,
+    AioError when the backend cannot be set up.
 
     Memory: none of its own, except eight blocks a lane once it has met a buffer whose address the
     device cannot take (see File.memory_alignment).
@@ -131,6 +133,9 @@ class Engine:
         """
         tell()
         self._core.check_usable()
+        check_path("path", path)
+        if size is not None:
+            check_int("size", size)
         if mode not in MODES:
             raise ValueError(f'mode={mode!r} is not one of "r", "r+", "w" and "x"')
         if size is not None and (mode == "r" or size < 0):
@@ -178,8 +183,10 @@ class Engine:
         for a bad offset, lane or file and on a closed engine, RuntimeError after a fork,
         MemoryError. Errors of the transfers themselves are raised by Operation.result().
         """
-        if lane is not None and not 0 <= lane < self.lanes:
-            raise ValueError(f"lane={lane} is not between 0 and {self.lanes - 1}")
+        if lane is not None:
+            check_int("lane", lane)
+            if not 0 <= lane < self.lanes:
+                raise ValueError(f"lane={lane} is not between 0 and {self.lanes - 1}")
         return self._core.submit(requests, -1 if lane is None else lane)
 
     def drain(self) -> None:

@@ -1,4 +1,6 @@
-"""The error of a transfer, and of whatever else a file or the kernel refuses."""
+"""The error of a transfer, of whatever else a file or the kernel refuses, and of arguments that are
+of another type.
+"""
 
 import errno as errno_codes
 import os
@@ -86,6 +88,34 @@ def is_no_room(error: BaseException) -> bool:
     Other places may have room, and so may this one when something of it is given back.
     """
     return isinstance(error, OSError) and error.errno in _NO_ROOM
+
+
+def check_int(name: str, value: object) -> None:
+    """Raises TypeError for an argument that is no whole number."""
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not an int")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises TypeError for an argument that is neither True nor False."""
+    if type(value) is not bool:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not True or False")
+
+
+def check_path(name: str, value: object) -> None:
+    """Raises TypeError for an argument that is no path."""
+    given = value.__fspath__() if isinstance(value, os.PathLike) else value
+    if not isinstance(given, str):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}, not a path; give a str or an"
+            " os.PathLike of str"
+        )
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raises TypeError for an argument that is no time to wait: a number of seconds, or None."""
+    if value is not None and not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a number of seconds")
 
 
 class NotRegularFileError(ValueError):

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from aio._native import ffi, lib
 from aio.descriptors import Descriptor
-from aio.errors import AioError
+from aio.errors import AioError, check_int, check_path
 from aio.opening import Direct, Mode, Opening
 from aio.unasked import FirstError, tell
 
@@ -191,7 +191,7 @@ class File:
         not make it longer meanwhile.) RuntimeError in a forked child, as for a transfer. Where the
         file system cannot reserve, the file is made longer only, with one warning.
         """
-        self._check_writable("allocate space in")
+        self._check_writable("allocate space in", offset=offset, nbytes=nbytes)
         if offset < 0 or not 0 <= nbytes <= MAX_OFFSET - offset:
             raise ValueError(f"cannot allocate {nbytes} bytes at offset {offset} of {self.path}")
         tries = itertools.count()
@@ -262,10 +262,8 @@ class File:
         return not self.in_flight and all(thread == here for thread in self.uses.values())
 
     def truncate(self, nbytes: int) -> None:
-        """Makes the file exactly `nbytes` long. Raises AioError, and RuntimeError in a forked
-        child.
-        """
-        self._check_writable("truncate")
+        """Makes the file exactly this long. Raises AioError; RuntimeError in a forked child."""
+        self._check_writable("truncate", nbytes=nbytes)
         if not 0 <= nbytes <= MAX_OFFSET:
             raise ValueError(f"cannot truncate {self.path} to {nbytes} bytes")
         if error := -self._call(lambda native: lib.aio_file_truncate(native, nbytes)):
@@ -348,8 +346,10 @@ class File:
         if self.is_closed:
             raise ValueError(f"{self.path} is closed")
 
-    def _check_writable(self, action: str) -> None:
+    def _check_writable(self, action: str, **numbers: int) -> None:
         self.check_open()
+        for name, number in numbers.items():
+            check_int(name, number)
         if self.mode == "r":
             raise ValueError(
                 f'cannot {action} {self.path}: it was opened with mode "r", open it with "r+"'
@@ -372,8 +372,7 @@ class File:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.is_closed else f'mode "{self.mode}"'
-        return f"<File {self.path}, {state}>"
+        return f"<File {self.path}, {'closed' if self.is_closed else f'mode {self.mode!r}'}>"
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
@@ -381,6 +380,7 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
     Raises what os.open raises for the directory, and AioError when the sync fails.
     """
+    check_path("path", path)
     with Descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as directory:
         try:
             os.fsync(directory.number)
@@ -391,7 +391,7 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 
 def warn_buffered(path: Path, reason: str) -> None:
-    """The one warning about files without direct I/O."""
+    """Of files without direct I/O."""
     logger.warning(
         "%s: no direct I/O (%s), so its data goes through the page cache, which costs a copy,"
         " processor time and memory",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from aio import unasked
-from aio.errors import AioError, transfer_error
+from aio.errors import AioError, check_seconds, transfer_error
 from aio.threads import say
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ class Operation:
         and RuntimeError where waiting could never end: inside a callback of the same engine, or
         in a forked child.
         """
+        check_seconds("timeout", timeout)
         ticket = self._ticket
         if ticket.outcome is None:
             self._check_may_wait()

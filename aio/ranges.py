@@ -11,6 +11,8 @@ the index that it may have left half changed is made anew by the next one.
 import bisect
 from collections.abc import Collection
 
+from aio.errors import check_int
+
 
 class RangeAllocator:
     """Best fit over a sorted list of free ranges.
@@ -20,6 +22,8 @@ class RangeAllocator:
 
     def __init__(self, nbytes: int, *, alignment: int = 4096) -> None:
         """`nbytes` that do not fill a multiple of `alignment` at the end are never handed out."""
+        check_int("alignment", alignment)
+        check_int("nbytes", nbytes)
         if alignment < 1:
             raise ValueError(f"alignment={alignment} is not a positive number of bytes")
         if nbytes < 0:

@@ -32,19 +32,13 @@ from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
 from checkpoint.loading.api import load
 from checkpoint.loading.manifest_cache import KnownManifests
-from checkpoint.loading.verdicts import Verdict, is_directory, pass_over, verdict_of
-from checkpoint.ranks.coordinator import (
-    Coordinator,
-    Operation,
-    apart,
-    ranks_of,
-    together,
-    unaccompanied,
-)
+from checkpoint.loading.verdicts import Verdict, is_directory, pass_over, verdict_of, weakest
+from checkpoint.ranks.coordinator import Coordinator, Operation, ranks_of, unaccompanied
+from checkpoint.ranks.turn import Turn, turn
 from checkpoint.saving.api import save_after, start_save
 from checkpoint.saving.guard import Guard
 from checkpoint.saving.pending import PendingSave
-from checkpoint.transfer.memory import KeptMemory
+from checkpoint.transfer.memory import KeptMemory, check_engine
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +69,9 @@ class Manager:
     of a `coordinator`; others may load from it meanwhile. A step that is a link to a directory is
     loaded and never removed.
 
-    With a `coordinator` every rank makes the same calls in the same order, but for `path`; each of
-    them raises RankFailedError where another rank failed. `root` is where all ranks see it.
+    With a `coordinator` every rank makes the same calls in the same order, this one too, but for
+    `path`; each of them raises RankFailedError where another rank failed or was interrupted. `root`
+    is where all ranks see it.
     """
 
     def __init__(
@@ -89,19 +84,18 @@ class Manager:
         engine: Engine | None = None,
         coordinator: Coordinator | None = None,
     ) -> None:
-        for name, value in (("keep", keep), ("keep_every", keep_every)):
-            if value is not None and type(value) is not int:
-                raise TypeError(f"{name}={value!r} is no int; give int({value!r})")
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep} would remove what was just saved; give 1 or more")
-        if keep_every is not None and keep_every < 1:
-            raise ValueError(f"keep_every={keep_every} is not a number of steps")
-        self.root = checkpoint_path(root, "root")
-        self._stripe_dirs = resolved_stripes(stripe_dirs)
+        self._ranks: Coordinator = ranks_of(coordinator)
+
+        def check() -> tuple[Path, tuple[Path, ...]]:
+            _check_kept(keep, keep_every)
+            check_engine(engine)
+            return checkpoint_path(root, "root"), resolved_stripes(stripe_dirs)
+
+        with turn(self._ranks, Operation.MAKE) as made:
+            self.root, self._stripe_dirs = made.apart(check)
         self._keep = keep
         self._keep_every = keep_every
         self._engine = engine
-        self._ranks: Coordinator = ranks_of(coordinator)
         self._pending: PendingSave | None = None
         self._memory = KeptMemory()
         self._searched = self._stripe_dirs
@@ -166,15 +160,15 @@ class Manager:
         Others are passed over with a warning that says what is wrong with them, be it damage or
         that they cannot be read.
         """
-        with self._turn(Operation.STEPS):
-            verdicts = dict(self._judged(self._judge))
-            listing = self._candidates()
+        with turn(self._ranks, Operation.STEPS) as looking:
+            verdicts = dict(self._judged(looking, self._judge, is_all=False))
+            listing = self._candidates(looking, lambda _: True)
             return sorted(step for step in listing if verdicts.get(step) is Verdict.WHOLE)
 
     def latest(self) -> int | None:
         """The step that was saved last, of those that can be loaded; None if there is none."""
-        with self._turn(Operation.LATEST):
-            judged = self._judged(self._judge)
+        with turn(self._ranks, Operation.LATEST) as looking:
+            judged = self._judged(looking, self._judge)
             return next((step for step, verdict in judged if verdict is Verdict.WHOLE), None)
 
     def load(self, step: int | None = None, **options: Any) -> Any:
@@ -187,16 +181,16 @@ class Manager:
         FileNotFoundError, which says what was passed over, if there is none to load, and what
         `load` raises.
         """
-        with self._turn(Operation.LOAD):
-            self._check_same(step)
+        with turn(self._ranks, Operation.LOAD) as loading:
+            self._check_same(loading, step)
             if step is not None:
                 path = self.path(step)
-                state = apart(self._ranks, lambda: self._load(path, options))
+                state = loading.apart(lambda: self._load(path, options))
                 self._tell(step, [])
                 return state
             found: list[Any] = []
             passed_over: list[int] = []
-            for candidate, verdict in self._judged(partial(self._attempt, options, found)):
+            for candidate, verdict in self._judged(loading, partial(self._attempt, options, found)):
                 if verdict is Verdict.WHOLE:
                     self._tell(candidate, passed_over)
                     return found[-1]
@@ -235,15 +229,7 @@ class Manager:
         """Where a step goes, and the background save before it, which has ended."""
         return unaccompanied(self._ranks, Operation.SAVE, lambda: (self.path(step), self._settle()))
 
-    @contextmanager
-    def _turn(self, operation: Operation) -> Iterator[None]:
-        self._ranks.begin(operation)
-        try:
-            yield
-        finally:
-            self._ranks.end()
-
-    def _check_same(self, step: int | None) -> None:
+    def _check_same(self, loading: Turn, step: int | None) -> None:
         """Raises on every rank for what is no step on one, and for steps that differ."""
 
         def check() -> int | None:
@@ -251,41 +237,63 @@ class Manager:
                 self.path(step)
             return step
 
-        for rank, given in enumerate(steps := together(self._ranks, check)):
+        def differ(steps: list[int | None]) -> bool:
+            return any(given != steps[0] for given in steps)
+
+        for rank, given in enumerate(steps := loading.together(check, differ)):
             if given != steps[0]:
                 raise ValueError(f"rank 0 loads step {steps[0]}, rank {rank} step {given}")
 
-    def _judged(self, judge: Callable[[int], Verdict]) -> Iterator[tuple[int, Verdict]]:
-        """Every step with what the ranks find of it, the one that was saved last first.
+    def _judged(
+        self, looking: Turn, judge: Callable[[int], Verdict], *, is_all: bool = True
+    ) -> Iterator[tuple[int, Verdict]]:
+        """Every step with what the ranks find of it, the one that was saved last first. `is_all`:
+        nothing else is to be looked for, and nothing behind one that is whole.
 
         A listing is outdated when another process removes what is in it and saves anew. Where
         something is absent all is listed and judged again, until nothing changes any more.
         """
         before: list[int] | None = None
         for _ in range(_MAX_LISTINGS):
-            listing = self._candidates()
+            ends = partial(_repeats, before) if is_all else _goes_on
+            listing = self._candidates(looking, ends)
             if listing == before:
                 return
             before = listing
             absent = not listing
             for step in listing:
-                verdict = self._everywhere(step, judge)
+                is_last = is_all and step == listing[-1] and not absent
+                verdict = self._everywhere(looking, step, judge, is_all, is_last)
                 absent = absent or verdict is Verdict.ABSENT
                 yield step, verdict
             if not absent:
                 return
 
-    def _candidates(self) -> list[int]:
+    def _candidates(self, looking: Turn, ends: Callable[[list[list[int]]], bool]) -> list[int]:
         """What rank 0 finds, on every rank; what was saved last comes first."""
-        return together(self._ranks, lambda: self._ordered() if self._ranks.rank == 0 else [])[0]
+        is_first = self._ranks.rank == 0
+        return looking.together(lambda: self._ordered() if is_first else [], ends)[0]
 
-    def _everywhere(self, step: int, judge: Callable[[int], Verdict]) -> Verdict:
+    def _everywhere(
+        self,
+        looking: Turn,
+        step: int,
+        judge: Callable[[int], Verdict],
+        ends_whole: bool,
+        is_last: bool,
+    ) -> Verdict:
         """What all ranks together find of a step."""
-        answers = [Verdict(answer) for answer in together(self._ranks, lambda: judge(step))]
-        lacking = [rank for rank, answer in enumerate(answers) if answer is not Verdict.WHOLE]
+
+        def ends(answers: list[Verdict]) -> bool:
+            verdict = weakest(answers)
+            is_whole = verdict is Verdict.WHOLE
+            return (ends_whole and is_whole) or (is_last and verdict is not Verdict.ABSENT)
+
+        answers = looking.together(lambda: judge(step), ends)
+        lacking = [rank for rank, answer in enumerate(answers) if answer != Verdict.WHOLE]
         if lacking and len(lacking) < len(answers):
             logger.warning("%s is passed over: not whole on ranks %s", self.path(step), lacking)
-        return next((v for v in (Verdict.DAMAGED, Verdict.ABSENT) if v in answers), Verdict.WHOLE)
+        return weakest(answers)
 
     # What this rank sees.
 
@@ -359,6 +367,24 @@ class Manager:
         with _warned(path):
             if remove_checkpoint(path, uuid, self._searched):
                 self._known.forget(path)
+
+
+def _repeats(before: list[int] | None, every: list[list[int]]) -> bool:
+    return every[0] == before
+
+
+def _goes_on(_: object) -> bool:
+    return False
+
+
+def _check_kept(keep: int | None, keep_every: int | None) -> None:
+    for name, value in (("keep", keep), ("keep_every", keep_every)):
+        if value is not None and type(value) is not int:
+            raise TypeError(f"{name}={value!r} is no int; give int({value!r})")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep={keep} would remove what was just saved; give 1 or more")
+    if keep_every is not None and keep_every < 1:
+        raise ValueError(f"keep_every={keep_every} is not a number of steps")
 
 
 @contextmanager

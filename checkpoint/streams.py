@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from aio import Engine, Operation
+from aio import Engine, Operation, read_regular_file
 from checkpoint._native import ffi
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.replacing import Replacement
@@ -48,8 +48,9 @@ def open_stream(path: PathLike, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
     its own and goes with the next stream to `path`. "rb": a file to read and seek in, read ahead.
 
     Raises FileNotFoundError for a file or folder that is missing, OSError where a stream would
-    replace a device, a pipe or a directory, ValueError for another mode; its methods raise OSError
-    naming the file.
+    replace a device, a pipe or a directory and for a file that does not say how long it is (those
+    of /proc), ValueError for another mode and for a pipe or a terminal to read; its methods raise
+    OSError naming the file.
     """
     if mode == "wb":
         return cast(BinaryIO, _StreamWriter(checkpoint_path(path)))
@@ -197,6 +198,13 @@ class _StreamWriter(io.BufferedIOBase):
             raise ValueError(f"the stream to {self._path} is closed")
 
 
+def _check_empty(path: Path) -> None:
+    """Raises OSError for a file without a size that holds something, as those of /proc do."""
+    if read_regular_file(path, 1):
+        what = "its size is not known, as that of files in /proc; read it with open()"
+        raise OSError(errno.EINVAL, what, str(path))
+
+
 class _StreamReader(io.RawIOBase):
     """Reads blocks ahead of a reader that goes forward; keeps the last few."""
 
@@ -217,6 +225,8 @@ class _StreamReader(io.RawIOBase):
         self._engine = self._held.enter_context(Engine())
         self._file = self._held.enter_context(self._engine.open(self._path))
         self._nbytes = self._file.size()
+        if not self._nbytes:
+            _check_empty(self._path)
 
     @property
     def name(self) -> str:

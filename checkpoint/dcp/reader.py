@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
+from aio.errors import check_flag
 from checkpoint.dcp.contents import Contents, StoredChunk
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import read_manifest
@@ -31,7 +32,7 @@ from checkpoint.format.records import Manifest
 from checkpoint.format.slices import Shape
 from checkpoint.loading.opened import OpenCheckpoint
 from checkpoint.loading.reading import PlacedRead, read_files
-from checkpoint.plan.write_runs import STAGING_BYTES
+from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.boxes import BoxPicker, check_target, place_of_box, read_box
 from checkpoint.tensors.changes import count_changes
@@ -59,6 +60,8 @@ class StorageReader(TorchStorageReader):
     ) -> None:
         super().__init__()
         self.path = checkpoint_path(path)
+        check_flag("verify", verify)
+        check_staging_bytes(staging_bytes)
         self._options = ReadOptions(engine=None, staging_bytes=staging_bytes, verify=verify)
         self._moved = relocation(stripe_dirs)
         self._load_id = secrets.token_hex(8)

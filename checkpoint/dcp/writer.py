@@ -34,7 +34,7 @@ from checkpoint.directory.lock import end_given_up
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.manifest import encode_manifest
 from checkpoint.plan.readable import check_files, check_tree
-from checkpoint.plan.write_runs import STAGING_BYTES
+from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.saving.entries import manifest_of
 from checkpoint.saving.generation import Generation
 from checkpoint.sheltered import sheltered
@@ -119,6 +119,7 @@ class StorageWriter(TorchStorageWriter):
         super().__init__()
         self.path = checkpoint_path(path)
         self._stripes = stripe_paths(stripe_dirs)
+        check_staging_bytes(staging_bytes)
         self._staging_bytes = staging_bytes
         self._save_id = secrets.token_hex(8)
         self._running: dict[str, _Save] = {}

@@ -70,6 +70,7 @@ def export_safetensors(
     str, ValueError if nothing is left to write.
     """
     checkpoint = checkpoint_path(path)
+    checkpoint_path(folder, "folder")
     if not isinstance(prefix, str):
         raise TypeError(f"prefix={prefix!r} is no text; leave it out for all names")
     _check_shard_bytes(max_shard_bytes)
@@ -114,6 +115,7 @@ def write_safetensors(
     of several ranks, one makes it. Raises OSError naming the file; the files of an unfinished call
     are removed, as they are after an interrupt.
     """
+    checkpoint_path(folder, "folder")
     check_staging_bytes(staging_bytes)
     _check_shard_bytes(max_shard_bytes)
     _check_names(tensors)

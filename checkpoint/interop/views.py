@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aio.errors import check_flag
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.relocation import Relocation, StripeDirs, relocation
 from checkpoint.directory.replacing import replace_durably
@@ -39,6 +40,7 @@ def open_zarr(
     """
     from checkpoint.interop.zarr_store import open_group
 
+    check_flag("verify", verify)
     return open_group(checkpoint_path(path), verify=verify, moved=relocation(stripe_dirs))
 
 
@@ -55,6 +57,7 @@ def write_references(
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint, OSError for `file`.
     """
+    checkpoint_path(file, "file")
     checkpoint, moved, target = checkpoint_path(path), relocation(stripe_dirs), Path(file)
 
     def work(cancellation: Cancellation) -> None:

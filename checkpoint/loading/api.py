@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from aio import Engine
+from aio.errors import check_flag
 from checkpoint.collector import paused_collector
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import with_current_manifest
@@ -25,6 +26,7 @@ from checkpoint.tensors.assembly import Assembler, view_of
 from checkpoint.tensors.parts import PartsTarget, Window, targets_of, windows_of
 from checkpoint.tensors.sources import finish_device_work
 from checkpoint.tensors.targets import Target
+from checkpoint.transfer.memory import check_engine
 from checkpoint.transfer.reader import ReadOptions
 
 
@@ -66,6 +68,8 @@ def load(
     """
     checkpoint = checkpoint_path(path)
     check_staging_bytes(staging_bytes)
+    check_engine(engine)
+    check_flag("verify", verify)
     moved = relocation(stripe_dirs)
     device = None if map_location is None else _device(map_location)
     selection = Selection(only)
@@ -96,6 +100,10 @@ def _device(map_location: str | torch.device) -> torch.device:
         raise TypeError(
             f"map_location is a {type(map_location).__name__}, not a device; give one, or None for "
             "the device that each tensor was saved from"
+        ) from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"map_location={map_location!r} is no device of this machine: {error}"
         ) from error
     if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())

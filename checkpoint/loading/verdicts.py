@@ -6,7 +6,7 @@ import enum
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
@@ -43,6 +43,11 @@ class Verdict(enum.StrEnum):
     """Removed since it was listed; or a save that runs or was killed, which is no damage."""
     DAMAGED = "damaged"
     """Or it cannot be read, which is no better here."""
+
+
+def weakest(found: Sequence[str]) -> Verdict:
+    """What counts of what the ranks found, by their values."""
+    return next((v for v in (Verdict.DAMAGED, Verdict.ABSENT) if v in found), Verdict.WHOLE)
 
 
 def verdict_of(path: Path, look: Callable[[], object]) -> Verdict:

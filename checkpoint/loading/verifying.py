@@ -20,6 +20,7 @@ from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import view_of
+from checkpoint.transfer.memory import check_engine
 from checkpoint.transfer.reader import ChunkRead, ReadOptions
 
 
@@ -67,6 +68,7 @@ def verify(
     """
     checkpoint = checkpoint_path(path)
     check_staging_bytes(staging_bytes)
+    check_engine(engine)
     moved = relocation(stripe_dirs)
     reports: list[VerifyReport] = []
 

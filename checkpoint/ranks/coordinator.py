@@ -20,6 +20,7 @@ class Operation(enum.IntEnum):
     STEPS = 103
     LATEST = 104
     OWN = 105
+    MAKE = 106
 
 
 def doing(kind: int) -> str | None:
@@ -33,6 +34,7 @@ _DOING: dict[int, str] = {
     Operation.LOAD: "loads a checkpoint",
     Operation.STEPS: "asks for the steps that can be loaded",
     Operation.LATEST: "asks for the latest step",
+    Operation.MAKE: "makes a Manager",
     Operation.OWN: "compares what each rank has for itself",
 }
 

@@ -26,11 +26,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from aio.errors import check_seconds
 from checkpoint.errors import RankFailedError
 from checkpoint.ranks.coordinator import Operation, doing
 
 T = TypeVar("T")
 _CAUSE = "infinity-cause"
+_MADE = "infinity-made"
 _HEADER = 4
 _DEFAULT_SECONDS = 1800.0
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", None)
@@ -61,14 +63,18 @@ class GroupCoordinator:
                 "there is no process group; call torch.distributed.init_process_group() first"
             )
         parent = dist.group.WORLD if process_group is None else process_group
+        if not isinstance(parent, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group is a {type(parent).__name__}, not a group of torch.distributed"
+            )
         ranks = dist.get_process_group_ranks(parent)
         self.rank = dist.get_rank(parent)
         self.world_size = len(ranks)
         if self.rank < 0:
             raise ValueError("this process is not a rank of process_group")
-        timeout = _timeout_of(parent) if timeout_seconds is None else timedelta(0, timeout_seconds)
-        self._seconds = timeout.total_seconds()
         self._store: Any = _store_beside(parent)
+        timeout = self._agreed(parent, timeout_seconds, name)
+        self._seconds = timeout.total_seconds()
         # Not one of torch's own groups: those have names, which are in the way of the next one.
         self._group: Any = _Gloo(self._store, self.rank, self.world_size, timeout)
         self._name = name or _plain_name
@@ -76,6 +82,40 @@ class GroupCoordinator:
         self._count = 0
         self._operation = Operation.COMPARE
         self._turn = threading.Lock()
+
+    def _agreed(self, parent: Any, seconds: float | None, name: Name | None) -> timedelta:
+        """How long ranks wait. What is wrong with the arguments of one of them is told to all: they
+        would wait in vain for it to connect.
+        """
+        timeout, refusal = _timeout_of(parent), None
+        try:
+            _check_arguments(seconds, name)
+            timeout = timeout if seconds is None else timedelta(0, seconds)
+        except (TypeError, ValueError, OverflowError) as error:
+            refusal = error
+        keys = [f"{_MADE}-{rank}" for rank in range(self.world_size)]
+        try:
+            self._store.set(keys[self.rank], "" if refusal is None else describe(refusal))
+            if refusal is not None:
+                raise refusal
+            self._store.wait(keys, timeout)
+            answers = [self._store.get(key).decode(errors="replace") for key in keys]
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._is_told(key)]
+            raise RankFailedError(
+                f"ranks {missing} have not made their GroupCoordinator within "
+                f"{timeout.total_seconds():g} s, or were killed: {error}"
+            ) from error
+        for rank, answer in enumerate(answers):
+            if answer:
+                raise RankFailedError(f"rank {rank} failed: {answer}", rank=rank)
+        return timeout
+
+    def _is_told(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:  # the store has gone with rank 0
+            return False
 
     # Taking turns.
 
@@ -223,6 +263,14 @@ class GroupCoordinator:
 def describe(error: BaseException) -> str:
     """An exception in one line, its kind first."""
     return f"{type(error).__name__}: {error}"
+
+
+def _check_arguments(seconds: float | None, name: Name | None) -> None:
+    check_seconds("timeout_seconds", seconds)
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"timeout_seconds={seconds} is no time to wait")
+    if name is not None and not callable(name):
+        raise TypeError(f"name is a {type(name).__name__}, not a function of a kind and a number")
 
 
 def _encoded(value: object) -> dict[str, Any]:

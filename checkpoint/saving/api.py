@@ -44,7 +44,7 @@ from checkpoint.saving.unguarded import copied
 from checkpoint.sheltered import Cancellation
 from checkpoint.tensors.sources import Source, finish_device_work
 from checkpoint.transfer.filling import Filler
-from checkpoint.transfer.memory import KeptMemory, available_bytes
+from checkpoint.transfer.memory import KeptMemory, available_bytes, check_engine
 from checkpoint.transfer.snapshot import COPY_SLOT_BYTES, EarlyStage
 
 _MAX_NAME_BYTES = 246
@@ -114,16 +114,16 @@ def save_after(
     def plan(cancellation: Cancellation) -> SavePlan:
         return plan_save(state, path, stripe_dirs, ranks, staging_bytes, cancellation, before)
 
-    target = _target(path, ranks, staging_bytes)
+    target = _target(path, ranks, staging_bytes, engine)
     return save_now(Order(path=target, ranks=ranks, engine=engine, plan=plan, previous=previous))
 
 
-def _target(path: PathLike, ranks: Coordinator, staging_bytes: int | None) -> Path:
+def _target(path: PathLike, ranks: Coordinator, staging_bytes: int, engine: Engine | None) -> Path:
     """Where to save to, once the tensors are what the program has computed."""
 
     def find() -> Path:
-        if staging_bytes is not None:
-            check_staging_bytes(staging_bytes)
+        check_staging_bytes(staging_bytes)
+        check_engine(engine)
         finish_device_work()
         return checkpoint_path(path)
 
@@ -196,6 +196,7 @@ def start_save(
     one process. `before` and `previous` are as in `save_after`.
     """
     ranks = ranks_of(coordinator)
+    staging = STAGING_BYTES if staging_bytes is None else staging_bytes
 
     def plan(cancellation: Cancellation) -> SavePlan:
         memory_bytes = staging_bytes or STAGING_BYTES
@@ -214,7 +215,7 @@ def start_save(
         )
 
     order = Order(
-        path=_target(path, ranks, staging_bytes),
+        path=_target(path, ranks, staging, engine),
         ranks=ranks,
         engine=engine,
         plan=plan,

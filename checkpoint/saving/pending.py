@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from aio.errors import let_go
+from aio.errors import check_seconds, let_go
 from aio.threads import Latch, say
 from checkpoint.format.records import SaveInfo
 from checkpoint.sheltered import Cancellation, join_workers
@@ -55,6 +55,7 @@ class PendingSave:
 
     def wait_staged(self, timeout: float | None = None) -> bool:
         """Waits until `staged()`; False when that took longer than `timeout` seconds."""
+        check_seconds("timeout", timeout)
         return self._is_elsewhere() or self.has_staged.wait(timeout)
 
     def wait_done(self, timeout: float | None = None) -> bool:
@@ -62,6 +63,7 @@ class PendingSave:
 
         Raises RuntimeError in a forked child, as `result` does.
         """
+        check_seconds("timeout", timeout)
         if not self.done() and self._is_elsewhere():
             raise RuntimeError(
                 f"the save to {self.path} runs in process {self._pid}, and not in {os.getpid()}, "

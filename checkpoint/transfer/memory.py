@@ -48,6 +48,12 @@ def plain_slab(nbytes: int) -> Slab:
     return Slab(nbytes, huge_pages=False)
 
 
+def check_engine(engine: object) -> None:
+    """Raises TypeError for what is no engine; None is one that is made for the call."""
+    if engine is not None and not callable(getattr(engine, "submit", None)):
+        raise TypeError(f"engine is a {type(engine).__name__}, not an aio.Engine; leave it out")
+
+
 class KeptMemory:
     """A slab that is kept from one use to the next, so that its pages are touched only once.
 

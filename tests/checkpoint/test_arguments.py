@@ -230,3 +230,42 @@ def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
         checkpoint.save({}, tmp_path / "run", number)
     with pytest.raises(TypeError, match="stripe_dirs=5 is not a list"):
         checkpoint.load(tmp_path / "run", stripe_dirs=number)
+
+
+@pytest.mark.parametrize("odd", [7, "odd", object(), [1]], ids=lambda value: type(value).__name__)
+def test_options_of_another_type_are_refused_by_name(tmp_path: Path, odd: Any) -> None:
+    path, new = tmp_path / "run", tmp_path / "new"
+    checkpoint.save({"w": torch.ones(2)}, path)
+    for act in (
+        lambda **options: checkpoint.save({}, new, **options),
+        lambda **options: checkpoint.save_async({}, new, **options),
+        lambda **options: checkpoint.load(path, **options),
+        lambda **options: checkpoint.verify(path, **options),
+        lambda **options: checkpoint.Manager(new, **options),
+    ):
+        with pytest.raises(TypeError, match="engine is a"):
+            act(engine=odd)
+        with pytest.raises(TypeError, match=r"stripe_dirs"):
+            act(stripe_dirs=[7])
+    for read in (checkpoint.load, checkpoint.open_zarr, checkpoint.dcp.StorageReader):
+        with pytest.raises(TypeError, match="verify="):
+            read(path, verify=odd)
+    with pytest.raises(ValueError, match="map_location="):
+        checkpoint.load(path, map_location="odd")
+    pending = checkpoint.save_async({}, new)
+    pending.result()
+    if not isinstance(odd, int):
+        with pytest.raises(TypeError, match="timeout="):
+            pending.result(odd)
+        for writes in (checkpoint.dcp.StorageWriter, checkpoint.dcp.StorageReader):
+            with pytest.raises(TypeError, match="staging_bytes="):
+                writes(new, staging_bytes=odd)
+    if not isinstance(odd, str):
+        for export in (
+            lambda: checkpoint.export_safetensors(path, odd),
+            lambda: checkpoint.write_safetensors({"w": torch.ones(1)}, odd),
+        ):
+            with pytest.raises(TypeError, match="folder is a"):
+                export()
+        with pytest.raises(TypeError, match="file is a"):
+            checkpoint.write_references(path, odd)

@@ -147,6 +147,18 @@ def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
         stream.read(1)
 
 
+@pytest.mark.parametrize("path", ["/proc/cpuinfo", "/sys/kernel/mm/ksm/run"])
+def test_a_file_of_the_kernel_is_refused_and_not_taken_for_an_empty_one(path: str) -> None:
+    if not Path(path).exists():
+        pytest.skip(f"there is no {path}")
+    with (
+        pytest.raises(OSError, match=r"its size is not known|end of file") as caught,
+        checkpoint.open_stream(path) as stream,
+    ):
+        stream.read()
+    assert caught.value.filename == path
+
+
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("checkpoint.streams._BLOCK_BYTES", 4096)

@@ -40,3 +40,30 @@ def test_ranks_save_keep_and_load_a_series_of_checkpoints_together(
         assert "[Errno 28]" in every[1][name]
         assert every[1][name].startswith("OSError")
         assert every[0][name].startswith("RankFailedError: rank 1 failed: OSError: [Errno 28]")
+
+
+def test_rank_that_is_interrupted_anywhere_in_a_look_tells_the_others(tmp_path: Path) -> None:
+    told, lines = run_ranks(rank_managers.interrupted_looks, tmp_path, 2, wanted=12)
+    for name, heard in told.items():
+        assert len(heard) == len(lines[name])
+        for complaint, line in zip(heard, lines[name], strict=True):
+            is_told = complaint.startswith("RankFailedError: rank 1 failed: Interrupted")
+            assert is_told or complaint == "", f"{name} interrupted at {line}: {complaint}"
+        assert any(lines[name]), name
+        assert any(heard), name
+
+
+def test_constructor_that_raises_on_one_rank_raises_on_all_by_name(tmp_path: Path) -> None:
+    first, second = run_ranks(rank_managers.refused_constructors, tmp_path, 2)
+    for name, error in {
+        "seconds": "TypeError: timeout_seconds='odd' is a str, not a number of seconds",
+        "no time": "ValueError: timeout_seconds=-1 is no time to wait",
+        "name": "TypeError: name is a str, not a function",
+        "keep": "TypeError: keep='odd' is no int",
+        "engine": "TypeError: engine is a str, not an aio.Engine",
+        "stripe_dirs": "TypeError: stripe_dirs is a int, not a path",
+    }.items():
+        assert second[name].startswith(error), second[name]
+        assert first[name].startswith(f"RankFailedError: rank 1 failed: {error}"), first[name]
+    assert first["then"] == second["then"] == ""
+    assert first["missing"].startswith("RankFailedError: ranks [1] have not made their")

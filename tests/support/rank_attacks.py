@@ -43,8 +43,8 @@ def absences(rank: int, folder: Path) -> dict[str, str]:
     told["no save"] = complaint(lambda: train(save=not odd))
 
     coordinator = checkpoint.GroupCoordinator(timeout_seconds=1)
+    manager = checkpoint.Manager(folder, coordinator=coordinator)
     if not odd:
-        manager = checkpoint.Manager(folder, coordinator=coordinator)
         told["nobody at load"] = complaint(manager.load)
         told["nobody again"] = complaint(manager.latest)
     dist.barrier()

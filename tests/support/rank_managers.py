@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,9 +17,11 @@ import checkpoint
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.records import Manifest
 from checkpoint.loading.manifest_cache import KnownManifests
+from tests.support.interrupts import interrupt, sampled
 from tests.support.rank_jobs import complaint
 
 NUMEL = 100_000
+_FIRST_LINES = 9
 
 
 class Part:
@@ -139,3 +142,68 @@ def _unreadable(*paths: Path) -> Iterator[None]:
 def _small_disk() -> Any:
     """A page is free, of some."""
     return mock.patch("os.statvfs", return_value=Room(1, 4096, 99))
+
+
+def interrupted_looks(rank: int, folder: Path, *, wanted: int) -> dict[str, list[str]]:
+    """Rank 1 is interrupted at lines of what both do; what each is told, and that all goes on."""
+    manager = checkpoint.Manager(folder / "run", coordinator=checkpoint.GroupCoordinator())
+    for step in (1, 2):
+        manager.save(step, {"w": torch.full((100,), step)})
+    told: dict[str, list[str]] = {}
+    for name in ("load", "load 1", "latest", "steps"):
+        act = _look(manager, name)
+        lines = interrupt(act, None).seen if rank else act() and 0
+        counts: list[Any] = [None, None]
+        dist.all_gather_object(counts, lines)
+        told[name] = []
+        # Before its turn has begun a rank has not come yet, and does not say so.
+        for number in (_FIRST_LINES + n for n in sampled(counts[1] - _FIRST_LINES, wanted)):
+            if rank:
+                told[name].append(interrupt(act, number).line)
+            else:
+                told[name].append(complaint(act))
+            assert manager.load()["w"][0] == 2
+    return told
+
+
+def _look(manager: checkpoint.Manager, name: str) -> Callable[[], object]:
+    looks: dict[str, Callable[[], object]] = {
+        "load": manager.load,
+        "load 1": lambda: manager.load(step=1),
+        "latest": manager.latest,
+        "steps": manager.steps,
+    }
+    return looks[name]
+
+
+def refused_constructors(rank: int, folder: Path) -> dict[str, str]:
+    """Rank 1 gives other arguments; what each is told."""
+    told: dict[str, str] = {}
+    odd: Any = "odd"
+
+    def coordinator(**options: Any) -> None:
+        checkpoint.GroupCoordinator(**options).leave()
+
+    for name, options in {
+        "seconds": {"timeout_seconds": odd},
+        "no time": {"timeout_seconds": -1},
+        "name": {"name": odd},
+    }.items():
+        told[name] = complaint(partial(coordinator, **(options if rank else {})))
+    shared = checkpoint.GroupCoordinator()
+    for name, options in {
+        "keep": {"keep": odd},
+        "engine": {"engine": odd},
+        "stripe_dirs": {"stripe_dirs": [7]},
+    }.items():
+        given: dict[str, Any] = options if rank else {}
+        told[name] = complaint(partial(_manager, folder, shared, given))
+    told["then"] = complaint(lambda: _manager(folder, shared, {}).save(1, {"w": torch.ones(3)}))
+    if not rank:
+        told["missing"] = complaint(lambda: coordinator(timeout_seconds=1))
+    dist.barrier()
+    return told
+
+
+def _manager(folder: Path, coordinator: Any, options: dict[str, Any]) -> checkpoint.Manager:
+    return checkpoint.Manager(folder / "run", coordinator=coordinator, **options)

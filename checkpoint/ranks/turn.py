@@ -1,0 +1,127 @@
+"""A turn of several meetings on the main thread, where an interrupt may come between two of them.
+
+The other ranks are on their way to the next meeting then, and are told there. In a meeting no
+handler runs: a rank that left one half way would be at another point than the others for ever.
+
+Invariant: whatever ends a turn is known to every rank, unless it was over: its last meeting was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from checkpoint.ranks.coordinator import Coordinator, Operation, tell
+from checkpoint.sheltered import Cancellation, Worker, wait_for
+
+T = TypeVar("T")
+
+
+class Turn:
+    """The meetings of one operation, see `turn`."""
+
+    def __init__(self, ranks: Coordinator, operation: Operation) -> None:
+        self._ranks = ranks
+        self._operation = operation
+        self._has_begun = False
+        self._is_over = False
+
+    def together(
+        self, step: Callable[[], T], ends: Callable[[list[T]], bool] = lambda _: False
+    ) -> list[T]:
+        """As `coordinator.together`. With what `ends` says yes to, no other meeting follows."""
+        try:
+            value = step()
+        except BaseException as error:
+            self._meet(error)
+            raise
+
+        return self._meet(value, ends)
+
+    def apart(self, step: Callable[[], T]) -> T:
+        """As `coordinator.apart`, in the last meeting of the turn."""
+        given: list[T] = []
+        self.together(lambda: given.append(step()), ends=lambda _: True)
+        return given[0]
+
+    def begin(self) -> None:
+        """Waits for the coordinator."""
+
+        def begin(cancellation: Cancellation) -> None:
+            self._ranks.begin(self._operation)
+            self._has_begun = True
+            if cancellation.is_requested:  # nobody may wait for this any more
+                self._end()
+
+        self._run(begin)
+
+    def end(self) -> None:
+        """Lets the next one use the coordinator. To be called again after an interrupt."""
+        if self._has_begun:
+            self._run(lambda _: self._end())
+
+    def _end(self) -> None:
+        if self._has_begun:
+            self._has_begun = False
+            self._ranks.end()
+
+    def tell(self, error: BaseException) -> None:
+        """Lets the others know, if they do not and there is a meeting to come."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._has_begun:
+            self._meet(error)
+        else:
+            tell(self._ranks, self._operation, error)
+
+    def _meet(
+        self, value: T | BaseException, ends: Callable[[list[T]], bool] = lambda _: False
+    ) -> list[T]:
+        def meet(_: object) -> list[T]:
+            try:
+                answers = self._ranks.exchange(value)
+            except BaseException:
+                self._is_over = True  # all raise
+                raise
+            self._is_over = self._is_over or ends(answers)
+            return answers
+
+        return self._run(meet)
+
+    def _run(self, work: Callable[[Cancellation], T]) -> T:
+        """Where no handler runs. A second interrupt ends the waiting for others, which may be long;
+        then the ranks cannot meet any more.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or self._ranks.world_size == 1:
+            return work(Cancellation())
+        worker = Worker(work, "checkpoint-meet")
+        try:
+            wait_for(worker, worker.ended)
+        except BaseException:
+            worker.withdraw()  # should it not have begun
+            if not worker.ended.is_set():
+                self._is_over = True
+            raise
+        return worker.outcome()
+
+
+@contextmanager
+def turn(ranks: Coordinator, operation: Operation) -> Iterator[Turn]:
+    """The coordinator's use for one operation, on every rank."""
+    taken = Turn(ranks, operation)
+    try:
+        try:
+            taken.begin()
+            yield taken
+        except BaseException as error:
+            taken.tell(error)
+            raise
+    finally:
+        try:
+            taken.end()
+        finally:
+            taken.end()
