@@ -1,4 +1,4 @@
-"""One descriptor and the object that owns it."""
+"""One descriptor and the object that owns it, and files that go with theirs."""
 
 import errno
 import os
@@ -79,3 +79,30 @@ class Descriptor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Temporary(Descriptor):
+    """A new file to write, removed by `discard` or with the last reference to this.
+
+    One that was given another name stays. A forked child removes nothing. As with a descriptor,
+    letting go of it runs no Python.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], mode: int) -> None:
+        """Raises what os.open raises."""
+        super().__init__()
+        self._whole = ffi.gc(
+            ffi.new("aio_temporary *", {"descriptor": {"number": -1}}), lib.aio_temporary_drop
+        )
+        self._native = ffi.addressof(self._whole, "descriptor")
+        self._name = os.fspath(path)
+        error = errno.EINTR
+        while error == errno.EINTR:  # as in `open`
+            error = -lib.aio_temporary_create(self._whole, os.fsencode(path), mode)
+        if error:
+            raise OSError(error, os.strerror(error), self._name)
+
+    def discard(self) -> None:
+        """Removes the file, if it has its name still, and closes it. Idempotent. Raises OSError."""
+        if error := -lib.aio_temporary_drop(self._whole):
+            raise OSError(error, os.strerror(error), self._name)

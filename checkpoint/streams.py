@@ -35,6 +35,10 @@ _READ_AHEAD = 5
 _SMALL_READ_BYTES = 64 << 10
 _THREAD = "ckpt-stream"
 
+_NOTHING = bool
+"""In the place of a finalizer. That of `io` would call `close`: in Python, which swallows what
+interrupts it. This one is called without an argument, and is C."""
+
 Block = npt.NDArray[np.uint8]
 
 
@@ -56,12 +60,17 @@ def open_stream(path: PathLike, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
         return cast(BinaryIO, _StreamWriter(checkpoint_path(path)))
     if mode == "rb":
         raw = _StreamReader(checkpoint_path(path))
-        return cast(BinaryIO, io.BufferedReader(raw, _SMALL_READ_BYTES))
+        return cast(BinaryIO, _BufferedReader(raw, _SMALL_READ_BYTES))
     raise ValueError(f'mode={mode!r} is neither "rb" nor "wb"')
 
 
 class _StreamWriter(io.BufferedIOBase):
-    """Collects what is written in blocks; a full one is written while the next one fills."""
+    """Collects what is written in blocks; a full one is written while the next one fills.
+
+    One that nobody closed is no file: C removes what it holds.
+    """
+
+    __del__: Any = _NOTHING
 
     def __init__(self, path: Path) -> None:
         self._held = ExitStack()
@@ -86,6 +95,7 @@ class _StreamWriter(io.BufferedIOBase):
         self._replacement = Replacement(self._path)
         self._held.callback(self._replacement.discard)
         self._file = self._held.enter_context(self._engine.open(self._replacement.temporary, "w"))
+        self._file.leave_open()  # C closes it, where this is let go of
 
     @property
     def name(self) -> str:
@@ -187,15 +197,13 @@ class _StreamWriter(io.BufferedIOBase):
         self._failed = self._failed or error is not None
         self.close()
 
-    def __del__(self) -> None:
-        """A stream that nobody closed is no file."""
-        if "_failed" in vars(self) and not self.closed:
-            self._failed = True
-            self._finish()
-
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError(f"the stream to {self._path} is closed")
+
+
+class _BufferedReader(io.BufferedReader):
+    __del__: Any = _NOTHING
 
 
 def _check_empty(path: Path) -> None:
@@ -207,6 +215,8 @@ def _check_empty(path: Path) -> None:
 
 class _StreamReader(io.RawIOBase):
     """Reads blocks ahead of a reader that goes forward; keeps the last few."""
+
+    __del__: Any = _NOTHING
 
     def __init__(self, path: Path) -> None:
         self._blocks: OrderedDict[int, tuple[Operation, Block]] = OrderedDict()
@@ -224,6 +234,7 @@ class _StreamReader(io.RawIOBase):
     def _open(self) -> None:
         self._engine = self._held.enter_context(Engine())
         self._file = self._held.enter_context(self._engine.open(self._path))
+        self._file.leave_open()
         self._nbytes = self._file.size()
         if not self._nbytes:
             _check_empty(self._path)

@@ -41,6 +41,13 @@ typedef struct {
     int32_t number;
 } aio_descriptor;
 
+/* A new file that goes with its owner; `path` is NULL where there is none. */
+typedef struct {
+    aio_descriptor descriptor;
+    int32_t pid;
+    char *path;
+} aio_temporary;
+
 /* Memory that a process has mapped. */
 typedef struct {
     uint8_t *address; /* NULL: none */
@@ -107,6 +114,11 @@ int aio_descriptor_open(aio_descriptor *descriptor, int32_t directory, const cha
                         int32_t flags, uint32_t mode);
 /* Closes it, if it is open, once. 0 or -errno; it is closed after an error, too. */
 int aio_descriptor_close(aio_descriptor *descriptor);
+/* Makes a file to write, which must not exist. 0 or -errno, -EINTR among them. */
+int aio_temporary_create(aio_temporary *temporary, const char *path, uint32_t mode);
+/* Removes the file, unless it has another name by now or this is a child of the process that made
+ * it, and closes it. 0 or -errno of the removal. May be repeated. */
+int aio_temporary_drop(aio_temporary *temporary);
 
 /* Takes no ownership of the descriptors; direct_fd is -1 where there is no direct I/O. 0 and
  * *file, or -errno. */

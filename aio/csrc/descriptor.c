@@ -1,6 +1,8 @@
 /* Opening and closing within one call: the caller has the descriptor whenever it is open. */
 #include <errno.h>
 #include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "api.h"
@@ -12,6 +14,31 @@ int aio_descriptor_open(aio_descriptor *descriptor, int32_t directory, const cha
         return -errno;
     __atomic_store_n(&descriptor->number, number, __ATOMIC_RELEASE);
     return 0;
+}
+
+int aio_temporary_create(aio_temporary *temporary, const char *path, uint32_t mode) {
+    char *kept = strdup(path);
+    if (!kept)
+        return -ENOMEM;
+    const int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
+    const int error = aio_descriptor_open(&temporary->descriptor, -1, path, flags, mode);
+    if (error) {
+        free(kept);
+        return error;
+    }
+    temporary->pid = getpid();
+    temporary->path = kept;
+    return 0;
+}
+
+int aio_temporary_drop(aio_temporary *temporary) {
+    char *path = __atomic_exchange_n(&temporary->path, NULL, __ATOMIC_ACQ_REL);
+    int error = 0;
+    if (path && temporary->pid == getpid() && unlink(path) && errno != ENOENT)
+        error = -errno;
+    free(path);
+    aio_descriptor_close(&temporary->descriptor);
+    return error;
 }
 
 int aio_descriptor_close(aio_descriptor *descriptor) {

@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 from aio import naming, sync_directory
-from aio.descriptors import Descriptor
+from aio.descriptors import Descriptor, Temporary
 
 _MAX_NAME_BYTES = 220
 """Of a name that is part of another one, which may have 255."""
@@ -24,38 +24,32 @@ _MAX_NAME_BYTES = 220
 class Replacement:
     """A new empty file at `temporary`, which `commit` gives the name `path` and `discard` removes.
 
-    It has the owner, as far as that may be, and the permissions of the file that it replaces. What
-    killed processes left that were to replace the same file is removed.
+    With its last reference it is discarded, by C: an interrupt in a finalizer of Python's would be
+    swallowed. It has the owner, as far as that may be, and the permissions of the file that it
+    replaces. What killed processes left that were to replace the same file is removed.
 
     Raises OSError; a directory, a device or a pipe is not replaced.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._process = os.getpid()
         self._replaced = _status_of_replaced(path)
         _remove_abandoned(path)
         # Nobody who may not read the old file reads the new one while it is written.
         mode = 0o666 if self._replaced is None else 0o600
-        self.temporary, self._descriptor = _create(path, mode)
+        self.temporary, self._file = _create(path, mode)
 
     def commit(self) -> None:
         """Durably, if the content is. Raises OSError."""
         with naming(self.temporary):
-            _give_attributes(self._descriptor.number, self._replaced)
+            _give_attributes(self._file.number, self._replaced)
         self.temporary.replace(self.path)
-        self._descriptor.close()
+        self._file.close()
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
         """Idempotent. A forked child leaves alone what its parent writes."""
-        if self._descriptor.number >= 0 and os.getpid() == self._process:
-            self.temporary.unlink(missing_ok=True)
-        self._descriptor.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            self.discard()
+        self._file.discard()
 
 
 def replace_durably(path: Path, data: bytes) -> None:
@@ -87,17 +81,17 @@ def _status_of_replaced(path: Path) -> os.stat_result | None:
     return status
 
 
-def _create(path: Path, mode: int) -> tuple[Path, Descriptor]:
-    """A new file beside `path`, locked: its path and its descriptor."""
+def _create(path: Path, mode: int) -> tuple[Path, Temporary]:
+    """A new file beside `path`, locked: its path and what holds it."""
     while True:
         temporary = path.with_name(f".{_stem(path)}.{secrets.token_hex(4)}.tmp")
-        descriptor = Descriptor(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        file = Temporary(temporary, mode)
         # Until it is locked another process may take it for abandoned.
         with contextlib.suppress(BlockingIOError), naming(temporary):
-            fcntl.flock(descriptor.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor.number).st_nlink:
-                return temporary, descriptor
-        descriptor.close()
+            fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.number).st_nlink:
+                return temporary, file
+        file.discard()
 
 
 def _give_attributes(descriptor: int, replaced: os.stat_result | None) -> None:

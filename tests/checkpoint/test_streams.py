@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,8 +110,36 @@ def test_an_exception_leaves_the_old_file(tmp_path: Path) -> None:
 def test_a_stream_that_nobody_closed_is_no_file(tmp_path: Path) -> None:
     stream = checkpoint.open_stream(tmp_path / "file", "wb")
     stream.write(b"text")
+    assert len(names(tmp_path)) == 1
+    assert run_while_dropped([stream]) == []
     del stream
     assert names(tmp_path) == []
+
+
+def test_letting_go_of_a_stream_runs_no_python(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"text" * 10_000)
+    for mode in ("rb", "wb"):
+        stream: Any = checkpoint.open_stream(tmp_path / "file", mode)
+        _ = stream.read(10) if mode == "rb" else stream.write(b"more")
+        held = [stream]
+        del stream
+        assert run_while_dropped(held) == []
+    assert names(tmp_path) == ["file"]
+    assert (tmp_path / "file").stat().st_size == 40_000
+
+
+def run_while_dropped(held: list[Any]) -> list[str]:
+    """The functions of ours that run on this thread while the last references go."""
+    run: list[str] = []
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).parts[-2] in ("checkpoint", "aio"):
+            run.append(frame.f_code.co_qualname)
+
+    sys.setprofile(called)
+    held.clear()
+    sys.setprofile(None)
+    return run
 
 
 def test_a_write_that_fails_is_told_and_leaves_nothing(

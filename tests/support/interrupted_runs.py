@@ -19,9 +19,9 @@ from torch import nn
 
 import infinity
 from infinity import OffloadedModel
-from tests.support.interrupts import Lines, interrupt
+from tests.support.interrupts import Lines, Remains, interrupt
 from tests.support.tiers import Leftovers
-from tests.support.training import WHOLE, least_budget, same_bits
+from tests.support.training import WHOLE, least_budget, same_bits, values_of
 
 WIDTH = 130
 BATCH = 512
@@ -132,6 +132,11 @@ class Run:
     def load(self) -> None:
         self.offloaded.load(self.folder / "next")
 
+    def spill(self) -> None:
+        """Gradients of a second backward pass, beside those of the first."""
+        self.forward()
+        self.backward()
+
     # What comes before and after.
 
     def now(self) -> Moment:
@@ -175,9 +180,9 @@ class Run:
     def before(self, action: str) -> None:
         """Come to where ``action`` can be taken."""
         self.go_back()
-        if action in ("backward", "step", "flush"):
+        if action in ("backward", "step", "flush", "spill"):
             self.forward()
-        if action in ("step", "flush"):
+        if action in ("step", "flush", "spill"):
             self.backward()
         if action == "flush":
             self.step()
@@ -189,7 +194,7 @@ class Run:
         self.offloaded.optimizer.zero_grad()
         return self._goes_on()
 
-    _after_backward = _after_forward
+    _after_backward = _after_spill = _after_forward
 
     def _after_step(self) -> str:
         if max(self.offloaded._training.steps) == self.start.steps:
@@ -247,7 +252,66 @@ class Run:
             return lines, f"{type(error).__name__}: {error}"
 
 
-ACTIONS = ("forward", "backward", "step", "flush", "modify", "save", "save_behind", "load")
+ACTIONS = (
+    *("forward", "backward", "spill", "step", "flush"),
+    *("modify", "save", "save_behind", "load"),
+)
+
+
+class Blocks:
+    """Blocks that are entered or left with an interrupt. The model has real parameters and its
+    values after it, nothing is left, and the next block is as any other.
+    """
+
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
+        self.nvme = folder / "nvme"
+        self.nvme.mkdir()
+        self._options: dict[str, Any] = {"activations": scenario.activations, "host_memory": WHOLE}
+        if scenario.is_least:
+            least = least_budget(make, self.nvme, activations=scenario.activations)
+            self._options["host_memory"] = least
+        self.first, self.trained = values_of(make()), self._life(make())
+        self.before = Remains.of(self.nvme)
+
+    def interrupted(self, action: str, number: int | None) -> tuple[Lines, str]:
+        """A block whose "enter" or "exit" is interrupted at its line ``number``, and what is wrong
+        with what follows.
+        """
+        model = make()
+        block = infinity.offload(model, self.nvme, **self._options)
+        if action == "enter":
+            lines, expected = interrupt(block.__enter__, number), self.first
+            if not lines.line:
+                block.__exit__(None, None, None)
+        else:
+            _train(model, block.__enter__())
+            lines = interrupt(lambda: block.__exit__(None, None, None), number)
+            expected = self.trained
+        return lines, self._wrong_with(model, expected)
+
+    def _wrong_with(self, model: nn.Module, expected: Values) -> str:
+        if any(type(p) is not nn.Parameter or p.is_meta for p in model.parameters()):
+            return "parameters are not real"
+        if not _are_same(values_of(model), expected):
+            return "values are others"
+        if (remains := Remains.of(self.nvme)) != self.before:
+            return f"left behind: {remains}"
+        return "" if _are_same(self._life(make()), self.trained) else "the next block differs"
+
+    def _life(self, model: nn.Module) -> Values:
+        with infinity.offload(model, self.nvme, **self._options) as offloaded:
+            _train(model, offloaded)
+        return values_of(model)
+
+
+def _train(model: nn.Module, offloaded: OffloadedModel) -> None:
+    for _ in range(2):
+        model(torch.ones(BATCH, WIDTH)).square().mean().backward()
+        offloaded.step()
+
+
+def _are_same(found: Values, expected: Values) -> bool:
+    return all(same_bits(found[name], value) for name, value in expected.items())
 
 
 def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
