@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -77,12 +77,12 @@ def hooked() -> Iterator[Hooked]:
     """A model with the hooks, what they call, and the ends of passes of inference."""
     model, noted, ends = _Model(), _Noted(), list[str]()
     before = _hooks_of(model)
-    collaborators = [cast(Any, noted)] * 4
+    each: Any = noted
     with Undo() as undo:
         hooks = ModelHooks(
             model,
             records_of(model, None),
-            *collaborators,
+            *(each, each, each, each),
             compute_dtype=torch.bfloat16,
             passes=Passes(lambda: ends.append("end")),
         )
