@@ -148,7 +148,8 @@ def _linear(tile: nn.Module) -> nn.Linear:
 def rows_of_parameter(parameter: torch.Tensor, rows: RowRange) -> nn.Parameter:
     """A tile: those rows, where they lie if that is contiguous, and what programs gave them."""
     start, stop = rows
-    tile = nn.Parameter(parameter.detach()[start:stop].contiguous(), parameter.requires_grad)
+    # Not detach(): a change of one tile would count as one of all.
+    tile = nn.Parameter(parameter.data[start:stop].contiguous(), parameter.requires_grad)
     for name, value in vars(parameter).items():
         is_cut = isinstance(value, torch.Tensor) and _has_rows_of(value, parameter)
         vars(tile)[name] = value[start:stop] if is_cut else value

@@ -1,5 +1,6 @@
 """Ctrl-C at any line: nothing leaks, nothing hangs, and the next one works."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -114,9 +115,18 @@ def test_interrupted_life_leaves_a_whole_model_and_nothing_else(tmp_path: Path) 
     assert same_bits(values_of(model)["norm.weight"], lives.allowed[2]["norm.weight"])
 
 
-def test_interrupt_while_a_tiled_layer_comes_back_costs_no_row() -> None:
+def _tied() -> nn.Sequential:
+    model = nn.Sequential(nn.Embedding(512, 256), nn.Linear(256, 512))
+    model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(256, 512)), _tied])
+def test_interrupt_while_a_tiled_layer_comes_back_costs_no_row(
+    make: Callable[[], nn.Sequential],
+) -> None:
     def tiled() -> tuple[nn.Sequential, Tiling]:
-        model = seeded(lambda: nn.Sequential(nn.Linear(256, 512)))
+        model = seeded(make)
         tiling = Tiling(model, records_of(model, None), MIN_TILE_BYTES, None)
         tiling.__enter__()
         for tile in model.parameters():
@@ -133,5 +143,6 @@ def test_interrupt_while_a_tiled_layer_comes_back_costs_no_row() -> None:
         line = interrupt(partial(leave, tiling), number).line
         assert line
         leave(tiling)
-        assert type(model[0]) is nn.Linear
+        assert type(model[0]) is type(make()[0])
+        assert list(model.state_dict()) == list(make().state_dict())
         assert all(same_bits(v, values_of(model)[k]) for k, v in values_of(expected).items()), line

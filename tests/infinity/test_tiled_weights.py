@@ -106,6 +106,16 @@ def test_values_are_changed_inside_gathered_and_nowhere_else(block: Block) -> No
         model[0].weight.data = torch.zeros(1000, 300)
 
 
+def test_one_tile_is_changed_inside_gathered_without_the_others(block: Block) -> None:
+    model, offloaded = block
+    for tile in (model[0].weight.tiles[1], model[1].tiles[1].weight):
+        with offloaded.gathered([tile], modify=True), torch.no_grad():
+            tile.fill_(2.0)
+        with offloaded.gathered():
+            assert tile.eq(2).all()
+    assert model(TOKENS).isfinite().all()
+
+
 def test_state_dicts_have_the_names_and_values_of_the_whole(block: Block) -> None:
     model, offloaded = block
     other = seeded(make, 5)

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 import checkpoint
 import infinity
-from infinity.values.leaves import leaves_of
+from infinity.tiling.weight import TiledWeight, whole_of
+from infinity.values.leaves import Leaf, leaves_of
 from infinity.values.load_targets import literal
 from infinity.values.module_state import persistent_buffers
 
@@ -53,12 +53,12 @@ def adapters_of(model: Any) -> list[str]:
 def _write_adapters(offloaded: infinity.OffloadedModel, adapters: list[str], folder: Path) -> None:
     model: Any = offloaded.model
     chosen = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or _belongs(name, adapters)
+        leaf.name: [part.parameter for part in leaf.parts]
+        for leaf in leaves_of(model, offloaded._training.records)
+        if leaf.first.parameter.requires_grad or _belongs(leaf.name, adapters)
     }
-    with offloaded.gathered(list(chosen.values())):
-        values = {name: parameter.detach() for name, parameter in chosen.items()}
+    with offloaded.gathered([tile for tiles in chosen.values() for tile in tiles]):
+        values = {name: whole_of(tiles) for name, tiles in chosen.items()}
         values |= persistent_buffers(model)
         model.save_pretrained(folder, state_dict=values)
 
@@ -72,13 +72,8 @@ def read_state(offloaded: infinity.OffloadedModel, saved: Path) -> None:
     parameter at a time. Moments and step counts stay.
     """
     for leaf in leaves_of(offloaded.model, offloaded._training.records):
-        if not leaf.first.spec.trainable:
-            continue
-        values = _saved(saved, leaf.name).reshape(-1)
-        at = 0
-        for part in leaf.parts:
-            _set(offloaded, part.parameter, values[at : at + part.numel])
-            at += part.numel
+        if leaf.first.spec.trainable:
+            _set(offloaded, leaf, _saved(saved, leaf.name))
     for name, buffer in persistent_buffers(offloaded.model).items():
         buffer.copy_(_saved(saved, name))
 
@@ -92,40 +87,55 @@ def read_folder(offloaded: infinity.OffloadedModel, folder: Path) -> list[str]:
     """Give all weights and buffers the values in the safetensors files of ``folder``; returns the
     names for which there are none.
 
-    Raises ``ValueError`` for a model with tiled layers, and for a shape that does not match.
+    Raises ``ValueError`` for a shape that does not match.
     """
-    model = offloaded.model
-    if any(len(leaf.parts) > 1 for leaf in leaves_of(model, offloaded._training.records)):
-        raise ValueError(
-            f"{folder} has plain weights, which cannot be put into layers that are tiled; leave "
-            "max_parameter_bytes out, or pass weights= so that they are read on the way in"
-        )
-    tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= persistent_buffers(model)
+    targets: dict[str, Leaf | torch.Tensor] = {**_leaves_by_name(offloaded)}
+    targets |= persistent_buffers(offloaded.model)
     done = set()
     for name, value in _tensors_in(folder):
-        if name in tensors and id(tensors[name]) not in done:
-            _fill(offloaded, name, tensors[name], value)
-            done.add(id(tensors[name]))
-    return [name for name, tensor in tensors.items() if id(tensor) not in done]
+        if name in targets and id(targets[name]) not in done:
+            _fill(offloaded, name, targets[name], value)
+            done.add(id(targets[name]))
+    return [name for name, target in targets.items() if id(target) not in done]
+
+
+def _leaves_by_name(offloaded: infinity.OffloadedModel) -> dict[str, Leaf]:
+    """By every name that the model has for them."""
+    model = offloaded.model
+    leaves = leaves_of(model, offloaded._training.records)
+    by_first = {id(leaf.first.parameter): leaf for leaf in leaves}
+    named = {leaf.name: leaf for leaf in leaves}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        leaf = by_first.get(id(parameter))
+        if leaf is not None and len(leaf.parts) == 1:
+            named[name] = leaf
+    for prefix, module in model.named_modules():
+        for own, value in vars(module).items():
+            if isinstance(value, TiledWeight):
+                named[f"{prefix}.{own}"] = by_first[id(value.tiles[0])]
+    return named
 
 
 def _fill(
-    offloaded: infinity.OffloadedModel, name: str, tensor: torch.Tensor, value: torch.Tensor
+    offloaded: infinity.OffloadedModel, name: str, target: Leaf | torch.Tensor, value: torch.Tensor
 ) -> None:
-    if value.shape != tensor.shape:
+    if tuple(value.shape) != tuple(target.shape):
         raise ValueError(
-            f"{name} has shape {tuple(value.shape)} in the file, {tuple(tensor.shape)} in the model"
+            f"{name} has shape {tuple(value.shape)} in the file, {tuple(target.shape)} in the model"
         )
-    if isinstance(tensor, nn.Parameter):
-        _set(offloaded, tensor, value)
+    if isinstance(target, Leaf):
+        _set(offloaded, target, value)
     else:
-        tensor.copy_(value)
+        target.copy_(value)
 
 
-def _set(offloaded: infinity.OffloadedModel, parameter: torch.Tensor, value: torch.Tensor) -> None:
-    with offloaded.gathered([parameter], modify=True), torch.no_grad():
-        parameter.copy_(value.reshape(parameter.shape))
+def _set(offloaded: infinity.OffloadedModel, leaf: Leaf, values: torch.Tensor) -> None:
+    flat, at = values.reshape(-1), 0
+    for part in leaf.parts:
+        parameter = part.parameter
+        with offloaded.gathered([parameter], modify=True), torch.no_grad():
+            parameter.copy_(flat[at : at + part.numel].view(parameter.shape))
+        at += part.numel
 
 
 def _tensors_in(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
