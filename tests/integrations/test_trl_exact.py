@@ -13,11 +13,16 @@ import trl
 from transformers import LlamaForCausalLM
 
 from infinity.integrations import trl as offloaded_trl
-from infinity.integrations.transformers import OffloadArgumentsMixin, OffloadMixin
+from infinity.integrations.transformers import (
+    OffloadArguments,
+    OffloadArgumentsMixin,
+    OffloadMixin,
+)
 from tests.support.compatibility import assert_documented, row
 from tests.support.trainers import (
     KillAt,
     Run,
+    arguments,
     assert_same,
     least_of,
     logged_by,
@@ -109,3 +114,28 @@ def test_model_that_is_named_is_never_in_memory_as_a_whole(
     assert all(parameter.is_meta for parameter in trainer.model.parameters())
     tuned = LlamaForCausalLM.from_pretrained(tmp_path / "tuned")
     assert all(same_bits(plain.values[n], value) for n, value in tuned.named_parameters())
+
+
+def test_arguments_with_options_of_offload_are_taken_as_trl_takes_plain_ones(
+    tmp_path: Path, nvme: Path
+) -> None:
+    kind, given = case("SFT", tmp_path / "plain")
+    options: dict[str, Any] = {"max_steps": 2, "save_strategy": "no", "hub_token": "secret"}
+    plain = _train(kind, given | {"args": arguments(tmp_path / "plain", **options)})
+    _, given = case("SFT", tmp_path / "run")
+    options |= {"nvme": nvme, "host_memory": "64MiB"}
+    args = arguments(tmp_path / "run", OffloadArguments, **options)
+    with offloaded_trl.OffloadSFTTrainer(**given | {"args": args}) as trainer:
+        trainer.train()
+    assert isinstance(trainer.args, offloaded_trl.OffloadSFTConfig)
+    reached: Any = trainer.args
+    assert (reached.nvme, reached.hub_token) == ([str(nvme)], "secret")
+    found = values_of(trainer.model)
+    assert all(same_bits(value, found[name]) for name, value in plain.values.items())
+
+
+def test_trainer_that_reads_arguments_of_its_own_class_says_so(tmp_path: Path, nvme: Path) -> None:
+    _, given = case("DPO", tmp_path / "run")
+    args = arguments(tmp_path / "run", OffloadArguments, nvme=nvme)
+    with pytest.raises(TypeError, match=r"DPOTrainer reads .* give it an OffloadDPOConfig"):
+        offloaded_trl.OffloadDPOTrainer(**given | {"args": args})

@@ -23,6 +23,7 @@ import infinity
 from infinity.integrations import takeover
 from infinity.integrations.transformers import folders, weights
 from infinity.integrations.transformers.arguments import NAMES, settings_of
+from infinity.integrations.transformers.configs import check_class_of
 from infinity.integrations.transformers.lives import Life, make_way, models_beside
 from infinity.integrations.transformers.refusals import check_arguments, check_objects
 from infinity.integrations.transformers.saves import STATE, Saves
@@ -73,6 +74,8 @@ class OffloadMixin(_Base):
         passed = bound.arguments
         check_arguments(passed.get("args"))
         check_objects(passed)
+        if "args" in passed:
+            passed["args"] = self._own_arguments(passed["args"])
         self._offload_settings = settings_of(passed.get("args"), given)
         self._offload_streamed = stream_named(type(self), passed)
         self._offload_life: Life | None = None
@@ -91,6 +94,11 @@ class OffloadMixin(_Base):
                 settings.state_dtype,
                 is_tiled=settings.max_parameter_bytes is not None,
             )
+
+    def _own_arguments(self, arguments: Any) -> Any:
+        """What this trainer reads; see ``infinity.integrations.trl``."""
+        check_class_of(arguments, type(self))
+        return arguments
 
     @property
     def offloaded(self) -> infinity.OffloadedModel:
