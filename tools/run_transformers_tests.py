@@ -1,11 +1,16 @@
 """Runs transformers' own tests of its Trainer with `OffloadTrainer` in the place of `Trainer`.
 
-    python tools/run_transformers_tests.py CHECKOUT --nvme DIRECTORY [--json results.json] [-k WORD]
+    python tools/run_transformers_tests.py CHECKOUT --nvme DIRECTORY [--stand-ins] [--plain]
+        [--json results.json] [-k WORD]
 
 CHECKOUT is a copy of the sources of transformers, of the installed version, outside this tree: its
-tests are not in the wheel. They run in one process on the CPU, without the network. Prints each
-test that does not pass with the reason, and how many did; what cannot apply (several processes,
-GPUs, packages that are not installed) is skipped by the tests themselves and counted.
+tests are not in the wheel. They run in one process on the CPU, without the network; ``--stand-ins``
+writes small models of the names that they ask a hub for into the checkout. They need the package
+``parameterized``, which may lie on PYTHONPATH. With ``--plain`` they run with the trainer of
+transformers: what fails so fails for reasons of the machine or the version.
+
+Prints each test that does not pass with the reason, why tests were skipped (by themselves: GPUs,
+packages that are not installed), and how many passed.
 """
 
 from __future__ import annotations
@@ -93,21 +98,30 @@ def outcomes_in(report: str) -> list[Outcome]:
     """From a report in the format of JUnit."""
     outcomes = []
     for case in ElementTree.fromstring(report).iter("testcase"):
-        name = f"{case.get('classname')}::{case.get('name')}"
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
         result, reason = "passed", ""
         for kind in ("failure", "error", "skipped"):
             found = case.find(kind)
             if found is not None:
                 result = {"failure": "failed", "error": "failed"}.get(kind, kind)
-                message = found.get("message") or found.text or ""
-                reason = message.strip().splitlines()[0][:200] if message.strip() else ""
+                reason = _reason_in(found)
         outcomes.append(Outcome(name, result, reason))
     return outcomes
 
 
+def _reason_in(found: ElementTree.Element) -> str:
+    message = (found.get("message") or "").strip()
+    if message in ("", "collection failure"):
+        told = [line[1:].strip() for line in (found.text or "").splitlines() if line[:1] == "E"]
+        message = told[-1] if told else message
+    return message.splitlines()[0][:200] if message else ""
+
+
 def summary_of(outcomes: list[Outcome]) -> str:
     counted = Counter(outcome.result for outcome in outcomes)
-    lines = [f"{o.name}\n    {o.reason}" for o in outcomes if o.result == "failed"]
+    skipped = Counter(outcome.reason for outcome in outcomes if outcome.result == "skipped")
+    lines = [f"skipped, {number}: {reason}" for reason, number in skipped.most_common()]
+    lines += [f"{o.name}\n    {o.reason}" for o in outcomes if o.result == "failed"]
     counts = ", ".join(f"{counted[name]} {name}" for name in ("passed", "failed", "skipped"))
     return "\n".join([*lines, counts])
 
@@ -117,6 +131,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, help="sources of transformers, with tests/trainer")
     parser.add_argument("--nvme", type=Path, required=True, help="a directory for swap files")
     parser.add_argument("--host-memory", default="1GiB", help="the budget of each trainer")
+    parser.add_argument("--stand-ins", action="store_true", help="write models that they ask for")
     parser.add_argument("--plain", action="store_true", help="with their own trainer, to compare")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for each test")
     parser.add_argument("--json", type=Path, help="write the outcome of every test here")
@@ -124,6 +139,10 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.checkout / "tests" / "trainer").is_dir():
         parser.error(f"{options.checkout} has no tests/trainer; give a copy of the sources")
+    if options.stand_ins:
+        from transformers_stand_ins import write_stand_ins
+
+        write_stand_ins(options.checkout)
     outcomes = run_tests(options)
     if options.json:
         options.json.write_text(json.dumps([asdict(o) for o in outcomes], indent=2))

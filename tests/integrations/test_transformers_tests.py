@@ -31,6 +31,16 @@ def test_trains(tmp_path):
     assert trainer.offloaded.report()
 
 
+def test_loads_what_a_hub_would_have():
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
+    texts = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="train[:2]")
+    tokens = AutoTokenizer.from_pretrained(name)(list(texts["text"]), padding=True, return_tensors="pt")
+    assert AutoModelForCausalLM.from_pretrained(name)(**tokens).logits.isfinite().all()
+
+
 def test_fails():
     raise ValueError("a reason")
 
@@ -45,12 +55,15 @@ def test_tests_of_a_checkout_run_with_an_offloading_trainer(tmp_path: Path, nvme
     folder = tmp_path / "checkout" / "tests" / "trainer"
     folder.mkdir(parents=True)
     (folder / "test_some.py").write_text(TESTS)
+    (folder / "test_unknown.py").write_text("from transformers import NoTrainer")
     program = [sys.executable, str(ROOT / "tools" / "run_transformers_tests.py")]
     line = [*program, str(tmp_path / "checkout"), "--nvme", str(nvme), "--host-memory", "64MiB"]
+    line += ["--stand-ins"]
     ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
-    last = ended.stdout.splitlines()[-3:]
-    assert last == [
-        "tests.trainer.test_some::test_fails",
-        "    ValueError: a reason",
-        "1 passed, 1 failed, 1 skipped",
-    ], ended.stderr[-2000:]
+    *_, skipped, unknown, why, failed, reason, counts = ended.stdout.splitlines()
+    assert skipped == "skipped, 1: no such machine", ended.stderr[-2000:]
+    assert unknown == "tests.trainer.test_unknown"
+    assert why.startswith("    ImportError: cannot import name 'NoTrainer'")
+    assert failed == "tests.trainer.test_some::test_fails"
+    assert reason == "    ValueError: a reason"
+    assert counts == "2 passed, 2 failed, 1 skipped"
