@@ -37,7 +37,8 @@ def test_loads_what_a_hub_would_have():
 
     name = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
     texts = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="train[:2]")
-    tokens = AutoTokenizer.from_pretrained(name)(list(texts["text"]), padding=True, return_tensors="pt")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokens = tokenizer(list(texts["text"]), padding=True, return_tensors="pt")
     assert AutoModelForCausalLM.from_pretrained(name)(**tokens).logits.isfinite().all()
 
 
