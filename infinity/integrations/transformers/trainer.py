@@ -23,9 +23,12 @@ import infinity
 from infinity.integrations import takeover
 from infinity.integrations.transformers import folders, weights
 from infinity.integrations.transformers.arguments import NAMES, settings_of
-from infinity.integrations.transformers.configs import check_class_of
 from infinity.integrations.transformers.lives import Life, make_way, models_beside
-from infinity.integrations.transformers.refusals import check_arguments, check_objects
+from infinity.integrations.transformers.refusals import (
+    check_arguments,
+    check_class_of,
+    check_objects,
+)
 from infinity.integrations.transformers.saves import STATE, Saves
 from infinity.integrations.transformers.streamed import stream_named
 
