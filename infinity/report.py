@@ -149,7 +149,7 @@ def make_report(
     transfers = _of(events, "read", "write")
     moved = timeline.moved_per_step()
     drives = 1 if state.extents is None else state.extents.num_directories
-    passes = max(1, state.backward_passes)
+    passes = max(1, state.speculation.backward_passes)
     formula = traffic_of(state.placement, backward_passes=passes)
     return Report(
         steps=steps,

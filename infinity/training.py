@@ -292,7 +292,7 @@ class Training:
             become_offloaded(
                 record.parameter, record.index, self, record.spec.dtype, self.state.device
             )
-        self.state.expect_step = self.expect_step
+        self.state.speculation.expect_step = self.expect_step
         undo.callback(self.residency.detach)
         self.residency.attach(self.model)
         undo.enter_context(self._saved)
@@ -316,5 +316,5 @@ class Training:
         if self._open:
             self._restoring.before(lambda: max(self.steps), *self.saves.waits())
         self._open = False
-        self.state.expect_step = None
+        self.state.speculation.expect_step = None
         self._restoring.run()

@@ -7,7 +7,6 @@ optimizers are its caller's.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -33,10 +32,8 @@ from swap.storage.slabs import slab_of, slab_sizes, slots_of
 from swap.timeline import Timeline
 from swap.undo import Undo
 from swap.update.pipeline import UpdatePipeline, parts_of
-from swap.update.readiness import Arrivals, is_as_expected
+from swap.update.speculation import Speculation
 from swap.update.stages import Stages, Step
-
-_log = logging.getLogger(__name__)
 
 CHUNK_ELEMENTS = 256 * 1024
 """Elements that are converted at once when values go in or out."""
@@ -120,13 +117,9 @@ class TieredState:
         )
         self.pipeline = UpdatePipeline(self.stages, self.weights, overlap=overlap)
         self._undo.callback(self.pipeline.close)
+        self.speculation = Speculation(self.layout, self.planes, self.pipeline, overlap=overlap)
         self._overlap = overlap
         self._neighbours = neighbours(self.layout)
-        self.expect_step: Callable[[], Step | None] | None = None
-        self._arrivals = Arrivals(self.layout)
-        self._expected_step: Step | None = None
-        self._speculated: list[Subgroup] = []
-        self._waiting: list[Subgroup] = []
 
     def _open_files(
         self,
@@ -227,27 +220,27 @@ class TieredState:
         """
         for other in self._neighbours[parameter]:
             self.weights.wait_until_updated(other)
-        if self._arrivals.is_surplus(parameter):
+        if self.speculation.is_surplus(parameter):
             self._await_gradients()
-            self.roll_back()
-        self._arrivals.sent(parameter)
+            self.speculation.roll_back()
+        self.speculation.begin_adding(parameter)
         if self.inbox is not None and gradient.device == self.device:
             self.inbox.add(parameter, gradient)
         else:
             self._await_gradients()
             self._store_gradient(parameter, gradient.cpu())
-        self._arrivals.is_adding = False
+        self.speculation.end_adding()
 
     def clear_gradients(self, parameter: int | None = None) -> None:
         """Forget the gradient of ``parameter``, or of all; also one that was lost."""
         self._await_gradients()
-        self.roll_back()
-        self._arrivals.forget()
+        self.speculation.roll_back()
+        self.speculation.cleared()
         self.gradients.clear(parameter)
 
     def _store_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
         self.gradients.add(parameter, gradient)
-        self._arrived(parameter)
+        self.speculation.arrived(parameter)
 
     def collect_gradients(self) -> None:
         """Wait until every gradient that was added is stored; raises if one was lost, until that
@@ -282,18 +275,16 @@ class TieredState:
         self.collect_gradients()
         self.timeline.mark_step()
         step = Step(updates=dict(updates), gradient_scale=gradient_scale)
-        is_known = not self._arrivals.is_adding
-        is_valid = is_known and is_as_expected(step, self._expected_step, self._speculated)
-        speculated = self._speculated if is_valid else []
-        if not speculated:
-            self.roll_back()
+        done = self.speculation.done_for(step)
+        if not done:
+            self.speculation.roll_back()
             self.pipeline.wait()
-        run_apart(partial(self._take, step, speculated, then), "infinity-step")
+        run_apart(partial(self._take, step, done, then), "infinity-step")
         if not self._overlap:
             self.pipeline.join()  # what stopped it is raised by the next call, as ever
 
-    def _take(self, step: Step, speculated: list[Subgroup], then: Callable[[], None]) -> None:
-        self._arrivals.end_step()
+    def _take(self, step: Step, done: list[Subgroup], then: Callable[[], None]) -> None:
+        self.speculation.taken()
         self.gradients.capture()
         self.weights.schedule.end_cycle()
         touched = list(self._touched(step))
@@ -301,60 +292,11 @@ class TieredState:
         self.weights.begin_update(parts_of(resident), step.updates)
         self.stages.update_now(step, resident)
         moving = [group for group in touched if not group.resident]
-        if not (speculated and self._validate(step, speculated, moving)) and moving:
+        if not self.speculation.validate(step, done, moving) and moving:
             self.pipeline.wait()
             self.pipeline.submit(step, moving)
-        self._expected_step, self._speculated, self._waiting = None, [], []
+        self.speculation.end()
         then()
-
-    @property
-    def backward_passes(self) -> int:
-        """How many gradients the parameter with the most got for the last step."""
-        return self._arrivals.most_expected
-
-    def roll_back(self) -> None:
-        """Undo what was done for a step that will not be taken as expected."""
-        self._waiting.clear()
-        if self._expected_step is not None:
-            self.pipeline.roll_back()
-            self._expected_step, self._speculated = None, []
-
-    def _arrived(self, parameter: int) -> None:
-        """A gradient is stored: subgroups that it completes are updated for the expected step."""
-        found = self._arrivals.arrived(parameter)
-        if self.expect_step is None or not self._overlap:
-            return
-        self._waiting += [group for group in found if self._can_be_speculative(group)]
-        if not self._waiting:
-            return
-        if self._expected_step is None:
-            # The step before may still be under way: then these wait for the next arrival.
-            self._expected_step = self.expect_step() if self.pipeline.is_idle else None
-            if self._expected_step is None:
-                return
-            self.pipeline.speculate(self._expected_step)
-        self.pipeline.feed(self._waiting)
-        self._speculated += self._waiting
-        self._waiting = []
-
-    def _validate(self, step: Step, speculated: list[Subgroup], moving: list[Subgroup]) -> bool:
-        """Validate the speculative pass. If an error stopped it, later steps do not speculate."""
-        done = {group.index for group in speculated}
-        rest = [group for group in moving if group.index not in done]
-        if self.pipeline.validate(step, speculated, rest):
-            return True
-        self.expect_step = None
-        _log.warning(
-            "updates during the backward pass are off (they write new copies before the old ones "
-            "are released, and that failed: %s); steps will take longer",
-            self.pipeline.speculation_failure,
-        )
-        return False
-
-    def _can_be_speculative(self, group: Subgroup) -> bool:
-        """Only what has extents to hold back: arrays in HOST are updated in place."""
-        on_nvme = not group.resident and not self.planes.is_host(group.index)
-        return on_nvme and self._arrivals.is_predictable
 
     def flush(self) -> None:
         """Wait until every value is at home; finishes a step that an I/O error stopped, or raises
@@ -367,7 +309,7 @@ class TieredState:
         """As ``flush``, of values alone: spilled gradients may still be on their way."""
         # Gradients that are still to arrive could begin a speculative pass, which would not end.
         self._await_gradients()
-        self.roll_back()
+        self.speculation.roll_back()
         if self.pipeline.failure is not None:
             self.pipeline.retry()
         self.pipeline.wait()

@@ -47,6 +47,8 @@ class SavedState:
     """Whether it is trained here."""
     here: Mapping[str, torch.dtype]
     """The planes that are kept here."""
+    has_blocks: bool
+    """Whether one of those has a value for several elements."""
 
 
 class OptimizerRule(UpdateRule):
@@ -104,6 +106,11 @@ class OptimizerRule(UpdateRule):
         """Raises ``ValueError`` for state of a parameter that has no place here."""
         check_planes(saved, self.kept_by)
         check_dtypes(saved)
+        if saved.has_blocks and not saved.is_tiled_alike:
+            raise ValueError(
+                f"{saved.path} has state of {saved.name} in other tiles, and blocks of it end with "
+                "a tile; load it with the max_parameter_bytes that it was saved with"
+            )
 
     def steps(self, saved: SavedState) -> int:
         """How many steps the state of a parameter is from: 0 where there is none of it."""

@@ -23,7 +23,7 @@ def state_of(
     state: TieredState, leaf: Leaf, saved: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> SavedState:
     """What a checkpoint with the state of an optimizer has of that of ``leaf``."""
-    name = leaf.name
+    name, here = leaf.name, _state_planes(state, leaf)
     return SavedState(
         path=path,
         name=name,
@@ -35,7 +35,8 @@ def state_of(
         is_converted=saved["dtypes"][name] != leaf.first.spec.dtype,
         is_tiled_alike=saved.get("parts", {}).get(name) == [part.numel for part in leaf.parts],
         is_trained=leaf.first.spec.trainable,
-        here=dict(_state_planes(state, leaf)),
+        here={plane.plane.name: plane.dtype for plane in here},
+        has_blocks=any(plane.plane.per > 1 for plane in here),
     )
 
 
@@ -45,7 +46,10 @@ def plane_dtypes(
     """Of the state of every leaf, where checkpoints name them."""
     if not rule.names_dtypes:
         return {}
-    return {leaf.name: dict(_state_planes(state, leaf)) for leaf in leaves}
+    return {
+        leaf.name: {plane.plane.name: plane.dtype for plane in _state_planes(state, leaf)}
+        for leaf in leaves
+    }
 
 
 def must_cast(rule: OptimizerRule, saved: Mapping[str, Any], leaf: Leaf, plane: PlaneBytes) -> bool:
@@ -72,10 +76,9 @@ def _saved_dtype(saved: Mapping[str, Any], leaf: Leaf, name: str) -> torch.dtype
     return torch.float64 if saved["dtypes"][leaf.name] == torch.float64 else torch.float32
 
 
-def _state_planes(state: TieredState, leaf: Leaf) -> Iterable[tuple[str, torch.dtype]]:
-    for plane in planes_of_leaf(state, leaf, None):
-        if plane.plane.name not in MASTER_PLANES:
-            yield plane.plane.name, plane.dtype
+def _state_planes(state: TieredState, leaf: Leaf) -> list[PlaneBytes]:
+    planes = planes_of_leaf(state, leaf, None)
+    return [plane for plane in planes if plane.plane.name not in MASTER_PLANES]
 
 
 _SAMPLE = 256

@@ -84,7 +84,9 @@ def test_speculative_updates_that_find_the_disk_full_are_done_without(
     """They write all new planes before any old one is released: twice the space."""
     state, plain = TieredState(placement, RULE, [small_disk]), Plain(SPECS)
     everything = range(len(SPECS))
-    state.expect_step = lambda: Step(updates=plain.updates(everything), gradient_scale=1.0)
+    state.speculation.expect_step = lambda: Step(
+        updates=plain.updates(everything), gradient_scale=1.0
+    )
     try:
         fill_both(state, plain)
         with caplog.at_level(logging.WARNING, logger="swap"):
@@ -98,6 +100,6 @@ def test_speculative_updates_that_find_the_disk_full_are_done_without(
         assert_same(state, plain)
         (record,) = caplog.records
         assert "No space left on device" in record.getMessage()
-        assert state.expect_step is None
+        assert state.speculation.expect_step is None
     finally:
         state.close()

@@ -70,7 +70,7 @@ class Training:
         self.seeds = itertools.count(seed)
         if speculative:
             everything = range(len(SIZES))
-            self.state.expect_step = lambda: Step(
+            self.state.speculation.expect_step = lambda: Step(
                 updates=self.plain.updates(everything), gradient_scale=0.5
             )
 

@@ -28,11 +28,14 @@ class LionRule(OptimizerRule):
 
     kept_by = "infinity.Lion"
 
-    def __init__(self, kept_in: torch.dtype) -> None:
+    def __init__(self, kept_in: torch.dtype, *, with_scales: bool) -> None:
         self._kept_in = kept_in
+        self._with_scales = with_scales
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        return (*master_planes(dtype), Plane("exp_avg", self._kept_in, zero=True))
+        kept = (*master_planes(dtype), Plane("exp_avg", self._kept_in, zero=True))
+        scales = Plane("scale", torch.float32, zero=True, per=256)
+        return (*kept, scales) if self._with_scales else kept
 
     def check(self, update: ParameterUpdate) -> None:
         if not update.options["lr"] >= 0:
@@ -65,9 +68,10 @@ def lion(
 class Lion(NativeOptimizer):
     lr: float = 1e-2
     kept_in: torch.dtype = torch.float32
+    with_scales: bool = False
 
     def rule(self, trained: Sequence[Record]) -> OptimizerRule:
-        return LionRule(self.kept_in)
+        return LionRule(self.kept_in, with_scales=self.with_scales)
 
     def defaults(self) -> dict[str, Any]:
         return {"lr": self.lr, "betas": (0.9, 0.99), "weight_decay": 0.1}
@@ -162,6 +166,23 @@ def test_state_of_another_optimizer_is_refused_by_name(
             offloaded.load(tmp_path / "saved")
         with pytest.raises(ValueError, match="state_dict is of"):
             offloaded.optimizer.load_state_dict(packed)
+
+
+def test_blocks_of_other_tiles_are_refused(nvme: Path, tmp_path: Path) -> None:
+    optimizer = Lion(with_scales=True)
+
+    def tiled() -> nn.Module:
+        return nn.Sequential(nn.Linear(384, 384))
+
+    with infinity.offload(
+        seeded(tiled), nvme, optimizer=optimizer, max_parameter_bytes=280_000
+    ) as offloaded:
+        offloaded.save(tmp_path / "saved")
+    with (
+        infinity.offload(seeded(tiled), nvme, optimizer=optimizer) as offloaded,
+        pytest.raises(ValueError, match="in other tiles"),
+    ):
+        offloaded.load(tmp_path / "saved")
 
 
 def test_a_plan_counts_the_planes_that_it_keeps() -> None:

@@ -207,7 +207,7 @@ class Rig(TieredRig):
         )
         super().__init__(stack, folder, placement, link=link, device_bytes=4 * PIECE * 4)
         fill_both(self.state, self.plain)
-        self.state.expect_step = lambda: Step(
+        self.state.speculation.expect_step = lambda: Step(
             updates=self.plain.updates([0, 1]), gradient_scale=1.0
         )
 
@@ -234,7 +234,7 @@ def test_flush_waits_for_gradients_that_would_begin_a_speculative_update(
         stuck.is_waited_for.clear()
         add_to_both(rig.state, rig.plain, 0, seed=5)
         stuck.is_waited_for.wait()
-        wait, roll_back = rig.state._await_gradients, rig.state.roll_back
+        wait, roll_back = rig.state._await_gradients, rig.state.speculation.roll_back
 
         def wait_when_free() -> None:
             stuck.may_end.set()
@@ -246,7 +246,7 @@ def test_flush_waits_for_gradients_that_would_begin_a_speculative_update(
 
         with (
             patch.object(rig.state, "_await_gradients", wait_when_free),
-            patch.object(rig.state, "roll_back", roll_back_and_let_one_arrive),
+            patch.object(rig.state.speculation, "roll_back", roll_back_and_let_one_arrive),
         ):
             rig.state.flush()
         add_to_both(rig.state, rig.plain, 1, seed=6)

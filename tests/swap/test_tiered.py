@@ -71,7 +71,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
             fill_both(state, plain)
             if speculative:
                 trained = [spec.index for spec in specs if spec.trainable]
-                state.expect_step = lambda: Step(updates=plain.updates(trained), gradient_scale=1.0)
+                state.speculation.expect_step = lambda: Step(
+                    updates=plain.updates(trained), gradient_scale=1.0
+                )
             return state, plain
 
         yield make_state

@@ -124,7 +124,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.count = 0
         fill_both(self.state, self.plain, seed)
         if speculative:
-            self.state.expect_step = self._expect_step
+            self.state.speculation.expect_step = self._expect_step
 
     def _expect_step(self) -> Step | None:
         trained = [spec.index for spec in self.plain.specs if spec.trainable]

@@ -1,0 +1,151 @@
+"""What is proposed, validated and rolled back, over a pipeline that only takes note."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from swap.plan.layout import Layout, Subgroup, pack
+from swap.update.speculation import Speculation
+from swap.update.stages import Step
+from tests.support.tiers import Plain, specs_of
+
+SIZES = [4096, 4096, 4096]
+LAST = len(SIZES) - 1
+"""In memory: it has no old extents to keep, and is never updated speculatively."""
+
+
+@dataclass
+class Noted:
+    """An ``UpdatePipeline`` that is always idle and does nothing."""
+
+    is_idle: bool = True
+    can_validate: bool = True
+    speculation_failure: BaseException | None = None
+    calls: list[Any] = field(default_factory=list)
+
+    def speculate(self, step: Step) -> None:
+        self.calls.append("speculate")
+
+    def feed(self, groups: Sequence[Subgroup]) -> None:
+        self.calls.append([group.index for group in groups])
+
+    def roll_back(self) -> None:
+        self.calls.append("roll back")
+
+    def validate(self, step: Step, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> bool:
+        self.calls.append(([group.index for group in fed], [group.index for group in rest]))
+        return self.can_validate
+
+
+class _Planes:
+    def is_host(self, subgroup: int) -> bool:
+        return subgroup == LAST
+
+
+def _layout() -> Layout:
+    layout = pack(specs_of(SIZES), max(SIZES))
+    assert len(layout.subgroups) == len(SIZES)
+    return layout
+
+
+def _step(scale: float = 1.0) -> Step:
+    return Step(updates=Plain(specs_of(SIZES)).updates(range(len(SIZES))), gradient_scale=scale)
+
+
+def _learned(noted: Noted, *, overlap: bool = True) -> tuple[Speculation, Layout]:
+    """After a step in which every parameter got one gradient."""
+    layout = _layout()
+    made = Speculation(layout, cast(Any, _Planes()), cast(Any, noted), overlap=overlap)
+    made.expect_step = _step
+    _add(made, 0, 1, 2)
+    _take(made, layout, _step())
+    assert noted.calls == [], "there was nothing to learn from"
+    return made, layout
+
+
+def _add(speculation: Speculation, *parameters: int) -> None:
+    for parameter in parameters:
+        speculation.begin_adding(parameter)
+        speculation.arrived(parameter)
+        speculation.end_adding()
+
+
+def _take(speculation: Speculation, layout: Layout, step: Step) -> bool:
+    done = speculation.done_for(step)
+    if not done:
+        speculation.roll_back()
+    speculation.taken()
+    is_validated = speculation.validate(step, done, layout.subgroups)
+    speculation.end()
+    return is_validated
+
+
+def test_what_is_done_for_the_step_that_is_taken_is_validated() -> None:
+    noted = Noted()
+    speculation, layout = _learned(noted)
+    _add(speculation, 2, 1, 0)
+    assert _take(speculation, layout, _step())
+    assert noted.calls == ["speculate", [1], [0], ([1, 0], [2])]
+    assert speculation.backward_passes == 1
+
+
+def test_what_is_done_for_another_step_is_rolled_back() -> None:
+    noted = Noted()
+    speculation, layout = _learned(noted)
+    _add(speculation, 0)
+    assert not _take(speculation, layout, _step(scale=0.5))
+    assert noted.calls == ["speculate", [0], "roll back"]
+    _add(speculation, 0)
+    assert noted.calls[3:] == ["speculate", [0]], "the next step is proposed anew"
+
+
+def test_while_the_step_before_is_under_way_complete_subgroups_wait() -> None:
+    noted = Noted()
+    speculation, _ = _learned(noted)
+    noted.is_idle = False
+    _add(speculation, 0)
+    assert noted.calls == []
+    noted.is_idle = True
+    _add(speculation, 1)
+    assert noted.calls == ["speculate", [0, 1]]
+
+
+def test_a_gradient_more_than_expected_is_a_surplus_and_so_is_any_after_an_error() -> None:
+    speculation, _ = _learned(Noted())
+    assert not speculation.is_surplus(0)
+    _add(speculation, 0)
+    assert speculation.is_surplus(0)
+    assert not speculation.is_surplus(1)
+    speculation.begin_adding(1)  # and an error before it has ended
+    assert speculation.is_surplus(2)
+    assert speculation.done_for(_step()) == []
+
+
+def test_an_error_of_the_speculative_pass_turns_speculation_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    noted = Noted(can_validate=False, speculation_failure=OSError("no room"))
+    speculation, layout = _learned(noted)
+    _add(speculation, 0)
+    with caplog.at_level(logging.WARNING):
+        assert not _take(speculation, layout, _step())
+    assert "no room" in caplog.text
+    noted.calls.clear()
+    _add(speculation, 0, 1, 2)
+    assert noted.calls == []
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_cleared_gradients_are_forgotten_and_without_overlap_nothing_begins(overlap: bool) -> None:
+    noted = Noted()
+    speculation, _ = _learned(noted, overlap=overlap)
+    _add(speculation, 0)
+    speculation.roll_back()
+    speculation.cleared()
+    assert noted.calls == (["speculate", [0], "roll back"] if overlap else [])
+    assert not speculation.is_surplus(0)
