@@ -96,10 +96,10 @@ def offload(
       it from a GPU to pinned memory, within ``host_memory``, and counts it on a CPU.
     - ``weights``: a safetensors file or folder, or a checkpoint of ours, to take the values from.
       Without, what is on meta is set as in ``infinity/values/initial/initialisers.py``.
-    - ``max_parameter_bytes``: weights of ``nn.Linear``, ``nn.Embedding`` and
-      ``nn.MultiheadAttention`` that are larger (in the compute dtype), also tied ones, are cut into
-      tiles of rows inside the block; the parameters come back after. See "Tiles" in
-      ``docs/TUNING.md``.
+    - ``max_parameter_bytes``: weights of ``nn.Linear``, ``nn.Embedding``,
+      ``nn.MultiheadAttention`` and experts of transformers that are larger (in the compute dtype),
+      also tied ones, are cut into tiles of rows inside the block; the parameters come back after.
+      See "Tiles" in ``docs/TUNING.md``.
     - ``overlap=False`` does one transfer after the other, for measuring what overlap is worth.
     - ``process_group``: ranks (of torchrun, say) that partition the model between them and average
       their gradients; ``torch.distributed.group.WORLD`` is all of them. See

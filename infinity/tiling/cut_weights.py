@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from infinity.tiling.belongings import reason_against_parameter
-from infinity.tiling.joining import Cut
-from infinity.tiling.state_dicts import StateDictHooks
+from infinity.tiling.groups import touch
+from infinity.tiling.joining import Cut, StateDictHooks
 from infinity.tiling.tile import CHILD, RowRange, Tile, TileList
 from infinity.tiling.tiled_linear import rows_of, rows_of_parameter
 from infinity.tiling.weight import weight_of
@@ -23,6 +23,8 @@ Owner = tuple[str, nn.Module, str]
 _PACKED = "in_proj_weight"
 _PROJECTIONS = (_PACKED, "q_proj_weight", "k_proj_weight", "v_proj_weight")
 """Of ``nn.MultiheadAttention``; the first has those of query, key and value."""
+_OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Stacks of matrices, of what transformers calls experts."""
 
 
 class CutWeight(Cut):
@@ -74,10 +76,15 @@ class CutWeight(Cut):
             vars(module)[own] = self._face
         for hooks in self._hooks:
             hooks.attach()
+        if self._parameter.dim() == 3:
+            self._first.register_forward_hook(self._touch)
 
     def restore(self) -> None:
         for hooks in self._hooks:
             hooks.detach()
+        for number, hook in list(self._first._forward_hooks.items()):
+            if getattr(hook, "__self__", None) is self:
+                del self._first._forward_hooks[number]
         for (module, own), order in zip(self._places, self._orders, strict=True):
             vars(module).pop(own, None)
             now = {**module._parameters, own: self._parameter}
@@ -91,6 +98,14 @@ class CutWeight(Cut):
         else:
             self._first._modules.pop(CHILD, None)
 
+    def _touch(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Experts that were not chosen have gradients of zeros where others have some."""
+        if not self._face.was_selected:
+            return output
+        self._face.was_selected = False
+        is_trained = isinstance(output, torch.Tensor) and output.requires_grad
+        return touch(output, self._tiles) if is_trained else output
+
     def _set_values(self, whole: torch.Tensor) -> None:
         with torch.no_grad():
             self._face.copy_(whole)
@@ -102,10 +117,12 @@ class CutWeight(Cut):
         return [tile for tile in found if isinstance(tile, Tile) and tile not in self._tiles]
 
 
-def reason_against(owners: Sequence[Owner], parameter: nn.Parameter) -> str | None:
+def reason_against(
+    owners: Sequence[Owner], parameter: nn.Parameter, *, is_partitioned: bool
+) -> str | None:
     """Why the parameter cannot be cut where it is; None if it can."""
     for name, module, own in owners:
-        reason = _reason_against_use(module, own)
+        reason = _reason_against_use(module, own, is_partitioned=is_partitioned)
         if reason is not None:
             names = " and ".join(name for name, *_ in owners)
             tied = f"tied: {names} share it, and {name} is {reason}"
@@ -116,7 +133,7 @@ def reason_against(owners: Sequence[Owner], parameter: nn.Parameter) -> str | No
     return reason and f"of a layer {reason}"
 
 
-def _reason_against_use(module: nn.Module, own: str) -> str | None:
+def _reason_against_use(module: nn.Module, own: str, *, is_partitioned: bool) -> str | None:
     """What kind of module cannot do with tiles in the place of its parameter ``own``."""
     kind = type(module).__name__
     if "forward" in vars(module):
@@ -131,6 +148,13 @@ def _reason_against_use(module: nn.Module, own: str) -> str | None:
         return None
     if type(module) is nn.MultiheadAttention and own in _PROJECTIONS:
         return None
+    if own in _OF_EXPERTS and {"has_gate", "is_transposed", "config"} <= vars(module).keys():
+        how = getattr(module.config, "_experts_implementation", None)
+        by_one = how == "eager" or how is None
+        if how == "grouped_mm" or (by_one and not is_partitioned and not module.is_transposed):
+            return None
+        where = " over ranks" if by_one and is_partitioned else ""
+        return f"a {kind} with experts_implementation={how!r}{where}"
     return f"a {kind}, which is none of nn.Linear, nn.Embedding and nn.MultiheadAttention"
 
 

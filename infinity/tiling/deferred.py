@@ -15,6 +15,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 Make = Callable[[], torch.Tensor]
+Maker = tuple[Make, int | None]
+"""What gives a gradient, and which of its first dimension that is of; None: of all."""
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
@@ -22,26 +24,33 @@ _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 class DeferredGradient(torch.Tensor):
     """Stands for the sum of what its makers give, in their order; any other use computes it."""
 
-    _makers: tuple[Make, ...]
+    _makers: tuple[Maker, ...]
     _sum: torch.Tensor | None
 
     # Operations come to ``__torch_dispatch__``, with those of autograd's own.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(weight: torch.Tensor, make: Make) -> DeferredGradient:
-        """The gradient of ``weight`` that ``make`` gives when it is called."""
-        return _made_by((make,), weight.shape, weight.dtype, weight.device)
+    def of(weight: torch.Tensor, make: Make, at: int | None = None) -> DeferredGradient:
+        """The gradient of ``weight``, or of ``weight[at]`` with zeros around, that ``make`` gives
+        when it is called.
+        """
+        return _made_by(((make, at),), weight.shape, weight.dtype, weight.device)
 
     def compute(self) -> torch.Tensor:
         """The gradient, added up as autograd does."""
         if self._sum is not None:
             return self._sum
-        first, *others = self._makers
+        total: torch.Tensor | None = None
         with torch.no_grad():
-            total = first()
-            for make in others:
-                total.add_(make())
+            for make, at in self._makers:
+                if total is None and at is None:
+                    total = make()
+                    continue
+                if total is None:
+                    total = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+                (total if at is None else total[at]).add_(make())
+        assert total is not None
         return total
 
     @classmethod
@@ -66,7 +75,7 @@ def taken(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _made_by(
-    makers: tuple[Make, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device
+    makers: tuple[Maker, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> DeferredGradient:
     gradient: DeferredGradient = torch.Tensor._make_wrapper_subclass(
         DeferredGradient, shape, dtype=dtype, device=device
@@ -81,10 +90,10 @@ def _is_sum(first: torch.Tensor, second: Any) -> bool:
     return is_alike and isinstance(first, DeferredGradient) and second.dtype == first.dtype
 
 
-def _makers_of(gradient: torch.Tensor) -> tuple[Make, ...]:
+def _makers_of(gradient: torch.Tensor) -> tuple[Maker, ...]:
     if isinstance(gradient, DeferredGradient):
         return gradient._makers
-    return (gradient.clone,)
+    return ((gradient.clone, None),)
 
 
 def _computed(value: Any) -> Any:

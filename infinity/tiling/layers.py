@@ -21,8 +21,7 @@ from infinity.parameters.records import RESIDENT_ELEMENTS, Record, compute_dtype
 from infinity.tiling import cut_weights
 from infinity.tiling.belongings import give_back, reason_against, share
 from infinity.tiling.cut_weights import CutWeight, Owner
-from infinity.tiling.joining import Cut
-from infinity.tiling.state_dicts import StateDictHooks
+from infinity.tiling.joining import Cut, StateDictHooks
 from infinity.tiling.tile import RowRange
 from infinity.tiling.tiled_linear import TiledLinear, tiles_within
 from infinity.tiling.weight import whole_of
@@ -85,7 +84,7 @@ class Tiling:
     ``max_parameter_bytes`` in the compute dtype inside.
 
     Those are the weights of ``nn.Linear``, ``nn.Embedding`` and ``nn.MultiheadAttention``, also if
-    several of them share one.
+    several of them share one, and of experts of transformers, none of which is cut itself.
     Left whole, with one warning that says why, is every other parameter that is larger. Raises
     ``ValueError`` for a bound that is less than one row of a weight, before anything is changed.
     ``device``: where weights are computed with; None: where they are.
@@ -164,7 +163,9 @@ class Tiling:
         """Why the parameter cannot be tiled; None if it can."""
         (_, module, own), *_ = owners
         if not self._is_layer(owners):
-            return cut_weights.reason_against(owners, parameter)
+            return cut_weights.reason_against(
+                owners, parameter, is_partitioned=self._is_partitioned
+            )
         if type(parameter) is not nn.Parameter:
             return f"a {type(parameter).__name__}, which is not nn.Parameter itself"
         if own != "weight":
@@ -181,7 +182,10 @@ class Tiling:
         (name, module, _), *_ = owners
         dtype = compute_dtype_of(record.dtype, self._compute_dtype)
         rows = record.shape[0]
-        num_tiles = tiles_within(rows, record.numel // rows * dtype.itemsize, bound)
+        row_bytes = record.numel // rows * dtype.itemsize
+        if len(record.shape) == 3:
+            bound = max(bound, row_bytes)  # an expert is not cut
+        num_tiles = tiles_within(rows, row_bytes, bound)
         parts = cut_weights.whole_parts_of(owners)
         num_tiles = -(-num_tiles // parts) * parts
         if self._is_layer(owners):

@@ -51,8 +51,16 @@ def multiply(
     for tile in tiles:
         rows = slice(tile.start - first, tile.stop - first)
         part = None if bias is None else bias[rows]
-        out = _multiply(out, x, tile.parameter, part, tile, rows)
+        out = _multiply(out, x, tile.parameter, part, tile, rows, None)
     return out
+
+
+def multiply_with_one(
+    tile: Tile, at: int, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """``F.linear`` of ``x`` with matrix ``at`` of a tile of matrices."""
+    out = torch.empty((*x.shape[:-1], tile.parameter.shape[1]), dtype=dtype, device=x.device)
+    return _multiply(out, x, tile.parameter, bias, tile, slice(None), at)
 
 
 class _Lookup(torch.autograd.Function):
@@ -111,24 +119,26 @@ class _Product(torch.autograd.Function):
         bias: torch.Tensor | None,
         tile: Tile,
         rows: slice,
+        at: int | None,
     ) -> torch.Tensor:
-        out[..., rows] = tile(_product, x, bias)
+        out[..., rows] = tile(_product, x, bias, at)
         ctx.save_for_backward(x)
-        ctx.tile, ctx.rows, ctx.version = tile, rows, weight._version
+        ctx.tile, ctx.rows, ctx.at, ctx.version = tile, rows, at, weight._version
         ctx.mark_dirty(out)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        tile = ctx.tile
+        tile, at = ctx.tile, ctx.at
         own = _flat(gradient[..., ctx.rows])
         needs_out, needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         of_x = of_bias = None
         with torch.autocast(gradient.device.type, enabled=False):
             if needs_x:
-                _check_version(tile, ctx.version)
-                of_x = torch.mm(own, tile.parameter.to(own.dtype)).view(x.shape).to(x.dtype)
+                check_version(tile, ctx.version)
+                weight = tile.parameter if at is None else tile.parameter[at]
+                of_x = torch.mm(own, weight.to(own.dtype)).view(x.shape).to(x.dtype)
             if needs_bias:
                 of_bias = own.sum(0)
 
@@ -136,12 +146,14 @@ class _Product(torch.autograd.Function):
             with torch.autocast(gradient.device.type, enabled=False):
                 return torch.mm(own.t(), _flat(x).to(own.dtype)).to(tile.parameter.dtype)
 
-        of_weight = _deferred(tile, make) if needs_weight else None
-        return gradient if needs_out else None, of_x, of_weight, of_bias, None, None
+        of_weight = _deferred(tile, make, at) if needs_weight else None
+        return gradient if needs_out else None, of_x, of_weight, of_bias, None, None, None
 
 
-def _product(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x, weight, bias)
+def _product(
+    weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, at: int | None
+) -> torch.Tensor:
+    return F.linear(x, weight if at is None else weight[at], bias)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,12 +161,19 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _deferred(tile: Tile, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _deferred(tile: Tile, make: Callable[[], torch.Tensor], at: int | None = None) -> torch.Tensor:
     """What ``make`` gives: later, but where its own gradient is asked for (``create_graph``)."""
-    return make() if torch.is_grad_enabled() else DeferredGradient.of(tile.parameter, make)
+    gradient = DeferredGradient.of(tile.parameter, make, at)
+    if not torch.is_grad_enabled():
+        return gradient
+    if at is None:
+        return make()
+    zeros = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    return zeros.index_put((torch.tensor(at),), make())
 
 
-def _check_version(tile: Tile, version: int) -> None:
+def check_version(tile: Tile, version: int) -> None:
+    """Raises ``RuntimeError`` for a tile that has changed since it had that version."""
     if tile.parameter._version != version:
         raise RuntimeError(
             f"{tile.extra_repr()}, which is needed for the gradient, was updated by an optimizer "

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.parameters.gradient import METADATA
 from infinity.parameters.parameter import cannot_be_copied, placeholder
-from infinity.tiling.pieces import Rows, look_up, multiply
+from infinity.tiling.groups import multiply_groups
+from infinity.tiling.pieces import Rows, look_up, multiply, multiply_with_one
 from infinity.tiling.tile import Tile
 from swap.tiers import format_bytes
 
@@ -32,7 +33,13 @@ class TiledWeight(torch.Tensor):
     _tiles: Sequence[Tile]
     _name: str
     _is_partitioned: bool
-    _was_whole: bool
+    _was_whole: bool = False
+    _at: int | None = None
+    """The matrix of the only tile that this is; None: all that the tiles have."""
+    _is_transposed: bool = False
+    """Whether the last two dimensions have changed places."""
+    was_selected: bool = False
+    """Whether single matrices were taken of it since this was set to False."""
 
     @staticmethod
     def of(
@@ -43,7 +50,7 @@ class TiledWeight(torch.Tensor):
         """
         weight = face.as_subclass(TiledWeight)
         weight._tiles, weight._name = tiles, name
-        weight._is_partitioned, weight._was_whole = is_partitioned, False
+        weight._is_partitioned = is_partitioned
         return weight
 
     @property
@@ -56,11 +63,12 @@ class TiledWeight(torch.Tensor):
         first = self._tiles[0].start
         return [(tile, slice(tile.start - first, tile.stop - first)) for tile in self._tiles]
 
-    def _part(self, tiles: Sequence[Tile]) -> TiledWeight:
-        """The rows of some of the tiles, which are one behind the other."""
-        rows = tiles[-1].stop - tiles[0].start
+    def part(
+        self, tiles: Sequence[Tile], view: Callable[[torch.Tensor], torch.Tensor]
+    ) -> TiledWeight:
+        """A ``view`` of this, which these tiles have the values of."""
         with torch._C.DisableTorchFunctionSubclass():
-            face = self.as_subclass(torch.Tensor)[:rows]
+            face = view(self.as_subclass(torch.Tensor))
         return TiledWeight.of(tiles, self._name, face, is_partitioned=self._is_partitioned)
 
     @property
@@ -131,16 +139,20 @@ class TiledWeight(torch.Tensor):
     def whole(self) -> torch.Tensor:
         """All rows: where they are if they lie together, or put together anew."""
         if torch.is_grad_enabled() and self.requires_grad:
-            return torch.cat([part.clone() for part in self.tiles])
-        return whole_of(self.tiles)
+            whole = torch.cat([part.clone() for part in self.tiles])
+        else:
+            whole = whole_of(self.tiles)
+        whole = whole if self._at is None else whole[self._at]
+        return whole.transpose(-2, -1) if self._is_transposed else whole
 
     def note_whole(self) -> None:
         """Warn, once."""
         if not self._was_whole and not all(_is_program_s(part) for part in self.tiles):
             self._was_whole = True
             _log.warning(
-                "%s is in tiles and is used as a whole, which takes %s beside the budget: only "
-                "F.embedding, F.linear and F.multi_head_attention_forward take it tile by tile",
+                "%s is in tiles and is used as a whole, which takes %s beside the budget: tile by "
+                "tile it is taken by F.embedding, F.linear, F.multi_head_attention_forward and "
+                "F.grouped_mm alone",
                 self._name,
                 format_bytes(self.numel() * self.dtype.itemsize),
             )
@@ -176,6 +188,12 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 @torch.no_grad()
 def _bring_back(weight: TiledWeight, whole: torch.Tensor) -> None:
+    if weight._is_transposed:
+        whole = whole.transpose(-2, -1)
+    if weight._at is not None:
+        if whole.data_ptr() != weight.tiles[0][weight._at].data_ptr():
+            weight.tiles[0][weight._at] = whole
+        return
     for tile, rows in weight._rows():
         if whole[rows].data_ptr() != tile.parameter.data_ptr():
             tile.parameter.copy_(whole[rows])
@@ -266,17 +284,19 @@ def _linear(
     bias: torch.Tensor | None = None,
 ) -> Any:
     is_ours = isinstance(weight, TiledWeight) and not isinstance(input, TiledWeight)
-    if not is_ours or isinstance(bias, TiledWeight) or weight.dim() != 2:
+    if not is_ours or isinstance(bias, TiledWeight) or weight.dim() != 2 or weight._is_transposed:
         return NotImplemented
     kind = input.device.type
     autocast = torch.is_autocast_enabled(kind) and input.dtype.is_floating_point
     dtype = torch.get_autocast_dtype(kind) if autocast else input.dtype
+    if weight._at is not None:
+        return multiply_with_one(weight._tiles[0], weight._at, input, bias, dtype)
     return multiply(weight._tiles, input, bias, dtype)
 
 
 def _split(weight: Any, split_size: int | Sequence[int], dim: int = 0) -> Any:
     """Where it comes to whole tiles."""
-    if dim != 0 or not isinstance(weight, TiledWeight):
+    if dim != 0 or not isinstance(weight, TiledWeight) or weight._at is not None:
         return NotImplemented
     rows = weight.shape[0]
     if isinstance(split_size, int):
@@ -288,12 +308,56 @@ def _split(weight: Any, split_size: int | Sequence[int], dim: int = 0) -> Any:
             taken.append(left.pop(0))
         if sum(tile.stop - tile.start for tile in taken) != size:
             return NotImplemented
-        parts.append(weight._part(taken))
+        parts.append(weight.part(taken, lambda face, size=size: face[:size]))  # type: ignore[misc]
     return tuple(parts) if not left else NotImplemented
 
 
 def _chunk(weight: Any, chunks: int, dim: int = 0) -> Any:
     return _split(weight, -(-weight.shape[0] // chunks), dim)
+
+
+def _select(weight: Any, index: Any) -> Any:
+    """A matrix of a stack."""
+    is_one = isinstance(index, int) or (
+        isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype != torch.bool
+    )
+    if not isinstance(weight, TiledWeight) or not is_one or weight.dim() != 3:
+        return NotImplemented
+    if weight._is_transposed or not -len(weight) <= int(index) < len(weight):
+        return NotImplemented
+    index = int(index) % len(weight)
+    weight.was_selected = True
+    (tile,) = (tile for tile, rows in weight._rows() if rows.start <= index < rows.stop)
+    matrix = weight.part([tile], lambda face: face[0])
+    matrix._at = index - (tile.start - weight._tiles[0].start)
+    return matrix
+
+
+def _transpose(weight: Any, first: int, second: int) -> Any:
+    if not isinstance(weight, TiledWeight) or weight.dim() != 3 or {first, second} != {-2, -1}:
+        return NotImplemented
+    transposed = weight.part(weight._tiles, lambda face: face.transpose(-2, -1))
+    transposed._is_transposed = not weight._is_transposed
+    return transposed
+
+
+def _grouped(
+    x: Any,
+    weight: Any,
+    offs: torch.Tensor | None = None,
+    bias: Any = None,
+    out_dtype: Any = None,
+) -> Any:
+    is_ours = isinstance(weight, TiledWeight) and not isinstance(x, TiledWeight)
+    if not is_ours or x.dim() != 2 or offs is None or bias is not None or out_dtype is not None:
+        return NotImplemented
+    return multiply_groups(
+        weight._tiles,
+        x,
+        offs,
+        is_transposed=weight._is_transposed,
+        fetches_all=weight._is_partitioned,
+    )
 
 
 _ATTENTION = FunctionType(
@@ -309,6 +373,9 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: _ATTENTION,
     torch.Tensor.split: _split,
     torch.Tensor.chunk: _chunk,
+    torch.Tensor.__getitem__: _select,
+    torch.Tensor.transpose: _transpose,
+    torch._grouped_mm: _grouped,
 }
 _ALLOWED = frozenset(
     getattr(torch.Tensor, name)

@@ -57,7 +57,7 @@ class OffloadArgumentsMixin:
     )
     max_parameter_bytes: str | None = field(
         default=None,
-        metadata={"help": "Cut the weights of larger linear layers into tiles."},
+        metadata={"help": "Cut the weights of larger layers, embeddings and experts into tiles."},
     )
     weights: str | None = field(
         default=None,
