@@ -75,6 +75,8 @@ def count_whole_targets(tree: Any) -> int:
     """How many leaves of a live tree take all of a tensor."""
     if type(tree) in _CONTAINERS:
         return sum(count_whole_targets(item) for _, item in _items(tree))
+    if isinstance(tree, torch.Tensor | np.ndarray):
+        return 1  # to ask a nested tensor for the attributes of a protocol is an error
     return int(is_target(tree) and not isinstance(tree, PartialSink))
 
 
