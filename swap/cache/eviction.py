@@ -90,23 +90,26 @@ class Residents:
     def _evict_one(self, ahead_for: int | None) -> bool:
         """Drop the entry that the policy names."""
         entries = self._may_leave(can_wait=ahead_for is not None)
-        indices = [entry.spec.index for entry in entries]
-        index = self._policy.victim(indices, ahead_for=ahead_for)
+        index = self._policy.victim(entries, ahead_for=ahead_for)
         if index is None:
             return False
-        victim = entries[indices.index(index)]
+        victim = entries[index]
         (self.entries if self.entries.get(index) is victim else self.stale).pop(index)
         wait_for(victim)
         return True
 
-    def _may_leave(self, *, can_wait: bool) -> list[Entry]:
-        """For what can wait entries on their way stay."""
+    def _may_leave(self, *, can_wait: bool) -> dict[int, Entry]:
+        """By parameter; of one with current and stale weights the current ones first. For what can
+        wait entries on their way stay.
+        """
         pinned = self.pinned
-        entries = [entry for index, entry in self.entries.items() if index not in pinned]
-        entries += self.stale.values()
-        if not can_wait:
-            return entries
-        return [entry for entry in entries if not entry.missing and entry.finished_reading()]
+        found: dict[int, Entry] = {}
+        for index, entry in (*self.entries.items(), *self.stale.items()):
+            is_held = index in pinned and self.stale.get(index) is not entry
+            if is_held or (can_wait and (entry.missing or not entry.finished_reading())):
+                continue
+            found.setdefault(index, entry)
+        return found
 
 
 def wait_for(entry: Entry) -> bool:

@@ -14,7 +14,7 @@ import infinity
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import same_bits, values_of
 
-LATE = ["infinity.autograd.versions.Versions.note", "infinity.training.advance_groups"]
+LATE = ["infinity.autograd.versions.Versions.note", "infinity.optim.adamw.AdamRule.advance"]
 
 
 @pytest.mark.parametrize("function", LATE)
