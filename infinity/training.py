@@ -31,7 +31,9 @@ from infinity.optim.optimizer import OffloadedOptimizer, StepTaker
 from infinity.optim.rule import OptimizerRule
 from infinity.optim.state_reference import StateReference
 from infinity.optim.stepping import as_norm, clip_coefficient, options_of, updates_for
-from infinity.parameters.parameter import become_offloaded, take_grad
+from infinity.parameters.becoming import become_offloaded
+from infinity.parameters.parameter import take_grad
+from infinity.parameters.placeholders import check_not_transformed
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.restoring import Restoring
@@ -237,6 +239,7 @@ class Training:
     @own_modes()
     def gradient_values(self, index: int, age: int) -> torch.Tensor:
         self.check_open(self.records[index].name)
+        check_not_transformed(f"the gradient of {self.records[index].name}")
         return self.gradients.values(index, age)
 
     def gradient_age(self, index: int) -> int:
@@ -253,8 +256,10 @@ class Training:
 
     def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
         """Weights of these parameters are in place inside."""
-        self.check_open(self.records[min(indices)].name)
+        name = self.records[min(indices)].name
+        self.check_open(name)
         check_not_traced()
+        check_not_transformed(name)
         return self.residency.in_place(indices, sys._getframe(1))
 
     @property
@@ -266,6 +271,13 @@ class Training:
 
     def name_of(self, index: int) -> str:
         return self.records[index].name
+
+    def changes_told(self, index: int) -> int:
+        return self._versions.changes_told(index)
+
+    def changed_copy(self, index: int, told: int) -> None:
+        if self._open:
+            self._versions.changed_copy(index, told)
 
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         """Autograd accumulated into ``parameter``: move that to the gradient store."""

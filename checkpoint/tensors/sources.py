@@ -169,7 +169,10 @@ def _check_tensor(tensor: torch.Tensor) -> None:
     """Raises TypeError for a tensor that is not plain memory somewhere."""
     kind = type(tensor)
     if kind not in _TENSOR_TYPES:
-        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is a tensor type it does not know")
+        raise TypeError(
+            f"{kind.__module__}.{kind.__qualname__} is a tensor type it does not know; save a "
+            "plain tensor of its values, such as tensor.detach().clone()"
+        )
     if tensor.is_nested:
         raise TypeError("a nested tensor; save the list of tensors that its unbind() gives")
     if tensor.layout != torch.strided:

@@ -19,6 +19,7 @@ from infinity.autograd.residency import Residency
 from infinity.autograd.saved_tensors import SavedTensors
 from infinity.autograd.versions import Versions
 from infinity.parameters.parameter import cannot_be_copied
+from infinity.parameters.placeholders import check_not_transformed
 from infinity.parameters.records import Record
 from swap.undo import Undo
 
@@ -110,6 +111,7 @@ class ModelHooks:
                 "some), which has no weights; call the model itself"
             )
         check_call()  # a layer may be compiled by itself
+        check_not_transformed(type(module).__name__)
         if not self._residency.is_computing:
             self._saved.join_thread()
             # What an interrupted pass found is what it should have left.

@@ -8,8 +8,7 @@ access and stays until the frame that reached for it ends, or until newer visito
 
 Whoever gets hold of a parameter in another way, or outside of all forward passes
 (``model.head.weight`` in a loss function), can use it all the same: its weights are fetched for
-each operation (see ``parameter``). Parameters whose weights are at home in host memory and computed
-from there are always in place; they are only waited for.
+each operation (see ``parameter``), or waited for, where they are at home in host memory.
 
 Forward passes may run on several threads at once. A parameter has its weights in place for as long
 as one of them holds it; no lock is held while weights are waited for.
@@ -43,8 +42,13 @@ from infinity.parameters.parameter import (
     OffloadedParameter,
     cannot_be_copied,
     mark_absent,
-    placeholder,
     put_data,
+)
+from infinity.parameters.placeholders import (
+    end_lending,
+    lend,
+    placeholder,
+    refusal_of_weights,
 )
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
@@ -94,7 +98,8 @@ class Residency:
         self._kept_out: set[int] = set()
         self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
         self._placeholders = [
-            placeholder(record.shape, record.spec.dtype, device) for record in records
+            placeholder(record.shape, record.spec.dtype, device, refusal_of_weights(record.name))
+            for record in records
         ]
         self.at_home = [self._home_view(record) for record in records]
 
@@ -104,6 +109,8 @@ class Residency:
         """Swap every parameter's data for what it is while offloaded, and watch access to it."""
         note(self)
         self._put_out(record.index for record in self._records)
+        for record, face in zip(self._records, self._placeholders, strict=True):
+            lend(face, record.parameter)
         for module in model.modules():
             if module._parameters:
                 self._watched.append((module, module._parameters))
@@ -113,6 +120,8 @@ class Residency:
         """Give every module its own dictionary of parameters back. Idempotent; can be called again
         after an interrupt.
         """
+        for face in self._placeholders:
+            end_lending(face)
         while self._watched:
             module, parameters = self._watched[-1]
             if module._parameters is not parameters:
@@ -319,20 +328,14 @@ class Residency:
         """
         strangers = []
         for index in indices:
-            home = self.at_home[index]
-            if not isinstance(self._records[index].parameter, OffloadedParameter):
+            if isinstance(self._records[index].parameter, OffloadedParameter):
+                self._take_out(index)
+            else:
                 strangers.append(index)
-                continue
-            if home is not None:
-                put_data(self._parameter(index), home, absent=True)
-            self._take_out(index)
         self.check_faces(strangers)
 
     def _take_out(self, index: int) -> None:
-        if self.at_home[index] is None:
-            put_data(self._parameter(index), self._placeholders[index], absent=True)
-        else:
-            mark_absent(self._parameter(index))
+        put_data(self._parameter(index), self._placeholders[index], absent=True)
 
     def check_faces(self, indices: Iterable[int]) -> None:
         """Raises ``RuntimeError`` naming one of these parameters that is no offloaded one."""

@@ -19,6 +19,7 @@ class Versions:
         self._records = records
         self._lent = lent
         self._noted: list[int] = []
+        self._told = [0] * len(records)
         self._structure: Structure | None = None
 
     def watch(self, model: nn.Module) -> None:
@@ -39,6 +40,17 @@ class Versions:
         """Tell autograd, as an in-place update would: a graph from before it is refused."""
         torch.autograd.graph.increment_version([self._records[i].parameter for i in indices])
         self.note(indices)
+
+    def changes_told(self, index: int) -> int:
+        """How often a change in place of a parameter was told as an error."""
+        return self._told[index]
+
+    def changed_copy(self, index: int, told: int) -> None:
+        """A copy of a parameter that was made when so many changes were told was written to: count
+        it as a change, but where it may be the one that was told since.
+        """
+        if told == self._told[index]:
+            torch.autograd.graph.increment_version(self._records[index].parameter)
 
     def check(self) -> None:
         """What a program writes into weights may or may not reach their home.
@@ -66,15 +78,17 @@ class Versions:
             if version != expected[index] and index not in self._lent
         ]
         self.note(changed)
+        for index in changed:
+            self._told[index] += 1
         if changed:
             names = [self._records[index].name for index in changed]
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise RuntimeError(
                 f"{names[0]}{more} was changed in place while it was offloaded (by an "
-                "initialisation, an assignment, a merge of adapters, or a module that changes its "
-                "weights in forward, such as nn.Embedding with max_norm), and what it holds now is "
-                "not defined; change values inside `with offloaded.gathered([parameter], "
-                "modify=True):`"
+                "initialisation, an assignment, a merge of adapters, a collective, or a module "
+                "that changes its weights in forward, such as nn.Embedding with max_norm), and "
+                "what it holds now is not defined; change values inside `with "
+                "offloaded.gathered([parameter], modify=True):`"
             )
 
     def _now(self) -> list[int]:

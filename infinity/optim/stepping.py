@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infinity.optim.separable import options_at
-from infinity.parameters.parameter import attributes_of
+from infinity.parameters.becoming import attributes_of
 from infinity.parameters.records import Record
 from swap.plan.rules import ParameterUpdate
 

@@ -1,10 +1,21 @@
-"""Whether an operation changed a tensor, also where it does not count it, as collectives do."""
+"""Whether an operation changed a tensor, also where it does not count it, as collectives do; and
+copies of weights that programs get in the place of views, outside of forward passes.
+
+What is written into a copy reaches no weight. It shares the version of its parameter, so what torch
+counts is noticed. What torch does not count (collectives, NumPy, another tensor that was given its
+data) is found in the bytes when the last reference to the copy goes, and counted then: in host
+memory; on other devices nothing tells when that is.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+
+from checkpoint.format.checksum import crc32c
 
 
 class Changes:
@@ -75,10 +86,45 @@ def _is_distributed(func: Any) -> bool:
     return str(getattr(func, "__module__", "")).startswith("torch.distributed")
 
 
-def without_pointer(face: torch.Tensor) -> torch.Tensor:
-    """``face``, whose memory has no values, refuses pointers to it: C code that asks nobody, as
-    ``to_dlpack`` does, raises in place of reading it.
-    """
-    if hasattr(torch._C, "_set_throw_on_mutable_data_ptr") and not face.is_meta:
-        torch._C._set_throw_on_mutable_data_ptr(face)
-    return face
+class CopyOwner(Protocol):
+    """Who is told of changes in copies."""
+
+    def changes_told(self, index: int) -> int:
+        """How often a change of the parameter, or of a copy of it, was told as an error."""
+
+    def changed_copy(self, index: int, told: int) -> None:
+        """Something was written into a copy of the parameter, made when that many were told."""
+
+
+def copy_of(
+    view: torch.Tensor, parameter: torch.Tensor, index: int, owner: CopyOwner
+) -> torch.Tensor:
+    """A copy of ``view``, which lies in the weights of ``parameter``, with the version of that."""
+    with torch.inference_mode(False), torch.no_grad():
+        copy = parameter.detach()
+        if view.is_cpu and view.numel():
+            copy.data = _watched(view, index, owner)
+        else:
+            copy.data = view.detach().clone()
+    return copy
+
+
+def _watched(view: torch.Tensor, index: int, owner: CopyOwner) -> torch.Tensor:
+    memory = np.empty(view.numel() * view.dtype.itemsize, dtype=np.uint8)
+    shown = memory.view()
+    like = torch.empty_like(view, device="meta")
+    flat = torch.frombuffer(shown, dtype=torch.uint8).view(view.dtype)
+    copy = flat.as_strided(like.size(), like.stride())
+    copy.copy_(view)
+    told = owner.changes_told(index)
+    finalizer = weakref.finalize(
+        shown, _tell_changes, memory, crc32c(memory), weakref.ref(owner), index, told
+    )
+    finalizer.atexit = False
+    return copy
+
+
+def _tell_changes(memory: Any, before: int, found: Any, index: int, told: int) -> None:
+    owner = found()
+    if owner is not None and crc32c(memory) != before:
+        owner.changed_copy(index, told)

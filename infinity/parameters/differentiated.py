@@ -15,6 +15,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from infinity.parameters.placeholders import as_they_are
+
 PASSES: frozenset[Callable[..., Any]] = frozenset({torch.autograd.grad, torch.autograd.backward})
 
 
@@ -55,7 +57,8 @@ def _edge_of(parameter: torch.Tensor) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if not parameter.requires_grad:
             raise RuntimeError("One of the differentiated Tensors does not require grad")
-        return get_gradient_edge(parameter)
+        with as_they_are():
+            return get_gradient_edge(parameter)
 
 
 def _zeros(parameter: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:

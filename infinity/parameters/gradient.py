@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.parameters.changes import Changes, wait_for, writes_later
+from infinity.parameters.placeholders import as_they_are
 from swap.plain import memory_fault
 
 METADATA = ("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "requires_grad", "ndim")
@@ -53,7 +54,8 @@ class OffloadedGradient(torch.Tensor):
     @staticmethod
     def of(owner: GradientOwner, index: int, face: torch.Tensor) -> OffloadedGradient:
         """The gradient of a parameter; ``face`` has its shape, dtype and device."""
-        gradient = face.as_subclass(OffloadedGradient)
+        with as_they_are():
+            gradient = face.as_subclass(OffloadedGradient)
         gradient._owner, gradient._index = owner, index
         gradient._age = owner.gradient_age(index)
         return gradient
@@ -70,6 +72,10 @@ class OffloadedGradient(torch.Tensor):
     def keep(self, values: torch.Tensor) -> None:
         """What ``read`` gave was changed."""
         self._owner.keep_gradient(self._index, values)
+
+    def refuse(self, name: str) -> None:
+        """Raise what an operation of that name cannot be done for."""
+        _refuse(name, self.name_of_parameter)
 
     @property
     def name_of_parameter(self) -> str:
@@ -99,14 +105,6 @@ class OffloadedGradient(torch.Tensor):
             if name.startswith(("_foreach_", "_amp_foreach_")):
                 return _one_by_one(func, args, kwargs)
             return _on_values(func, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """What came here by another way (collectives do) would work on what has no values."""
-        gradient = next(_gradients_in((args, kwargs or {})))
-        _refuse(str(func), gradient.name_of_parameter)
 
 
 class GradientValues(torch.Tensor):

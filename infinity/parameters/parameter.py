@@ -1,32 +1,39 @@
 """The face of a parameter while its bytes are elsewhere.
 
-A parameter keeps its identity, shape and dtype; only its data is swapped for a *placeholder*, one
-element expanded to the shape with strides of zero. It has then the class ``AbsentParameter``: an
-operation on it that is not about metadata has the weights fetched for as long as it runs. The
-element is NaN where the dtype has one, so that a value read past all this is loud instead of
-plausible.
+A parameter keeps its identity, shape and dtype; only its data is swapped for a *placeholder* (see
+``placeholders``). It has then the class ``AbsentParameter``: an operation on it that is not about
+metadata has the weights fetched for as long as it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from infinity.parameters.changes import Changes, wait_for, without_pointer, writes_later
+from infinity.parameters.changes import Changes, CopyOwner, copy_of, wait_for, writes_later
 from infinity.parameters.differentiated import PASSES, by_edges, is_by_inputs_alone
 from infinity.parameters.gradient import METADATA, GradientOwner, OffloadedGradient, check_assigned
+from infinity.parameters.placeholders import (
+    is_placeholder,
+    lender_of,
+    placeholder,
+    refusal_of_gradient,
+    refuse,
+    serve_placeholders,
+)
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
-class Owner(GradientOwner, Protocol):
+class Owner(GradientOwner, CopyOwner, Protocol):
     """Who knows the weights and gradients of offloaded parameters."""
 
     def has_gradient(self, index: int) -> bool:
@@ -112,7 +119,8 @@ class OffloadedParameter(nn.Parameter):
     def _face(self) -> torch.Tensor:
         """Without memory, as the parameter is."""
         with torch._C.DisableTorchFunctionSubclass():
-            return placeholder(self.shape, self.dtype, self.device)
+            refusal = refusal_of_gradient(self._name)
+            return placeholder(self.shape, self.dtype, self.device, refusal)
 
     @property
     def _name(self) -> str:
@@ -148,7 +156,11 @@ class OffloadedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise cannot_be_copied()
+        raise RuntimeError(
+            f"{self._name} is offloaded and cannot be pickled or shallowly copied; take "
+            "parameter.detach(), or write the model with offloaded.save(path) or "
+            "offloaded.export(folder)"
+        )
 
 
 class AbsentParameter(OffloadedParameter):
@@ -162,17 +174,58 @@ class AbsentParameter(OffloadedParameter):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__self__", None) in _ABOUT_METADATA or func in _ABOUT_METADATA:
                 return func(*args, **kwargs)
-            absent = [p for p in tree_leaves((args, kwargs)) if isinstance(p, AbsentParameter)]
-            by_owner: dict[Owner, set[int]] = {}
-            for parameter in absent:
-                by_owner.setdefault(parameter.offload_owner, set()).add(parameter.offload_index)
-            with ExitStack() as stack:
-                for owner, indices in by_owner.items():
-                    stack.enter_context(owner.in_place(indices))
-                result = _unchanged(func, args, kwargs, absent)
-                if any(owner.is_computing for owner in by_owner):
-                    return result
-                return _with_own_memory(result, absent)
+            return _with_weights(func, args, kwargs)
+
+
+def _with_weights(func: Any, args: Any, kwargs: Any) -> Any:
+    """``func`` with the weights of all absent parameters among its arguments in place."""
+    absent = [leaf for leaf in tree_leaves((args, kwargs)) if _is_absent(leaf)]
+    by_owner: dict[Owner, set[int]] = {}
+    for parameter in absent:
+        by_owner.setdefault(parameter.offload_owner, set()).add(parameter.offload_index)
+    with ExitStack() as stack:
+        for owner, indices in by_owner.items():
+            stack.enter_context(owner.in_place(indices))
+        if any(owner.is_computing for owner in by_owner):
+            return _unchanged(func, args, kwargs, absent)
+        if func is torch.Tensor.share_memory_:
+            raise RuntimeError(
+                f"{absent[0]._name} is offloaded and its memory cannot be shared; share "
+                "parameter.detach(), a copy"
+            )
+        if func in _SHOWS_MEMORY and not args[0].requires_grad:
+            return func(_copy_of(args[0], args[0]), *args[1:], **kwargs)
+        return _with_own_memory(_unchanged(func, args, kwargs, absent), absent)
+
+
+def _serve(operator: Any, args: Any, kwargs: Any) -> Any:
+    """What came to placeholders past their classes, see ``placeholders``."""
+    args, kwargs = tree_map(partial(_lent, operator), (args, kwargs))
+    absent = next(filter(_is_absent, tree_leaves((args, kwargs))), None)
+    if absent is not None and operator.namespace == "c10d":
+        _refuse_change(operator, absent)
+    with torch._C.DisableTorchFunctionSubclass():
+        if absent is None:
+            return operator(*args, **kwargs)
+        return _with_weights(operator, args, kwargs)
+
+
+def _lent(operator: Any, leaf: Any) -> Any:
+    """``leaf``, or a copy of the parameter whose data it was given (by ``x.data = parameter``, or
+    as autograd does with what hooks of others return).
+    """
+    if _is_absent(leaf) or not is_placeholder(leaf):
+        return leaf
+    if isinstance(leaf, OffloadedGradient):
+        leaf.refuse(str(operator))
+    parameter = lender_of(leaf)
+    has_history = leaf.requires_grad and torch.is_grad_enabled()
+    if parameter is None or has_history or operator._schema.is_mutable:
+        refuse(leaf)
+    return parameter.detach()
+
+
+serve_placeholders(_serve)
 
 
 def _unchanged(func: Any, args: Any, kwargs: Any, parameters: Sequence[AbsentParameter]) -> Any:
@@ -202,12 +255,11 @@ def _is_absent(value: object) -> bool:
     return isinstance(value, AbsentParameter)
 
 
-def _with_own_memory(result: Any, parameters: Sequence[torch.Tensor]) -> Any:
+def _with_own_memory(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
     """``result`` with copies for tensors without history that lie in the weights of ``parameters``.
 
     The weights are updated in place where they are at home, and left behind where they are not: a
     view that a program keeps would follow the training or not, and hold memory that others need.
-    A copy has the version of the parameter, as the view had: changes in it are noticed.
     """
     owners = {parameter.untyped_storage()._cdata: parameter for parameter in parameters}
 
@@ -220,15 +272,19 @@ def _with_own_memory(result: Any, parameters: Sequence[torch.Tensor]) -> Any:
         ):
             return leaf
         parameter = owners.get(leaf.untyped_storage()._cdata)
-        if parameter is None:
-            return leaf
-        with torch.inference_mode(False):
-            copy = parameter.detach()
-            copy.data = leaf.detach().clone()
-        return copy
+        return leaf if parameter is None else _copy_of(leaf, parameter)
 
     return tree_map(own, result)
 
+
+def _copy_of(view: torch.Tensor, parameter: OffloadedParameter) -> torch.Tensor:
+    return copy_of(view, parameter, parameter.offload_index, parameter.offload_owner)
+
+
+_SHOWS_MEMORY = frozenset(
+    getattr(torch.Tensor, name) for name in ("numpy", "__array__", "__dlpack__")
+)
+"""What gives the memory of a tensor in another form than a tensor."""
 
 _ABOUT_METADATA = frozenset(
     getattr(torch.Tensor, name)
@@ -265,116 +321,12 @@ def mark_absent(parameter: OffloadedParameter) -> None:
     parameter.__class__ = AbsentParameter
 
 
-def become_offloaded(
-    parameter: Any, index: int, owner: Owner, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Give ``parameter`` its offloaded class and a placeholder; it stays the same object."""
-    face = placeholder(parameter.shape, dtype, device)
-    if parameter.is_meta:
-        # A meta tensor cannot take real data; the object can take the place of one that does.
-        try:
-            _swap(parameter, _like(parameter, face))
-        except RuntimeError as error:
-            raise ValueError(
-                f"{owner.name_of(index)} is on the meta device and something refers to it that "
-                f"keeps it from getting real values ({error}); build the model on the CPU"
-            ) from error
-    else:
-        parameter.data = face
-    parameter.__class__ = OffloadedParameter
-    parameter.offload_index = index
-    parameter.offload_trainable = parameter.requires_grad
-    parameter.offload_owner = owner
-
-
-def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -> nn.Parameter:
-    """Undo ``become_offloaded``; ``data`` is what the parameter holds from now on.
-
-    Returns the parameter, or a new one in its place where one of the two is on meta and a graph
-    that is still alive refers to the old one. After an interrupt it can be called again; the class
-    changes last.
-    """
-    if data.is_meta != parameter.is_meta:
-        fresh = _like(parameter, data)
-        try:
-            _swap(parameter, fresh)
-        except RuntimeError:
-            _let_hook(fresh, parameter)
-            _forget_owner(fresh)
-            return fresh
-    elif not data.is_meta:
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
-            _DATA.__set__(parameter, data)
-    _forget_owner(parameter)
-    parameter.__class__ = kind
-    return parameter  # type: ignore[no-any-return]
-
-
-def _like(parameter: Any, data: torch.Tensor) -> nn.Parameter:
-    """A parameter over ``data`` with the attributes that programs gave ``parameter``, but for its
-    hooks.
-    """
-    fresh: Any = nn.Parameter(data, parameter.requires_grad)
-    vars(fresh).update(vars(parameter))
-    grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
-    if grad_dtype != parameter.dtype:
-        fresh.grad_dtype = grad_dtype
-    return fresh  # type: ignore[no-any-return]
-
-
-def _swap(parameter: Any, fresh: nn.Parameter) -> None:
-    torch.utils.swap_tensors(parameter, fresh)
-    _let_hook(parameter, parameter)
-
-
-def _let_hook(parameter: Any, hooked: Any) -> None:
-    """Have the hooks on ``hooked`` called for ``parameter``. After a swap a parameter still lists
-    its own, and autograd knows of none.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            if hooks := getattr(hooked, name):
-                setattr(parameter, name, hooks)
-
-
-def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """What programs gave the parameter (``parameter.lr_scale = 0.1``)."""
-    return {name: value for name, value in vars(parameter).items() if name not in _OF_OWNER}
-
-
-_OF_OWNER = ("offload_index", "offload_trainable", "offload_owner")
-
-
-def _forget_owner(parameter: torch.Tensor) -> None:
-    for name in _OF_OWNER:
-        vars(parameter).pop(name, None)
-
-
-def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put ``new`` wherever a module of ``model`` has ``old``."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new
-
-
 def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """The tensor that autograd put on ``parameter``, which is taken off it."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _GRAD.__get__(parameter)
         _GRAD.__set__(parameter, None)
     return gradient
-
-
-def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of that shape that takes one element of memory."""
-    has_nan = dtype.is_floating_point or dtype.is_complex
-    value = torch.empty(1, dtype=dtype, device=device)
-    if has_nan:
-        value.fill_(float("nan"))
-    else:
-        value.zero_()
-    return without_pointer(value.expand(shape) if len(shape) else value.reshape(()))
 
 
 def cannot_be_copied() -> RuntimeError:

@@ -73,7 +73,7 @@ class WithoutWeakReferences:
 
     def __exit__(self, *_: object) -> None:
         for layer in self._layers:
-            # Some may be new ones: see ``parameter.become_plain``.
+            # Some may be new ones: see ``becoming.become_plain``.
             layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
             layer._flat_weight_refs = [
                 None if weight is None else weakref.ref(weight) for weight in layer._flat_weights

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.parameters.parameter import placeholder
+from infinity.parameters.placeholders import placeholder, refusal_of_tiled
 from infinity.tiling.belongings import cut_gradient
 from infinity.tiling.tile import CHILD, RowRange, Tile, TileList
 from infinity.tiling.weight import lie_as_cut
@@ -67,7 +67,8 @@ class Cut(ABC):
                 self._gradients[id(parameter)] = parameter.grad
                 cut_gradient(parameter.grad, parameter, rows)
             if not parameter.is_meta:
-                parameter.data = placeholder(parameter.shape, parameter.dtype, parameter.device)
+                like = parameter.shape, parameter.dtype, parameter.device
+                parameter.data = placeholder(*like, refusal_of_tiled())
 
     def give_back(self, strides: Mapping[int, Sequence[int] | None]) -> None:
         """The parameters return with what the tiles hold; those are emptied one by one. Can be

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.parameters.gradient import METADATA
-from infinity.parameters.parameter import cannot_be_copied, placeholder
+from infinity.parameters.parameter import cannot_be_copied
+from infinity.parameters.placeholders import as_they_are, placeholder, refusal_of_tiled
 from infinity.tiling.groups import multiply_groups
 from infinity.tiling.pieces import Rows, look_up, multiply, multiply_with_one
 from infinity.tiling.tile import Tile
@@ -48,7 +49,9 @@ class TiledWeight(torch.Tensor):
         """``face`` has the shape, dtype and device of the whole. ``is_partitioned``: all ranks have
         to ask for the same tiles.
         """
-        weight = face.as_subclass(TiledWeight)
+        with as_they_are():
+            with as_they_are():
+            weight = face.as_subclass(TiledWeight)
         weight._tiles, weight._name = tiles, name
         weight._is_partitioned = is_partitioned
         return weight
@@ -67,7 +70,7 @@ class TiledWeight(torch.Tensor):
         self, tiles: Sequence[Tile], view: Callable[[torch.Tensor], torch.Tensor]
     ) -> TiledWeight:
         """A ``view`` of this, which these tiles have the values of."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), as_they_are():
             face = view(self.as_subclass(torch.Tensor))
         return TiledWeight.of(tiles, self._name, face, is_partitioned=self._is_partitioned)
 
@@ -132,7 +135,7 @@ class TiledWeight(torch.Tensor):
         if result is not NotImplemented:
             return result
         if func in _ALLOWED or getattr(func, "__self__", None) in _ALLOWED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), as_they_are():
                 return func(*args, **kwargs)
         return _on_whole(func, args, kwargs)
 
@@ -250,7 +253,7 @@ def weight_of(
     is_partitioned: bool,
 ) -> TiledWeight:
     """What stands for ``whole``, the parameter ``name``, while the tiles have its rows."""
-    face = placeholder(whole.shape, dtype, device)
+    face = placeholder(whole.shape, dtype, device, refusal_of_tiled(name))
     return TiledWeight.of(tiles, name, face, is_partitioned=is_partitioned)
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from infinity.autograd.residency import Residency
-from infinity.parameters.parameter import AbsentParameter, become_offloaded
+from infinity.parameters.becoming import become_offloaded
+from infinity.parameters.parameter import AbsentParameter
 from infinity.parameters.records import records_of
 
 

@@ -1,0 +1,115 @@
+"""A parameter becomes an offloaded one, and a plain one again: the same object, where torch lets it
+be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.parameters.parameter import OffloadedParameter, Owner
+from infinity.parameters.placeholders import (
+    as_they_are,
+    placeholder,
+    refusal_of_weights,
+)
+
+_DATA: Any = torch.Tensor.data
+
+
+def become_offloaded(
+    parameter: Any, index: int, owner: Owner, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give ``parameter`` its offloaded class and a placeholder; it stays the same object."""
+    refusal = refusal_of_weights(owner.name_of(index))
+    face = placeholder(parameter.shape, dtype, device, refusal)
+    if parameter.is_meta:
+        # A meta tensor cannot take real data; the object can take the place of one that does.
+        try:
+            with as_they_are():
+                _swap(parameter, _like(parameter, face))
+        except RuntimeError as error:
+            raise ValueError(
+                f"{owner.name_of(index)} is on the meta device and something refers to it that "
+                f"keeps it from getting real values ({error}); build the model on the CPU"
+            ) from error
+    else:
+        parameter.data = face
+    parameter.__class__ = OffloadedParameter
+    parameter.offload_index = index
+    parameter.offload_trainable = parameter.requires_grad
+    parameter.offload_owner = owner
+
+
+def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -> nn.Parameter:
+    """Undo ``become_offloaded``; ``data`` is what the parameter holds from now on.
+
+    Returns the parameter, or a new one in its place where one of the two is on meta and a graph
+    that is still alive refers to the old one. After an interrupt it can be called again; the class
+    changes last.
+    """
+    if data.is_meta != parameter.is_meta:
+        fresh = _like(parameter, data)
+        try:
+            with as_they_are():
+                _swap(parameter, fresh)
+        except RuntimeError:
+            _let_hook(fresh, parameter)
+            _forget_owner(fresh)
+            return fresh
+    elif not data.is_meta:
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+            _DATA.__set__(parameter, data)
+    _forget_owner(parameter)
+    parameter.__class__ = kind
+    return parameter  # type: ignore[no-any-return]
+
+
+def _like(parameter: Any, data: torch.Tensor) -> nn.Parameter:
+    """A parameter over ``data`` with the attributes that programs gave ``parameter``, but for its
+    hooks.
+    """
+    fresh: Any = nn.Parameter(data, parameter.requires_grad)
+    vars(fresh).update(vars(parameter))
+    grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+    if grad_dtype != parameter.dtype:
+        fresh.grad_dtype = grad_dtype
+    return fresh  # type: ignore[no-any-return]
+
+
+def _swap(parameter: Any, fresh: nn.Parameter) -> None:
+    torch.utils.swap_tensors(parameter, fresh)
+    _let_hook(parameter, parameter)
+
+
+def _let_hook(parameter: Any, hooked: Any) -> None:
+    """Have the hooks on ``hooked`` called for ``parameter``. After a swap a parameter still lists
+    its own, and autograd knows of none.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if hooks := getattr(hooked, name):
+                setattr(parameter, name, hooks)
+
+
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """What programs gave the parameter (``parameter.lr_scale = 0.1``)."""
+    return {name: value for name, value in vars(parameter).items() if name not in _OF_OWNER}
+
+
+_OF_OWNER = ("offload_index", "offload_trainable", "offload_owner")
+
+
+def _forget_owner(parameter: torch.Tensor) -> None:
+    for name in _OF_OWNER:
+        vars(parameter).pop(name, None)
+
+
+def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put ``new`` wherever a module of ``model`` has ``old``."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
