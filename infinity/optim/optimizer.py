@@ -83,12 +83,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "_owner"):
             return  # made as the block begins
         for parameter in self.param_groups[-1]["params"]:
-            if not getattr(parameter, "is_offloaded", False):
+            owner = getattr(parameter, "offload_owner", None)
+            if owner is not self._owner:
                 del self.param_groups[-1]
+                what = (
+                    f"a parameter of shape {tuple(parameter.shape)} is none of the offloaded model"
+                    if owner is None
+                    else f"{owner.name_of(parameter.offload_index)} is of another offload block"
+                )
                 raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is none of the offloaded "
-                    "model, and its optimizer cannot update it; put it into the model before the "
-                    "block, or give it an optimizer of its own"
+                    f"{what}, and this optimizer cannot update it; put it into the model before "
+                    "the block, or give it an optimizer of its own"
                 )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -253,3 +253,15 @@ def test_a_factory_that_makes_an_optimizer_with_own_tiers_is_refused_and_leaves_
 def test_options_of_adamw_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         infinity.AdamW(**options)
+
+
+def test_group_with_a_parameter_of_another_block_is_refused_by_name(tmp_path: Path) -> None:
+    first, second = nn.Linear(64, 64), nn.Linear(32, 32)
+    with (
+        infinity.offload(first, tmp_path, host_memory="64MiB") as offloaded,
+        infinity.offload(second, tmp_path, host_memory="64MiB"),
+    ):
+        num_groups = len(offloaded.optimizer.param_groups)
+        with pytest.raises(ValueError, match=r"^bias is of another offload block.*of its own"):
+            offloaded.optimizer.add_param_group({"params": [second.bias]})
+        assert len(offloaded.optimizer.param_groups) == num_groups
