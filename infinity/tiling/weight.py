@@ -50,7 +50,6 @@ class TiledWeight(torch.Tensor):
         to ask for the same tiles.
         """
         with as_they_are():
-            with as_they_are():
             weight = face.as_subclass(TiledWeight)
         weight._tiles, weight._name = tiles, name
         weight._is_partitioned = is_partitioned
