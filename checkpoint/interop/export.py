@@ -1,37 +1,31 @@
 """Plain safetensors shards with an index, as Hugging Face keeps models, of tensors or checkpoints.
 
 The files hold the tensors one after the other, by item size, and nothing else. They are written
-under temporary names, synced and renamed, the index last.
+under temporary names and synced before any of them counts.
 
-Invariants: one export at a time writes to a folder; of what was there before, only files that the
-index of an earlier export names are removed.
+Invariant: one export at a time writes to a folder.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from aio import Engine, sync_directory
+from aio import Engine
 from checkpoint.directory.destination import PathLike, checkpoint_path
-from checkpoint.directory.generations import write_durably
-from checkpoint.directory.locate import open_regular_file
 from checkpoint.directory.lock import locked
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.format.datafile import Entry, plan_packed_file
 from checkpoint.format.names import METADATA_KEY, ROOT_NAME, natural_name
 from checkpoint.format.tree import data_nodes
+from checkpoint.interop.shard_folder import ShardFolder
 from checkpoint.loading.opened import open_current
 from checkpoint.plan.selection import Selection
 from checkpoint.plan.state_plan import FilePlan
 from checkpoint.plan.striping import Shard
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes, plan_slots
+from checkpoint.saving.generation import make_directory
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import view_of
 from checkpoint.tensors.sources import Source, finish_device_work, is_data_leaf, source_of
@@ -40,15 +34,7 @@ from checkpoint.transfer.memory import staging_slab
 from checkpoint.transfer.writer import FileJob, FillingSupply, Writer
 
 MAX_SHARD_BYTES = 5_000_000_000
-INDEX_NAME = "model.safetensors.index.json"
-WHOLE_NAME = "model.safetensors"
-_MAX_INDEX_BYTES = 256 << 20
-"""Of an index of an earlier export that is looked at; no model has names of this length."""
 _THREAD = "checkpoint-export"
-_OURS = {"made_by": "infinity-offload"}
-"""In the metadata of our indexes: what they name may be replaced by what a later export makes."""
-_NAME = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
-_TEMPORARY = re.compile(rf"({_NAME.pattern}|{re.escape(INDEX_NAME)})\.tmp")
 
 
 def export_safetensors(
@@ -69,8 +55,7 @@ def export_safetensors(
     Raises what `load` and `write_safetensors` raise, TypeError for a prefix that is no
     str, ValueError if nothing is left to write.
     """
-    checkpoint = checkpoint_path(path)
-    checkpoint_path(folder, "folder")
+    checkpoint, target = checkpoint_path(path), checkpoint_path(folder, "folder")
     if not isinstance(prefix, str):
         raise TypeError(f"prefix={prefix!r} is no text; leave it out for all names")
     _check_shard_bytes(max_shard_bytes)
@@ -88,7 +73,7 @@ def export_safetensors(
             selection.check_matched()
             if not sources:
                 raise ValueError(f"prefix={prefix!r} is the beginning of no name in {checkpoint}")
-            return _write(sources, Path(folder), max_shard_bytes, STAGING_BYTES, cancellation)
+            return _write(sources, target, max_shard_bytes, STAGING_BYTES, cancellation)
 
     return sheltered(work, _THREAD)
 
@@ -105,26 +90,28 @@ def write_safetensors(
     The shards are `model-00001-of-00003.safetensors` and so on, or `model.safetensors` if one is
     enough, and `model.safetensors.index.json` says which holds what. A shard is at most
     `max_shard_bytes` long unless a single tensor is longer. Files of these names are replaced, and
-    other files of an earlier export to this folder are removed.
+    other files of an earlier export to this folder are removed, when the new ones are durable: the
+    folder holds the old tensors or the new ones, to readers that go by the index and to those that
+    take `model.safetensors` where it is, also if the process is killed. Where the file system has
+    no hard links, the index may then name files that are missing until the next export.
 
-    Raises, before anything is written, TypeError for a value that cannot be saved and for a size
-    that is no int, ValueError for a size below 1 and for a name that safetensors cannot hold
-    (`__metadata__`, half a surrogate pair), IsADirectoryError for a directory where a file is to
-    be, FileExistsError where there are several shards and a `model.safetensors` of somebody else,
-    which readers would take instead, and BlockingIOError while another export to this folder runs:
-    of several ranks, one makes it. Raises OSError naming the file; the files of an unfinished call
-    are removed, as they are after an interrupt.
+    Raises, before anything is written, TypeError for a value that cannot be saved, for what is no
+    path and for a size that is no int, ValueError for an empty path and a URL, for a size below 1
+    and for a name that safetensors cannot hold (`__metadata__`, half a surrogate pair),
+    IsADirectoryError for a directory where a file is to be, FileExistsError where there are several
+    shards and a `model.safetensors` of somebody else, which readers would take instead, and
+    BlockingIOError while another export to this folder runs: of several ranks, one makes it. Raises
+    OSError naming the file; the files of a call that fails before the new tensors count are
+    removed, as they are after an interrupt.
     """
-    checkpoint_path(folder, "folder")
+    target = checkpoint_path(folder, "folder")
     check_staging_bytes(staging_bytes)
     _check_shard_bytes(max_shard_bytes)
     _check_names(tensors)
     sources = {name: _source(name, value) for name, value in tensors.items()}
     finish_device_work()
     return sheltered(
-        lambda cancellation: _write(
-            sources, Path(folder), max_shard_bytes, staging_bytes, cancellation
-        ),
+        lambda cancellation: _write(sources, target, max_shard_bytes, staging_bytes, cancellation),
         _THREAD,
     )
 
@@ -156,73 +143,23 @@ def _write(
     staging_bytes: int,
     cancellation: Cancellation,
 ) -> list[Path]:
-    target = folder.resolve()
     _check_names(sources)
     shards = _plan_shards(sources, max_shard_bytes)
-    files = [_file_name(number, len(shards)) for number in range(len(shards))]
-    total = sum(source.nbytes for source in sources.values())
-    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    metadata = {"total_size": total, **_OURS}
-    index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
-    target.mkdir(parents=True, exist_ok=True)
-    final = [target / file for file in [*files, INDEX_NAME]]
-    with locked(target, by="export to this folder"), ExitStack() as undo:
-        _check_replaceable(final)
-        stale = _stale(target, files)
-        _remove_temporaries(target)
-        undo.callback(_remove_temporaries, target)
-        written = [target / f"{file}.tmp" for file in [*files, INDEX_NAME]]
-        with Engine() as engine:
-            for file, names in zip(written, shards, strict=False):
-                own = _by_item_size({name: sources[name] for name in names})
-                _write_shard(engine, file, own, staging_bytes, cancellation)
-        cancellation.check()
-        write_durably(written[-1], (index + "\n").encode())
-        for temporary, file in zip(written, final, strict=True):
-            temporary.replace(file)
-        for file in stale:
-            file.unlink(missing_ok=True)
-        sync_directory(target)
-    return final
-
-
-def _check_replaceable(files: Sequence[Path]) -> None:
-    for file in files:
-        if file.is_dir() and not file.is_symlink():
-            what = "is where an export puts a file; remove it, or export to another folder"
-            raise IsADirectoryError(errno.EISDIR, what, str(file))
-
-
-def _stale(folder: Path, files: Sequence[str]) -> list[Path]:
-    """What an earlier export left that `files` do not replace: readers would take it, or take it as
-    well. Raises FileExistsError for what readers would take and we did not make.
-    """
-    made = _made_before(folder)
-    whole = folder / WHOLE_NAME
-    if WHOLE_NAME not in [*files, *made] and os.path.lexists(whole):
-        what = "would be loaded instead of the shards; remove it, or export to another folder"
-        raise FileExistsError(errno.EEXIST, what, str(whole))
-    return [folder / name for name in sorted(made - set(files))]
-
-
-def _made_before(folder: Path) -> set[str]:
-    """Names of the files that the index of an earlier export to a folder says were made."""
-    try:
-        with open_regular_file(folder / INDEX_NAME) as (file, _):
-            index: Any = json.loads(file.read(_MAX_INDEX_BYTES))
-        if not _OURS.items() <= index["metadata"].items():
-            return set()
-        names = list(index["weight_map"].values())
-    except (FileNotFoundError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return set()  # there was none, or somebody else made it; a pipe is no file of ours
-    return {name for name in names if isinstance(name, str) and _NAME.fullmatch(name)}
-
-
-def _remove_temporaries(folder: Path) -> None:
-    """Of an export that did not finish."""
-    for file in folder.iterdir():
-        if _TEMPORARY.fullmatch(file.name):
-            file.unlink(missing_ok=True)
+    shard_of = {name: number for number, names in enumerate(shards) for name in names}
+    total_bytes = sum(source.nbytes for source in sources.values())
+    make_directory(folder)
+    with locked(folder, by="export to this folder"):
+        target = ShardFolder(folder, len(shards))
+        try:
+            with Engine() as engine:
+                for file, names in zip(target.temporaries, shards, strict=True):
+                    own = _by_item_size({name: sources[name] for name in names})
+                    _write_shard(engine, file, own, staging_bytes, cancellation)
+            cancellation.check()
+            return target.publish({name: shard_of[name] for name in sources}, total_bytes)
+        except BaseException:
+            target.discard()
+            raise
 
 
 def _check_shard_bytes(max_shard_bytes: object) -> None:
@@ -257,12 +194,6 @@ def _plan_shards(sources: Mapping[str, Source], max_shard_bytes: int) -> list[li
         shards[-1].append(name)
         nbytes += source.nbytes
     return shards
-
-
-def _file_name(number: int, count: int) -> str:
-    if count == 1:
-        return "model.safetensors"
-    return f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
 def _by_item_size(sources: Mapping[str, Source]) -> dict[str, Source]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint
-from checkpoint.interop.export import INDEX_NAME
+from checkpoint.interop.shard_folder import INDEX_NAME
 
 
 @pytest.mark.parametrize(
