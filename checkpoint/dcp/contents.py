@@ -23,10 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 from checkpoint.dcp.tree import entry_name, is_blob
 from checkpoint.format.names import Path
 from checkpoint.format.records import ChunkRecord, Manifest, TensorRecord
-from checkpoint.format.scalars import decode_dtype
 from checkpoint.format.tree import DataNode, decode_tree
 from checkpoint.loading.opened import OpenCheckpoint
-from checkpoint.tensors.assembly import TensorView, view_of
+from checkpoint.tensors.assembly import TensorView, array_over, view_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +209,8 @@ def _resolved(value: Any, opened: OpenCheckpoint) -> Any:
     """A value with its tensors and arrays read."""
     kind = type(value)
     if isinstance(value, _Data):
-        return _read_tensor(value.view, opened) if _is_tensor(value) else _array(value, opened)
+        tensor = _read_tensor(value.view, opened)
+        return tensor if _is_tensor(value) else array_over(value.node, tensor)
     if kind in (dict, OrderedDict):
         return kind((key, _resolved(item, opened)) for key, item in value.items())
     if kind in (list, tuple):
@@ -218,16 +218,9 @@ def _resolved(value: Any, opened: OpenCheckpoint) -> Any:
     return value
 
 
-def _array(value: _Data, opened: OpenCheckpoint) -> np.ndarray[Any, Any]:
-    dtype = decode_dtype(value.node["dtype"])
-    raw, shape = _read(value.view, opened), value.view.shape
-    if dtype.itemsize == 0 or raw.size == 0:
-        return np.zeros(shape[: len(shape) - (dtype.itemsize == 0)], dtype)
-    array = raw.view(dtype)
-    return array.reshape(shape if array.size == np.prod(shape, dtype=int) else shape[:-1])
-
-
 def _read_tensor(view: TensorView, opened: OpenCheckpoint) -> torch.Tensor:
+    if 0 in view.shape:
+        return torch.empty(view.shape, dtype=view.dtype)
     return torch.from_numpy(_read(view, opened)).view(view.dtype).reshape(view.shape)
 
 

@@ -189,7 +189,7 @@ class Assembler:
         leaf = self._leaves.get((kind, view.index))
         if leaf is None:
             stored = self._stored(view.index, self._device_of(node))
-            leaf = _flagged(node, stored) if kind == "tensor" else _array(node, stored)
+            leaf = _flagged(node, stored) if kind == "tensor" else array_over(node, stored)
             self._leaves[kind, view.index] = leaf
         return leaf
 
@@ -259,8 +259,8 @@ def _flagged(node: DataNode, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _array(node: DataNode, stored: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A numpy array over the memory of a stored tensor."""
+def array_over(node: DataNode, stored: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The numpy array of a node, over the memory of its stored tensor."""
     dtype = decode_dtype(node["dtype"])
     _, extra = elements.of_numpy(dtype)
     shape = tuple(stored.shape)[: stored.dim() - len(extra)]

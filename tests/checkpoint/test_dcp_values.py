@@ -73,6 +73,39 @@ def test_values_load_through_both_ways_as_they_were(tmp_path: Path) -> None:
     assert_same(VALUES, live["v"])
 
 
+ARRAYS = {
+    "bytes": np.array([b"a", b"b", b"c"]),
+    "byte": np.array(b"x"),
+    "records of a byte": np.zeros(3, [("f", "u1")]),
+    "no texts": np.array([], "<U2"),
+    "no times": np.zeros((0, 3), "<M8[ns]"),
+    "nothing big-endian": np.zeros((0, 2), ">f4"),
+    "big-endian": np.arange(6, dtype=">f4").reshape(2, 3),
+    "no item size": np.zeros((2, 3), "V0"),
+    "empty": np.zeros((2, 0), np.float32),
+    "one": np.ones((), np.int64),
+}
+
+
+@pytest.mark.parametrize("by_dcp", [True, False])
+def test_arrays_keep_their_shapes(tmp_path: Path, by_dcp: bool) -> None:
+    if by_dcp:
+        save(dict(ARRAYS), tmp_path / "step")
+    else:
+        checkpoint.save(ARRAYS, tmp_path / "step")
+    for name, array in load(blank(ARRAYS), tmp_path / "step").items():
+        assert array.shape == ARRAYS[name].shape, name
+        assert array.tolist() == ARRAYS[name].tolist(), name
+
+
+def test_empty_tensors_within_values_load(tmp_path: Path) -> None:
+    empty = torch.zeros(0, 3, dtype=torch.float64)
+    state = {"pair": (empty, 1), "t": torch.ones(2)}
+    checkpoint.save(state, tmp_path / "step")
+    live = load({"pair": 0, "t": torch.zeros(2)}, tmp_path / "step")
+    assert_same(live, state)
+
+
 def test_a_value_that_no_tree_holds_stays_what_dcp_made_of_it(tmp_path: Path) -> None:
     state = {"own": fractions.Fraction(1, 3), "pair": (torch.ones(2), 1), "t": torch.ones(2)}
     save(state, tmp_path / "step")
