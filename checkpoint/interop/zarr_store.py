@@ -1,13 +1,16 @@
 """A read-only zarr store over blobs that are read when they are asked for, and checkpoints as such.
 
 `ReadOnlyStore` knows keys and byte ranges; `CheckpointBlobs` knows which bytes of which tensor a
-key stands for. Importing this imports zarr.
+key stands for, and `CheckpointStore` lists them folder by folder: there may be any number of chunks
+in an array that is not listed. Importing this imports zarr.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import math
+import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,6 +219,7 @@ class CheckpointBlobs(Mapping[str, Blob]):
             for end in [index for index, char in enumerate(place) if char == "/"]:
                 self._metadata[f"{place[:end]}/zarr.json"] = BytesBlob(GROUP_METADATA.encode())
             self._metadata[f"{place}/zarr.json"] = BytesBlob(layout.metadata().encode())
+        self._folders = _folders(self._metadata)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (
@@ -259,7 +263,75 @@ class CheckpointBlobs(Mapping[str, Blob]):
                 yield "/".join([place, "c", *map(str, index)])
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        """As far as a length can tell: views of one element may have more chunks than that."""
+        chunks = sum(math.prod(layout.grid) for _, layout in self._arrays.values())
+        return min(len(self._metadata) + chunks, sys.maxsize)
+
+    def children(self, folder: str) -> Iterator[str]:
+        """Names in a folder, one after the other; none in what is no folder."""
+        yield from self._folders.get(folder, ())
+        if folder in self._arrays:
+            if math.prod(self._arrays[folder][1].grid):
+                yield "c"
+            return
+        place, found, index = f"{folder}/".rpartition("/c/")
+        if not found or place not in self._arrays:
+            return
+        numbers, grid = index.rstrip("/"), self._arrays[place][1].grid
+        depth = len(numbers.split("/")) if numbers else 0
+        if depth < len(grid) and "/".join([place, "c", *_first(numbers, grid)]) in self:
+            yield from map(str, range(grid[depth]))
+
+    def below(self, folder: str, start: str = "") -> Iterator[str]:
+        """Keys in a folder and the folders in it, of names that begin with `start`."""
+        for name in self.children(folder):
+            if name.startswith(start):
+                path = f"{folder}/{name}" if folder else name
+                if path in self:
+                    yield path
+                else:
+                    yield from self.below(path)
+
+
+def _first(numbers: str, grid: tuple[int, ...]) -> list[str]:
+    """The index of the first chunk in a folder of chunks."""
+    given = numbers.split("/") if numbers else []
+    return given + ["0"] * (len(grid) - len(given))
+
+
+def _folders(keys: Iterable[str]) -> dict[str, list[str]]:
+    """The names in each folder that there is by these keys."""
+    folders: dict[str, dict[str, None]] = {}
+    for key in keys:
+        while key:
+            folder, _, name = key.rpartition("/")
+            names = folders.setdefault(folder, {})
+            if name in names:
+                break
+            names[name] = None
+            key = folder
+    return {folder: list(names) for folder, names in folders.items()}
+
+
+class CheckpointStore(ReadOnlyStore):
+    """A checkpoint as a store: only what a listing asks for is gone through."""
+
+    def __init__(self, blobs: CheckpointBlobs, *, read_only: bool = True) -> None:
+        super().__init__(blobs, read_only=read_only)
+        self.checkpoint = blobs
+
+    async def list(self) -> AsyncIterator[str]:
+        for key in self.checkpoint:
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        folder, _, start = prefix.rpartition("/")
+        for key in self.checkpoint.below(folder, start):
+            yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        for name in self.checkpoint.children(prefix.rstrip("/")):
+            yield name
 
 
 def _reopen(path: Path, verify: bool, uuid: str, moved: Relocation) -> CheckpointBlobs:
@@ -269,5 +341,5 @@ def _reopen(path: Path, verify: bool, uuid: str, moved: Relocation) -> Checkpoin
 
 def open_group(path: Path, *, verify: bool, moved: Relocation = AS_SAVED) -> zarr.Group:
     """The root group of a checkpoint."""
-    store = ReadOnlyStore(CheckpointBlobs(path, verify=verify, moved=moved))
+    store = CheckpointStore(CheckpointBlobs(path, verify=verify, moved=moved))
     return zarr.open_group(store, mode="r", zarr_format=3)
