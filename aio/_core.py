@@ -23,7 +23,8 @@ import numpy as np
 
 from aio._native import ffi, lib
 from aio.errors import check_int
-from aio.files import MAX_OFFSET, File, warn_buffered
+from aio.files import MAX_OFFSET, File
+from aio.opening import warn_buffered
 from aio.operation import Operation, Outcome, Request, Ticket
 from aio.threads import Thread, join_thread, say, start_thread
 from aio.unasked import tell
@@ -187,9 +188,10 @@ class Core:
                 outcome = Outcome(native.transferred, native.error, native.started, native.finished)
                 file: File = self._in_flight[native.token][0].file
                 is_news = bool(native.direct_refused) and file.direct_was_refused()
+                device = file.device if is_news else 0  # before it may be closed
                 self._settle(native.token, outcome)
                 if is_news:
-                    say(warn_buffered, file.path, file.direct_reason)
+                    say(warn_buffered, device, file.path, file.direct_reason)
                 del file
                 tell()
         with self.lock:

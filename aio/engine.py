@@ -11,8 +11,8 @@ from aio._core import Core
 from aio._native import ffi, lib
 from aio.backends import Backend, Limits, MemoryBackend, start
 from aio.errors import check_int, check_path
-from aio.files import File, warn_buffered
-from aio.opening import MODES, Mode
+from aio.files import File
+from aio.opening import MODES, Mode, warn_buffered
 from aio.operation import Operation, Request
 from aio.unasked import tell
 
@@ -96,7 +96,6 @@ class Engine:
             )
         self._limits = limits
         self._started = started._replace(slot=None)
-        self._buffered_devices: set[int] = set()
         # An engine that was let go of finishes in the background; at exit aio._core waits for it.
         # C stops it: an interrupt in a finalizer of Python's would be swallowed.
         self._leave: Any = ffi.gc(started.slot, lib.aio_engine_leave)
@@ -143,20 +142,13 @@ class Engine:
         file = File(self._core, Path(path), mode)
         try:
             file.open(self._limits.block_bytes)
-            self._warn_if_buffered(file)
+            if not file.direct:
+                warn_buffered(file.device, file.path.parent, file.direct_reason)
             file.begin(size)
         except BaseException as error:
             file.abandon(error)
             raise
         return file
-
-    def _warn_if_buffered(self, file: File) -> None:
-        if file.direct:
-            return
-        device = file.device
-        if device not in self._buffered_devices:
-            self._buffered_devices.add(device)
-            warn_buffered(file.path.parent, file.direct_reason)
 
     def read(
         self, file: File, offset: int, buffer: "BufferLike", *, lane: int | None = None

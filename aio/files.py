@@ -388,13 +388,3 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
             name = os.fspath(path)
             message = f"cannot sync directory {name}: {error.strerror}"
             raise AioError(message, errno=error.errno or errno.EIO, filename=name) from error
-
-
-def warn_buffered(path: Path, reason: str) -> None:
-    """Of files without direct I/O."""
-    logger.warning(
-        "%s: no direct I/O (%s), so its data goes through the page cache, which costs a copy,"
-        " processor time and memory",
-        path,
-        reason,
-    )

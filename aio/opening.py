@@ -8,6 +8,7 @@ descriptor: by the second look its name may mean something else.
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from typing import BinaryIO, Literal, NamedTuple
 from aio._native import ffi, lib
 from aio.descriptors import Descriptor
 from aio.errors import NotRegularFileError, naming
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["r", "r+", "w", "x"]
 MODES = ("r", "r+", "w", "x")
@@ -186,3 +189,22 @@ def _open_direct(fd: int, path: Path, access: int) -> Direct:
     if not alignment.known:
         return Direct(direct, _ASSUMED_ALIGNMENT, _ASSUMED_ALIGNMENT, "")
     return Direct(direct, alignment.memory, alignment.offset, "")
+
+
+_buffered: set[tuple[int, str]] = set()
+"""Devices of which this process was told that they have no direct I/O, and why."""
+
+
+def warn_buffered(device: int, path: Path, reason: str) -> None:
+    """The one warning about files without direct I/O: once for a file system and a reason, however
+    many engines there are.
+    """
+    if (device, reason) in _buffered:
+        return
+    _buffered.add((device, reason))
+    logger.warning(
+        "%s: no direct I/O (%s), so its data goes through the page cache, which costs a copy,"
+        " processor time and memory",
+        path,
+        reason,
+    )

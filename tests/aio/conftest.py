@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from aio import AioError, Backend, Engine, MemoryBackend
+from aio import AioError, Backend, Engine, MemoryBackend, opening
 from aio.backends import NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +27,12 @@ BACKENDS: dict[str, Backend | MemoryBackend] = {
     **{name: cast(Backend, name) for name in NAMES},
     "faulty": FAULTY,
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings that a process has once come in each test anew."""
+    monkeypatch.setattr(opening, "_buffered", set())
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> Bytes:

@@ -47,7 +47,7 @@ class TestDurability:
 
 
 class TestBuffered:
-    def test_file_without_direct_io_works_with_one_warning(
+    def test_file_without_direct_io_works_with_one_warning_a_process(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         folder = Path("/dev/shm")
@@ -56,8 +56,8 @@ class TestBuffered:
         content = random_bytes(3 * MIB + 1)
         paths = [folder / f"aio-test-{os.getpid()}-{i}" for i in range(2)]
         try:
-            with Engine(block_bytes=1 << 16) as engine:
-                for path in paths:
+            for path in paths:
+                with Engine(block_bytes=1 << 16) as engine:
                     with engine.open(path, "w") as file:
                         assert not file.direct
                         engine.write(file, 0, content).result()
