@@ -54,6 +54,10 @@ class ChangedTensorError(RuntimeError):
             "when the save has read it, or save a copy (`tensor.clone()`)"
         )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are made anew of their text, which the name is not.
+        return type(self), (self.tensor,)
+
 
 class RankFailedError(RuntimeError):
     """Another rank failed, is gone, or does something else. `rank` is which, where that is known.

@@ -64,12 +64,27 @@ class RestoreError(AioError):
         self.folders = list(folders)
         self._again = again
 
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = (self.errno, self.filename, self.parameters, self.folders)
+        return _elsewhere, (self.message, *fields)
+
     def retry(self) -> None:
         """Finish the last step and read what is missing into the model; the swap files go then.
 
         Raises ``RestoreError`` for what still cannot be read. Does nothing once it has worked.
         """
         self._again()
+
+
+def _elsewhere(
+    message: str, code: int, filename: str | None, parameters: list[str], folders: list[str]
+) -> RestoreError:
+    """A copy in another process, which has neither the model nor the swap files."""
+    return RestoreError(message, OSError(code, "", filename), parameters, folders, _refuse_retry)
+
+
+def _refuse_retry() -> None:
+    raise RuntimeError("the model and its swap files are with the process that raised the error")
 
 
 class Restoring:

@@ -78,13 +78,13 @@ def check_limits(raw: bytes) -> None:
     if len(raw) > MAX_MANIFEST_BYTES:
         raise ValueError(
             f"a manifest of {len(raw)} bytes is larger than the {MAX_MANIFEST_BYTES} that readers "
-            "accept; put large Python lists of numbers into arrays or tensors"
+            "accept; put long lists, texts and bytes into arrays or tensors"
         )
     values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
     if values > MAX_JSON_VALUES:
         raise ValueError(
-            f"a manifest of {values} values has more than the {MAX_JSON_VALUES} that readers "
-            "accept; put large Python lists of numbers into arrays or tensors"
+            f"a manifest of {values} values has more than the {MAX_JSON_VALUES} that "
+            "readers accept; put long lists, texts and bytes into arrays or tensors"
         )
 
 

@@ -26,6 +26,7 @@ from checkpoint.plan.state_plan import FilePlan
 from checkpoint.plan.striping import Shard
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes, plan_slots
 from checkpoint.saving.generation import make_directory
+from checkpoint.saving.rank_plan import check_held
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import view_of
 from checkpoint.tensors.sources import Source, finish_device_work, is_data_leaf, source_of
@@ -72,7 +73,10 @@ def export_safetensors(
                     sources[name.removeprefix(prefix)] = _source(name, source)
             selection.check_matched()
             if not sources:
-                raise ValueError(f"prefix={prefix!r} is the beginning of no name in {checkpoint}")
+                what = (
+                    f"prefix={prefix!r} is the beginning of no name" if prefix else "no tensor is"
+                )
+                raise ValueError(f"{what} in {checkpoint}")
             return _write(sources, target, max_shard_bytes, STAGING_BYTES, cancellation)
 
     return sheltered(work, _THREAD)
@@ -96,13 +100,14 @@ def write_safetensors(
     no hard links, the index may then name files that are missing until the next export.
 
     Raises, before anything is written, TypeError for a value that cannot be saved, for what is no
-    path and for a size that is no int, ValueError for an empty path and a URL, for a size below 1
-    and for a name that safetensors cannot hold (`__metadata__`, half a surrogate pair),
-    IsADirectoryError for a directory where a file is to be, FileExistsError where there are several
-    shards and a `model.safetensors` of somebody else, which readers would take instead, and
-    BlockingIOError while another export to this folder runs: of several ranks, one makes it. Raises
-    OSError naming the file; the files of a call that fails before the new tensors count are
-    removed, as they are after an interrupt.
+    path and for a size that is no int, ValueError for an empty path and a URL, for a size below 1,
+    for a source that does not have all of its bytes (`PartialSource`) and for a name that
+    safetensors cannot hold (`__metadata__`, half a surrogate pair), IsADirectoryError for a
+    directory where a file is to be, FileExistsError where there are several shards and a
+    `model.safetensors` of somebody else, which readers would take instead, and BlockingIOError
+    while another export to this folder runs: of several ranks, one makes it. Raises OSError naming
+    the file; the files of a call that fails before the new tensors count are removed, as they are
+    after an interrupt.
     """
     target = checkpoint_path(folder, "folder")
     check_staging_bytes(staging_bytes)
@@ -178,9 +183,11 @@ def _source(name: str, value: Any) -> Source:
             "leave it out"
         )
     try:
-        return source_of(value)
+        source = source_of(value)
     except TypeError as error:
         raise TypeError(f"cannot write {name!r}: {error}") from error
+    check_held(name, source)
+    return source
 
 
 def _plan_shards(sources: Mapping[str, Source], max_shard_bytes: int) -> list[list[str]]:

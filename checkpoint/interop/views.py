@@ -57,8 +57,8 @@ def write_references(
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint, OSError for `file`.
     """
-    checkpoint_path(file, "file")
-    checkpoint, moved, target = checkpoint_path(path), relocation(stripe_dirs), Path(file)
+    checkpoint, target = checkpoint_path(path), checkpoint_path(file, "file")
+    moved = relocation(stripe_dirs)
 
     def work(cancellation: Cancellation) -> None:
         _write_references(checkpoint, moved, target, cancellation)

@@ -64,7 +64,8 @@ def verify(
     `stripe_dirs` is as in `load`.
 
     Raises FileNotFoundError for a missing path, IncompleteCheckpointError for one without manifest,
-    OSError for what cannot be read at all.
+    OSError for what cannot be read at all, at the first such place: a disk that fails may give
+    other bytes the next time.
     """
     checkpoint = checkpoint_path(path)
     check_staging_bytes(staging_bytes)

@@ -199,7 +199,7 @@ def start_save(
     staging = STAGING_BYTES if staging_bytes is None else staging_bytes
 
     def plan(cancellation: Cancellation) -> SavePlan:
-        memory_bytes = staging_bytes or STAGING_BYTES
+        memory_bytes = STAGING_BYTES if staging_bytes is None else staging_bytes
         planned = plan_save(
             state, path, stripe_dirs, ranks, memory_bytes, cancellation, before, guard
         )

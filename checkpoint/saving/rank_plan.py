@@ -51,7 +51,7 @@ def account_of(
         "name": target.name,
         "uuid": uuid,
         "stripes": [str(stripe) for stripe in stripes],
-        "tensors": [list(_holding(tensor.record, tensor.source)) for tensor in state.tensors],
+        "tensors": [list(_holding(tensor.record.name, tensor.source)) for tensor in state.tensors],
     }
 
 
@@ -108,14 +108,17 @@ def _check_same_place(every: Sequence[dict[str, Any]]) -> None:
 def check_whole(state: StatePlan) -> None:
     """Raises ValueError for a tensor that one process does not have all of."""
     for tensor in state.tensors:
-        ranges = tensor.source.ranges
-        if ranges is not None:
-            holding = _holding(tensor.record, tensor.source)
-            share_out([[holding]])
+        check_held(tensor.record.name, tensor.source)
 
 
-def _holding(record: TensorRecord, source: Source) -> Holding:
-    return Holding(record.name, record.dtype, record.shape, source.ranges)
+def check_held(name: str, source: Source) -> None:
+    """Raises ValueError for a source that does not have all of its bytes."""
+    if source.ranges is not None:
+        share_out([[_holding(name, source)]])
+
+
+def _holding(name: str, source: Source) -> Holding:
+    return Holding(name, source.element.name, source.shape, source.ranges)
 
 
 def _decoded(entry: Sequence[Any]) -> Holding:

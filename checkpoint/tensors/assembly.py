@@ -117,6 +117,8 @@ def _checked_view(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
     element = elements.BY_NAME.get(node["dtype"]) if isinstance(node["dtype"], str) else None
     if len(place) != 2 or len(shape) != len(strides) or element is None:
         raise _corrupt(path, "not the description of a view")
+    if math.prod(size for size in shape if size) > _MAX_SIZE:
+        raise _corrupt(path, "a view of more than 2^63 elements")
     index, offset = place
     record = _record(manifest, path, index)
     reach = span_elements(shape, strides) * element.itemsize

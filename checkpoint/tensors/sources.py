@@ -179,6 +179,8 @@ def _check_tensor(tensor: torch.Tensor) -> None:
         raise TypeError(f"a tensor of layout {tensor.layout}; convert it with .to_dense()")
     if tensor.is_quantized:
         raise TypeError("a quantized tensor; save its .int_repr() and its scale instead")
+    if tensor.dtype not in elements.BY_TORCH:
+        raise TypeError(f"a tensor of {tensor.dtype} without a scale; save a view as integers")
     if tensor.is_meta:
         raise TypeError("a tensor on the meta device has no data to save")
     fault = memory_fault(tensor)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint
+from aio import sync_directory
 from checkpoint.interop import shard_folder
 
 NAMES = ("a", "b", "c")
@@ -51,7 +52,7 @@ def failing_at(number: int, *, forever: bool, error: BaseException) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         for name in ("replace", "unlink", "hardlink_to"):
             patch.setattr(Path, name, guard(getattr(Path, name)))
-        patch.setattr(shard_folder, "sync_directory", guard(shard_folder.sync_directory))
+        patch.setattr(shard_folder, "sync_directory", guard(sync_directory))
         yield calls
 
 

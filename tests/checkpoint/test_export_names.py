@@ -61,3 +61,44 @@ def test_a_directory_where_a_file_is_to_be_is_refused(tmp_path: Path, place: str
     with pytest.raises(IsADirectoryError, match=place):
         checkpoint.write_safetensors({"a": torch.zeros(1)}, tmp_path / "out")
     assert sorted((tmp_path / "out").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "match"),
+    [
+        ("s3://bucket/x", ValueError, "is a URL"),
+        ("", ValueError, "is empty"),
+        (None, TypeError, "is a NoneType, not a path"),
+        (5, TypeError, "is a int, not a path"),
+    ],
+)
+def test_what_is_no_path_of_a_file_system_is_refused(
+    tmp_path: Path, path: Any, kind: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save({"w": torch.ones(2)}, "step")
+    with pytest.raises(kind, match=f"folder.*{match}"):
+        checkpoint.write_safetensors({"w": torch.ones(2)}, path)
+    with pytest.raises(kind, match=f"folder.*{match}"):
+        checkpoint.export_safetensors("step", path)
+    with pytest.raises(kind, match=f"file.*{match}"):
+        checkpoint.write_references("step", path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
+
+
+def test_a_source_that_does_not_have_all_of_its_bytes_is_refused(tmp_path: Path) -> None:
+    class Half:
+        dtype, shape, ranges = torch.float32, (4,), ((0, 2),)
+
+        def read(self, start: int, out: memoryview) -> None:
+            raise AssertionError("nothing is to be read")
+
+    with pytest.raises(ValueError, match="'p'"):
+        checkpoint.write_safetensors({"p": Half()}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_tensors_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    checkpoint.save({"n": 1}, tmp_path / "step")
+    with pytest.raises(ValueError, match=r"no tensor is in .*step"):
+        checkpoint.export_safetensors(tmp_path / "step", tmp_path / "out")

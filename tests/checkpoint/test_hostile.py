@@ -182,6 +182,16 @@ CHANGES: list[tuple[str, Callable[[Document, Any], None], Any]] = [
         _set("tree"),
         {"view": [0, -8], "dtype": "int64", "shape": [2], "strides": [1]},
     ),
+    (
+        "2\\^63 elements",
+        _set("tree"),
+        {"view": [0, 0], "dtype": "int64", "shape": [1 << 31] * 5, "strides": [0] * 5},
+    ),
+    (
+        "2\\^63 elements",
+        _set("tree"),
+        {"view": [0, 0], "dtype": "int64", "shape": [1 << 62, 0, 4], "strides": [0] * 3},
+    ),
     ("gradient", _set("tree"), {"tensor": 0, "requires_grad": True}),
     ("true or false", _set("tree"), {"tensor": 0, "parameter": 1}),
     ("a tensor where none", _set("tree"), {"ordereddict": [], "metadata": {"tensor": 0}}),

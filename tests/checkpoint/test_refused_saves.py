@@ -83,3 +83,30 @@ def test_a_byte_source_whose_ranges_are_no_pairs_is_refused(tmp_path: Path, rang
     with pytest.raises(TypeError, match=r"\['x'\]: a byte source with ranges="):
         checkpoint.save({"x": source}, tmp_path / "step")
     assert not (tmp_path / "step").exists()
+
+
+def test_a_tensor_of_a_quantized_dtype_without_a_scale_is_refused(tmp_path: Path) -> None:
+    bare = torch.zeros(3, dtype=torch.uint8).view(torch.qint8)
+    with pytest.raises(TypeError, match=r"\['x'\]: a tensor of torch.qint8 without a scale"):
+        checkpoint.save({"x": bare}, tmp_path / "step")
+    assert not (tmp_path / "step").exists()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_staging_of_no_bytes_is_no_default(tmp_path: Path, guarded: bool) -> None:
+    layer = torch.nn.Linear(2, 2)
+    guard = torch.optim.SGD(layer.parameters(), lr=0.1) if guarded else None
+    with pytest.raises(ValueError, match="0 bytes of staging memory"):
+        checkpoint.save_async(
+            layer.state_dict(), tmp_path / "step", guard=guard, staging_bytes=0
+        ).result()
+
+
+@pytest.mark.parametrize("leaf", [b"x" * 100, "," * 100], ids=["bytes", "text"])
+def test_a_state_of_long_values_is_refused_with_what_to_do(
+    tmp_path: Path, leaf: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "MAX_MANIFEST_BYTES" if isinstance(leaf, bytes) else "MAX_JSON_VALUES"
+    monkeypatch.setattr(f"checkpoint.format.manifest.{name}", 90)
+    with pytest.raises(ValueError, match="long lists, texts and bytes into arrays or tensors"):
+        checkpoint.save({"x": leaf}, tmp_path / "step")
