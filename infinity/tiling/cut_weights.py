@@ -136,14 +136,15 @@ def reason_against(
 def _reason_against_use(module: nn.Module, own: str, *, is_partitioned: bool) -> str | None:
     """What kind of module cannot do with tiles in the place of its parameter ``own``."""
     kind = type(module).__name__
+    what = f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
     if "forward" in vars(module):
-        return f"a {kind} with a forward of its own"
+        return f"{what} with a forward of its own"
     if hasattr(module, CHILD):
-        return f"a {kind} that has something called {CHILD!r}"
+        return f"{what} that has something called {CHILD!r}"
     if isinstance(module, nn.Embedding) and own == "weight":
         if module.max_norm is not None:
-            return f"a {kind} with max_norm, which changes rows as it looks them up"
-        return f"a {kind} with sparse=True" if module.sparse else None
+            return f"{what} with max_norm, which changes rows as it looks them up"
+        return f"{what} with sparse=True" if module.sparse else None
     if type(module) in (nn.Linear, NonDynamicallyQuantizableLinear) and own == "weight":
         return None
     if type(module) is nn.MultiheadAttention and own in _PROJECTIONS:
@@ -154,8 +155,8 @@ def _reason_against_use(module: nn.Module, own: str, *, is_partitioned: bool) ->
         if how == "grouped_mm" or (by_one and not is_partitioned and not module.is_transposed):
             return None
         where = " over ranks" if by_one and is_partitioned else ""
-        return f"a {kind} with experts_implementation={how!r}{where}"
-    return f"a {kind}, which is none of nn.Linear, nn.Embedding and nn.MultiheadAttention"
+        return f"{what} with experts_implementation={how!r}{where}"
+    return f"{what}, which is none of nn.Linear, nn.Embedding and nn.MultiheadAttention"
 
 
 def whole_parts_of(owners: Sequence[Owner]) -> int:

@@ -107,10 +107,15 @@ class TiledWeight(torch.Tensor):
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
-        raise RuntimeError(
-            f"the data of {self._name}, which is in tiles, cannot be replaced; change its values "
-            "inside `with offloaded.gathered([parameter], modify=True):`"
-        )
+        if data is self:
+            return  # ``weight.data += x`` has changed it already
+        if not all(map(_is_program_s, self.tiles)) or data.shape != self.shape:
+            raise RuntimeError(
+                f"the data of {self._name}, which is in tiles, can be replaced by what is of its "
+                "shape alone, inside `with offloaded.gathered([parameter], modify=True):`"
+            )
+        with torch.no_grad():
+            self.copy_(data)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (

@@ -90,7 +90,8 @@ def test_values_are_changed_inside_gathered_and_nowhere_else(block: Block) -> No
     with offloaded.gathered([model[2].weight], modify=True), torch.no_grad():
         model[0].weight[3] = 7.0
         model[0].weight.data[4].fill_(8.0)
-        model[2].weight.mul_(2)
+        model[2].weight.data = model[0].weight + 0.0
+        model[2].weight.data *= 2
         model[0].weight.data[999:].copy_(torch.ones(1, 300))
     with offloaded.gathered([model[2].weight]):
         rows = model[0].weight
@@ -102,7 +103,7 @@ def test_values_are_changed_inside_gathered_and_nowhere_else(block: Block) -> No
         model[0].weight[3] = 1.0
     with pytest.raises(RuntimeError, match=r"0\.tiles\.\d\.weight.* was changed in place"):
         model(TOKENS)
-    with pytest.raises(RuntimeError, match=r"0\.weight, which is in tiles, cannot be replaced"):
+    with pytest.raises(RuntimeError, match=r"0\.weight, which is in tiles, can be replaced"):
         model[0].weight.data = torch.zeros(1000, 300)
 
 
@@ -238,4 +239,4 @@ def test_tables_that_tiles_cannot_serve_are_named(
         infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND),
     ):
         assert [name for name, _ in model.named_parameters()] == ["0.weight"]
-    assert f"0.weight (1.14 MiB, of an {reason}" in caplog.text.replace("of a E", "of an E")
+    assert f"0.weight (1.14 MiB, of an {reason}" in caplog.text
