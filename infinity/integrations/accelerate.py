@@ -165,8 +165,9 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
             model, device_placement=False, evaluation_mode=True
         )
         if hasattr(type(model), "save_pretrained"):
-            model.__dict__["save_pretrained"] = self._save_pretrained
-            self._offload_stack.callback(model.__dict__.pop, "save_pretrained", None)
+            from infinity.integrations.transformers.model_files.methods import serve_methods
+
+            serve_methods(self._offload_stack, self.offloaded)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -236,13 +237,6 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
         if not safe_serialization:
             raise ValueError("safe_serialization=False cannot be honoured: weights are streamed")
         self.offloaded.export(save_directory)
-
-    def _save_pretrained(self, save_directory: str | os.PathLike[str], *_: Any, **__: Any) -> None:
-        """What ``save_pretrained`` of the model does inside the block."""
-        from infinity.integrations.transformers.weights import write_model
-
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        write_model(self.offloaded, Path(save_directory))
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any

@@ -95,7 +95,12 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
     def offloaded(self) -> infinity.OffloadedModel:
         """The handle, from ``setup`` to ``teardown``. Raises ``RuntimeError`` at other times."""
         if self._offloaded is None:
-            raise RuntimeError("the module is offloaded while fit, validate, test or predict runs")
+            raise RuntimeError(
+                "the module is offloaded while fit, validate, test or predict runs; after them it "
+                "has its values in memory, and its optimizer is gone: save a checkpoint in fit (by "
+                "ModelCheckpoint(save_last=True), or trainer.save_checkpoint in a callback), or "
+                "module.state_dict() now"
+            )
         return self._offloaded
 
     @property
@@ -231,6 +236,9 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
             torch.set_rng_state(state)
 
 
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
+
+
 def _check(trainer: Any, precision: Any, checkpoint_io: Any) -> None:
     """Raises ``ValueError`` naming what cannot be honoured."""
     connector = trainer._accelerator_connector  # the trainer itself asks the strategy
@@ -241,6 +249,13 @@ def _check(trainer: Any, precision: Any, checkpoint_io: Any) -> None:
             "with offloading: give devices=1; to train over several, write the loop and call "
             "infinity.offload(..., process_group=torch.distributed.group.WORLD)"
         )
+    for callback in trainer.callbacks:
+        if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
+            raise ValueError(
+                f"the callback {type(callback).__name__} cannot be honoured with offloading: it "
+                "keeps a second model in memory and writes it over this one; leave it out, and "
+                "average the weights of checkpoints after (ModelCheckpoint(save_top_k=-1))"
+            )
     is_mixed = type(precision) is MixedPrecision and precision.precision == "bf16-mixed"
     if not is_mixed and type(precision) is not Precision:
         name = getattr(precision, "precision", type(precision).__name__)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
 import checkpoint
@@ -103,7 +104,7 @@ def test_an_error_in_training_leaves_the_module_with_its_values(nvme: Path, tmp_
     with pytest.raises(RuntimeError, match="stop here"):
         trainer.fit(module, loader(0, 16), loader(5, 4))
     assert all(value.isfinite().all() for value in values_of(module).values())
-    with pytest.raises(RuntimeError, match="while fit, validate"):
+    with pytest.raises(RuntimeError, match=r"while fit, validate.*save a checkpoint in fit"):
         assert trainer.strategy.offloaded  # type: ignore[attr-defined]
 
 
@@ -154,6 +155,8 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "two devices": (_fits(devices=2), r"devices=2.*devices=1.*process_group="),
     "bf16-true": (_fits(precision="bf16-true"), r"precision='bf16-true'.*compute_dtype=torch\.bf"),
     "16-true": (_fits(precision="16-true"), "precision='16-true'"),
+    "averaging": (_fits(callbacks=[StochasticWeightAveraging(1e-3)]), "StochasticWeightAveraging"),
+    "an average": (_fits(callbacks=[WeightAveraging()]), r"WeightAveraging .*save_top_k=-1"),
     "another io": (_fits(plugins=[AsyncCheckpointIO()]), "plugin AsyncCheckpointIO"),
     "two optimizers": (_two_optimizers, "2 optimizers.*several groups"),
     "LBFGS": (_lbfgs, "LBFGS"),

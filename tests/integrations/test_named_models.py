@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from trl.trainer.utils import create_model_from_path
 
 from infinity.integrations import trl as offloaded_trl
-from infinity.integrations.transformers.streamed import made_of
+from infinity.integrations.transformers.model_files.streamed import made_of
 from tests.support.trainers import Run, arguments, assert_same, logged_by, tiny_llama
 from tests.support.training import same_bits, values_of
 from tests.support.trl_runs import preferences, sentences, tokenizer

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import infinity
-from infinity.integrations.transformers.weights import read_folder
+from infinity.integrations.transformers.model_files.weights import read_folder
 from tests.support.models import seeded
 from tests.support.training import (
     WHOLE,

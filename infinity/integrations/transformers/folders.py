@@ -39,7 +39,8 @@ def recover(run: Path) -> None:
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """A new folder to write a model to, whose files are those of ``folder`` after: each by a
-    rename, indexes last. Weights of a model that was there before are removed.
+    rename, indexes last. Weights of a model that was there before are removed, and of adapters
+    those of adapters.
     """
     with published.staging(folder) as own:
         staged = own / "new"
@@ -50,10 +51,17 @@ def replacing(folder: Path) -> Iterator[Path]:
         names.sort(key=lambda name: (name in _INDEXES, name))
         for name in names:
             _move(staged / name, folder / name)
+        written = {kind for name in names if (kind := _kind_of(name))}
         for entry in folder.iterdir():
-            if _WEIGHTS.fullmatch(entry.name) and entry.name not in names:
+            if _kind_of(entry.name) in written and entry.name not in names:
                 entry.unlink()
         sync_directory(folder)
+
+
+def _kind_of(name: str) -> str | None:
+    """What a file has weights of: a model, or adapters, which may be beside it."""
+    found = _WEIGHTS.fullmatch(name)
+    return found and ("adapters" if found[1] == "adapter_model" else "model")
 
 
 def _move(source: Path, target: Path) -> None:

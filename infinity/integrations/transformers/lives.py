@@ -23,6 +23,7 @@ from infinity.block import OffloadBlock
 from infinity.integrations import takeover
 from infinity.integrations.transformers import optimizers
 from infinity.integrations.transformers.arguments import Settings
+from infinity.integrations.transformers.model_files.methods import serve_methods
 from swap.tiers import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Life:
         with stack:
             enter = partial(_enter, stack, self._blocks, weights)
             self.offloaded = _within(enter, model, beside, settings, device, optimizer)
+            serve_methods(stack, self.offloaded)
             stack = stack.pop_all()
         self._leave = weakref.finalize(self, stack.close)
         self._leave.atexit = False  # there, it would read whole models into memory for nothing

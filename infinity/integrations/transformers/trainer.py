@@ -21,16 +21,17 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import infinity
 from infinity.integrations import takeover
-from infinity.integrations.transformers import folders, weights
+from infinity.integrations.transformers import folders
 from infinity.integrations.transformers.arguments import NAMES, settings_of
 from infinity.integrations.transformers.lives import Life, make_way, models_beside
+from infinity.integrations.transformers.model_files import weights
+from infinity.integrations.transformers.model_files.streamed import stream_named
 from infinity.integrations.transformers.refusals import (
     check_arguments,
     check_class_of,
     check_objects,
 )
 from infinity.integrations.transformers.saves import STATE, Saves
-from infinity.integrations.transformers.streamed import stream_named
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -355,7 +356,7 @@ class OffloadMixin(_Base):
                 "optimizer.pt cannot be taken over; train on from its weights alone: pass "
                 f"weights={str(folder)!r} and leave resume_from_checkpoint out"
             )
-        if not weights.has_weights(folder):
+        if not weights.has_weights(self.model, folder):
             raise ValueError(f"Can't find a valid checkpoint at {folder}")
         self._open(trains=True)
         self._read_folder(folder)

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from infinity.integrations.transformers.placeholders import (
+from infinity.integrations.transformers.model_files.placeholders import (
     REMEDY,
     put_placeholders,
     take_placeholders,

@@ -1,0 +1,80 @@
+"""What a model has values for, by every name that its state dict would have for it: buffers, and
+weights, which may be in tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.model import training_of
+from infinity.tiling.weight import TiledWeight, whole_of
+from infinity.values.leaves import Leaf, leaves_of
+
+Target = Leaf | torch.Tensor
+
+
+def targets_by_name(offloaded: infinity.OffloadedModel) -> dict[str, Target]:
+    """Those of tied weights and shared modules are the same objects."""
+    targets: dict[str, Target] = {**_leaves_by_name(offloaded)}
+    for prefix, module in offloaded.model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                targets[f"{prefix}.{name}" if prefix else name] = buffer
+    return targets
+
+
+def _leaves_by_name(offloaded: infinity.OffloadedModel) -> dict[str, Leaf]:
+    """By every name that the model has for them."""
+    model = offloaded.model
+    leaves = leaves_of(model, training_of(offloaded).records)
+    by_first = {id(leaf.first.parameter): leaf for leaf in leaves}
+    named = {leaf.name: leaf for leaf in leaves}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        leaf = by_first.get(id(parameter))
+        if leaf is not None and len(leaf.parts) == 1:
+            named[name] = leaf
+    for prefix, module in model.named_modules():
+        for own, value in vars(module).items():
+            if isinstance(value, TiledWeight):
+                named[f"{prefix}.{own}"] = by_first[id(value.tiles[0])]
+    return named
+
+
+def fill(
+    offloaded: infinity.OffloadedModel, name: str, target: Target, value: torch.Tensor
+) -> None:
+    """Give it this value. Raises ``ValueError`` naming it for one of another shape."""
+    if tuple(value.shape) != tuple(target.shape):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)} in the file, {tuple(target.shape)} in the model"
+        )
+    if isinstance(target, Leaf):
+        set_values(offloaded, target, value)
+    else:
+        target.copy_(value)
+
+
+def set_values(offloaded: infinity.OffloadedModel, leaf: Leaf, values: torch.Tensor) -> None:
+    """One tile at a time."""
+    flat, at = values.reshape(-1), 0
+    for part in leaf.parts:
+        parameter = part.parameter
+        with offloaded.gathered([parameter], modify=True), torch.no_grad():
+            parameter.copy_(flat[at : at + part.numel].view(parameter.shape))
+        at += part.numel
+
+
+def parameters_of(target: Target) -> list[nn.Parameter]:
+    """Those that have the values of a weight; none for a buffer."""
+    return [part.parameter for part in target.parts] if isinstance(target, Leaf) else []
+
+
+def value_of(target: Target) -> torch.Tensor:
+    """Inside ``gathered`` of its parameters; a copy where it is in tiles."""
+    if not isinstance(target, Leaf):
+        return target
+    if len(target.parts) == 1:
+        return target.first.parameter.detach()
+    return whole_of(parameters_of(target))
