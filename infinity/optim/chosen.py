@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from infinity.optim.adamw import AdamW
-from infinity.optim.optimizer import OffloadedOptimizer, OptimizerFactory, StepTaker
+from infinity.optim.optimizer import (
+    OffloadedOptimizer,
+    OptimizerFactory,
+    StepTaker,
+    check_in_model,
+)
 from infinity.optim.rule import FrozenRule, NativeOptimizer, OptimizerRule
 from infinity.optim.separable import share_hooks
 from infinity.optim.torch_rule import TorchRule
@@ -55,6 +60,8 @@ def _check_factory(factory: object) -> None:
 def _check_groups(optimizer: torch.optim.Optimizer, trained: Sequence[Record]) -> None:
     """Raises ``ValueError`` unless the optimizer has the trained parameters and no others."""
     grouped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for parameter in grouped.values():
+        check_in_model(parameter)
     for record in trained:
         if grouped.pop(id(record.parameter), None) is None:
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity.optim.state_reference import KEY
+from infinity.tiling.weight import TiledWeight
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
@@ -38,6 +39,16 @@ _NOT_HERE = "the state of an offloaded optimizer is not in memory; call offloade
 # Without the wrapper that keeps torch.compile, which offloaded models never meet, from tracing it:
 # that loads torch._dynamo, some 70 MiB, which inference in plain PyTorch does not take.
 _add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+
+
+def check_in_model(parameter: torch.Tensor) -> None:
+    """Raises ``ValueError`` for a parameter that is in tiles, which are updated in its place."""
+    if isinstance(parameter, TiledWeight):
+        raise ValueError(
+            f"{parameter._name} is in tiles while the model is offloaded, and its tiles "
+            "are what an optimizer updates; make groups of the parameters that the factory is "
+            "given, or of model.parameters() inside the block, not of a list from before it"
+        )
 
 
 class AbsentState(dict[torch.Tensor, Any]):
@@ -83,6 +94,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "_owner"):
             return  # made as the block begins
         for parameter in self.param_groups[-1]["params"]:
+            if isinstance(parameter, TiledWeight):
+                del self.param_groups[-1]
+                check_in_model(parameter)
             owner = getattr(parameter, "offload_owner", None)
             if owner is not self._owner:
                 del self.param_groups[-1]

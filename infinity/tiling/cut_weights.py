@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from infinity.parameters.placeholders import placeholder, refusal_of_tiled
 from infinity.tiling.belongings import reason_against_parameter
 from infinity.tiling.groups import touch
 from infinity.tiling.joining import Cut, StateDictHooks
 from infinity.tiling.tile import CHILD, RowRange, Tile, TileList
 from infinity.tiling.tiled_linear import rows_of, rows_of_parameter
-from infinity.tiling.weight import weight_of
+from infinity.tiling.weight import TiledWeight
 
 Owner = tuple[str, nn.Module, str]
 """What the model calls a module, the module, and what that calls a parameter."""
@@ -50,7 +51,7 @@ class CutWeight(Cut):
             Tile(self._own_name, rows_of_parameter(parameter, rows), rows)
             for rows in rows_of(parameter.shape[0], num_tiles)
         ]
-        self._face: Any = weight_of(
+        self._face: Any = _weight_of(
             self._tiles, self.name, parameter, dtype, device, is_partitioned=is_partitioned
         )
 
@@ -66,6 +67,9 @@ class CutWeight(Cut):
             self._parameter,
             [(tile.parameter, (tile.start, tile.stop)) for tile in self._tiles],
         )
+
+    def standing(self) -> Iterator[tuple[Any, str, list[Tile]]]:
+        yield self._parameter, self.name, self._tiles
 
     def replace(self) -> None:
         others = self._others()
@@ -115,6 +119,20 @@ class CutWeight(Cut):
         tiles = self._first._modules.get(CHILD)
         found = [*tiles] if isinstance(tiles, TileList) else []
         return [tile for tile in found if isinstance(tile, Tile) and tile not in self._tiles]
+
+
+def _weight_of(
+    tiles: Sequence[Tile],
+    name: str,
+    whole: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_partitioned: bool,
+) -> TiledWeight:
+    """What stands for ``whole``, the parameter ``name``, while the tiles have its rows."""
+    face = placeholder(whole.shape, dtype, device, refusal_of_tiled(name))
+    return TiledWeight.of(tiles, name, face, is_partitioned=is_partitioned)
 
 
 def reason_against(

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from infinity.parameters.placeholders import placeholder, refusal_of_tiled
+from infinity.parameters.records import compute_dtype_of
 from infinity.tiling.belongings import cut_gradient
-from infinity.tiling.tile import CHILD, RowRange, Tile, TileList
-from infinity.tiling.weight import lie_as_cut
+from infinity.tiling.tile import CHILD, RowRange, Tile, TileList, lie_as_cut
+from infinity.tiling.weight import TiledWeight
 
 _TABLES = ("_state_dict_hooks", "_load_state_dict_pre_hooks")
 
@@ -60,25 +61,41 @@ class Cut(ABC):
             for tile, _ in tiles
         )
 
-    def hand_over(self) -> None:
-        """The tiles have the gradients and the memory of the parameters from now on."""
+    @abstractmethod
+    def standing(self) -> Iterator[tuple[Any, str, list[Tile]]]:
+        """Each parameter with its name in the model, and its tiles."""
+
+    def hand_over(
+        self, dtype: torch.dtype | None, device: torch.device | None, *, is_partitioned: bool
+    ) -> None:
+        """The tiles have the gradients and the memory of the parameters from now on, and these,
+        which programs may have in lists of their own, stand for the tiles.
+
+        ``dtype`` and ``device``: those to compute with; None: as they are.
+        """
         for parameter, rows in self.pairs():
             if parameter.grad is not None:
                 self._gradients[id(parameter)] = parameter.grad
                 cut_gradient(parameter.grad, parameter, rows)
             if not parameter.is_meta:
-                like = parameter.shape, parameter.dtype, parameter.device
-                parameter.data = placeholder(*like, refusal_of_tiled())
+                parameter.data = placeholder(
+                    parameter.shape,
+                    compute_dtype_of(parameter.dtype, dtype),
+                    device or parameter.device,
+                    refusal_of_tiled(self.name),
+                )
+        for parameter, name, tiles in self.standing():
+            _stand_for(parameter, name, tiles, is_partitioned=is_partitioned)
 
     def give_back(self, strides: Mapping[int, Sequence[int] | None]) -> None:
         """The parameters return with what the tiles hold; those are emptied one by one. Can be
         called again after an interrupt.
         """
         for parameter, tiles in self.pairs():
+            _stand_alone(parameter)
             parameter.requires_grad_(any(tile.requires_grad for tile, _ in tiles))
-            if any(tile.grad is not None for tile, _ in tiles):  # nothing has used it
-                parameter.grad = self._gradients.get(id(parameter))
             if parameter.is_meta:
+                self._give_gradient_back(parameter, tiles)
                 continue
             if id(parameter) not in self._joined:
                 self._joined[id(parameter)] = _joining(
@@ -90,7 +107,27 @@ class Cut(ABC):
                 joining.num_tiles += 1
                 tile.data = torch.empty(0, dtype=tile.dtype, device=tile.device)
             parameter.data = joining.whole
+            self._give_gradient_back(parameter, tiles)
         self.restore()
+
+    def _give_gradient_back(self, parameter: Any, tiles: list[tuple[Any, RowRange]]) -> None:
+        if any(tile.grad is not None for tile, _ in tiles):  # nothing has used it
+            parameter.grad = self._gradients.get(id(parameter))
+
+
+def _stand_for(parameter: Any, name: str, tiles: Sequence[Tile], *, is_partitioned: bool) -> None:
+    """Let ``parameter``, which has no values, be what the tiles are the rows of."""
+    parameter._tiles, parameter._name = tiles, name
+    parameter._is_partitioned = is_partitioned
+    parameter._is_param = True  # what makes it an instance of nn.Parameter
+    parameter.__class__ = TiledWeight
+
+
+def _stand_alone(parameter: Any) -> None:
+    """Undo ``_stand_for``. Idempotent."""
+    parameter.__class__ = nn.Parameter
+    for name in TiledWeight.OWN:
+        vars(parameter).pop(name, None)
 
 
 def _joining(

@@ -22,7 +22,7 @@ from infinity.tiling import cut_weights
 from infinity.tiling.belongings import give_back, reason_against, share
 from infinity.tiling.cut_weights import CutWeight, Owner
 from infinity.tiling.joining import Cut, StateDictHooks
-from infinity.tiling.tile import RowRange
+from infinity.tiling.tile import RowRange, Tile
 from infinity.tiling.tiled_linear import TiledLinear, tiles_within
 from infinity.tiling.weight import whole_of
 from swap.tiers import format_bytes
@@ -56,6 +56,11 @@ class _TiledLayer(Cut):
         yield self._linear.weight, [(tile.weight, range_) for tile, range_ in rows]
         if self._linear.bias is not None:
             yield self._linear.bias, [(tile.bias, range_) for tile, range_ in rows]
+
+    def standing(self) -> Iterator[tuple[Any, str, list[Tile]]]:
+        for (parameter, rows), own in zip(self.pairs(), ("weight", "bias"), strict=False):
+            tiles = [Tile(own, tile, range_) for tile, range_ in rows]
+            yield parameter, f"{self.name}.{own}" if self.name else own, tiles
 
     def replace(self) -> None:
         share(self._linear, self._tiled)
@@ -114,7 +119,7 @@ class Tiling:
             cut = make()
             self._cuts.append(cut)
             cut.replace()
-            cut.hand_over()
+            cut.hand_over(self._compute_dtype, self._device, is_partitioned=self._is_partitioned)
         return self
 
     def __exit__(

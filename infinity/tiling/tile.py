@@ -4,11 +4,13 @@ have one tile at a time in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from infinity.parameters.gradient import GradientOwner, OffloadedGradient
 
 RowRange = tuple[int, int]
 """First row, and the row after the last."""
@@ -41,6 +43,61 @@ class Tile(nn.Module):
         return f"{self.name}[{self.start}:{self.stop}]"
 
 
+class GradientOfTiles:
+    """Keeps the gradient of a parameter whose tiles have the rows of it: the owner of an
+    ``OffloadedGradient``, of which there is one, 0.
+    """
+
+    def __init__(self, tiles: Sequence[Tile], name: str) -> None:
+        self._tiles = tiles
+        self._name = name
+
+    def is_there(self) -> bool:
+        """Whether all tiles have gradients, and these are offloaded."""
+        parts = [tile.parameter.grad for tile in self._tiles]
+        return all(isinstance(part, OffloadedGradient) for part in parts)
+
+    def gradient_age(self, _: int) -> int:
+        return sum(owner.gradient_age(index) for owner, index in self._owners())
+
+    def gradient_values(self, _: int, age: int) -> torch.Tensor:
+        self._check(age)
+        return torch.cat(
+            [
+                owner.gradient_values(index, owner.gradient_age(index))
+                for owner, index in self._owners()
+            ]
+        )
+
+    def keep_gradient(self, _: int, values: torch.Tensor) -> None:
+        for (owner, index), rows in zip(self._owners(), self._rows_of(values), strict=True):
+            owner.keep_gradient(index, rows)
+
+    def overwrite_gradient(self, _: int, age: int, values: torch.Tensor) -> None:
+        self._check(age)
+        for (owner, index), rows in zip(self._owners(), self._rows_of(values), strict=True):
+            owner.overwrite_gradient(index, owner.gradient_age(index), rows)
+
+    def name_of(self, _: int) -> str:
+        return self._name
+
+    def _check(self, age: int) -> None:
+        if age != self.gradient_age(0):
+            raise RuntimeError(
+                f"the gradient of {self._name} has been cleared or replaced since it was taken; "
+                "read the parameter's grad again"
+            )
+
+    def _owners(self) -> list[tuple[GradientOwner, int]]:
+        offloaded: list[Any] = [tile.parameter for tile in self._tiles]
+        return [(part.offload_owner, part.offload_index) for part in offloaded]
+
+    def _rows_of(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Copies: a store that keeps rows must not keep the whole."""
+        first = self._tiles[0].start
+        return [values[tile.start - first : tile.stop - first].clone() for tile in self._tiles]
+
+
 class TileList(nn.ModuleList):
     """The tiles of one parameter or several, as a child of the module that had them.
 
@@ -61,3 +118,20 @@ class TileList(nn.ModuleList):
     def names(self) -> list[str]:
         """The parameters that there are tiles of."""
         return list(dict.fromkeys(tile.name for tile in self if isinstance(tile, Tile)))
+
+
+def lie_as_cut(tiles: Sequence[torch.Tensor]) -> bool:
+    """Whether they are rows of one tensor still, the next behind the last."""
+    kind = _memory_of(tiles[0])
+    at = tiles[0].storage_offset()
+    for tile in tiles:
+        if _memory_of(tile) != kind or tile.storage_offset() != at:
+            return False
+        at += tile.shape[0] * tile.stride(0)
+    return True
+
+
+def _memory_of(tile: torch.Tensor) -> tuple[object, ...]:
+    """Where and how its elements lie, but for where they begin."""
+    where = tile.untyped_storage()._cdata
+    return where, tile.stride(), tile.dtype, tile.is_neg(), tile.is_conj()

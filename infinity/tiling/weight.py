@@ -10,19 +10,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from infinity.parameters.gradient import METADATA
+from infinity.parameters.differentiated import PASSES
+from infinity.parameters.gradient import METADATA, OffloadedGradient
 from infinity.parameters.parameter import cannot_be_copied
-from infinity.parameters.placeholders import as_they_are, placeholder, refusal_of_tiled
+from infinity.parameters.placeholders import (
+    as_they_are,
+    placeholder,
+    refusal_of_gradient,
+)
 from infinity.tiling.groups import multiply_groups
 from infinity.tiling.pieces import Rows, look_up, multiply, multiply_with_one
-from infinity.tiling.tile import Tile
+from infinity.tiling.tile import GradientOfTiles, Tile, lie_as_cut
 from swap.tiers import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -41,6 +46,12 @@ class TiledWeight(torch.Tensor):
     """Whether the last two dimensions have changed places."""
     was_selected: bool = False
     """Whether single matrices were taken of it since this was set to False."""
+
+    OWN = (
+        *("_tiles", "_name", "_is_partitioned", "_was_whole", "was_selected", "_owner"),
+        "_is_param",
+    )
+    """What a parameter that has this class has beside its own attributes."""
 
     @staticmethod
     def of(
@@ -89,7 +100,12 @@ class TiledWeight(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """A copy of the whole gradient; None if a tile has none."""
+        """What stands for the whole gradient, or a copy of it; None if a tile has none."""
+        owner = self._gradients()
+        if owner.is_there() and self._at is None and not self._is_transposed:
+            first, refusal = self.tiles[0], refusal_of_gradient(self._name)
+            face = placeholder(self.shape, first.dtype, first.device, refusal)
+            return OffloadedGradient.of(owner, 0, face)
         parts = [tile.grad for tile in self.tiles]
         if any(part is None for part in parts):
             return None
@@ -97,8 +113,16 @@ class TiledWeight(torch.Tensor):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
+        if isinstance(gradient, OffloadedGradient) and gradient.stands_for(self._gradients(), 0):
+            return  # ``weight.grad += x`` has changed it already
         for tile, rows in self._rows():
             tile.parameter.grad = None if gradient is None else gradient[rows]
+
+    def _gradients(self) -> GradientOfTiles:
+        found: GradientOfTiles = vars(self).setdefault(
+            "_owner", GradientOfTiles(self._tiles, self._name)
+        )
+        return found
 
     @property
     def data(self) -> TiledWeight:
@@ -134,6 +158,8 @@ class TiledWeight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _HOOKS or func in PASSES:
+            _refuse_gradient(args, kwargs)
         served = _SERVED.get(func)
         result = served(*args, **kwargs) if served is not None else NotImplemented
         if result is not NotImplemented:
@@ -172,6 +198,15 @@ def whole_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if all(_is_program_s(part) for part in parts):
         return _joined(parts)
     return torch.cat([part.detach().clone() for part in parts])
+
+
+def _refuse_gradient(args: Any, kwargs: Any) -> NoReturn:
+    weight = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, TiledWeight))
+    raise RuntimeError(
+        f"{weight._name} is in tiles while the model is offloaded, and its gradient arrives tile "
+        "by tile; have hooks on the tiles, and differentiate by them, as model.parameters() gives "
+        "them in the block"
+    )
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -228,37 +263,6 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
             start += part.shape[0]
     first = parts[0].detach()
     return first.as_strided(shape, first.stride(), first.storage_offset())
-
-
-def lie_as_cut(tiles: Sequence[torch.Tensor]) -> bool:
-    """Whether they are rows of one tensor still, the next behind the last."""
-    kind = _memory_of(tiles[0])
-    at = tiles[0].storage_offset()
-    for tile in tiles:
-        if _memory_of(tile) != kind or tile.storage_offset() != at:
-            return False
-        at += tile.shape[0] * tile.stride(0)
-    return True
-
-
-def _memory_of(tile: torch.Tensor) -> tuple[object, ...]:
-    """Where and how its elements lie, but for where they begin."""
-    where = tile.untyped_storage()._cdata
-    return where, tile.stride(), tile.dtype, tile.is_neg(), tile.is_conj()
-
-
-def weight_of(
-    tiles: Sequence[Tile],
-    name: str,
-    whole: torch.Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    is_partitioned: bool,
-) -> TiledWeight:
-    """What stands for ``whole``, the parameter ``name``, while the tiles have its rows."""
-    face = placeholder(whole.shape, dtype, device, refusal_of_tiled(name))
-    return TiledWeight.of(tiles, name, face, is_partitioned=is_partitioned)
 
 
 # The functions that take it tile by tile.
@@ -384,6 +388,7 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.transpose: _transpose,
     torch._grouped_mm: _grouped,
 }
+_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _ALLOWED = frozenset(
     getattr(torch.Tensor, name)
     for name in (
