@@ -247,7 +247,7 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
         """
         config = self.project_configuration
         is_named = config.automatic_checkpoint_naming
-        final = self._next_folder() if is_named else Path(output_dir or "").expanduser()
+        final = self._next_folder() if is_named else _expanded(output_dir or "")
         if not is_named and output_dir is None:
             raise ValueError("save_state needs an output_dir, or automatic_checkpoint_naming")
         config.automatic_checkpoint_naming = False
@@ -273,7 +273,7 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """As ever; what a killed process was replacing is put back first."""
         if input_dir is not None:
-            published.recover(Path(input_dir).expanduser().resolve())
+            published.recover(_expanded(input_dir).resolve())
         elif self.project_configuration.automatic_checkpoint_naming:
             input_dir = str(_latest(Path(self.project_dir) / "checkpoints"))
         super().load_state(input_dir, *args, **kwargs)
@@ -320,6 +320,10 @@ def _is_of(made: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Whether the optimizer has a parameter of the model."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for group in made.param_groups for parameter in group["params"])
+
+
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.expanduser(path))  # noqa: PTH111  the name of no user stays as it is
 
 
 def _numbered(folder: Path) -> list[Path]:
