@@ -225,6 +225,28 @@ def test_lora_leaves_frozen_weights_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
+def test_long_context_has_the_same_losses_and_weights_wherever_activations_are(
+    tmp_path: Path,
+) -> None:
+    folder = save_model(tmp_path / "model", layers=2, tied=True)
+    given: list[str | Path] = ["--model", folder, "--text", text_file(tmp_path), "--steps", "3"]
+    given += ["--sequence", "96", "--learning-rate", "1e-3", "--host-memory", "32MiB"]
+    ways = [["keep"], ["nvme"], ["keep", "--recompute"], ["nvme", "--recompute"]]
+    losses, weights = [], []
+    for number, way in enumerate(ways):
+        output = tmp_path / str(number)
+        more: list[str | Path] = ["--output", output, "--activations", *way]
+        printed = run_example("long_context.py", tmp_path, *given, *more)
+        losses.append(losses_of(printed))
+        weights.append(load_file(output / "model.safetensors"))
+        assert "peak memory" in printed
+    assert len(set(losses[0])) == 3
+    assert losses == [losses[0]] * 4
+    for others in weights[1:]:
+        assert all(torch.equal(value, others[name]) for name, value in weights[0].items())
+
+
+@pytest.mark.proof
 def test_inference_generates_the_tokens_of_the_model_in_memory(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", layers=8, tied=False)
     given: list[str | Path] = [
