@@ -21,7 +21,10 @@ from infinity.values.plane_bytes import MASTER_PLANES, PlaneBytes, planes_of_lea
 
 def check_targets(path: Path, moved: Relocation, tree: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` unless everything that is read into what is there fits it."""
-    selection = Selection(names_of(tree))
+    names = names_of(tree)
+    if not names:  # all is converted
+        return
+    selection = Selection(names)
     try:
         with_current_manifest(path, lambda manifest: check_into(manifest, tree, selection), moved)
     except CorruptCheckpointError:

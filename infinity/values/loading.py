@@ -213,7 +213,8 @@ def _load_values(
     ``set_extra_state``.
     """
     model, same = training.model, targets.same
-    read(only=names_of(same), into=same, staging_bytes=training.checkpoint_bytes)
+    if names := names_of(same):  # none where all is converted
+        read(only=names, into=same, staging_bytes=training.checkpoint_bytes)
     for leaf, plane in targets.recast:
         saved_state.cast(read, leaf, plane, literal(f"optimizer.{plane.plane.name}.{leaf.name}"))
     for leaf in targets.bare:

@@ -89,7 +89,7 @@ def match_groups(
     Raises ``ValueError`` naming parameters that were grouped in another way.
     """
     theirs = {
-        _whole(name): position
+        whole_name(name): position
         for position, group in enumerate(saved["groups"])
         for name in group["params"]
     }
@@ -98,7 +98,7 @@ def match_groups(
     for members in ours:
         found: dict[int, str] = {}
         for name in members:
-            position = theirs.get(_whole(name))
+            position = theirs.get(whole_name(name))
             if position is not None:
                 found.setdefault(position, name)
         if len(found) > 1:
@@ -119,6 +119,6 @@ def _other_groups(path: PathLike, first: str, second: str, theirs: str, ours: st
     )
 
 
-def _whole(name: str) -> str:
+def whole_name(name: str) -> str:
     """The name of the weight or bias that a tile is of; other names as they are."""
     return _TILE.sub(r"\1\2", name)

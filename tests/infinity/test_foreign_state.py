@@ -108,6 +108,12 @@ def assert_goes_on_as(plain: Plain, path: Path, nvme: Path, **options: Any) -> N
     assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
 
 
+def saved_by_torch(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        save(state, checkpoint_id=path)
+
+
 @pytest.mark.parametrize("place", [None, "optimizer", "optimizer_states"])
 def test_state_dict_of_torch_goes_on(
     place: str | None, plain: Plain, nvme: Path, tmp_path: Path
@@ -146,9 +152,7 @@ def test_distributed_checkpoint_goes_on(
     names: tuple[str, str], plain: Plain, nvme: Path, tmp_path: Path
 ) -> None:
     weights, state = get_state_dict(plain.model, plain.optimizer)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save(dict(zip(names, (weights, state), strict=True)), checkpoint_id=tmp_path / "dcp")
+    saved_by_torch(dict(zip(names, (weights, state), strict=True)), tmp_path / "dcp")
     run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
     assert_goes_on_as(plain, tmp_path / "ours", nvme, **OPTIONS)
 
@@ -200,6 +204,130 @@ def test_exported_moments_come_back(plain: Plain, nvme: Path, tmp_path: Path) ->
     assert first["param_groups"][0]["lr"] == again["param_groups"][0]["lr"]
     for number, kept in first["state"].items():
         assert all(torch.equal(value, again["state"][number][key]) for key, value in kept.items())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adam])
+def test_state_of_another_optimizer_is_refused(
+    kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Plain(tmp_path)
+    other = kind(plain.model.named_parameters(), lr=1e-3, weight_decay=0.1)
+    F.mse_loss(plain.model(torch.ones(2, WIDTH)), torch.ones(2, WIDTH)).backward()
+    other.step()
+    torch.save(other.state_dict(), tmp_path / "optimizer.pt")
+    words = ["import", tmp_path / "optimizer.pt", tmp_path / "ours", "--model", plain.weights]
+    assert main([str(word) for word in words]) == 1
+    assert "AdamW" in capsys.readouterr().err
+    weights, state = get_state_dict(plain.model, other)
+    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
+    words[1] = tmp_path / "dcp"
+    assert main([str(word) for word in words]) == 1
+    assert not (tmp_path / "ours").exists()
+
+
+def test_parameters_of_another_name_are_refused(
+    plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, state = get_state_dict(plain.model, plain.optimizer)
+    trees: list[Any] = [weights, state["state"]]
+    for tree in trees:
+        tree["renamed.weight"] = tree.pop("up.weight")
+    saved_by_torch({"model": weights, "optim": {"state": state["state"]}}, tmp_path / "dcp")
+    words = ["import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights]
+    assert main([str(word) for word in words]) == 1
+    assert "the model has no parameter renamed.weight" in capsys.readouterr().err
+
+
+class Clashing(nn.Module):
+    """Whose names are those of each other behind `model.`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Linear(8, 8)
+        self.model = nn.Module()
+        self.model.norm = nn.Linear(8, 8)
+
+
+def test_names_that_begin_as_their_place_are_told_apart(tmp_path: Path) -> None:
+    model = seeded(Clashing)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", tmp_path / "model.safetensors")
+    ours = checkpoint.load(tmp_path / "ours")
+    for name, p in model.named_parameters():
+        assert torch.equal(ours["model"][name], p), name
+        assert torch.equal(ours["optimizer"]["exp_avg"][name], optimizer.state[p]["exp_avg"])
+
+
+def test_buffers_come_from_the_source_that_has_them(plain: Plain, tmp_path: Path) -> None:
+    weights, state = get_state_dict(plain.model, plain.optimizer)
+    scale = torch.full((WIDTH,), 0.25)
+    weights["scale"] = scale
+    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
+    assert torch.equal(checkpoint.load(tmp_path / "ours")["model"]["scale"], scale)
+
+
+def test_imported_state_goes_on_with_the_optimizer_of_torch(
+    plain: Plain, nvme: Path, tmp_path: Path
+) -> None:
+    torch.save(plain.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    run("import", tmp_path / "optimizer.pt", tmp_path / "ours", "--model", plain.weights)
+    model = Model()
+    with infinity.offload(
+        model,
+        nvme,
+        optimizer=lambda params: torch.optim.AdamW(params, fused=True),
+        host_memory="256MiB",
+    ) as offloaded:
+        offloaded.load(tmp_path / "ours")
+        losses = train(model, offloaded.step, _after(AT))
+    assert losses == plain.rest()
+
+
+def test_moments_of_tiles_are_exported_as_those_of_whole_parameters(
+    nvme: Path, tmp_path: Path
+) -> None:
+    saved = {}
+    for tiles in (None, "256KiB"):
+        model = seeded(lambda: nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)))
+        with infinity.offload(
+            model, nvme, host_memory="256MiB", max_parameter_bytes=tiles
+        ) as offloaded:
+            model(torch.ones(2, 512)).square().mean().backward()
+            offloaded.step()
+            offloaded.save(tmp_path / "ours")
+        run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "opt.pt")
+        saved[tiles] = torch.load(tmp_path / "opt.pt", weights_only=True)
+    whole, tiled = saved.values()
+    assert tiled["param_groups"][0]["param_names"] == whole["param_groups"][0]["param_names"]
+    assert tiled["state"].keys() == whole["state"].keys()
+    for number, kept in whole["state"].items():
+        assert all(v.shape == tiled["state"][number][k].shape for k, v in kept.items())
+        torch.testing.assert_close(tiled["state"][number]["exp_avg"], kept["exp_avg"])
+
+
+def test_largest_second_moments_are_exported(nvme: Path, tmp_path: Path) -> None:
+    def amsgrad(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, amsgrad=True)
+
+    model = seeded(Model)
+    with infinity.offload(model, nvme, optimizer=amsgrad, host_memory="256MiB") as offloaded:
+        train(model, offloaded.step, batches())
+        offloaded.save(tmp_path / "ours")
+    run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "opt.pt")
+    plain = torch.optim.AdamW(model.named_parameters(), amsgrad=True)
+    plain.load_state_dict(torch.load(tmp_path / "opt.pt", weights_only=True))
+    saved = checkpoint.load(tmp_path / "ours")["optimizer"]
+    for name, p in model.named_parameters():
+        if p in plain.state:
+            assert torch.equal(plain.state[p]["max_exp_avg_sq"], saved["max_exp_avg_sq"][name])
+    assert len(plain.state) == 4
 
 
 def test_numbered_parameters_need_the_order_of_the_model(

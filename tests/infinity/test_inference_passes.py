@@ -78,3 +78,20 @@ def test_a_cycle_without_end_is_not_recorded_without_end() -> None:
         schedule.record(4)
         schedule.end_cycle()
     assert schedule.plan == (3, 4)
+
+
+def test_state_trained_in_float32_is_loaded_for_inference_in_bfloat16(
+    nvme: Path, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(16, 16)
+    with infinity.offload(model, nvme, host_memory="64MiB") as offloaded:
+        model(torch.ones(1, 16)).sum().backward()
+        offloaded.step()
+        offloaded.save(tmp_path / "run")
+    expected = model.weight.bfloat16()
+    again = torch.nn.Linear(16, 16)
+    with infinity.offload(
+        again, nvme, optimizer=None, compute_dtype=torch.bfloat16, host_memory="64MiB"
+    ) as offloaded:
+        offloaded.load(tmp_path / "run")
+    assert torch.equal(again.weight.bfloat16(), expected)

@@ -129,6 +129,7 @@ def test_floating_point_inputs_of_the_model_take_the_compute_dtype(hooked: Hooke
 
 def test_the_cache_of_autocast_is_off_within_and_as_it_was_after(hooked: Hooked) -> None:
     model, _, _ = hooked
+    torch.set_autocast_cache_enabled(True)  # wherever the tests before have left it
     within: list[bool] = []
     handle = model.second.register_forward_hook(
         lambda *_: within.append(torch.is_autocast_cache_enabled())

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import infinity
-from aio import AioError
+from aio import AioError, File
 from aio.threads import Latch
-from swap.storage.extents import ExtentStore, _Volume
 from swap.update.pipeline import UpdatePipeline, _Pass
 from swap.update.stages import Job, Stages
 from tests.support.models import Stack, seeded, vector_loss
@@ -45,7 +44,7 @@ def test_swap_files_take_what_the_plan_wants_and_the_least_of_it_is_enough(
 ) -> None:
     least = least_budget(Stack, nvme)
     plan = infinity.plan(Stack(), host_memory=least)
-    grow, validate = ExtentStore._grow, UpdatePipeline.validate
+    allocate, validate = File.allocate, UpdatePipeline.validate
 
     def validate_when_done(self: UpdatePipeline, *arguments: Any) -> bool:
         while (work := self._current) is not None and not work.is_rolled_back:
@@ -58,12 +57,12 @@ def test_swap_files_take_what_the_plan_wants_and_the_least_of_it_is_enough(
     ample, nbytes = _train(nvme, least)
     assert plan.nvme_bytes < nbytes <= plan.nvme_wanted_bytes
 
-    def grow_within(self: ExtentStore, volume: _Volume, step: int) -> None:
-        if volume.nbytes + step > plan.nvme_bytes:
+    def allocate_within(self: File, offset: int, nbytes: int) -> None:
+        if offset + nbytes > plan.nvme_bytes:
             raise AioError("no more than the least", errno=errno.ENOSPC)
-        grow(self, volume, step)
+        allocate(self, offset, nbytes)
 
-    monkeypatch.setattr(ExtentStore, "_grow", grow_within)
+    monkeypatch.setattr(File, "allocate", allocate_within)
     with caplog.at_level(logging.WARNING):
         scarce, nbytes = _train(nvme, least)
     assert nbytes <= plan.nvme_bytes

@@ -34,8 +34,8 @@ def test_what_differs_between_ranks_is_told_by_name_on_every_rank(tmp_path: Path
     assert second["failure"].startswith("KeyError")
     assert first["failure"] == "RankFailedError: rank 1 failed: KeyError: 'nothing of that name'"
     assert second["early"] == ""
-    assert second["device"].startswith("RuntimeError: Expected one of cpu")
-    assert first["device"].startswith("RankFailedError: rank 1 failed: RuntimeError: Expected one")
+    assert second["device"].startswith("ValueError: device='tpu' is not supported")
+    assert first["device"].startswith("RankFailedError: rank 1 failed: ValueError: device='tpu'")
     assert first["early"].startswith("RankFailedError: rank 1 failed: _LeftEarlyError")
     assert list((tmp_path / ".infinity").glob("*")) == []
 

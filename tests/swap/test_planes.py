@@ -238,7 +238,7 @@ def test_plane_that_could_not_be_made_is_all_zeros_still(tmp_path: Path, kind: A
                 while volume.ranges.allocate(1) is not None:
                     continue
         used = extents.used_bytes
-        rig.faults.arm(kind, errno.ENOSPC, times=3)
+        rig.faults.arm(kind, errno.ENOSPC, times=100)
         with pytest.raises(AioError):
             rig.planes.write(0, "exp_avg", 0, torch.ones(SIZES[0]))
         assert extents.used_bytes == used

@@ -8,13 +8,22 @@ index of such a checkpoint (`.metadata`) as a pickle: read those alone that you 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.commands.foreign.state import MOMENTS, ForeignState, Shelf, Shelved
+from infinity.commands.foreign.state import (
+    MOMENTS,
+    ForeignState,
+    Shelf,
+    Shelved,
+    check_decay,
+    check_kept,
+)
 
 METADATA = ".metadata"
 
@@ -40,14 +49,27 @@ class _Checkpoint:
         return None if size is None else tuple(size)
 
     def read(self, name: str) -> torch.Tensor:
-        from torch.distributed.checkpoint.state_dict_loader import load
-
         entry = self.entries[name]
         target = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        self._load(target)
+        return target[name]
+
+    def value(self, name: str) -> Any:
+        """What is no tensor: a number or a flag of the options. None where it is not there."""
+        if name not in self.entries:
+            return None
+        if self.shape(name) is not None:
+            return self.read(name).item()
+        target: dict[str, Any] = {name: None}
+        self._load(target)
+        return target[name]
+
+    def _load(self, target: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         with warnings.catch_warnings():  # that there is one process, which is what is meant
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(target, storage_reader=self._reader, no_dist=True)
-        return target[name]
 
     def source(self, name: str) -> Shelved:
         shape = self.shape(name)
@@ -57,41 +79,91 @@ class _Checkpoint:
 
 
 def read_distributed(path: Path, model: nn.Module) -> ForeignState:
-    """Raises ``ValueError`` where no parameter of the model has state, or it is under two names."""
+    """Raises ``ValueError`` where it cannot be told by their names which tensors are meant."""
     found = _Checkpoint(path)
-    weights, moments, steps = {}, {}, {}
-    for name, _ in model.named_parameters():
-        state = _state_of(found, name, path)
-        if state is not None:
-            first, second = (found.source(f"{state}.{part}") for part in MOMENTS)
+    names = [name for name, _ in model.named_parameters()]
+    of_state = _prefix(_first_moments(found), names, path)
+    of_model = _prefix(_weights(found), names, path)
+    kept = _kept(found)
+    moments, steps = {}, {}
+    for name in names:
+        key = f"{of_state}{name}"
+        if f"{key}.{MOMENTS[0]}" in found.entries:
+            check_kept(kept[key], name, path)
+            first, second = (found.source(f"{key}.{part}") for part in MOMENTS)
             moments[name] = (first, second)
-            steps[name] = _step(found, f"{state}.step", path)
-        weight = _weight_of(found, name, path)
-        if weight is not None:
-            weights[name] = found.source(weight)
-    return ForeignState(weights=weights, moments=moments, steps=steps)
+            steps[name] = _step(found, f"{key}.step", path)
+    _check_decay(found, path)
+    wanted = [*names, *(name for name, _ in model.named_buffers())]
+    weights = {
+        n: found.source(of_model + n) for n in wanted if found.shape(of_model + n) is not None
+    }
+    there = {
+        key.removeprefix(of_state) for key in _first_moments(found) if key.startswith(of_state)
+    }
+    return ForeignState(
+        weights={name: weights[name] for name in names if name in weights},
+        buffers={name: weights[name] for name in weights if name not in names},
+        moments=moments,
+        steps=steps,
+        is_whole=bool(weights),
+        others=sorted(there - {*names}),
+    )
 
 
-def _state_of(found: _Checkpoint, name: str, path: Path) -> str | None:
-    """What the names of the state of a parameter begin with."""
-    ending = f"state.{name}.{MOMENTS[0]}"
-    keys = [key for key in found.entries if key == ending or key.endswith(f".{ending}")]
-    only = _only(keys, name, path)
-    return None if only is None else only.removesuffix(f".{MOMENTS[0]}")
+def _first_moments(found: _Checkpoint) -> list[str]:
+    """What has a first moment: prefix and name of each parameter."""
+    ending = f".{MOMENTS[0]}"
+    return [key.removesuffix(ending) for key in found.entries if key.endswith(ending)]
 
 
-def _weight_of(found: _Checkpoint, name: str, path: Path) -> str | None:
-    whole = [key for key in (name, f"model.{name}") if found.shape(key) is not None]
-    if whole:
-        return whole[0]
-    keys = [key for key in found.entries if key.endswith(f".{name}") and ".state." not in key]
-    return _only([key for key in keys if found.shape(key) is not None], name, path)
+def _weights(found: _Checkpoint) -> list[str]:
+    return [
+        key for key in found.entries if ".state." not in f".{key}" and found.shape(key) is not None
+    ]
 
 
-def _only(keys: list[str], name: str, path: Path) -> str | None:
-    if len(keys) > 1:
-        raise ValueError(f"{path} has {name} under several names: {', '.join(sorted(keys)[:3])}")
-    return keys[0] if keys else None
+def _prefix(keys: Sequence[str], names: Sequence[str], path: Path) -> str:
+    """What stands before the most of ``names`` in ``keys``."""
+    ends = {*names}
+    counts = Counter(
+        key[:at] for key in keys for at in _beginnings(key) if key[at:] in ends
+    ).most_common(2)
+    if len(counts) == 2 and counts[0][1] == counts[1][1]:
+        first, second = (prefix or "no prefix" for prefix, _ in counts)
+        raise ValueError(
+            f"{path} has the parameters of the model twice: under {first} and {second}"
+        )
+    return counts[0][0] if counts else ""
+
+
+def _beginnings(key: str) -> Iterator[int]:
+    """Where a name may begin in ``key``."""
+    yield 0
+    for at, letter in enumerate(key):
+        if letter == ".":
+            yield at + 1
+
+
+def _kept(found: _Checkpoint) -> dict[str, set[str]]:
+    """What is kept under each name."""
+    kept: dict[str, set[str]] = {}
+    for entry in found.entries:
+        owner, _, last = entry.rpartition(".")
+        kept.setdefault(owner, set()).add(last)
+    return kept
+
+
+def _check_decay(found: _Checkpoint, path: Path) -> None:
+    """By the options of the groups, where they are there."""
+    for key in found.entries:
+        if key.endswith(".decoupled_weight_decay"):
+            decay = f"{key.removesuffix('decoupled_weight_decay')}weight_decay"
+            options = {
+                "decoupled_weight_decay": found.value(key),
+                "weight_decay": found.value(decay),
+            }
+            check_decay(options, path)
 
 
 def _step(found: _Checkpoint, key: str, path: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from checkpoint.directory.relocation import StripeDirs
 from infinity.commands.foreign.state import MOMENTS
 from infinity.optim.adamw import NAME, is_torch_adamw
 from infinity.values.load_targets import literal
+from infinity.values.optimizer_match import whole_name
 
 OPTIONS = {
     "amsgrad": False,
@@ -31,6 +33,7 @@ OPTIONS = {
     "decoupled_weight_decay": True,
 }
 """What groups of torch's AdamW have besides, as it makes them."""
+AMSGRAD = "max_exp_avg_sq"
 _OURS = ("params", "param_names", "decoupled")
 
 
@@ -59,6 +62,8 @@ def export_optimizer(
     Parameters have the numbers of their places in the groups, and their names in ``param_names``.
     Raises ``ValueError`` for a checkpoint without the moments of AdamW in 16 bits or more.
     """
+    if not file.parent.is_dir() or file.is_dir():
+        raise FileNotFoundError(f"{file}: give a file in a folder that exists")
     saved = checkpoint.load(path, only=["infinity.*"], stripe_dirs=stripe_dirs)["infinity"]
     names = _with_moments(saved, path)
     partial = file.with_name(f".{file.name}.partial")
@@ -85,21 +90,30 @@ def _with_moments(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> lis
             f"{path} has moments of 8 bits, which torch.optim.AdamW does not have; train with "
             "state_dtype=torch.bfloat16 or torch.float32 to export them"
         )
-    grouped = [name for group in saved["groups"] for name in group["params"]]
-    return [name for name in grouped if {*MOMENTS} <= {*saved["planes"].get(name, ())}]
+    return [name for name, planes in saved["planes"].items() if {*MOMENTS} <= {*planes}]
+
+
+def _members(group: Mapping[str, Any]) -> list[str]:
+    """Its parameters; the tiles of one are that one."""
+    return list(dict.fromkeys(whole_name(name) for name in group["params"]))
+
+
+def _parts(saved: Mapping[str, Any], name: str) -> list[str]:
+    return [part for part in (*MOMENTS, AMSGRAD) if part in saved["planes"][name]]
 
 
 def _state_dict(saved: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     """What ``AdamW.state_dict()`` would be, without the values of its tensors."""
     groups = saved["groups"]
-    numbers = {name: i for i, name in enumerate(n for group in groups for n in group["params"])}
+    members = [_members(group) for group in groups]
+    numbers = {name: i for i, name in enumerate(chain.from_iterable(members))}
     return {
         "state": {
             numbers[name]: {
                 "step": torch.empty((), dtype=torch.float32),
                 **{
                     part: torch.empty(saved["shapes"][name], dtype=_dtype(saved, name, part))
-                    for part in MOMENTS
+                    for part in _parts(saved, name)
                 },
             }
             for name in names
@@ -109,10 +123,10 @@ def _state_dict(saved: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
             OPTIONS
             | {key: value for key, value in group.items() if key not in _OURS}
             | {
-                "params": [numbers[name] for name in group["params"]],
-                "param_names": list(group["params"]),
+                "params": [numbers[name] for name in own],
+                "param_names": own,
             }
-            for group in groups
+            for group, own in zip(groups, members, strict=True)
         ],
     }
 
@@ -139,17 +153,15 @@ def _fill(
     }
     descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     try:
-        into: dict[str, dict[str, Any]] = {part: {} for part in MOMENTS}
+        into: dict[str, dict[str, Any]] = {}
         for number, kept in laid_out["state"].items():
             name = names[number]
             steps = torch.tensor(float(saved["steps"][name])).numpy().data.cast("B")
             _Place(descriptor, kept["step"]).write(0, steps)
-            for part in MOMENTS:
-                into[part][name] = _Place(descriptor, kept[part])
+            for part in _parts(saved, name):
+                into.setdefault(part, {})[name] = _Place(descriptor, kept[part])
         if laid_out["state"]:
-            wanted = [
-                f"optimizer.{part}.{literal(name)}" for part in MOMENTS for name in into[part]
-            ]
+            wanted = [f"optimizer.{part}.{literal(n)}" for part in into for n in into[part]]
             checkpoint.load(path, only=wanted, into={"optimizer": into}, stripe_dirs=stripe_dirs)
         os.fsync(descriptor)
     finally:

@@ -14,7 +14,9 @@ from infinity.commands.foreign.distributed import METADATA, read_distributed
 from infinity.commands.foreign.state import MOMENTS, SHOWN, ForeignState, Shelf, Shelved
 from infinity.commands.foreign.torch_files import read_torch_file
 from infinity.commands.foreign.universal import read_universal, universal_folder
+from infinity.optim.torch_state import IN_PLANES
 from infinity.values.initial.weight_files import WeightFolder
+from infinity.values.initial.weight_names import Recipe, recipes_for
 from infinity.values.persistence import FORMAT
 
 KEPT_BY = "torch.optim.adamw.AdamW"
@@ -41,8 +43,9 @@ def read_foreign(source: Path, model: nn.Module, *, is_ordered: bool) -> Foreign
 
 def import_state(
     source: Path, model: nn.Module, files: WeightFolder, path: Path, *, is_ordered: bool
-) -> Any:
-    """Write a checkpoint at ``path``; returns what ``checkpoint.save`` returns.
+) -> tuple[Any, list[str]]:
+    """Write a checkpoint at ``path``; returns what ``checkpoint.save`` returns, and the parameters
+    whose weights came from ``files``.
 
     Weights that ``source`` has not come from ``files``. Where ``model`` was made of these alone
     (``is_ordered=False``), which of its tensors are buffers is told when it is loaded. Raises as
@@ -51,7 +54,8 @@ def import_state(
     """
     state = read_foreign(source, model, is_ordered=is_ordered)
     state.check(model, source)
-    return checkpoint.save(_tree(state, model, files), path)
+    taken = [name for name, _ in model.named_parameters() if name not in state.weights]
+    return checkpoint.save(_tree(state, model, files), path), taken
 
 
 def _tree(state: ForeignState, model: nn.Module, files: WeightFolder) -> dict[str, Any]:
@@ -84,7 +88,10 @@ def _tree(state: ForeignState, model: nn.Module, files: WeightFolder) -> dict[st
             "module_states": {},
             "is_foreign": True,
             "loss_scale": None,
-            "small_state": {},
+            "small_state": {
+                name: {"step": torch.tensor(float(state.steps[name])), IN_PLANES: list(MOMENTS)}
+                for name in state.moments
+            },
             "world_size": 1,
             "own_states": [],
         },
@@ -94,32 +101,44 @@ def _tree(state: ForeignState, model: nn.Module, files: WeightFolder) -> dict[st
 def _weights(state: ForeignState, model: nn.Module, files: WeightFolder) -> dict[str, Any]:
     parameters, buffers = dict(model.named_parameters()), _persistent(model)
     wanted: Mapping[str, torch.Tensor] = {**parameters, **buffers}
-    missing = [n for n in wanted if n not in state.weights and n not in files.names]
+    given = {**state.weights, **state.buffers}
+    must = parameters if state.is_whole else state.moments if state.weights else ()
+    bare = [name for name in must if name not in state.weights]
+    if bare:
+        raise ValueError(
+            f"the source has weights, but not those of {', '.join(bare[:SHOWN])}; trained weights "
+            "are not mixed with others: give the --model that was trained"
+        )
+    stored = _stored(model, {name for name in wanted if name not in given}, files)
+    missing = [name for name in wanted if name not in given and name not in stored]
     if missing:
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         raise ValueError(
             f"neither the state nor {files.path} has {', '.join(missing[:SHOWN])}{more}; give the "
             "folder of the model that was trained as --model"
         )
-    shelf = Shelf(files.read)
-    return {
-        name: state.weights[name] if name in state.weights else _stored(shelf, files, name, like)
-        for name, like in wanted.items()
-    }
+    return {name: given[name] if name in given else stored[name] for name in wanted}
+
+
+def _stored(model: nn.Module, names: set[str], files: WeightFolder) -> dict[str, Shelved]:
+    """What files have of ``names``, which may be called otherwise there, see ``weight_names``."""
+    recipes: dict[str, Recipe] = {}
+    found: dict[str, Shelved] = {}
+    shelf = Shelf(lambda name: recipes[name].make(files.read)[name])
+    like = model.state_dict()
+    for recipe in recipes_for(model, names, list(files.names)):
+        for name, made in recipe.make(files.on_meta).items():
+            if made.shape != like[name].shape:
+                raise ValueError(
+                    f"{name} has shape {list(made.shape)} in {files.path}, "
+                    f"{list(like[name].shape)} in the model"
+                )
+            dtype = torch.float32 if like[name].dtype.is_floating_point else made.dtype
+            recipes[name], found[name] = recipe, Shelved(shelf, name, made.shape, dtype)
+    return found
 
 
 def _persistent(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that a state dict has, by their names."""
     names = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
-
-
-def _stored(shelf: Shelf, files: WeightFolder, name: str, like: torch.Tensor) -> Shelved:
-    stored = files.on_meta(name)
-    if stored.shape != like.shape:
-        raise ValueError(
-            f"{name} has shape {list(stored.shape)} in {files.path}, {list(like.shape)} in the "
-            "model"
-        )
-    dtype = torch.float32 if like.dtype.is_floating_point else stored.dtype
-    return Shelved(shelf, name, stored.shape, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,26 @@ from swap.storage.planes import as_bytes
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SHOWN = 5
 """Names that a message lists."""
+_KEPT = {"step", *MOMENTS}
+
+
+def check_kept(kept: Iterable[str], name: object, source: object) -> None:
+    """Raises ``ValueError`` for the state of a parameter that is not that of AdamW."""
+    has = {*kept}
+    if has != _KEPT:
+        raise ValueError(
+            f"{source} keeps {', '.join(sorted(map(str, has)))} of {name}, which is not the state "
+            f"of AdamW without amsgrad ({', '.join(sorted(_KEPT))})"
+        )
+
+
+def check_decay(options: Mapping[str, Any], source: object) -> None:
+    """Raises ``ValueError`` for the options of another optimizer that keeps the same."""
+    if options.get("decoupled_weight_decay") is False and options.get("weight_decay"):
+        raise ValueError(
+            f"{source} is of an optimizer whose weight decay is part of the gradient, as that of "
+            "Adam; infinity.AdamW decays weights apart from it, and would go on otherwise"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +49,11 @@ class ForeignState:
     steps: Mapping[str, int]
     weights: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[Mapping[str, Any]] = ()
+    buffers: Mapping[str, Any] = field(default_factory=dict)
+    is_whole: bool = False
+    """Whether ``weights`` should have every parameter: the source had frozen ones, too."""
+    others: Sequence[str] = ()
+    """Parameters that the source has and the model has not."""
 
     def check(self, model: nn.Module, source: object) -> None:
         """Raises ``ValueError`` listing all that does not fit, before anything is written."""
@@ -44,6 +69,11 @@ class ForeignState:
             raise ValueError(f"{source} has no exp_avg and exp_avg_sq of any parameter")
 
     def _problems(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+        grouped = (name for group in self.groups for name in group["params"])
+        told = dict.fromkeys((*self.others, *grouped, *self.moments, *self.weights))
+        for name in told:
+            if name not in shapes:
+                yield f"the model has no parameter {name}"
         found = {
             name: {part: tuple(tensor.shape) for part, tensor in zip(MOMENTS, both, strict=True)}
             for name, both in self.moments.items()
@@ -51,11 +81,8 @@ class ForeignState:
         for name, weight in self.weights.items():
             found.setdefault(name, {})["weight"] = tuple(weight.shape)
         for name, parts in found.items():
-            if name not in shapes:
-                yield f"the model has no parameter {name}"
-                continue
             for part, shape in parts.items():
-                if shape != shapes[name]:
+                if shape != shapes.get(name, shape):
                     yield f"{part} of {name} has shape {list(shape)}, not {list(shapes[name])}"
 
 

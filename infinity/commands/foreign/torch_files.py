@@ -13,11 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.commands.foreign.state import MOMENTS, ForeignState, as_float32
+from infinity.commands.foreign.state import (
+    ForeignState,
+    as_float32,
+    check_decay,
+    check_kept,
+)
 
 PLACES = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 """Where loops keep it in the dict that they save."""
 _NOT_STATE = ("params", "param_names")
+_ADAMW = {"lr", "betas", "eps", "weight_decay", "amsgrad"}
 
 
 def load_mapped(path: Path) -> Any:
@@ -38,17 +44,15 @@ def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> Foreig
     """``is_ordered``: whether the model lists its parameters in the order of the real one."""
     state = _optimizer_in(load_mapped(path), path)
     groups = state["param_groups"]
+    for group in groups:
+        _check_options(group, path)
     names = dict(_names_by_key(groups, model, path, is_ordered=is_ordered))
     moments, steps = {}, {}
     for key, kept in state["state"].items():
-        if not all(isinstance(kept.get(part), torch.Tensor) for part in MOMENTS):
-            raise ValueError(
-                f"{path} has no exp_avg and exp_avg_sq of parameter {key}; it has "
-                f"{sorted(map(str, kept))}, which is not the state of AdamW"
-            )
         name = names.get(key, str(key))
+        check_kept(kept, name, path)
         moments[name] = (as_float32(kept["exp_avg"]), as_float32(kept["exp_avg_sq"]))
-        steps[name] = int(kept.get("step", 0))
+        steps[name] = int(kept["step"])
     return ForeignState(
         moments=moments,
         steps=steps,
@@ -58,6 +62,16 @@ def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> Foreig
             for group in groups
         ],
     )
+
+
+def _check_options(group: Mapping[str, Any], path: Path) -> None:
+    """An optimizer that keeps what AdamW keeps is told by its options."""
+    if not group.keys() >= _ADAMW or group["amsgrad"] or "momentum_decay" in group:
+        raise ValueError(
+            f"{path} is not of AdamW without amsgrad: its options are "
+            f"{', '.join(sorted(key for key in group if key not in _NOT_STATE))}"
+        )
+    check_decay(group, path)
 
 
 def _optimizer_in(found: Any, path: Path) -> Mapping[str, Any]:

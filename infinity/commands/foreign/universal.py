@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.commands.foreign.state import MOMENTS, ForeignState, as_float32
+from infinity.commands.foreign.state import MOMENTS, ForeignState, as_float32, check_kept
 from infinity.commands.foreign.torch_files import load_mapped
 
 LATEST = "latest_universal"
@@ -40,16 +40,21 @@ def _latest(path: Path) -> str:
 def read_universal(folder: Path, model: nn.Module) -> ForeignState:
     """``folder``: what ``universal_folder`` gives. Raises ``ValueError`` naming what is missing."""
     weights, moments, steps = {}, {}, {}
+    own = {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
         where = _place(folder, name)
         if where is None:
-            continue  # frozen, or of another model: what has no weights at all is told later
+            continue  # frozen: DeepSpeed keeps those elsewhere
         weights[name] = _tensor(where / f"{MASTER}.pt", parameter)
         if (where / f"{MOMENTS[0]}.pt").exists():
+            kept = {file.stem for file in where.glob("*.pt")} - {MASTER} | {"step"}
+            check_kept(kept, name, folder)
             first, second = (_tensor(where / f"{part}.pt", parameter) for part in MOMENTS)
             moments[name] = (first, second)
             steps[name] = _step(where / "step.pt", folder)
-    return ForeignState(weights=weights, moments=moments, steps=steps)
+    there = {where.name for where in folder.iterdir() if where.is_dir()}
+    others = sorted(n for n in there if n not in own and n.removeprefix(_WRAPPED) not in own)
+    return ForeignState(weights=weights, moments=moments, steps=steps, others=others)
 
 
 def _place(folder: Path, name: str) -> Path | None:

@@ -352,8 +352,9 @@ class OffloadMixin(_Base):
             return
         if (folder / "optimizer.pt").exists():
             raise ValueError(
-                f"{folder} was saved by a trainer that keeps its optimizer in memory, whose "
-                "optimizer.pt cannot be taken over; train on from its weights alone: pass "
+                f"{folder} was saved by a trainer that keeps its optimizer in memory; to go on "
+                f"from it, `infinity import {folder}/optimizer.pt {folder}/{STATE} --model "
+                f"{folder}` first; or train on from its weights alone: pass "
                 f"weights={str(folder)!r} and leave resume_from_checkpoint out"
             )
         if not weights.has_weights(self.model, folder):
