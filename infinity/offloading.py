@@ -44,6 +44,7 @@ from infinity.ranks.context import Sharing, Unshared
 from infinity.ranks.gather_plan import GatherPlan
 from infinity.ranks.gathered_weights import GatherMemory
 from infinity.ranks.zero3 import OverRanks
+from infinity.restoring import check_not_held
 from infinity.tiling.layers import Tiling
 from infinity.training import Parts, Training
 from infinity.values.buffers import BufferConversion
@@ -152,6 +153,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     dtype = options.compute_dtype
     with together(ranks):
         check_model(model)
+        check_not_held(model)
         for directory in options.directories:
             reclaim(directory)
         records = records_of(model, dtype)

@@ -10,12 +10,14 @@ theirs.
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -63,6 +65,7 @@ class RestoreError(AioError):
         self.parameters = list(parameters)
         self.folders = list(folders)
         self._again = again
+        self._lost: Callable[[], Iterable[nn.Parameter]] = tuple
 
     def __reduce__(self) -> tuple[object, ...]:
         fields = (self.errno, self.filename, self.parameters, self.folders)
@@ -71,7 +74,9 @@ class RestoreError(AioError):
     def retry(self) -> None:
         """Finish the last step and read what is missing into the model; the swap files go then.
 
-        Raises ``RestoreError`` for what still cannot be read. Does nothing once it has worked.
+        Raises ``RestoreError`` for what still cannot be read, and ``RuntimeError`` where the model
+        has no place for it: inside another block, or where another shape is now. The swap files
+        stay then, too. Does nothing once it has worked.
         """
         self._again()
 
@@ -85,6 +90,30 @@ def _elsewhere(
 
 def _refuse_retry() -> None:
     raise RuntimeError("the model and its swap files are with the process that raised the error")
+
+
+_alive: WeakSet[RestoreError] = WeakSet()
+"""Those that can be retried in this process."""
+
+
+def check_not_held(model: nn.Module) -> None:
+    """Raises ``ValueError`` naming parameters whose trained values an error that is alive can still
+    give back: a block would begin without them.
+    """
+    if not _held(model):
+        return
+    gc.collect()  # errors that nobody has any more, but for their own traceback
+    if names := _held(model):
+        raise ValueError(
+            f"{_listed(names)} would begin the block without the trained values, which a "
+            "RestoreError of an earlier block still has in its swap files: call its retry() first, "
+            "or let go of that error (del) to go on without them"
+        )
+
+
+def _held(model: nn.Module) -> list[str]:
+    held = {id(parameter) for error in _alive for parameter in error._lost()}
+    return [name for name, p in model.named_parameters() if id(p) in held] if held else []
 
 
 class Restoring:
@@ -103,6 +132,8 @@ class Restoring:
         self._records: dict[int, Record] = {}
         self._now: dict[int, nn.Parameter] = {}
         self._missing: dict[int, Record] = {}
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        """Where the model has those, as it left the block."""
         self.gradients: dict[int, torch.Tensor] = {}
         """Those that parameters came with; what is in here is given back with the values."""
         self._failures: list[BaseException] = []
@@ -134,6 +165,12 @@ class Restoring:
         self._work_off(self._first)
         self._work_off(self._agenda)
         self._tell()
+
+    def _lost(self) -> Iterator[nn.Parameter]:
+        """Those without their trained values, and what took their places since."""
+        for index in self._missing:
+            yield self._now[index]
+            yield from (p for _, _, p in self._found_at_places(index) if p is not None)
 
     def _work_off(self, agenda: deque[Callable[[], object]]) -> None:
         while agenda:
@@ -179,6 +216,8 @@ class Restoring:
     @own_modes()
     def _again(self) -> None:
         """What ``RestoreError.retry`` does."""
+        for record in self._missing.values():
+            self._check_place(record)
         if self._missing and not self._agenda:
             self._pauses, self._is_told = _PAUSES_SECONDS, False
             self._failures, self._interrupt = [], None
@@ -187,6 +226,27 @@ class Restoring:
         self.run()
         self._state.is_kept = False
         self._state.close()
+
+    def _found_at_places(self, index: int) -> Iterator[tuple[nn.Module, str, nn.Parameter | None]]:
+        for module, name in self._places.get(index, ()):
+            yield module, name, module._parameters.get(name)
+
+    def _check_place(self, record: Record) -> None:
+        """Raises ``RuntimeError`` where values would get lost if they were given back now."""
+        stay = "the swap files stay until then"
+        found = [parameter for _, _, parameter in self._found_at_places(record.index)]
+        for parameter in (self._now[record.index], *found):
+            if getattr(parameter, "is_offloaded", False):
+                raise RuntimeError(
+                    f"{record.name} is in an offload block, and its values from an earlier one "
+                    f"cannot be given back inside: call retry() after that block; {stay}"
+                )
+            if parameter is None or parameter.shape != record.shape:
+                now = "gone" if parameter is None else f"of shape {tuple(parameter.shape)}"
+                raise RuntimeError(
+                    f"{record.name} is {now}, and its values have shape {tuple(record.shape)}: put "
+                    f"a parameter of that shape there and call retry() again; {stay}"
+                )
 
     # The entries of the agenda.
 
@@ -209,7 +269,13 @@ class Restoring:
             self._sharing.meet(LEAVE, steps())
 
     def _restore(self, record: Record) -> None:
-        self._give(record, self._values_of(record))
+        data = self._values_of(record)
+        try:
+            self._give(record, data)
+        except Exception:
+            if not record.is_partitioned and record.device.type != "meta":
+                self._missing[record.index] = record
+            raise
 
     def _values_of(self, record: Record) -> torch.Tensor:
         """On the meta device if they cannot be had."""
@@ -248,6 +314,10 @@ class Restoring:
         if restored is not parameter:
             replace_parameter(self._model, parameter, restored)
             self._now[record.index] = restored
+        if not data.is_meta:
+            for module, name, found in list(self._found_at_places(record.index)):
+                if found is not restored:  # another was put there since, as ``to_empty`` does
+                    module._parameters[name] = restored
         gradient = self.gradients.get(record.index)
         if gradient is not None and gradient.device == restored.device:
             restored.grad = gradient
@@ -274,7 +344,9 @@ class Restoring:
             *([f"{_listed(before)} with the values from before the last step"] if before else []),
         ]
         folders = [str(folder) for folder in self._state.folders]
-        return RestoreError(
+        for index in self._missing.keys() - self._places.keys():
+            self._places[index] = self._places_of(self._now[index])
+        error = RestoreError(
             f"{len(names)} of {len(self._records)} parameters could not be given their trained "
             f"values ({failure}): the model has {' and '.join(what)}, and all others as they were "
             f"trained. The swap files in {', '.join(folders)} stay for as long as this error is "
@@ -284,6 +356,17 @@ class Restoring:
             folders,
             self._again,
         )
+        error._lost = self._lost
+        _alive.add(error)
+        return error
+
+    def _places_of(self, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
+        return [
+            (module, name)
+            for module in self._model.modules()
+            for name, own in module._parameters.items()
+            if own is parameter
+        ]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,0 +1,118 @@
+"""What a ``RestoreError`` still has, when the program goes on with the model: nothing gets lost in
+a later block.
+"""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from aio import AioError
+from infinity import restoring
+from swap.storage.planes import PlaneStore
+from tests.support.training import same_bits
+
+BIG = 256  # 256 x 256 elements are on NVMe, biases and norms are not
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring, "_PAUSES_SECONDS", (0.0,))
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(BIG, BIG, bias=False) for _ in range(2)))
+
+
+def _fail(*arguments: Any) -> None:
+    raise AioError("no bytes today", errno=errno.EIO, filename="state.swap")
+
+
+def _lost(model: nn.Module, nvme: Path) -> infinity.RestoreError:
+    """That of a block at whose end no read worked."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(infinity.RestoreError) as caught,
+        infinity.offload(model, nvme, optimizer=None),
+    ):
+        patch.setattr(PlaneStore, "read", _fail)
+    assert [name for name, p in model.named_parameters() if p.is_meta] == caught.value.parameters
+    return caught.value
+
+
+def _check_whole(model: nn.Module, nvme: Path) -> None:
+    for (name, found), expected in zip(
+        model.named_parameters(), _model().parameters(), strict=True
+    ):
+        assert same_bits(found, expected), name
+    assert list(nvme.iterdir()) == []
+
+
+def test_block_over_values_that_an_error_still_has_is_refused_by_name(tmp_path: Path) -> None:
+    model = _model()
+    error = _lost(model, tmp_path)
+    for part in (model, model[1]):
+        with (
+            pytest.raises(ValueError, match=r"weight.* RestoreError .*retry\(\) first"),
+            infinity.offload(part, tmp_path),
+        ):
+            pass
+    error.retry()
+    _check_whole(model, tmp_path)
+    with infinity.offload(model, tmp_path, optimizer=None):
+        pass
+    _check_whole(model, tmp_path)
+
+
+def test_retry_inside_a_block_is_refused_and_works_after_it(tmp_path: Path) -> None:
+    model, other = _model(), _model()
+    error = _lost(model, tmp_path)
+    lost = model[1].weight
+    with infinity.offload(other, tmp_path, optimizer=None):
+        model[1].weight = other[1].weight
+        with pytest.raises(RuntimeError, match=r"1\.weight is in an offload block.* after that"):
+            error.retry()
+        assert all(Path(folder).is_dir() for folder in error.folders)
+        model[1].weight = lost
+    error.retry()
+    _check_whole(model, tmp_path)
+
+
+def test_errors_of_two_blocks_are_retried_in_any_order(tmp_path: Path) -> None:
+    model = _model()
+    errors = [_lost(part, tmp_path) for part in model]
+    for error in reversed(errors):
+        error.retry()
+    _check_whole(model, tmp_path)
+
+
+def test_retry_puts_values_where_the_model_has_other_parameters_now(tmp_path: Path) -> None:
+    model = _model()
+    error = _lost(model, tmp_path)
+    model.to_empty(device="cpu")
+    with pytest.raises(ValueError, match=r"retry\(\) first"), infinity.offload(model, tmp_path):
+        pass
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlaneStore, "read", _fail)
+        with pytest.raises(infinity.RestoreError) as caught:
+            error.retry()
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    caught.value.retry()
+    _check_whole(model, tmp_path)
+
+
+def test_retry_where_the_model_has_another_shape_is_refused_and_works_later(tmp_path: Path) -> None:
+    model = _model()
+    error = _lost(model, tmp_path)
+    lost = model[1].weight
+    model[1].weight = nn.Parameter(torch.zeros(3, BIG))
+    with pytest.raises(RuntimeError, match=r"1\.weight is of shape \(3, 256\).* swap files stay"):
+        error.retry()
+    model[1].weight = lost
+    error.retry()
+    _check_whole(model, tmp_path)
