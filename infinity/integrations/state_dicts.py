@@ -26,6 +26,9 @@ class OffloadedStateDict(Mapping[str, torch.Tensor]):
         training = training_of(offloaded)
         self._leaves = {leaf.name: leaf for leaf in leaves_of(training.model, training.records)}
 
+    def is_of(self, offloaded: infinity.OffloadedModel) -> bool:
+        return self._offloaded is offloaded
+
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._leaves:
             return persistent_buffers(self._offloaded.model)[name].detach().cpu()

@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 import checkpoint
 import infinity
+from infinity.integrations.state_dicts import OffloadedStateDict
 from infinity.integrations.transformers.model_files.adapters import (
     adapter_files,
     adapters_of,
@@ -53,7 +54,7 @@ def write_model(
         write_adapters(offloaded, adapters, folder, options or {})
         return
     for name, value in (options or {}).items():
-        if name not in _SAVED_ANYHOW or value not in _SAVED_ANYHOW[name]:
+        if not _is_done_anyhow(offloaded, name, value):
             raise ValueError(
                 f"save_pretrained({name}={value!r}) cannot be honoured while the model is "
                 "offloaded: leave it out, or give the model its values in memory first (close() "
@@ -62,6 +63,17 @@ def write_model(
     if isinstance(model, PreTrainedModel):
         _write_configuration(model, folder)
     offloaded.export(folder)
+
+
+def _is_done_anyhow(offloaded: infinity.OffloadedModel, name: str, value: Any) -> bool:
+    """Also what accelerate's programs pass: the mapping of this model, and a function for files,
+    of which there are none but those of safetensors.
+    """
+    if isinstance(value, OffloadedStateDict):
+        return name == "state_dict" and value.is_of(offloaded)
+    if name == "save_function":
+        return callable(value)
+    return name in _SAVED_ANYHOW and any(value is known for known in _SAVED_ANYHOW[name])
 
 
 def _write_configuration(model: Any, folder: Path) -> None:
