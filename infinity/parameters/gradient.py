@@ -246,7 +246,12 @@ def _read_only(leaf: Any, owners: Mapping[Any, str]) -> Any:
     name = owners.get(leaf.untyped_storage()._cdata)
     if name is None or (leaf.requires_grad and leaf.grad_fn is not None):
         return leaf
-    view = leaf.as_subclass(GradientValues)
+    return read_only(leaf, name)
+
+
+def read_only(values: torch.Tensor, name: str) -> GradientValues:
+    """``values``, a copy of those that the gradient of the parameter ``name`` has."""
+    view = values.as_subclass(GradientValues)
     view._name = name
     return view
 

@@ -193,7 +193,7 @@ def _with_weights(func: Any, args: Any, kwargs: Any) -> Any:
                 f"{absent[0]._name} is offloaded and its memory cannot be shared; share "
                 "parameter.detach(), a copy"
             )
-        if func in _SHOWS_MEMORY and not args[0].requires_grad:
+        if func in SHOWS_MEMORY and not args[0].requires_grad:
             return func(_copy_of(args[0], args[0]), *args[1:], **kwargs)
         return _with_own_memory(_unchanged(func, args, kwargs, absent), absent)
 
@@ -281,7 +281,7 @@ def _copy_of(view: torch.Tensor, parameter: OffloadedParameter) -> torch.Tensor:
     return copy_of(view, parameter, parameter.offload_index, parameter.offload_owner)
 
 
-_SHOWS_MEMORY = frozenset(
+SHOWS_MEMORY = frozenset(
     getattr(torch.Tensor, name) for name in ("numpy", "__array__", "__dlpack__")
 )
 """What gives the memory of a tensor in another form than a tensor."""

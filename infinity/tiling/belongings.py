@@ -23,9 +23,9 @@ _STATE_HOOKS = (
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _BUFFERS = ("_buffers", "_non_persistent_buffers_set")
-_OWN = frozenset(vars(nn.Linear(1, 1, device="meta")) | {"forward": None, "has_bias": None}) - {
-    "_is_full_backward_hook"
-}
+_OWN = frozenset(
+    vars(nn.Linear(1, 1, device="meta")) | {"forward": None, "has_bias": None, "faces": None}
+) - {"_is_full_backward_hook"}
 """Of every layer, or made anew for what stands for it."""
 
 

@@ -51,7 +51,7 @@ class CutWeight(Cut):
             Tile(self._own_name, rows_of_parameter(parameter, rows), rows)
             for rows in rows_of(parameter.shape[0], num_tiles)
         ]
-        self._face: Any = _weight_of(
+        self._face: Any = weight_of(
             self._tiles, self.name, parameter, dtype, device, is_partitioned=is_partitioned
         )
 
@@ -121,7 +121,7 @@ class CutWeight(Cut):
         return [tile for tile in found if isinstance(tile, Tile) and tile not in self._tiles]
 
 
-def _weight_of(
+def weight_of(
     tiles: Sequence[Tile],
     name: str,
     whole: torch.Tensor,

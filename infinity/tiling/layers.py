@@ -22,9 +22,8 @@ from infinity.tiling import cut_weights
 from infinity.tiling.belongings import give_back, reason_against, share
 from infinity.tiling.cut_weights import CutWeight, Owner
 from infinity.tiling.joining import Cut, StateDictHooks
-from infinity.tiling.tile import RowRange, Tile
+from infinity.tiling.tile import RowRange, Tile, kept_whole_of
 from infinity.tiling.tiled_linear import TiledLinear, tiles_within
-from infinity.tiling.weight import whole_of
 from swap.tiers import format_bytes
 
 MIN_TILE_BYTES = 4 * RESIDENT_ELEMENTS * torch.float32.itemsize
@@ -69,15 +68,30 @@ class _TiledLayer(Cut):
             parent._modules[child] = self._tiled
         self._linear.forward = _refuse(self.name)  # type: ignore[method-assign]
 
+    def hand_over(
+        self, dtype: torch.dtype | None, device: torch.device | None, *, is_partitioned: bool
+    ) -> None:
+        super().hand_over(dtype, device, is_partitioned=is_partitioned)
+        for parameter, name, tiles in self.standing():
+            face: Any = parameter
+            if parameter.is_meta:  # and is to stay so
+                own = compute_dtype_of(parameter.dtype, dtype)
+                place = device or parameter.device
+                face = cut_weights.weight_of(
+                    tiles, name, parameter, own, place, is_partitioned=is_partitioned
+                )
+            self._tiled.faces[tiles[0].name] = face
+
     def _whole_of_weights(self) -> torch.Tensor:
-        return whole_of([tile.weight for tile, _ in self._tiled.rows()])
+        return kept_whole_of([tile.weight for tile, _ in self._tiled.rows()])
 
     def _whole_of_biases(self) -> torch.Tensor:
-        return whole_of([tile.bias for tile, _ in self._tiled.rows()])
+        return kept_whole_of([tile.bias for tile, _ in self._tiled.rows()])
 
     def restore(self) -> None:
         self._hooks.detach()
         self._linear.__dict__.pop("forward", None)
+        self._tiled.faces.clear()
         self._linear.train(self._tiled.training)
         give_back(self._linear, self._tiled)
         for parent, child in self._places:

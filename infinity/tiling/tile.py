@@ -1,16 +1,20 @@
 """A tile: some rows of a parameter, as a parameter of a module of its own, so that hooks on modules
-have one tile at a time in memory.
+have one tile at a time in memory; and tiles put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
+from infinity.parameters.changes import Changes, copy_of, wait_for, writes_later
 from infinity.parameters.gradient import GradientOwner, OffloadedGradient
+from infinity.parameters.parameter import SHOWS_MEMORY
+from infinity.parameters.placeholders import as_they_are
 
 RowRange = tuple[int, int]
 """First row, and the row after the last."""
@@ -135,3 +139,140 @@ def _memory_of(tile: torch.Tensor) -> tuple[object, ...]:
     """Where and how its elements lie, but for where they begin."""
     where = tile.untyped_storage()._cdata
     return where, tile.stride(), tile.dtype, tile.is_neg(), tile.is_conj()
+
+
+# Wholes: the memory of the tiles while that is the program's to change, or else copies. What is
+# written into a copy reaches no tile: it counts as a change of one, which is told as an error
+# before the model is used again.
+
+
+class _Joined(torch.autograd.Function):
+    """``joined_of`` the arguments, with history."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*parts: torch.Tensor) -> torch.Tensor:
+        return joined_of(parts)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Sequence[torch.Tensor], output: Any) -> None:
+        ctx.sizes = [len(part) for part in inputs]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.split(ctx.sizes)
+
+
+def with_history(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``joined_of(parts)``, which gradients flow through to them."""
+    joined: torch.Tensor = _Joined.apply(*parts)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def joined_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows that ``parts`` have, without history: where they are if they are the program's to
+    change now, or a copy that shares the version of one that is not.
+    """
+    absent = _first_absent(parts)
+    if absent is None:
+        return _in_one_piece(parts)
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([part.clone() for part in parts])
+        with torch._C.DisableTorchFunctionSubclass(), as_they_are():
+            counted: torch.Tensor = absent.detach()
+            counted.data = whole
+    return counted
+
+
+def on_wholes(func: Any, args: Any, kwargs: Any, found: Mapping[int, Any]) -> Any:
+    """``func`` of the wholes of the weights ``found``, by ``id``, among its arguments; what it
+    changed of them is brought to the tiles. Raises ``RuntimeError`` for changes of copies that
+    torch does not count.
+    """
+    wholes = {key: weight.whole() for key, weight in found.items()}
+    parts = {whole.untyped_storage()._cdata: found[key].tiles for key, whole in wholes.items()}
+    if func in SHOWS_MEMORY:
+        wholes = {key: watched(whole, parts) for key, whole in wholes.items()}
+    absent = [weight for weight in found.values() if not all(map(is_program_s, weight.tiles))]
+    if absent and (func is torch.Tensor.share_memory_ or writes_later(func)):
+        _refuse_change(func, absent[0])
+    changes = {id(weight): Changes(func, wholes[id(weight)]) for weight in absent}
+    versions = {key: whole._version for key, whole in wholes.items()}
+
+    def put(value: Any) -> Any:
+        return wholes[id(value)] if id(value) in found else value
+
+    result = func(*tree_map(put, args), **tree_map(put, kwargs))
+    wait_for(func, result)
+    for key, change in changes.items():
+        if not change.is_counted and change.are_there():
+            _refuse_change(func, found[key])
+    for key, whole in wholes.items():
+        if whole._version != versions[key]:
+            found[key].bring_back(whole)
+    by_whole = {id(whole): found[key] for key, whole in wholes.items()}
+
+    def seen(value: Any) -> Any:
+        return by_whole[id(value)] if id(value) in by_whole else watched(value, parts)
+
+    return tree_map(seen, result)
+
+
+def _refuse_change(func: Any, weight: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{getattr(func, '__name__', func)} of {weight._name}, which is in tiles while the model "
+        "is offloaded, would reach a copy of it; do this inside `with "
+        "offloaded.gathered([parameter], modify=True):`"
+    )
+
+
+def kept_whole_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``joined_of(parts)`` for a program to keep, whatever it does with it."""
+    whole = joined_of(parts)
+    kept: torch.Tensor = watched(whole, {whole.untyped_storage()._cdata: parts})
+    return kept
+
+
+def watched(leaf: Any, wholes: Mapping[int, Sequence[Any]]) -> Any:
+    """``leaf``, or a copy if it is a tensor without history that lies in a copy of tiles, which are
+    in ``wholes`` by the storage of that: also changes that torch does not count are noticed in it.
+    """
+    if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+        return leaf
+    if leaf.requires_grad and torch.is_grad_enabled():
+        return leaf
+    with torch._C.DisableTorchFunctionSubclass():
+        storage = leaf.untyped_storage()._cdata
+    absent = _first_absent(wholes.get(storage, ()))
+    if absent is None:
+        return leaf
+    return copy_of(leaf, absent, absent.offload_index, absent.offload_owner)
+
+
+def _first_absent(parts: Sequence[Any]) -> Any:
+    return next((part for part in parts if not is_program_s(part)), None)
+
+
+def is_program_s(tile: Any) -> bool:
+    """Whether it holds values of its own now, which are the program's to change."""
+    if not getattr(tile, "is_offloaded", False):
+        return True
+    gathered: bool = tile.offload_owner.is_gathered(tile.offload_index)
+    return gathered
+
+
+def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole, in one piece of memory, which the tiles are parts of from now on."""
+    shape = torch.Size([sum(len(part) for part in parts), *parts[0].shape[1:]])
+    if not lie_as_cut(parts):
+        first = parts[0].detach()
+        whole = torch.empty(shape, dtype=first.dtype, device=first.device)
+        start = 0
+        for part in parts:
+            rows = whole[start : start + part.shape[0]]
+            rows.copy_(part.detach())
+            part.data = rows
+            start += part.shape[0]
+    first = parts[0].detach()
+    return first.as_strided(shape, first.stride(), first.storage_offset())

@@ -71,6 +71,8 @@ class TiledLinear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.has_bias = bias
+        self.faces: dict[str, torch.Tensor] = {}
+        """What ``weight`` and ``bias`` are while the tiles are offloaded."""
         self.tiles = nn.ModuleList(
             nn.Linear(in_features, stop - start, bias, device=device, dtype=dtype)
             for start, stop in rows_of(out_features, tiles)
@@ -110,9 +112,9 @@ class TiledLinear(nn.Module):
         """
         linear = nn.Linear(self.in_features, self.out_features, self.has_bias, device="meta")
         first, _ = self.rows()[0]
-        linear.weight = nn.Parameter(self.weight, first.weight.requires_grad)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias, first.bias.requires_grad)
+        linear.weight = nn.Parameter(self._joined("weight"), first.weight.requires_grad)
+        if self.has_bias:
+            linear.bias = nn.Parameter(self._joined("bias"), first.bias.requires_grad)
         return linear.train(self.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  as nn.Linear has it
@@ -120,13 +122,20 @@ class TiledLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """All rows, put together anew at every access; gradients flow to the tiles."""
-        return torch.cat([tile.weight for tile, _ in self.rows()])
+        """All rows, put together anew at every access; gradients flow to the tiles. In an offload
+        block what stands for them, see ``TiledWeight``.
+        """
+        return self.faces["weight"] if "weight" in self.faces else self._joined("weight")
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Put together as ``weight``; None without a bias."""
-        return torch.cat([tile.bias for tile, _ in self.rows()]) if self.has_bias else None
+        """As ``weight``; None without a bias."""
+        if not self.has_bias:
+            return None
+        return self.faces["bias"] if "bias" in self.faces else self._joined("bias")
+
+    def _joined(self, name: str) -> torch.Tensor:
+        return torch.cat([getattr(tile, name) for tile, _ in self.rows()])
 
     def rows(self) -> list[tuple[nn.Linear, RowRange]]:
         """The tiles, and the rows that each has."""

@@ -15,10 +15,15 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from infinity.parameters.differentiated import PASSES
-from infinity.parameters.gradient import METADATA, OffloadedGradient
+from infinity.parameters.gradient import (
+    METADATA,
+    OffloadedGradient,
+    check_assigned,
+    read_only,
+)
 from infinity.parameters.parameter import cannot_be_copied
 from infinity.parameters.placeholders import (
     as_they_are,
@@ -27,7 +32,14 @@ from infinity.parameters.placeholders import (
 )
 from infinity.tiling.groups import multiply_groups
 from infinity.tiling.pieces import Rows, look_up, multiply, multiply_with_one
-from infinity.tiling.tile import GradientOfTiles, Tile, lie_as_cut
+from infinity.tiling.tile import (
+    GradientOfTiles,
+    Tile,
+    is_program_s,
+    joined_of,
+    on_wholes,
+    with_history,
+)
 from swap.tiers import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -44,6 +56,8 @@ class TiledWeight(torch.Tensor):
     """The matrix of the only tile that this is; None: all that the tiles have."""
     _is_transposed: bool = False
     """Whether the last two dimensions have changed places."""
+    _is_data: bool = False
+    """Whether this has no history, whatever the tiles have."""
     was_selected: bool = False
     """Whether single matrices were taken of it since this was set to False."""
 
@@ -82,12 +96,14 @@ class TiledWeight(torch.Tensor):
         """A ``view`` of this, which these tiles have the values of."""
         with torch._C.DisableTorchFunctionSubclass(), as_they_are():
             face = view(self.as_subclass(torch.Tensor))
-        return TiledWeight.of(tiles, self._name, face, is_partitioned=self._is_partitioned)
+        part = TiledWeight.of(tiles, self._name, face, is_partitioned=self._is_partitioned)
+        part._is_data = self._is_data
+        return part
 
     @property
     def requires_grad(self) -> bool:
         """Whether rows of it do."""
-        return any(tile.requires_grad for tile in self.tiles)
+        return not self._is_data and any(tile.requires_grad for tile in self.tiles)
 
     @requires_grad.setter
     def requires_grad(self, required: bool) -> None:
@@ -100,23 +116,39 @@ class TiledWeight(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What stands for the whole gradient, or a copy of it; None if a tile has none."""
+        """What stands for the whole gradient, or a copy of it, to be read only, while that arrives;
+        None if a tile has none, and of views.
+        """
+        if self._is_part:
+            return None
         owner = self._gradients()
-        if owner.is_there() and self._at is None and not self._is_transposed:
+        if owner.is_there():
             first, refusal = self.tiles[0], refusal_of_gradient(self._name)
             face = placeholder(self.shape, first.dtype, first.device, refusal)
             return OffloadedGradient.of(owner, 0, face)
         parts = [tile.grad for tile in self.tiles]
         if any(part is None for part in parts):
             return None
-        return torch.cat([part.clone() for part in parts if part is not None])
+        copies = [part.clone() for part in parts if part is not None]
+        return read_only(torch.cat(copies), self._name)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         if isinstance(gradient, OffloadedGradient) and gradient.stands_for(self._gradients(), 0):
             return  # ``weight.grad += x`` has changed it already
+        if self._is_part:
+            raise RuntimeError(
+                f"a view of {self._name}, which is in tiles, has no gradient of its own; assign to "
+                "that of the parameter"
+            )
+        if gradient is not None:
+            check_assigned(self._name, self, gradient)
         for tile, rows in self._rows():
             tile.parameter.grad = None if gradient is None else gradient[rows]
+
+    @property
+    def _is_part(self) -> bool:
+        return self._is_data or self._at is not None or self._is_transposed
 
     def _gradients(self) -> GradientOfTiles:
         found: GradientOfTiles = vars(self).setdefault(
@@ -126,14 +158,17 @@ class TiledWeight(torch.Tensor):
 
     @property
     def data(self) -> TiledWeight:
-        """Itself: it has no history."""
-        return self
+        """The same without history."""
+        data = self.part(self._tiles, torch.Tensor.detach)
+        data._at, data._is_transposed = self._at, self._is_transposed
+        data._is_data = True
+        return data
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
-        if data is self:
+        if isinstance(data, TiledWeight) and data._is_data and data._tiles is self._tiles:
             return  # ``weight.data += x`` has changed it already
-        if not all(map(_is_program_s, self.tiles)) or data.shape != self.shape:
+        if not all(map(is_program_s, self.tiles)) or data.shape != self.shape:
             raise RuntimeError(
                 f"the data of {self._name}, which is in tiles, can be replaced by what is of its "
                 "shape alone, inside `with offloaded.gathered([parameter], modify=True):`"
@@ -160,7 +195,7 @@ class TiledWeight(torch.Tensor):
         kwargs = kwargs or {}
         if func in _HOOKS or func in PASSES:
             _refuse_gradient(args, kwargs)
-        served = _SERVED.get(func)
+        served = None if _is_cut_off(args, kwargs) else _SERVED.get(func)
         result = served(*args, **kwargs) if served is not None else NotImplemented
         if result is not NotImplemented:
             return result
@@ -172,15 +207,28 @@ class TiledWeight(torch.Tensor):
     def whole(self) -> torch.Tensor:
         """All rows: where they are if they lie together, or put together anew."""
         if torch.is_grad_enabled() and self.requires_grad:
-            whole = torch.cat([part.clone() for part in self.tiles])
+            whole = with_history(self.tiles)
         else:
-            whole = whole_of(self.tiles)
+            whole = joined_of(self.tiles)
         whole = whole if self._at is None else whole[self._at]
         return whole.transpose(-2, -1) if self._is_transposed else whole
 
+    @torch.no_grad()
+    def bring_back(self, whole: torch.Tensor) -> None:
+        """Let the tiles have the values of ``whole``, which ``whole()`` gave."""
+        if self._is_transposed:
+            whole = whole.transpose(-2, -1)
+        if self._at is not None:
+            if whole.data_ptr() != self.tiles[0][self._at].data_ptr():
+                self.tiles[0][self._at] = whole
+            return
+        for tile, rows in self._rows():
+            if whole[rows].data_ptr() != tile.parameter.data_ptr():
+                tile.parameter.copy_(whole[rows])
+
     def note_whole(self) -> None:
         """Warn, once."""
-        if not self._was_whole and not all(_is_program_s(part) for part in self.tiles):
+        if not self._was_whole and not all(map(is_program_s, self.tiles)):
             self._was_whole = True
             _log.warning(
                 "%s is in tiles and is used as a whole, which takes %s beside the budget: tile by "
@@ -189,15 +237,6 @@ class TiledWeight(torch.Tensor):
                 self._name,
                 format_bytes(self.numel() * self.dtype.itemsize),
             )
-
-
-def whole_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows that ``parts`` have, without history: where they are if they are the program's to
-    change now, or a copy.
-    """
-    if all(_is_program_s(part) for part in parts):
-        return _joined(parts)
-    return torch.cat([part.detach().clone() for part in parts])
 
 
 def _refuse_gradient(args: Any, kwargs: Any) -> NoReturn:
@@ -214,55 +253,14 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     found = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, TiledWeight)}
     for weight in found.values():
         weight.note_whole()
-    wholes = {key: weight.whole() for key, weight in found.items()}
-    versions = {key: whole._version for key, whole in wholes.items()}
-
-    def put(value: Any) -> Any:
-        return wholes[id(value)] if isinstance(value, TiledWeight) else value
-
-    result = func(*tree_map(put, args), **tree_map(put, kwargs))
-    for key, whole in wholes.items():
-        if whole._version != versions[key]:
-            _bring_back(found[key], whole)
-    by_whole = {id(whole): found[key] for key, whole in wholes.items()}
-    return tree_map(lambda value: by_whole.get(id(value), value), result)
+    return on_wholes(func, args, kwargs, found)
 
 
-@torch.no_grad()
-def _bring_back(weight: TiledWeight, whole: torch.Tensor) -> None:
-    if weight._is_transposed:
-        whole = whole.transpose(-2, -1)
-    if weight._at is not None:
-        if whole.data_ptr() != weight.tiles[0][weight._at].data_ptr():
-            weight.tiles[0][weight._at] = whole
-        return
-    for tile, rows in weight._rows():
-        if whole[rows].data_ptr() != tile.parameter.data_ptr():
-            tile.parameter.copy_(whole[rows])
-
-
-def _is_program_s(tile: Any) -> bool:
-    """Whether it holds values of its own now, which are the program's to change."""
-    if not getattr(tile, "is_offloaded", False):
-        return True
-    gathered: bool = tile.offload_owner.is_gathered(tile.offload_index)
-    return gathered
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The whole, in one piece of memory, which the tiles are parts of from now on."""
-    shape = torch.Size([sum(len(part) for part in parts), *parts[0].shape[1:]])
-    if not lie_as_cut(parts):
-        first = parts[0].detach()
-        whole = torch.empty(shape, dtype=first.dtype, device=first.device)
-        start = 0
-        for part in parts:
-            rows = whole[start : start + part.shape[0]]
-            rows.copy_(part.detach())
-            part.data = rows
-            start += part.shape[0]
-    first = parts[0].detach()
-    return first.as_strided(shape, first.stride(), first.storage_offset())
+def _is_cut_off(args: Any, kwargs: Any) -> bool:
+    """Whether there is one without history, while the tiles would be given some."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(x, TiledWeight) and x._is_data for x in (*args, *kwargs.values()))
 
 
 # The functions that take it tile by tile.

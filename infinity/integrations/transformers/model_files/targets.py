@@ -9,7 +9,8 @@ from torch import nn
 
 import infinity
 from infinity.model import training_of
-from infinity.tiling.weight import TiledWeight, whole_of
+from infinity.tiling.tile import joined_of
+from infinity.tiling.weight import TiledWeight
 from infinity.values.leaves import Leaf, leaves_of
 
 Target = Leaf | torch.Tensor
@@ -77,4 +78,4 @@ def value_of(target: Target) -> torch.Tensor:
         return target
     if len(target.parts) == 1:
         return target.first.parameter.detach()
-    return whole_of(parameters_of(target))
+    return joined_of(parameters_of(target))
