@@ -69,7 +69,8 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def remove_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path] = ()) -> None:
-    """Removes the data of one save, whole or in part. Raises OSError for what will not go.
+    """Removes the data of one save, whole or in part. Raises OSError for what will not go, when all
+    else is gone.
 
     `stripes` are searched for its data too: they may be somewhere else than where they were made.
     What is on a disk that is not mounted stays, with a warning, and so does the list of stripes, by
@@ -86,13 +87,19 @@ def remove_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path] = ())
     if is_away:
         what = "%s: data of save %s are not removed, as nothing is mounted there: %s"
         logger.warning(what, checkpoint, uuid, ", ".join(map(str, away)))
+    failures = []
     for folder in dict.fromkeys([*folders, *moved]):
-        _remove_stripe(folder, home / STRIPES_NAME)
+        try:
+            _remove_stripe(folder, home / STRIPES_NAME)
+        except OSError as error:  # the others are on other disks, as a rule
+            failures.append(error)
     # The list stays as long as there may be something to find by it: other file systems, or others
     # of their journals, may be behind this one when the power goes.
     for parent in dict.fromkeys(folder.parent for folder in [*folders, *moved]):
         if parent.is_dir():
             sync_directory(parent)
+    if failures:
+        raise failures[0]  # the list stays, and a later call finds what is left
     if home.is_dir() and not home.is_symlink() and not is_away:
         (home / STRIPES_NAME).unlink(missing_ok=True)
         _remove_data_directory(home)
@@ -245,8 +252,14 @@ def remove_checkpoint(checkpoint: Path, uuid: str | None, stripes: Sequence[Path
             return False
         (checkpoint / MANIFEST_NAME).unlink(missing_ok=True)
         sync_directory(checkpoint)
+        failures = []
         for generation in generations(checkpoint):
-            remove_generation(checkpoint, generation, stripes)
+            try:
+                remove_generation(checkpoint, generation, stripes)
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
         if not any(checkpoint.iterdir()):
             checkpoint.rmdir()
     return True

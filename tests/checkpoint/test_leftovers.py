@@ -51,3 +51,21 @@ def test_a_leftover_of_a_killed_save_is_removed(tmp_path: Path) -> None:
             (path / name / file).write_text("torn")
     kept = checkpoint.save(STATE, path).uuid
     assert {entry.name for entry in path.iterdir()} == {kept, "manifest.json"}
+
+
+def test_a_stripe_that_cannot_be_cleaned_keeps_nothing_on_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = (tmp_path / name for name in "ab")
+    for stripe in (a, b):
+        stripe.mkdir()
+    path = tmp_path / "run"
+    first = checkpoint.save({"w": torch.ones(1 << 20)}, path, stripe_dirs=[a, b]).uuid
+    (broken,) = a.rglob("r*-*.safetensors")
+    broken.unlink()
+    broken.mkdir()  # as good as a file that cannot be removed
+    (broken / "notes").write_text("kept")
+    checkpoint.save(STATE, path)
+    assert f"cannot remove what save {first} left" in caplog.text
+    assert (broken / "notes").exists()
+    assert list(b.rglob("*.safetensors")) == []
