@@ -199,7 +199,12 @@ class OffloadedModel:
         return loading.load(self._training, path, stripe_dirs, then=self._training.loaded)
 
     def export(self, folder: str | os.PathLike[str]) -> list[str]:
-        """Write the weights as Hugging Face safetensors shards with an index; returns the paths."""
+        """Write the weights as Hugging Face safetensors shards with an index; returns the paths.
+
+        They are in the dtype that is computed with. With a ``compute_dtype`` of 16 bits the float32
+        masters are in what ``save`` writes: offload a float32 model with ``optimizer=None`` and
+        that as ``weights``, and export from there, for the masters.
+        """
         check_path(folder, "folder")
         self._training.check_unchanged()
         self._training.loans.check_unmodified("export()")

@@ -95,8 +95,10 @@ def offload(
     - ``activations``: what autograd saves for the backward pass, ``"keep"`` leaves to it;
       ``"nvme"`` moves it to ``nvme`` but for the latest, within ``host_memory``; ``"host"`` moves
       it from a GPU to pinned memory, within ``host_memory``, and counts it on a CPU.
-    - ``weights``: a safetensors file or folder, or a checkpoint of ours, to take the values from.
-      Without, what is on meta is set as in ``infinity/values/initial/initialisers.py``.
+    - ``weights``: a safetensors file or folder, or a checkpoint of ours, to take the values from;
+      of what ``offloaded.save`` wrote, the float32 masters wherever more than the weights in the
+      dtype of that run is kept here. Without, what is on meta is set as in
+      ``infinity/values/initial/initialisers.py``.
     - ``max_parameter_bytes``: weights of ``nn.Linear``, ``nn.Embedding``,
       ``nn.MultiheadAttention`` and experts of transformers that are larger (in the compute dtype),
       also tied ones, are cut into tiles of rows inside the block; the parameters come back after.

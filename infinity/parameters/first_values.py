@@ -39,11 +39,13 @@ class StoredValues:
     """A tensor, or rows of one, whose values are in a checkpoint until they are read.
 
     ``origin`` tells them from other values, and is the same on every rank that reads the same ones.
+    ``master`` has them in float32, where ``source`` has them rounded.
     """
 
     source: ByteSource
     shape: tuple[int, ...]
     origin: str
+    master: ByteSource | None = None
     first: int = 0
 
     def __getitem__(self, rows: slice) -> StoredValues:
@@ -56,6 +58,14 @@ class StoredValues:
             origin=f"{self.origin}[{start}:{stop}]",
             first=self.first + start * row,
         )
+
+    def exact(self) -> StoredValues:
+        """The same ones in the most precision that they were stored with."""
+        return self if self.master is None else replace(self, source=self.master, master=None)
+
+    def part(self, first: int, numel: int) -> StoredValues:
+        """Elements ``[first, first + numel)`` in a row."""
+        return replace(self, shape=(numel,), first=self.first + first)
 
     def read(self, first: int, numel: int) -> torch.Tensor:
         """Elements ``[first, first + numel)`` in a row. Raises ``CorruptCheckpointError``,

@@ -48,8 +48,12 @@ class Sharing(Protocol):
     def peak_host_bytes(self) -> int:
         """The most host memory that passing values between ranks took."""
 
-    def note(self, record: Record, values: torch.Tensor | StoredValues) -> torch.Tensor:
-        """First values of a parameter, whole; returns those that this rank keeps, flat."""
+    def note(
+        self, record: Record, values: torch.Tensor | StoredValues
+    ) -> torch.Tensor | StoredValues:
+        """First values of a parameter, whole; returns those that this rank keeps, yet to be read
+        where they are stored.
+        """
 
     def agree_on_values(self) -> None:
         """All first values were noted. Raises ``RankDifferenceError`` if they were not the same."""
@@ -117,8 +121,10 @@ class Unshared:
     ) -> None:
         """There is nobody to tell."""
 
-    def note(self, record: Record, values: torch.Tensor | StoredValues) -> torch.Tensor:
-        return values.whole() if isinstance(values, StoredValues) else values
+    def note(
+        self, record: Record, values: torch.Tensor | StoredValues
+    ) -> torch.Tensor | StoredValues:
+        return values
 
     def agree_on_values(self) -> None:
         """There is nobody to disagree with."""

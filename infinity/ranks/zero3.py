@@ -88,10 +88,12 @@ class OverRanks:
 
     # Values.
 
-    def note(self, record: Record, values: torch.Tensor | StoredValues) -> torch.Tensor:
+    def note(
+        self, record: Record, values: torch.Tensor | StoredValues
+    ) -> torch.Tensor | StoredValues:
         if isinstance(values, StoredValues):
             self._sums[f"the values of {record.name}"] = zlib.crc32(values.origin.encode())
-            return values.read(record.first, record.spec.numel)
+            return values.part(record.first, record.spec.numel)
         flat = values.detach().reshape(-1)
         self._sums[f"the values of {record.name}"] = _sum_of(flat)
         return flat[record.first : record.first + record.spec.numel]

@@ -12,9 +12,9 @@ Nothing is gathered: a save streams every plane from its home tier. The tree is
 - ``ranks.<r>``: buffers, state of modules and extra of rank r that are not those of rank 0, see
   ``rank_state``;
 
-so ``model.*`` alone is an ordinary set of weights. With ``only_trainable`` frozen parameters are in
-none of the first two, have no planes in ``infinity.planes``, and a checksum of their first values
-in ``infinity.base``. A parameter that is tiled is one leaf, see
+so ``model.*`` alone is an ordinary set of weights, in the compute dtype. With ``only_trainable``
+frozen parameters are in none of the first two, have no planes in ``infinity.planes``, and a
+checksum of their first values in ``infinity.base``. A parameter that is tiled is one leaf, see
 ``leaves``.
 """
 

@@ -168,6 +168,7 @@ def test_first_values_are_cut_and_compared_whole(records: list[Record]) -> None:
     record = large_of(records)[0]
     values = torch.arange(record.numel, dtype=torch.float32).view(record.shape)
     kept = over.note(record, values)
+    assert isinstance(kept, torch.Tensor)
     assert torch.equal(kept, values.view(-1)[: record.spec.numel])
     over.agree_on_values()
     over.note(record, values)

@@ -20,14 +20,16 @@ from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.tree import data_nodes
 from checkpoint.loading.opened import open_current
 from checkpoint.tensors.assembly import TensorView, view_of
+from checkpoint.tensors.sources import ByteSource
 from infinity.parameters.first_values import StoredValues
 from infinity.parameters.records import Record
 from infinity.values.initial.initialisers import Initialisers
+from infinity.values.initial.saved_masters import master_beside, says_training
 from infinity.values.initial.weight_files import converts, listed
 from infinity.values.initial.weight_names import prefix_of, remedy_for
 
 _log = logging.getLogger(__name__)
-_COMPARED = 1 << 20
+_COMPARED = 1 << 18
 """Elements that are compared at a time."""
 
 
@@ -38,7 +40,8 @@ def is_checkpoint(path: Path) -> bool:
 
 class CheckpointValues:
     """Values from a checkpoint, found by parameter name with or without the ``model.`` that
-    ``offloaded.save`` puts before it. See ``first_values.Values``.
+    ``offloaded.save`` puts before it, with the masters that this has beside them. See
+    ``first_values.Values``.
 
     Raises ``ValueError`` naming all that is missing or has another shape, and what
     ``checkpoint.load`` raises for a checkpoint that is not whole.
@@ -50,6 +53,7 @@ class CheckpointValues:
         self._opened = open_current(path.resolve())
         self._manifest = self._opened.manifest
         self._nodes = data_nodes(self._manifest.tree)
+        self._has_masters = says_training(self._manifest)
         names = {record.index: names_of(model, record) for record in records}
         buffers = [name for name, _ in model.named_buffers()]
         every = [name for known in names.values() for name in known]
@@ -125,21 +129,32 @@ class CheckpointValues:
 
     def _values(self, name: str) -> tuple[TensorView, StoredValues]:
         """What is stored under a name; equal for names of the same bytes."""
-        where, node = self._nodes[self._prefix + name]
-        view = view_of(self._manifest, where, node)
+        stored = self._prefix + name
+        view = self._view(stored)
         source = self._opened.source(view)
-        origin = f"{self._prefix}{name} of checkpoint {self._manifest.uuid}"
-        return view, StoredValues(source, tuple(source.shape), origin)
+        master = None
+        if self._has_masters:
+            master = master_beside(source, stored, self._nodes, self._source)
+        origin = f"{stored} of checkpoint {self._manifest.uuid}"
+        return view, StoredValues(source, tuple(source.shape), origin, master)
+
+    def _view(self, stored: str) -> TensorView:
+        return view_of(self._manifest, *self._nodes[stored])
+
+    def _source(self, stored: str) -> ByteSource:
+        return self._opened.source(self._view(stored))
 
 
 def _are_equal(one: StoredValues, other: StoredValues) -> bool:
-    if one.shape != other.shape:
+    one, other = one.exact(), other.exact()
+    dtypes = one.source.dtype, other.source.dtype
+    if one.shape != other.shape or not converts(*dtypes):
         return False
-    numel = math.prod(one.shape)
+    dtype, numel = torch.promote_types(*dtypes), math.prod(one.shape)
     return all(
         torch.equal(
-            one.read(first, min(_COMPARED, numel - first)),
-            other.read(first, min(_COMPARED, numel - first)),
+            one.read(first, min(_COMPARED, numel - first)).to(dtype),
+            other.read(first, min(_COMPARED, numel - first)).to(dtype),
         )
         for first in range(0, numel, _COMPARED)
     )

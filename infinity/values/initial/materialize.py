@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from infinity.parameters.first_values import Values, ValueSource
+from infinity.parameters.first_values import StoredValues, Values, ValueSource
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values.initial.from_checkpoint import (
@@ -30,7 +30,8 @@ from infinity.values.initial.from_checkpoint import (
 from infinity.values.initial.initialisers import Initialisers
 from infinity.values.initial.weight_files import WeightFolder, converts, listed
 from infinity.values.initial.weight_names import Recipe, ignored_by, recipes_for, remedy_for
-from swap.tiered import TieredState
+from swap.plan.rules import master_planes
+from swap.tiered import CHUNK_ELEMENTS, TieredState
 
 _log = logging.getLogger(__name__)
 
@@ -69,8 +70,21 @@ def fill_all(
     ) as progress:
         for found, tensor in values.parameters(records):
             record = records[found.index]  # a source may know it as it was before it was cut
-            state.fill(record.index, sharing.note(record, tensor))
+            _fill(state, record, sharing.note(record, tensor))
             progress.update(record.weight_bytes)
+
+
+def _fill(state: TieredState, record: Record, values: torch.Tensor | StoredValues) -> None:
+    if isinstance(values, torch.Tensor):
+        state.fill(record.index, values)
+        return
+    dtype, planes = record.spec.dtype, state.plane_names(record.index)
+    has_master = any(plane.name in planes for plane in master_planes(dtype))
+    if has_master or dtype != values.source.dtype:
+        values = values.exact()  # else what was computed with goes on, bit for bit
+    for start in range(0, record.spec.numel, CHUNK_ELEMENTS):
+        length = min(CHUNK_ELEMENTS, record.spec.numel - start)
+        state.write_values(record.index, start, values.read(start, length))
 
 
 class OwnValues:
