@@ -12,6 +12,11 @@ from tests.support.ranks import run_ranks
 
 
 @pytest.mark.proof
+def test_ranks_begin_with_the_masters_of_a_run_in_16_bits(tmp_path: Path) -> None:
+    assert run_ranks(rank_weights.masters_of_a_checkpoint, tmp_path, 2) == [True, True]
+
+
+@pytest.mark.proof
 def test_ranks_begin_with_a_checkpoint_of_ranks_and_read_what_they_keep(tmp_path: Path) -> None:
     every = run_ranks(rank_weights.weights_of_a_checkpoint, tmp_path, 3)
     whole = sum(

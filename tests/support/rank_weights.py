@@ -15,6 +15,7 @@ import infinity
 from checkpoint.loading.opened import OpenCheckpoint
 from tests.support.models import Stack, vector_loss
 from tests.support.rank_jobs import stack, world
+from tests.support.training import same_values, values_of
 
 WIDTH = 400
 
@@ -78,6 +79,27 @@ def _begin(
     for name, value in expected.items():
         assert torch.equal(exported[name], value), name
     return first_bytes
+
+
+def masters_of_a_checkpoint(rank: int, folder: Path) -> bool:
+    """Whether a block that begins with what ranks saved in bfloat16 ends with their masters."""
+    ends = []
+    for weights in (None, folder / "checkpoint"):
+        model = stack(WIDTH)
+        with infinity.offload(
+            model,
+            folder,
+            host_memory="256MiB",
+            compute_dtype=torch.bfloat16,
+            weights=weights,
+            process_group=world(),
+        ) as offloaded:
+            if weights is None:
+                vector_loss(model, 0, width=WIDTH).backward()
+                offloaded.step()
+                offloaded.save(folder / "checkpoint")
+        ends.append(values_of(model))
+    return same_values(*ends)
 
 
 COUNT = 4
