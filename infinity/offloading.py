@@ -108,13 +108,13 @@ def offload(
       their gradients; ``torch.distributed.group.WORLD`` is all of them. See
       ``docs/ARCHITECTURE.md``.
 
-    Nothing is done before the block that this returns is entered, by ``with`` or by
-    ``ExitStack.enter_context``. On leaving, parameters are real tensors with the trained values
-    again, or on meta if they came so; those whose values cannot be read any more are on meta too,
-    and ``RestoreError`` says how to get at them. Entering raises ``ValueError``, ``TypeError``,
-    ``BudgetError`` (with the least budget that works) or ``OSError``; the model is as it was then.
+    Nothing is done before the block that this returns is entered, by ``with`` or ``ExitStack``. On
+    leaving, parameters are real tensors with the trained values again. Those that came on meta are
+    there again, and on the CPU torch refuses not every use of that: take values inside (``export``,
+    ``gathered``). What cannot be read any more is on meta, too; ``RestoreError`` says how to get at
+    it. Entering raises ``ValueError``, ``TypeError``, ``BudgetError`` (with the least budget that
+    works) or ``OSError``; the model is as it was then.
     """
-
     arguments = Arguments(
         nvme=nvme,
         optimizer=optimizer,

@@ -21,10 +21,12 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from aio import AioError
 from aio.errors import let_go
 from checkpoint.errors import RankFailedError
+from infinity.autograd.lost_values import refuse_calls
 from infinity.autograd.modes import own_modes
 from infinity.parameters.becoming import become_plain, replace_parameter
 from infinity.parameters.parameter import take_grad
@@ -45,8 +47,9 @@ T = TypeVar("T")
 class RestoreError(AioError):
     """Parameters could not be given their trained values as the block ended; all others have them.
 
-    ``parameters`` are their names. They are on the meta device, or, where it was the last step that
-    could not be finished, have their values from before it. What they should have is still in the
+    ``parameters`` are their names. They are on the meta device, and calls of modules that have them
+    are refused, or, where it was the last step that could not be finished, they have their values
+    from before it. What they should have is still in the
     swap files (``folders``) for as long as this exception is kept: ``retry`` reads it when the disk
     works again.
     """
@@ -134,6 +137,7 @@ class Restoring:
         self._missing: dict[int, Record] = {}
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         """Where the model has those, as it left the block."""
+        self._refusals: list[RemovableHandle] = []
         self.gradients: dict[int, torch.Tensor] = {}
         """Those that parameters came with; what is in here is given back with the values."""
         self._failures: list[BaseException] = []
@@ -164,6 +168,7 @@ class Restoring:
         """
         self._work_off(self._first)
         self._work_off(self._agenda)
+        self._refuse_calls()
         self._tell()
 
     def _lost(self) -> Iterator[nn.Parameter]:
@@ -188,6 +193,15 @@ class Restoring:
                 )
                 continue
             agenda.popleft()
+
+    def _refuse_calls(self) -> None:
+        """Of modules with parameters that came with values and have none now."""
+        while self._refusals:
+            self._refusals.pop().remove()
+        came_with_values = [r for r in self._records.values() if r.device.type != "meta"]
+        lost = [self._now[r.index] for r in came_with_values if self._now[r.index].is_meta]
+        if lost:
+            self._refusals = refuse_calls(self._model, lost)
 
     def _tell(self) -> None:
         """An error is told when it is on its way; one that an interrupt kept back is told later."""

@@ -3,11 +3,13 @@ a later block.
 """
 
 import errno
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import infinity
@@ -81,6 +83,28 @@ def test_retry_inside_a_block_is_refused_and_works_after_it(tmp_path: Path) -> N
         model[1].weight = lost
     error.retry()
     _check_whole(model, tmp_path)
+
+
+def test_call_of_a_model_without_its_values_is_refused_by_name_until_it_has_some(
+    tmp_path: Path,
+) -> None:
+    model, inputs = _model(), torch.ones(2, BIG)
+    expected = model(inputs)
+    error = _lost(model, tmp_path)
+    for called, name in ((model, "0.weight"), (model[1], "1.weight"), (deepcopy(model), "0")):
+        with pytest.raises(RuntimeError, match=rf"{name}.* has no values.* retry\(\)"):
+            called(inputs)
+    error.retry()
+    assert same_bits(model(inputs), expected)
+    del error
+    _lost(model, tmp_path)
+    model.load_state_dict(_model().state_dict(), assign=True)
+    assert same_bits(model(inputs), expected)
+    _lost(model, tmp_path)
+    save_file(_model().state_dict(), tmp_path / "weights.safetensors")
+    weights = tmp_path / "weights.safetensors"
+    with infinity.offload(model, tmp_path, optimizer=None, weights=weights):
+        assert same_bits(model(inputs), expected)
 
 
 def test_errors_of_two_blocks_are_retried_in_any_order(tmp_path: Path) -> None:
