@@ -49,4 +49,4 @@ def test_run_interrupted_at_many_lines_goes_on_with_the_same_bits(
 def test_block_interrupted_at_many_lines_leaves_a_whole_model_and_nothing_else(
     scenario: Scenario, action: str, tmp_path: Path
 ) -> None:
-    check(Blocks(scenario, tmp_path), action, 40, seed=SCENARIOS.index(scenario))
+    check(Blocks(scenario, tmp_path), action, 8, seed=SCENARIOS.index(scenario))

@@ -286,6 +286,8 @@ class Blocks:
         else:
             _train(model, block.__enter__())
             lines = interrupt(lambda: block.__exit__(None, None, None), number)
+            if number == 0:  # before the first statement, where nothing can be caught
+                block.__exit__(None, None, None)
             expected = self.trained
         return lines, self._wrong_with(model, expected)
 
