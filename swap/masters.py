@@ -1,4 +1,4 @@
-"""Converts values of a parameter to its planes and back: weights, what a master adds to them."""
+"""Converts values of a parameter to components and back: weights, what a master adds to them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from swap.kernels import merge_master, split_master
 from swap.plain import check_memory, plain
 
 
-def planes_from(
+def components_from(
     values: torch.Tensor, dtype: torch.dtype, names: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Flat CPU ``values`` as the planes that hold them, of those in ``names``; weights are of
+    """Flat CPU ``values`` as the components that hold them, of those in ``names``; weights are of
     ``dtype``. Raises ``ValueError`` for values whose memory has been freed.
     """
     check_memory("a tensor of values", values)
@@ -23,10 +23,10 @@ def planes_from(
         low = torch.empty(values.numel(), dtype=torch.int16, device="cpu")
         split_master(values.to(torch.float32).contiguous(), high, low)
         return {"weight": high, "lo": low}
-    planes = {"weight": values.to(dtype).contiguous()}
+    components = {"weight": values.to(dtype).contiguous()}
     if "master" in names:
-        planes["master"] = values.to(torch.float32).contiguous()
-    return planes
+        components["master"] = values.to(torch.float32).contiguous()
+    return components
 
 
 def values_from(
@@ -36,7 +36,7 @@ def values_from(
     names: Collection[str],
 ) -> torch.Tensor:
     """The values, in the precision of the master (the weights' own if there is none); ``read``
-    fills a tensor from a plane.
+    fills a tensor from a component.
     """
     if "master" in names:
         master = torch.empty(numel, dtype=torch.float32, device="cpu")
@@ -53,20 +53,20 @@ def values_from(
     return master
 
 
-def master_of(planes: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The values that the planes hold, for a rule that updates them: the master itself or, of
+def master_of(components: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The values that the components hold, for a rule that updates them: the master itself or, of
     halves, a copy, see ``keep_master``.
     """
-    if "lo" in planes:
-        out = torch.empty(planes["weight"].numel(), dtype=torch.float32, device="cpu")
-        merge_master(planes["weight"], planes["lo"], out)
+    if "lo" in components:
+        out = torch.empty(components["weight"].numel(), dtype=torch.float32, device="cpu")
+        merge_master(components["weight"], components["lo"], out)
         return out
-    return planes.get("master", planes["weight"])
+    return components.get("master", components["weight"])
 
 
-def keep_master(master: torch.Tensor, planes: Mapping[str, torch.Tensor]) -> None:
-    """Let the planes hold what became of ``master_of`` them."""
-    if "lo" in planes:
-        split_master(master, planes["weight"], planes["lo"])
-    elif "master" in planes:
-        planes["weight"].copy_(master)
+def keep_master(master: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:
+    """Let the components hold what became of ``master_of`` them."""
+    if "lo" in components:
+        split_master(master, components["weight"], components["lo"])
+    elif "master" in components:
+        components["weight"].copy_(master)

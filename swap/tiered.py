@@ -20,14 +20,14 @@ from swap.cache.arena import Arena, HostArena
 from swap.cache.device_arena import CudaLink, DeviceArena, GradientInbox, Link, register_with_cuda
 from swap.cache.weight_cache import WeightCache
 from swap.gradients.store import GradientStore
-from swap.masters import planes_from, values_from
+from swap.masters import components_from, values_from
 from swap.plan.layout import Layout, Subgroup, neighbours
 from swap.plan.placement import Placement
 from swap.plan.rules import ParameterUpdate, UpdateRule
+from swap.storage.components import ComponentStore
 from swap.storage.directory import SwapDirectory
 from swap.storage.extents import ExtentStore
 from swap.storage.passage import Passage
-from swap.storage.planes import PlaneStore
 from swap.storage.slabs import slab_of, slab_sizes, slots_of
 from swap.timeline import Timeline
 from swap.undo import Undo
@@ -94,7 +94,7 @@ class TieredState:
         home = self.slabs.get("home")
         aside = self.slabs.get("passage")
         passage = None if aside is None else Passage(aside)
-        self.planes = PlaneStore(placement, rule, home, self.extents, passage)
+        self.components = ComponentStore(placement, rule, home, self.extents, passage)
         self.gradients = GradientStore(
             placement, home, self.slabs.get("spill"), self.extents, self.timeline
         )
@@ -108,16 +108,16 @@ class TieredState:
             self._undo.callback(self.inbox.close)
         specs = self.layout.specs
         self.weights = WeightCache(
-            specs, self.planes, self.extents, self.arena, self.timeline, prefetch=overlap
+            specs, self.components, self.extents, self.arena, self.timeline, prefetch=overlap
         )
         staging = self.slabs.get("staging")
         slots = [] if staging is None else slots_of(staging, placement)
         self.stages = Stages(
-            self.planes, self.gradients, self.weights, self.extents, rule, slots, self.timeline
+            self.components, self.gradients, self.weights, self.extents, rule, slots, self.timeline
         )
         self.pipeline = UpdatePipeline(self.stages, self.weights, overlap=overlap)
         self._undo.callback(self.pipeline.close)
-        self.speculation = Speculation(self.layout, self.planes, self.pipeline, overlap=overlap)
+        self.speculation = Speculation(self.layout, self.components, self.pipeline, overlap=overlap)
         self._overlap = overlap
         self._neighbours = neighbours(self.layout)
 
@@ -173,9 +173,9 @@ class TieredState:
         """
         self.weights.drop()  # or what is cached would hide these values
         dtype = self.layout.specs[parameter].dtype
-        planes = planes_from(values.to("cpu"), dtype, self.plane_names(parameter))
-        for name, plane in planes.items():
-            self.planes.write(parameter, name, start, plane)
+        components = components_from(values.to("cpu"), dtype, self.component_names(parameter))
+        for name, component in components.items():
+            self.components.write(parameter, name, start, component)
 
     def read_values(self, parameter: int, start: int, length: int) -> torch.Tensor:
         """Elements ``[start, start + length)`` in the precision of the master (the weights' own if
@@ -183,10 +183,10 @@ class TieredState:
         """
 
         def read(name: str, out: torch.Tensor) -> None:
-            self.planes.read(parameter, name, start, out)
+            self.components.read(parameter, name, start, out)
 
         dtype = self.layout.specs[parameter].dtype
-        return values_from(read, length, dtype, self.plane_names(parameter))
+        return values_from(read, length, dtype, self.component_names(parameter))
 
     def read_all(self, parameter: int, out: torch.Tensor) -> None:
         """Copy the whole parameter into flat ``out`` (any float dtype, any device), in chunks.
@@ -199,14 +199,14 @@ class TieredState:
             part = out[start : start + CHUNK_ELEMENTS]
             if out.dtype == dtype:
                 values = torch.empty(part.numel(), dtype=dtype, device="cpu")
-                self.planes.read(parameter, "weight", start, values)
+                self.components.read(parameter, "weight", start, values)
             else:
                 values = self.read_values(parameter, start, part.numel())
             part.copy_(values)
 
-    def plane_names(self, parameter: int) -> tuple[str, ...]:
-        """Names of the planes that hold ``parameter``, the weights first."""
-        return self.planes.names(self.layout.segments_of[parameter][0].subgroup)
+    def component_names(self, parameter: int) -> tuple[str, ...]:
+        """Names of the components that hold ``parameter``, the weights first."""
+        return self.components.names(self.layout.segments_of[parameter][0].subgroup)
 
     # A step.
 

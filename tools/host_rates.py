@@ -62,7 +62,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 class _State:
-    """The planes and the gradient of one subgroup."""
+    """The components and the gradient of one subgroup."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._weight = torch.zeros(_ELEMENTS, dtype=dtype)

@@ -17,9 +17,9 @@ import torch
 
 from aio import AioError, Engine, Operation
 from swap.storage.bandwidth import shares
+from swap.storage.components import as_bytes, page_aligned
 from swap.storage.directory import SwapDirectory
 from swap.storage.extents import Extent, ExtentStore
-from swap.storage.planes import as_bytes, page_aligned
 from swap.timeline import Timeline
 from swap.undo import Undo
 

@@ -21,8 +21,8 @@ from aio import AioError
 from infinity.activations.offloading import Activations
 from infinity.activations.storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of
 from swap.plan import eviction
+from swap.storage.components import page_aligned
 from swap.storage.heap import give_back_freed_memory
-from swap.storage.planes import page_aligned
 from swap.tiers import Budget
 from swap.timeline import Timeline
 

@@ -317,7 +317,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._check_open()
         self._place([parameter] if id(parameter) in names_of(self.param_groups) else [])
         member = self._engine.members.of(parameter)
-        names = ("step", *offloaded_state.plane_dtypes(member))
+        names = ("step", *offloaded_state.component_dtypes(member))
 
         def read(name: str) -> torch.Tensor:
             self.flush()

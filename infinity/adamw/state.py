@@ -2,9 +2,9 @@
 
 A checkpoint is the tree
 
-    optimizer.<plane>.<name>    lo or master, exp_avg, exp_avg_sq, the shape of the local parameter
-    infinity                    step counts, groups, and what the parameters were
-    extra                       whatever the caller gave
+    optimizer.<component>.<name>    lo or master, exp_avg, exp_avg_sq; shape of the local parameter
+    infinity                        step counts, groups, and what the parameters were
+    extra                           whatever the caller gave
 
 with the dimensions of a parameter in the order in which they lie in memory. It is streamed: nothing
 but the staging of the checkpoint is in memory. Parameters are not in it, they are the model's.
@@ -41,9 +41,9 @@ _MAX_LOADS = 20
 T = TypeVar("T")
 
 
-def plane_dtypes(member: Member) -> dict[str, torch.dtype]:
+def component_dtypes(member: Member) -> dict[str, torch.dtype]:
     """Name and dtype of what is kept for a parameter."""
-    return {plane.name: plane.dtype for plane in _RULE.planes(member.dtype)}
+    return {component.name: component.dtype for component in _RULE.components(member.dtype)}
 
 
 # As tensors.
@@ -52,7 +52,7 @@ def plane_dtypes(member: Member) -> dict[str, torch.dtype]:
 def check_memory(members: Sequence[Member]) -> None:
     """Raises ``MemoryError`` when the state of ``members`` would not fit as tensors."""
     nbytes = sum(
-        member.shape.numel() * sum(dtype.itemsize for dtype in plane_dtypes(member).values())
+        member.shape.numel() * sum(dtype.itemsize for dtype in component_dtypes(member).values())
         for member in members
         if member.held is not Held.NOTHING
     )
@@ -67,14 +67,14 @@ def check_memory(members: Sequence[Member]) -> None:
 
 def tensors_of(member: Member, store: StateStore) -> dict[str, Any]:
     """The state of a parameter as tensors of its shape, on the CPU, and ``step``."""
-    return {name: tensor_of(member, store, name) for name in ("step", *plane_dtypes(member))}
+    return {name: tensor_of(member, store, name) for name in ("step", *component_dtypes(member))}
 
 
 def tensor_of(member: Member, store: StateStore, name: str) -> torch.Tensor:
     """One entry of the state of a parameter; zeros, and the weights as master, if it has none."""
     if name == "step":
         return torch.tensor(float(member.steps), dtype=torch.float32, device="cpu")
-    values = _zeros(member, plane_dtypes(member)[name])
+    values = _zeros(member, component_dtypes(member)[name])
     if member.held is Held.VALUES:
         store.read(member.number, name, 0, values)
     elif name == "master":
@@ -139,7 +139,7 @@ def take_tensors(member: Member, store: StateStore, state: Mapping[str, Any]) ->
     A master that is there is kept whatever the weights are now, which may be loaded later: the next
     step has it follow them. One that is not there is made of the weights.
     """
-    for name, dtype in plane_dtypes(member).items():
+    for name, dtype in component_dtypes(member).items():
         if name in state:
             values = flat(plain(local(state[name])), member.layout).to("cpu", dtype)
         else:
@@ -156,11 +156,11 @@ def take_tensors(member: Member, store: StateStore, state: Mapping[str, Any]) ->
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """One plane of one parameter: a ``checkpoint.ByteSource`` and ``ByteSink``."""
+    """One component of one parameter: a ``checkpoint.ByteSource`` and ``ByteSink``."""
 
     store: StateStore
     number: int
-    plane: str
+    component: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -169,11 +169,11 @@ class StateBytes:
 
     def read(self, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
-        self.store.read(self.number, self.plane, self._first(start), self._elements(out))
+        self.store.read(self.number, self.component, self._first(start), self._elements(out))
 
     def write(self, start: int, data: memoryview) -> None:
         """Take ``data`` as the bytes from byte ``start``; whole elements. Raises ``AioError``."""
-        self.store.write(self.number, self.plane, self._first(start), self._elements(data))
+        self.store.write(self.number, self.component, self._first(start), self._elements(data))
 
     def _first(self, start: int) -> int:
         assert start % self.dtype.itemsize == 0, "pieces begin with an element"
@@ -279,9 +279,9 @@ def _leaves(members: Mapping[str, Member], store: StateStore) -> dict[str, dict[
     leaves: dict[str, dict[str, StateBytes]] = {}
     for name, member in members.items():
         shape = shape_in(member.layout, member.shape)
-        for plane, dtype in plane_dtypes(member).items():
-            leaf = StateBytes(store, member.number, plane, dtype, shape)
-            leaves.setdefault(plane, {})[name] = leaf
+        for component, dtype in component_dtypes(member).items():
+            leaf = StateBytes(store, member.number, component, dtype, shape)
+            leaves.setdefault(component, {})[name] = leaf
     return leaves
 
 

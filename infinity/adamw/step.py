@@ -167,7 +167,7 @@ class Updater:
         self._ordered = None
 
     def work(
-        self, step: Step, segments: Sequence[Segment], planes: Mapping[str, torch.Tensor]
+        self, step: Step, segments: Sequence[Segment], components: Mapping[str, torch.Tensor]
     ) -> None:
         """Update every segment of a block that has an update, from where it was stopped."""
         for segment in segments:
@@ -175,10 +175,12 @@ class Updater:
             if update is None:
                 continue
             stop = segment.offset + segment.length
-            mine = {name: plane[segment.offset : stop] for name, plane in planes.items()}
+            mine = {
+                name: component[segment.offset : stop] for name, component in components.items()
+            }
             for piece in _pieces(segment, update):
                 if piece.start >= step.done.get(segment, 0):
-                    here = {name: plane[piece] for name, plane in mine.items()}
+                    here = {name: component[piece] for name, component in mine.items()}
                     self._piece(step, segment, update, piece, here)
                     step.done[segment] = piece.stop
 
@@ -188,7 +190,7 @@ class Updater:
         segment: Segment,
         update: MemberUpdate,
         piece: slice,
-        planes: dict[str, torch.Tensor],
+        components: dict[str, torch.Tensor],
     ) -> None:
         """All or, where it raises, nothing that matters to a second try; else ``step`` is torn."""
         part = slice(segment.start + piece.start, segment.start + piece.stop)
@@ -196,11 +198,11 @@ class Updater:
         here = self._on_host(0, weight)
         gradient = self._gradient(update.gradient, part)
         if update.begins:
-            for plane in planes.values():
-                plane.zero_()
-        if "master" in planes:
-            follow_weight(planes["master"], here)
-        self._rule.apply(segment, update.update, planes | {"weight": here}, gradient, 1.0)
+            for component in components.values():
+                component.zero_()
+        if "master" in components:
+            follow_weight(components["master"], here)
+        self._rule.apply(segment, update.update, components | {"weight": here}, gradient, 1.0)
         if here is not weight:
             step.torn = update.member.name
             weight.copy_(here)

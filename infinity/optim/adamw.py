@@ -18,13 +18,13 @@ from infinity.optim.rule import (
     NativeOptimizer,
     OptimizerRule,
     SavedState,
-    check_planes,
+    check_components,
     last_name,
 )
 from infinity.parameters.records import Record
 from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step
-from swap.plan.layout import Plane, Segment
-from swap.plan.rules import ParameterUpdate, master_planes
+from swap.plan.layout import Component, Segment
+from swap.plan.rules import ParameterUpdate, master_components
 from swap.tiers import parse_amount, parse_number
 
 NAME = "infinity.AdamW"
@@ -130,15 +130,15 @@ class AdamRule(OptimizerRule):
         self.state_dtype = state_dtype
         self._threads = threads
 
-    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        moments = (Plane(name, self.state_dtype, zero=True) for name in MOMENTS)
-        scales: tuple[Plane, ...] = ()
+    def components(self, dtype: torch.dtype) -> tuple[Component, ...]:
+        moments = (Component(name, self.state_dtype, zero=True) for name in MOMENTS)
+        scales: tuple[Component, ...] = ()
         if self.state_dtype == torch.uint8:
             scales = tuple(
-                Plane(f"{name}_scale", torch.float32, zero=True, per=MOMENT_BLOCK)
+                Component(f"{name}_scale", torch.float32, zero=True, per=MOMENT_BLOCK)
                 for name in MOMENTS
             )
-        return (*master_planes(dtype), *moments, *scales)
+        return (*master_components(dtype), *moments, *scales)
 
     def check(self, update: ParameterUpdate) -> None:
         _check_numbers(update.options)
@@ -148,18 +148,18 @@ class AdamRule(OptimizerRule):
         self,
         segment: Segment,
         update: ParameterUpdate,
-        planes: Mapping[str, torch.Tensor],
+        components: Mapping[str, torch.Tensor],
         gradient: torch.Tensor,
         gradient_scale: float,
     ) -> None:
         adam_step(
-            weight=planes["weight"],
-            rest=planes.get("lo", planes.get("master")),
-            exp_avg=planes["exp_avg"],
-            exp_avg_sq=planes["exp_avg_sq"],
+            weight=components["weight"],
+            rest=components.get("lo", components.get("master")),
+            exp_avg=components["exp_avg"],
+            exp_avg_sq=components["exp_avg_sq"],
             grad=gradient,
-            exp_avg_scale=planes.get("exp_avg_scale"),
-            exp_avg_sq_scale=planes.get("exp_avg_sq_scale"),
+            exp_avg_scale=components.get("exp_avg_scale"),
+            exp_avg_sq_scale=components.get("exp_avg_sq_scale"),
             hyper=_hyper(update, gradient_scale),
             origin=Origin(parameter=segment.parameter, first=update.first + segment.start),
             threads=self._threads,
@@ -179,7 +179,7 @@ class AdamRule(OptimizerRule):
 
     def check_saved(self, saved: SavedState) -> None:
         if saved.kept_by != NAME:  # else the dtype of the moments alone can differ
-            check_planes(saved, NAME)
+            check_components(saved, NAME)
         check_moments(saved, self.state_dtype)
 
     def steps(self, saved: SavedState) -> int:
@@ -228,7 +228,7 @@ def check_moments(saved: SavedState, state_dtype: torch.dtype) -> None:
     """Raises ``ValueError`` for moments in another dtype, which are not converted, and for 8-bit
     ones whose blocks lie elsewhere.
     """
-    if not {*MOMENTS} & {*saved.here} & {*saved.planes}:
+    if not {*MOMENTS} & {*saved.here} & {*saved.components}:
         return  # frozen parameters have none
     if saved.state_dtype != state_dtype:
         raise ValueError(
@@ -244,5 +244,5 @@ def check_moments(saved: SavedState, state_dtype: torch.dtype) -> None:
 
 def steps_of_moments(saved: SavedState) -> int:
     """The steps of a parameter: none where ours has saved it without moments."""
-    is_lost = saved.kept_by == NAME and MOMENTS[0] not in saved.planes
+    is_lost = saved.kept_by == NAME and MOMENTS[0] not in saved.components
     return 0 if is_lost else saved.steps

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from infinity.parameters.records import Record
-from swap.plan.layout import Plane
+from swap.plan.layout import Component
 from swap.plan.rules import ParameterUpdate, UpdateRule
 
 UNNAMED = "an optimizer made by a factory"
@@ -27,7 +27,7 @@ UNNAMED = "an optimizer made by a factory"
 class SavedState:
     """What a checkpoint says of the optimizer state of one parameter, and what is kept of it here.
 
-    Planes are those of the state alone, without weights and masters.
+    Components are those of the state alone, without weights and masters.
     """
 
     path: str | os.PathLike[str]
@@ -35,9 +35,9 @@ class SavedState:
     kept_by: str
     """``OptimizerRule.kept_by`` of the rule whose state it is."""
     steps: int
-    planes: Sequence[str]
+    components: Sequence[str]
     dtypes: Mapping[str, torch.dtype]
-    """Of the planes, where the checkpoint says so, see ``OptimizerRule.names_dtypes``."""
+    """Of the components, where the checkpoint says so, see ``OptimizerRule.names_dtypes``."""
     state_dtype: torch.dtype
     """``OptimizerRule.state_dtype`` of the rule whose state it is."""
     is_converted: bool
@@ -46,14 +46,15 @@ class SavedState:
     is_trained: bool
     """Whether it is trained here."""
     here: Mapping[str, torch.dtype]
-    """The planes that are kept here."""
+    """The components that are kept here."""
     has_blocks: bool
     """Whether one of those has a value for several elements."""
 
 
 class OptimizerRule(UpdateRule):
     """An update, and what is to be known of its state. Optimizers derive from this: what has an
-    answer here is right for one that keeps all state in planes and treats elements by themselves.
+    answer here is right for one that keeps all state in components and treats elements by
+    themselves.
     """
 
     whole_parameters: bool = False
@@ -70,7 +71,7 @@ class OptimizerRule(UpdateRule):
     """
 
     names_dtypes: bool = True
-    """Whether checkpoints name the dtype of each plane. (Those of AdamW have one for all, see
+    """Whether checkpoints name the dtype of each component. (Those of AdamW have one for all, see
     ``state_dtype``.)
     """
 
@@ -79,7 +80,7 @@ class OptimizerRule(UpdateRule):
 
     @property
     def small_state(self) -> Mapping[int, Mapping[str, Any]]:
-        """State of parameters that is in memory instead of planes, for checkpoints."""
+        """State of parameters that is in memory instead of components, for checkpoints."""
         return {}
 
     def check_slices(self) -> None:
@@ -89,7 +90,7 @@ class OptimizerRule(UpdateRule):
         """A step was taken for these parameters: let ``groups`` be what it makes of them."""
 
     def forget_state(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Be as before the first step, and ``groups``, but for the planes and the options."""
+        """Be as before the first step, and ``groups``, but for the components and the options."""
 
     # State from a checkpoint.
 
@@ -104,7 +105,7 @@ class OptimizerRule(UpdateRule):
 
     def check_saved(self, saved: SavedState) -> None:
         """Raises ``ValueError`` for state of a parameter that has no place here."""
-        check_planes(saved, self.kept_by)
+        check_components(saved, self.kept_by)
         check_dtypes(saved)
         if saved.has_blocks and not saved.is_tiled_alike:
             raise ValueError(
@@ -114,7 +115,7 @@ class OptimizerRule(UpdateRule):
 
     def steps(self, saved: SavedState) -> int:
         """How many steps the state of a parameter is from: 0 where there is none of it."""
-        is_lost = saved.here and not {*saved.here} & {*saved.planes}
+        is_lost = saved.here and not {*saved.here} & {*saved.components}
         return 0 if is_lost else saved.steps
 
     def restore(
@@ -132,7 +133,7 @@ class FrozenRule(OptimizerRule):
     is_repeatable = False
     names_dtypes = False
 
-    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
+    def components(self, dtype: torch.dtype) -> tuple[Component, ...]:
         return ()
 
     def check(self, update: ParameterUpdate) -> None:
@@ -156,13 +157,13 @@ class NativeOptimizer(ABC):
         """What parameter groups begin with."""
 
 
-def check_planes(saved: SavedState, kept_by: str | None) -> None:
+def check_components(saved: SavedState, kept_by: str | None) -> None:
     """Raises ``ValueError`` for state of a parameter that is trained here, and was, which the
-    optimizer ``kept_by`` has no plane for.
+    optimizer ``kept_by`` has no component for.
     """
     if not (saved.is_trained and saved.steps):
         return
-    for name in saved.planes:
+    for name in saved.components:
         if name not in saved.here:
             raise ValueError(
                 f"{saved.path} has the state {name} of {saved.name}, which {kept_by} does not keep "

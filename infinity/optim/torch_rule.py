@@ -22,21 +22,22 @@ from infinity.optim.separable import (
     plain_step,
     shape_like,
 )
-from infinity.optim.torch_state import IN_PLANES, StatePlanes
+from infinity.optim.torch_state import IN_COMPONENTS, StateComponents
 from swap.masters import keep_master, master_of
 from swap.plain import is_in_place, plain
-from swap.plan.layout import Plane, Segment
-from swap.plan.rules import ParameterUpdate, master_planes
+from swap.plan.layout import Component, Segment
+from swap.plan.rules import ParameterUpdate, master_components
 
 
 class TorchRule(OptimizerRule):
     """Runs any ``torch.optim.Optimizer`` on whole parameters, in float32 on the CPU.
 
     The optimizer is given one parameter at a time as a float32 leaf with its attributes and its
-    state; state tensors of the parameter's shape become planes of their dtype, anything else (step
-    counts, factored moments) stays in memory in ``small_state``, see ``state_planes``; what it
-    keeps in its groups is carried on by ``advance``. Optimizers that look at several parameters at
-    once, or need a closure, cannot work this way: they are a ``ValueError``, see ``separable``.
+    state; state tensors of the parameter's shape become components of their dtype, anything else
+    (step counts, factored moments) stays in memory in ``small_state``, see ``state_components``;
+    what it keeps in its groups is carried on by ``advance``. Optimizers that look at several
+    parameters at once, or need a closure, cannot work this way: they are a ``ValueError``, see
+    ``separable``.
     """
 
     whole_parameters = True
@@ -51,16 +52,19 @@ class TorchRule(OptimizerRule):
         optimizer.state.clear()
         kind = type(optimizer)
         self.kept_by = f"{kind.__module__}.{kind.__qualname__}"
-        self._planes: dict[torch.dtype, StatePlanes] = {}
+        self._components: dict[torch.dtype, StateComponents] = {}
         self.group_keys = check_separable(
             optimizer,
             self._trial,
             self._step_options,
-            partial(self.state_planes, torch.float32),
+            partial(self.state_components, torch.float32),
             has_state=self._starts_with_state,
         )
         """What steps change in the groups, for all of its parameters."""
-        widths = [plane.dtype.itemsize for plane in self.state_planes(torch.float32).planes]
+        widths = [
+            component.dtype.itemsize
+            for component in self.state_components(torch.float32).components
+        ]
         self.scratch_bytes_per_element = 4 * max([4, *widths])
         self._small: dict[int, dict[str, Any]] = defaultdict(dict)
         self._before: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -76,15 +80,15 @@ class TorchRule(OptimizerRule):
             for key in self.group_keys:
                 group.pop(key, None)
 
-    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        return (*master_planes(dtype), *self.state_planes(dtype).planes)
+    def components(self, dtype: torch.dtype) -> tuple[Component, ...]:
+        return (*master_components(dtype), *self.state_components(dtype).components)
 
-    def state_planes(self, dtype: torch.dtype) -> StatePlanes:
+    def state_components(self, dtype: torch.dtype) -> StateComponents:
         """Of parameters with weights of ``dtype``."""
         kind = torch.float64 if dtype == torch.float64 else torch.float32
-        if kind not in self._planes:
-            self._planes[kind] = self._probe(kind)
-        return self._planes[kind]
+        if kind not in self._components:
+            self._components[kind] = self._probe(kind)
+        return self._components[kind]
 
     def advance(self, groups: Iterable[dict[str, Any]], stepped: Iterable[torch.Tensor]) -> None:
         if self.group_keys:
@@ -100,31 +104,31 @@ class TorchRule(OptimizerRule):
         self,
         segment: Segment,
         update: ParameterUpdate,
-        planes: Mapping[str, torch.Tensor],
+        components: Mapping[str, torch.Tensor],
         gradient: torch.Tensor,
         gradient_scale: float,
     ) -> None:
-        master = master_of(planes)
+        master = master_of(components)
         scaled = (gradient.to(master.dtype) * gradient_scale).view(update.shape)
-        self._apply(master, scaled, update, planes, self._small_state_before(update))
-        keep_master(master, planes)
+        self._apply(master, scaled, update, components, self._small_state_before(update))
+        keep_master(master, components)
 
     def _apply(
         self,
         master: torch.Tensor,
         gradient: torch.Tensor,
         update: ParameterUpdate,
-        planes: Mapping[str, torch.Tensor],
+        components: Mapping[str, torch.Tensor],
         small: dict[str, Any],
     ) -> None:
         leaf = torch.nn.Parameter(master.view(update.shape))
         for name, value in update.attributes.items():
             setattr(leaf, name, value)
         leaf.grad = gradient
-        kept = self.state_planes(master.dtype)
-        state = kept.state(small, planes, update.shape)
+        kept = self.state_components(master.dtype)
+        state = kept.state(small, components, update.shape)
         after = self._step_one(leaf, dict(update.options), state)
-        kept.keep(dict(after), planes, small, update.shape)
+        kept.keep(dict(after), components, small, update.shape)
         if not is_in_place(leaf.detach(), master):  # the optimizer put other data in its place
             master.copy_(plain(leaf.detach()).reshape(-1))
 
@@ -166,13 +170,13 @@ class TorchRule(OptimizerRule):
     def _trial(
         self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """``apply``, with ``state`` in planes of its own."""
+        """``apply``, with ``state`` in components of its own."""
         master = leaf.detach().view(-1)
         if not state:
-            planes = self.state_planes(master.dtype).planes
+            components = self.state_components(master.dtype).components
             state = {
-                plane.name: torch.zeros(len(master), dtype=plane.dtype, device="cpu")
-                for plane in planes
+                component.name: torch.zeros(len(master), dtype=component.dtype, device="cpu")
+                for component in components
             }
             state["small"] = {}
         update = ParameterUpdate(
@@ -226,9 +230,9 @@ class TorchRule(OptimizerRule):
         if saved.kept_by == adamw.NAME:
             # As torch makes it: a count of its own for each parameter.
             step = torch.tensor(float(saved.steps), dtype=torch.float32, device="cpu")
-            self._small[index] = {"step": step, IN_PLANES: [*adamw.MOMENTS]}
+            self._small[index] = {"step": step, IN_COMPONENTS: [*adamw.MOMENTS]}
             return
-        self._small[index] = self.state_planes(dtype).restore(small, saved.planes)
+        self._small[index] = self.state_components(dtype).restore(small, saved.components)
 
     def _after(
         self,
@@ -245,11 +249,11 @@ class TorchRule(OptimizerRule):
             state = self._step_one(leaf, dict(options), dict(state))
         return leaf.detach()
 
-    def _probe(self, dtype: torch.dtype) -> StatePlanes:
+    def _probe(self, dtype: torch.dtype) -> StateComponents:
         """The state that has a value for each element, found by steps on throw-away parameters of
         as many dimensions as those of each group have.
         """
-        found = StatePlanes(type(self._optimizer).__name__)
+        found = StateComponents(type(self._optimizer).__name__)
         for group in self._optimizer.param_groups:
             for position, parameter in _one_of_each(group["params"]):
                 options = {**options_at(options_in(group), position)}

@@ -13,7 +13,7 @@ from swap.tiered import TieredState
 def weight_of(state: TieredState, record: Record) -> torch.Tensor:
     """A copy of the weights, in the shape of what this rank keeps, on the compute device."""
     weight = torch.empty(record.spec.numel, dtype=record.spec.dtype, device="cpu")
-    state.planes.read(record.index, "weight", 0, weight)
+    state.components.read(record.index, "weight", 0, weight)
     return weight.view(record.kept_shape).to(state.device)
 
 

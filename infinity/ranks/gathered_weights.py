@@ -27,7 +27,7 @@ from swap.cache.owners import Owners
 from swap.cache.weight_cache import WeightCache
 from swap.plan import eviction
 from swap.plan.schedule import Schedule
-from swap.storage.planes import as_tensor
+from swap.storage.components import as_tensor
 from swap.tiers import BudgetError, format_bytes
 from swap.timeline import Timeline
 

@@ -112,7 +112,7 @@ class OverRanks:
         if not record.is_partitioned:
             return weight_of(self._state, record)
         part = torch.empty(record.spec.numel, dtype=record.spec.dtype, device="cpu")
-        self._state.planes.read(record.index, "weight", 0, part)
+        self._state.components.read(record.index, "weight", 0, part)
         whole = self._whole(record, part.to(self._state.device))
         return whole.view(record.shape)
 

@@ -16,7 +16,7 @@ from torch import nn
 from infinity.parameters.records import Record
 from infinity.tiling.tile import CHILD, TileList
 from infinity.tiling.tiled_linear import TiledLinear
-from swap.plan.layout import Plane
+from swap.plan.layout import Component
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +32,19 @@ class Leaf:
         """Stands for all of them in what tiles have in common."""
         return self.parts[0]
 
-    def count(self, plane: Plane) -> int:
-        """Values of a plane: blocks do not reach from one part into the next."""
-        return sum(plane.count(part.numel) for part in self.parts)
+    def count(self, component: Component) -> int:
+        """Values of a component: blocks do not reach from one part into the next."""
+        return sum(component.count(part.numel) for part in self.parts)
 
     def split(
-        self, start: int, length: int, plane: Plane
+        self, start: int, length: int, component: Component
     ) -> Iterator[tuple[Record, int, int, int]]:
         """(part, first value in the part, first value in the range, values) for all that values
-        ``[start, start + length)`` of a plane touch.
+        ``[start, start + length)`` of a component touch.
         """
         at = 0
         for part in self.parts:
-            count = plane.count(part.numel)
+            count = component.count(part.numel)
             low = max(start, at)
             high = min(start + length, at + count)
             if low < high:

@@ -13,10 +13,10 @@ from checkpoint.errors import CorruptCheckpointError
 from checkpoint.loading.into import check_into
 from checkpoint.plan.selection import Selection
 from infinity.values import saved_state
+from infinity.values.component_bytes import MASTER_COMPONENTS, ComponentBytes, components_of_leaf
 from infinity.values.leaves import Leaf, leaves_of
 from infinity.values.module_state import persistent_buffers
 from infinity.values.persistence import TrainingState
-from infinity.values.plane_bytes import MASTER_PLANES, PlaneBytes, planes_of_leaf
 
 
 def check_targets(path: Path, moved: Relocation, tree: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ class Targets:
     """A tree of what is read as it was saved."""
     converted: list[Leaf]
     """Weights that were saved in another dtype."""
-    recast: list[tuple[Leaf, PlaneBytes]]
+    recast: list[tuple[Leaf, ComponentBytes]]
     """State of the optimizer that was."""
     bare: list[Leaf]
     """Weights without a master, which have one here."""
@@ -63,20 +63,20 @@ def targets_of(training: TrainingState, saved: Mapping[str, Any]) -> Targets:
         if not saved["planes"][leaf.name]:  # saved without what was frozen: it stays as it is
             continue
         is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
-        for plane in planes_of_leaf(training.state, leaf, None):
-            name = plane.plane.name
-            if is_converted and name in MASTER_PLANES:
+        for component in components_of_leaf(training.state, leaf, None):
+            name = component.component.name
+            if is_converted and name in MASTER_COMPONENTS:
                 continue
             if name not in saved["planes"][leaf.name]:
-                if name in MASTER_PLANES:
+                if name in MASTER_COMPONENTS:
                     bare.append(leaf)
                 continue
             if name == "weight":
-                same["model"][leaf.name] = plane
-            elif saved_state.must_cast(training.rule, saved, leaf, plane):
-                recast.append((leaf, plane))
+                same["model"][leaf.name] = component
+            elif saved_state.must_cast(training.rule, saved, leaf, component):
+                recast.append((leaf, component))
             else:
-                same["optimizer"].setdefault(name, {})[leaf.name] = plane
+                same["optimizer"].setdefault(name, {})[leaf.name] = component
         if is_converted:
             converted.append(leaf)
     return Targets(same, converted, recast, bare)

@@ -22,6 +22,7 @@ from checkpoint.ranks.coordinator import SingleProcess, apart
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values import saved_state
+from infinity.values.component_bytes import MASTER_COMPONENTS
 from infinity.values.leaves import leaves_of
 from infinity.values.load_targets import Targets, check_targets, literal, names_of, targets_of
 from infinity.values.module_state import (
@@ -39,7 +40,6 @@ from infinity.values.optimizer_match import (
     told_class,
 )
 from infinity.values.persistence import FORMAT, TrainingState
-from infinity.values.plane_bytes import MASTER_PLANES
 from infinity.values.rank_state import (
     check_same_save,
     restore_own,
@@ -47,7 +47,7 @@ from infinity.values.rank_state import (
     saves_seen,
 )
 from swap.kernels import merge_master
-from swap.plan.layout import Plane
+from swap.plan.layout import Component
 from swap.tiered import CHUNK_ELEMENTS, TieredState
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,8 @@ def _load(
 ) -> Any:
     saved, targets = together(training.sharing, lambda: _checked(training, path, read, fits))
     training.sharing.weights.drop()
-    for plane in _absent_state(training, saved):
-        training.state.planes.zero(plane)
+    for component in _absent_state(training, saved):
+        training.state.components.zero(component)
     extra, states = together(training.sharing, lambda: _load_values(training, saved, targets, read))
     _restore_scalars(training, saved, path)
     then()
@@ -125,12 +125,12 @@ def _checked(
 
 
 def _absent_state(training: TrainingState, saved: Mapping[str, Any]) -> set[str]:
-    """Planes of state that the checkpoint has not of every parameter that has them here."""
+    """Components of state that the checkpoint has not of every parameter that has them here."""
     return {
-        plane
+        component
         for leaf in leaves_of(training.model, training.records)
-        for plane in training.state.plane_names(leaf.first.index)
-        if plane not in MASTER_PLANES and plane not in saved["planes"][leaf.name]
+        for component in training.state.component_names(leaf.first.index)
+        if component not in MASTER_COMPONENTS and component not in saved["planes"][leaf.name]
     }
 
 
@@ -215,8 +215,10 @@ def _load_values(
     model, same = training.model, targets.same
     if names := names_of(same):  # none where all is converted
         read(only=names, into=same, staging_bytes=training.checkpoint_bytes)
-    for leaf, plane in targets.recast:
-        saved_state.cast(read, leaf, plane, literal(f"optimizer.{plane.plane.name}.{leaf.name}"))
+    for leaf, component in targets.recast:
+        saved_state.cast(
+            read, leaf, component, literal(f"optimizer.{component.component.name}.{leaf.name}")
+        )
     for leaf in targets.bare:
         for part in leaf.parts:
             _reset_master(training.state, part)
@@ -262,7 +264,7 @@ def _changed(lost: list[int], saved_by: int) -> str:
     return f"ranks from {saved_by} on begin with the buffers and extra of rank 0"
 
 
-_WEIGHT = Plane("weight", torch.float32)
+_WEIGHT = Component("weight", torch.float32)
 
 
 def _reset_master(state: TieredState, part: Record) -> None:
@@ -270,21 +272,23 @@ def _reset_master(state: TieredState, part: Record) -> None:
     for start in range(0, part.spec.numel, CHUNK_ELEMENTS):
         length = min(CHUNK_ELEMENTS, part.spec.numel - start)
         weights = torch.empty(length, dtype=part.spec.dtype, device="cpu")
-        state.planes.read(part.index, "weight", start, weights)
+        state.components.read(part.index, "weight", start, weights)
         state.write_values(part.index, start, weights)
 
 
-def _master(read: Read, name: str, planes: Sequence[str]) -> torch.Tensor:
+def _master(read: Read, name: str, components: Sequence[str]) -> torch.Tensor:
     """The values of one parameter in the precision of its saved master, read whole."""
-    rest = [f"optimizer.{plane}.{name}" for plane in planes if plane in ("lo", "master")]
+    rest = [
+        f"optimizer.{component}.{name}" for component in components if component in ("lo", "master")
+    ]
     wanted = [f"model.{name}", *rest]
     tree = read(only=[literal(entry) for entry in wanted])
     weight: torch.Tensor = tree["model"][name]
     others = tree.get("optimizer", {})
-    if "master" in planes:
+    if "master" in components:
         master: torch.Tensor = others["master"][name]
         return master
-    if "lo" not in planes:
+    if "lo" not in components:
         return weight
     out = torch.empty(weight.numel(), dtype=torch.float32, device="cpu")
     merge_master(weight.reshape(-1), others["lo"][name].reshape(-1), out)

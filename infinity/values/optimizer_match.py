@@ -13,8 +13,8 @@ from typing import Any
 
 from infinity.optim.adamw import MOMENTS, NAME, AdamW
 from infinity.optim.rule import UNNAMED, OptimizerRule
+from infinity.values.component_bytes import MASTER_COMPONENTS
 from infinity.values.leaves import Leaf
-from infinity.values.plane_bytes import MASTER_PLANES
 from infinity.values.saved_state import state_of
 from swap.tiered import TieredState
 
@@ -26,13 +26,15 @@ _TILE = re.compile(r"(^|\.)tiles\.\d+\.(\w+)$")
 
 def told_class(saved: Mapping[str, Any]) -> str | None:
     """Which optimizer kept the state, as far as it can be told where a checkpoint does not say."""
-    planes = {name for names in saved["planes"].values() for name in names} - {*MASTER_PLANES}
+    components = {name for names in saved["planes"].values() for name in names} - {
+        *MASTER_COMPONENTS
+    }
     options = {key for group in saved["groups"] for key in group} - {"params"}
     if saved["small_state"] or saved.get("plane_dtypes") or "foreach" in options:
         return UNNAMED
-    if not planes and options == AdamW().defaults().keys():
+    if not components and options == AdamW().defaults().keys():
         return None
-    return NAME if planes >= {*MOMENTS} else UNNAMED
+    return NAME if components >= {*MOMENTS} else UNNAMED
 
 
 def takes_state(

@@ -1,11 +1,11 @@
 """Checkpoints of an offloaded model: its state as a tree of byte sources; ``loading`` is the way
 back.
 
-Nothing is gathered: a save streams every plane from its home tier. The tree is
+Nothing is gathered: a save streams every component from its home tier. The tree is
 
 - ``model.<name>``: weights in the compute dtype, and the model's persistent buffers;
-- ``optimizer.<plane>.<name>``: lo, master, exp_avg, ... (see ``swap.storage.planes``), in the shape
-  of the parameter;
+- ``optimizer.<component>.<name>``: lo, master, exp_avg, ... (see ``swap.storage.components``), in
+  the shape of the parameter;
 - ``infinity``: step counts, groups, loss scale, torch's random state, small optimizer state, extra
   state of modules;
 - ``extra.value``: whatever the caller gave;
@@ -13,7 +13,7 @@ Nothing is gathered: a save streams every plane from its home tier. The tree is
   ``rank_state``;
 
 so ``model.*`` alone is an ordinary set of weights, in the compute dtype. With ``only_trainable``
-frozen parameters are in none of the first two, have no planes in ``infinity.planes``, and a
+frozen parameters are in none of the first two, have no components in ``infinity.planes``, and a
 checksum of their first values in ``infinity.base``. A parameter that is tiled is one leaf, see
 ``leaves``.
 """
@@ -40,9 +40,9 @@ from infinity.optim.state_reference import StateReference
 from infinity.parameters.records import Record
 from infinity.ranks.context import Sharing
 from infinity.values import saved_state
+from infinity.values.component_bytes import BytesOfRank, Saving, components_of_leaf
 from infinity.values.leaves import leaves_of
 from infinity.values.module_state import buffers_of, module_states, persistent_buffers
-from infinity.values.plane_bytes import BytesOfRank, Saving, planes_of_leaf
 from infinity.values.rank_state import (
     own_states,
     random_of_ranks,
@@ -149,12 +149,12 @@ def _warn_of_gradients(training: TrainingState, path: str | os.PathLike[str]) ->
 
 
 def _without_frozen(training: TrainingState, scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs where frozen weights are left out: they have no planes, but are recognised."""
+    """What differs where frozen weights are left out: they have no components, but are known."""
     leaves = leaves_of(training.model, training.records)
     frozen = [leaf for leaf in leaves if not leaf.first.spec.trainable]
-    planes: Mapping[str, Any] = scalars["planes"]
+    components: Mapping[str, Any] = scalars["planes"]
     return {
-        "planes": {**planes, **{leaf.name: [] for leaf in frozen}},
+        "planes": {**components, **{leaf.name: [] for leaf in frozen}},
         "base": saved_state.base_of(training.state, frozen),
     }
 
@@ -169,10 +169,10 @@ def _sources(training: TrainingState, *, only_trainable: bool) -> dict[str, Any]
     optimizer: dict[str, dict[str, Any]] = {}
     rank, world_size = training.sharing.rank, training.sharing.world_size
     for leaf in leaves:
-        for plane in planes_of_leaf(training.state, leaf, Saving(rank, world_size)):
-            name = plane.plane.name
+        for component in components_of_leaf(training.state, leaf, Saving(rank, world_size)):
+            name = component.component.name
             part = model if name == "weight" else optimizer.setdefault(name, {})
-            part[leaf.name] = plane
+            part[leaf.name] = component
     return {"model": model, "optimizer": optimizer}
 
 
@@ -185,7 +185,7 @@ def _scalars(training: TrainingState) -> dict[str, Any]:
         "format": FORMAT,
         "steps": {leaf.name: training.steps[leaf.first.index] for leaf in leaves},
         "planes": {
-            leaf.name: list(training.state.plane_names(leaf.first.index)) for leaf in leaves
+            leaf.name: list(training.state.component_names(leaf.first.index)) for leaf in leaves
         },
         "shapes": {leaf.name: list(leaf.shape) for leaf in leaves},
         "dtypes": {leaf.name: leaf.first.spec.dtype for leaf in leaves},
@@ -194,7 +194,7 @@ def _scalars(training: TrainingState) -> dict[str, Any]:
             for group in training.optimizer.param_groups
         ],
         "optimizer_class": training.rule.kept_by,
-        "plane_dtypes": saved_state.plane_dtypes(training.state, training.rule, leaves),
+        "plane_dtypes": saved_state.component_dtypes(training.state, training.rule, leaves),
         "state_dtype": training.rule.state_dtype,
         "state": training.reference.name,
         "parts": {leaf.name: [part.numel for part in leaf.parts] for leaf in leaves},
@@ -216,8 +216,8 @@ def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]
     rank, world_size = training.sharing.rank, training.sharing.world_size
     weights: dict[str, Any] = dict(persistent_buffers(training.model)) if rank == 0 else {}
     for leaf in leaves_of(training.model, training.records):
-        planes = planes_of_leaf(training.state, leaf, Saving(rank, world_size))
-        weights[leaf.name] = planes[0]
+        components = components_of_leaf(training.state, leaf, Saving(rank, world_size))
+        weights[leaf.name] = components[0]
     coordinator = training.sharing.coordinator
     if coordinator is None:
         return [os.fspath(file) for file in checkpoint.write_safetensors(weights, folder)]

@@ -25,8 +25,8 @@ from checkpoint.interop.packing import pack, unpack
 from checkpoint.ranks.coordinator import Coordinator, Operation, apart, together
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.ranks.context import Sharing
+from infinity.values.component_bytes import BytesOfRank
 from infinity.values.module_state import buffers_of, module_states, set_buffer
-from infinity.values.plane_bytes import BytesOfRank
 
 logger = logging.getLogger(__name__)
 _EXTRA = "extra"

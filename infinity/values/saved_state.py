@@ -1,5 +1,5 @@
 """Optimizer state in a checkpoint: in which dtypes it was saved, and whether and how it can be
-loaded into the planes that a rule keeps.
+loaded into the components that a rule keeps.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from checkpoint.format.checksum import crc32c
 from infinity.optim.rule import OptimizerRule, SavedState
+from infinity.values.component_bytes import MASTER_COMPONENTS, ComponentBytes, components_of_leaf
 from infinity.values.leaves import Leaf
-from infinity.values.plane_bytes import MASTER_PLANES, PlaneBytes, planes_of_leaf
-from swap.storage.planes import as_bytes
+from swap.storage.components import as_bytes
 from swap.tiered import TieredState
 
 
@@ -23,50 +23,57 @@ def state_of(
     state: TieredState, leaf: Leaf, saved: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> SavedState:
     """What a checkpoint with the state of an optimizer has of that of ``leaf``."""
-    name, here = leaf.name, _state_planes(state, leaf)
+    name, here = leaf.name, _state_components(state, leaf)
     return SavedState(
         path=path,
         name=name,
         kept_by=saved["optimizer_class"],
         steps=int(saved["steps"][name]),
-        planes=[plane for plane in saved["planes"][name] if plane not in MASTER_PLANES],
+        components=[
+            component for component in saved["planes"][name] if component not in MASTER_COMPONENTS
+        ],
         dtypes=saved.get("plane_dtypes", {}).get(name, {}),
         state_dtype=saved.get("state_dtype", torch.float32),
         is_converted=saved["dtypes"][name] != leaf.first.spec.dtype,
         is_tiled_alike=saved.get("parts", {}).get(name) == [part.numel for part in leaf.parts],
         is_trained=leaf.first.spec.trainable,
-        here={plane.plane.name: plane.dtype for plane in here},
-        has_blocks=any(plane.plane.per > 1 for plane in here),
+        here={component.component.name: component.dtype for component in here},
+        has_blocks=any(component.component.per > 1 for component in here),
     )
 
 
-def plane_dtypes(
+def component_dtypes(
     state: TieredState, rule: OptimizerRule, leaves: Iterable[Leaf]
 ) -> dict[str, dict[str, torch.dtype]]:
     """Of the state of every leaf, where checkpoints name them."""
     if not rule.names_dtypes:
         return {}
     return {
-        leaf.name: {plane.plane.name: plane.dtype for plane in _state_planes(state, leaf)}
+        leaf.name: {
+            component.component.name: component.dtype
+            for component in _state_components(state, leaf)
+        }
         for leaf in leaves
     }
 
 
-def must_cast(rule: OptimizerRule, saved: Mapping[str, Any], leaf: Leaf, plane: PlaneBytes) -> bool:
-    """Whether what was saved for a state plane has another dtype. Before checkpoints named them,
-    all state was in float32, or in float64 beside weights of that.
+def must_cast(
+    rule: OptimizerRule, saved: Mapping[str, Any], leaf: Leaf, component: ComponentBytes
+) -> bool:
+    """Whether what was saved for a state component has another dtype. Before checkpoints named
+    them, all state was in float32, or in float64 beside weights of that.
     """
-    name = plane.plane.name
-    if name in MASTER_PLANES or not rule.names_dtypes:
+    name = component.component.name
+    if name in MASTER_COMPONENTS or not rule.names_dtypes:
         return False
-    return _saved_dtype(saved, leaf, name) != plane.dtype
+    return _saved_dtype(saved, leaf, name) != component.dtype
 
 
-def cast(read: Callable[..., Any], leaf: Leaf, plane: PlaneBytes, pattern: str) -> None:
-    """Load one plane of state that was saved in another dtype, read whole."""
+def cast(read: Callable[..., Any], leaf: Leaf, component: ComponentBytes, pattern: str) -> None:
+    """Load one component of state that was saved in another dtype, read whole."""
     tree = read(only=[pattern])
-    values = tree["optimizer"][plane.plane.name][leaf.name].reshape(-1).to(plane.dtype)
-    plane.write(0, as_bytes(values).data)
+    values = tree["optimizer"][component.component.name][leaf.name].reshape(-1).to(component.dtype)
+    component.write(0, as_bytes(values).data)
 
 
 def _saved_dtype(saved: Mapping[str, Any], leaf: Leaf, name: str) -> torch.dtype:
@@ -76,9 +83,11 @@ def _saved_dtype(saved: Mapping[str, Any], leaf: Leaf, name: str) -> torch.dtype
     return torch.float64 if saved["dtypes"][leaf.name] == torch.float64 else torch.float32
 
 
-def _state_planes(state: TieredState, leaf: Leaf) -> list[PlaneBytes]:
-    planes = planes_of_leaf(state, leaf, None)
-    return [plane for plane in planes if plane.plane.name not in MASTER_PLANES]
+def _state_components(state: TieredState, leaf: Leaf) -> list[ComponentBytes]:
+    components = components_of_leaf(state, leaf, None)
+    return [
+        component for component in components if component.component.name not in MASTER_COMPONENTS
+    ]
 
 
 _SAMPLE = 256
@@ -114,5 +123,5 @@ def _checksum(state: TieredState, leaf: Leaf) -> int:
     first = leaf.first
     numel = min(_SAMPLE, math.prod(leaf.shape), first.spec.numel)
     values = torch.empty(numel, dtype=first.spec.dtype, device="cpu")
-    state.planes.read(first.index, "weight", 0, values)
+    state.components.read(first.index, "weight", 0, values)
     return crc32c(as_bytes(values).data)

@@ -14,7 +14,7 @@ import torch
 
 from aio import Operation, Slab
 from swap.plan.layout import ParameterSpec
-from swap.storage.planes import as_tensor, copy_values
+from swap.storage.components import as_tensor, copy_values
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,7 @@ from swap.cache.arena import Entry
 from swap.plain import plain
 from swap.plan.layout import ParameterSpec
 from swap.processors import stay_in_background
-from swap.storage.planes import as_tensor
+from swap.storage.components import as_tensor
 
 _POLL_SECONDS = 0.001
 _NONE = object()

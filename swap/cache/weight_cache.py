@@ -23,8 +23,8 @@ from swap.cache.eviction import Residents, wait_for
 from swap.plan import eviction
 from swap.plan.layout import PIECE, ParameterSpec, Segment
 from swap.plan.schedule import Schedule
+from swap.storage.components import ComponentStore, as_bytes, copy_values
 from swap.storage.extents import ExtentStore
-from swap.storage.planes import PlaneStore, as_bytes, copy_values
 from swap.timeline import Timeline
 
 _LOOKS_PER_ARENA = 16
@@ -39,7 +39,7 @@ class WeightCache:
     def __init__(
         self,
         specs: tuple[ParameterSpec, ...],
-        planes: PlaneStore,
+        components: ComponentStore,
         extents: ExtentStore | None,
         arena: Arena | None,
         timeline: Timeline,
@@ -50,7 +50,7 @@ class WeightCache:
         self.hits = 0
         self.misses = 0
         self._specs = specs
-        self._planes = planes
+        self._components = components
         self._extents = extents
         self._arena = arena
         self._timeline = timeline
@@ -213,7 +213,7 @@ class WeightCache:
     def at_home(self, parameter: int) -> torch.Tensor | None:
         """The weights of ``parameter``, flat, if they are computed with where they live."""
         if self._arena is None or self._arena.uses_home:
-            return self._planes.host_weight(parameter)
+            return self._components.host_weight(parameter)
         return None
 
     def wait_until_updated(self, parameter: int) -> None:
@@ -348,7 +348,7 @@ class WeightCache:
 
     def _open_for_refresh(self, parameter: int) -> Entry | None:
         """A new entry that the update fills; only while every part of it is still to come."""
-        parts = set(self._planes.layout.subgroups_of(parameter))
+        parts = set(self._components.layout.subgroups_of(parameter))
         if self._pending.get(parameter) != parts:
             return None
         entry = self._residents.make_room(parameter, ahead=True, landing=False)
@@ -359,8 +359,8 @@ class WeightCache:
 
     def _start_read(self, parameter: int, *, ahead: bool) -> Entry | None:
         """Start reading into a new entry, now or ``ahead`` of its use; None if there is no room."""
-        segments = self._planes.layout.segments_of[parameter]
-        landing = not all(self._planes.is_host(segment.subgroup) for segment in segments)
+        segments = self._components.layout.segments_of[parameter]
+        landing = not all(self._components.is_host(segment.subgroup) for segment in segments)
         entry = self._residents.make_room(parameter, ahead=ahead, landing=landing)
         if entry is None:
             return None
@@ -374,16 +374,16 @@ class WeightCache:
 
     def _fill(self, entry: Entry, segment: Segment, *, urgent: bool) -> None:
         """Bring one segment into ``entry``, reading whole pages: the entry is padded like the
-        plane.
+        component.
         """
         assert self._arena is not None
-        if self._planes.is_host(segment.subgroup):
-            home = self._planes.host(segment.subgroup, "weight")
+        if self._components.is_host(segment.subgroup):
+            home = self._components.host(segment.subgroup, "weight")
             values = home[segment.offset : segment.offset + segment.length]
             self._arena.fill(entry, segment.start, values)
             return
         assert self._extents is not None
-        extent = self._planes.extent(segment.subgroup, "weight")
+        extent = self._components.extent(segment.subgroup, "weight")
         assert extent is not None
         length = -(-segment.length // PIECE) * PIECE
         assert entry.landing is not None

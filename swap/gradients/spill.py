@@ -21,8 +21,8 @@ import torch
 
 from aio import AioError, Operation, Slab, SlabFullError
 from swap.plan.layout import PIECE, Segment
+from swap.storage.components import as_bytes, as_tensor
 from swap.storage.extents import Extent, ExtentStore
-from swap.storage.planes import as_bytes, as_tensor
 from swap.timeline import Timeline
 
 _RELEASE_SECONDS = 60.0

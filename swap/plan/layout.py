@@ -1,18 +1,18 @@
 """How parameters are cut into subgroups: pure arithmetic, no I/O.
 
 A *subgroup* is what the optimizer reads, updates and writes as one: a run of whole parameters, or
-one part of a parameter that is larger than a subgroup. Its bytes are kept as *planes*, one array
-for each kind of value (weight, the low half of the master, moments), so that a forward pass can
-fetch weights alone.
+one part of a parameter that is larger than a subgroup. Its bytes are kept as *components*, one
+array for each kind of value (weight, the low half of the master, moments), so that a forward pass
+can fetch weights alone.
 
 Invariants:
 - every segment starts at a multiple of ``PIECE`` elements in its subgroup and in its parameter, so
-  every plane of every dtype starts on a page and direct I/O needs no bounce;
+  every component of every dtype starts on a page and direct I/O needs no bounce;
 - the segments of a parameter cover it exactly once, in order;
 - a parameter that fits into one subgroup is never split (its weights are then one contiguous view);
 - all parameters of a subgroup share the dtype of their weights and whether they are trained.
 
-Subgroups follow ZeRO-Infinity (arXiv 2104.07857, section 5.2); planes are ours.
+Subgroups follow ZeRO-Infinity (arXiv 2104.07857, section 5.2); components are ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 PIECE = 4096
 """Elements to which segments are aligned: a page even for one-byte dtypes."""
 PAGE = 4096
-"""Bytes to which planes are padded, for direct I/O."""
+"""Bytes to which components are padded, for direct I/O."""
 CHUNK_BYTES = 128 * 1024
 """Of what direct I/O cannot take as it is: copied so much at a time, see ``storage.passage``."""
 PASSAGE_BYTES = 4 * (CHUNK_BYTES + PAGE)
@@ -54,9 +54,9 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Plane:
+class Component:
     """One array of a subgroup: a value for each of its elements, or for each block of ``per`` of
-    them (which divides ``PIECE``). ``zero`` planes start as all zeros.
+    them (which divides ``PIECE``). ``zero`` components start as all zeros.
     """
 
     name: str

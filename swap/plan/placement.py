@@ -23,9 +23,9 @@ from itertools import chain, repeat
 from swap.plan.layout import (
     PASSAGE_BYTES,
     PIECE,
+    Component,
     Layout,
     ParameterSpec,
-    Plane,
     Subgroup,
     Unit,
     pack,
@@ -35,7 +35,7 @@ from swap.tiers import Budget, BudgetError, Tier, format_bytes
 
 MIN_SUBGROUP_ELEMENTS = 64 * 1024
 MAX_SUBGROUP_ELEMENTS = 2 * 1024 * 1024
-"""Planes of 4 and 8 MiB: long requests already. Larger ones take staging memory that would hold
+"""Components of 4 and 8 MiB: long requests already. Larger ones take staging memory that would hold
 state, and are written later: with four times as many elements a step with half of its state in
 memory took 1.08 times its I/O in place of 1.02, and 440 MiB more for that half.
 """
@@ -128,18 +128,18 @@ class Placement:
 
 
 def state_bytes(subgroup: Subgroup, rule: UpdateRule) -> int:
-    """Bytes of all planes of ``subgroup``: weights and what an update needs, but gradients."""
-    return sum(plane.nbytes(subgroup.numel) for plane in planes_of(subgroup, rule))
+    """Bytes of all components of ``subgroup``: weights and what an update needs, but gradients."""
+    return _nbytes(components_of(subgroup, rule), subgroup.numel)
 
 
 def gradient_bytes(subgroup: Subgroup | Unit) -> int:
     return subgroup.numel * subgroup.dtype.itemsize if subgroup.trainable else 0
 
 
-def planes_of(subgroup: Subgroup | Unit, rule: UpdateRule) -> tuple[Plane, ...]:
-    """The planes of ``subgroup``, the weights first."""
-    weight = Plane("weight", subgroup.dtype)
-    return (weight, *rule.planes(subgroup.dtype)) if subgroup.trainable else (weight,)
+def components_of(subgroup: Subgroup | Unit, rule: UpdateRule) -> tuple[Component, ...]:
+    """The components of ``subgroup``, the weights first."""
+    weight = Component("weight", subgroup.dtype)
+    return (weight, *rule.components(subgroup.dtype)) if subgroup.trainable else (weight,)
 
 
 def place(
@@ -215,14 +215,17 @@ def _total(layout: Layout, rule: UpdateRule) -> int:
 
 def _unit_state(unit: Unit, rule: UpdateRule) -> int:
     """What ``state_bytes`` of its subgroups come to."""
-    planes = planes_of(unit, rule)
-    return sum(count * plane.nbytes(elements) for elements, count in unit.sizes for plane in planes)
+    components = components_of(unit, rule)
+    return sum(count * _nbytes(components, elements) for elements, count in unit.sizes)
 
 
 def _slot_bytes(unit: Unit, rule: UpdateRule) -> int:
     """State and gradient of its largest subgroup."""
-    state = sum(plane.nbytes(unit.largest) for plane in planes_of(unit, rule))
-    return state + unit.largest * unit.dtype.itemsize
+    return _nbytes(components_of(unit, rule), unit.largest) + unit.largest * unit.dtype.itemsize
+
+
+def _nbytes(components: Sequence[Component], elements: int) -> int:
+    return sum(component.nbytes(elements) for component in components)
 
 
 def _scratch_bytes(layout: Layout, rule: UpdateRule) -> int:
@@ -249,20 +252,15 @@ def _all_in_host(layout: Layout, rule: UpdateRule) -> Placement:
 
 
 def _element_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> float:
-    """Most staging bytes for an element of the widest kind: its planes and its gradient.
+    """Most staging bytes for an element of the widest kind: its components and its gradient.
 
-    Planes with a value for many elements take whole pages, so large subgroups need less for each.
+    Components with a value for many elements take whole pages, so large subgroups need less for
+    each.
     """
     elements = _least_elements(specs, rule)
     dtypes = {spec.dtype for spec in specs if spec.trainable and not spec.resident}
-    return max(
-        (
-            2 * dtype.itemsize
-            + sum(plane.nbytes(elements) for plane in rule.planes(dtype)) / elements
-            for dtype in dtypes
-        ),
-        default=0,
-    )
+    state = {dtype: _nbytes(rule.components(dtype), elements) for dtype in dtypes}
+    return max((2 * dtype.itemsize + n / elements for dtype, n in state.items()), default=0)
 
 
 def _least_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:

@@ -1,4 +1,4 @@
-"""What an optimizer does to one subgroup: the planes it keeps, and the update itself.
+"""What an optimizer does to one subgroup: the components it keeps, and the update itself.
 
 A rule sees tensors and numbers, never files or threads. Which rules there are is not known here:
 the one to use is handed down.
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from swap.plan.layout import Plane, Segment
+from swap.plan.layout import Component, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +32,16 @@ class ParameterUpdate:
 class UpdateRule(Protocol):
     """The contract between an optimizer and the pipeline.
 
-    ``planes`` names the arrays kept beside the weights of a dtype. ``whole_parameters`` asks for
-    subgroups that never split a parameter. ``scratch_bytes_per_element`` is memory that ``apply``
-    takes beyond its arguments.
+    ``components`` names the arrays kept beside the weights of a dtype. ``whole_parameters`` asks
+    for subgroups that never split a parameter. ``scratch_bytes_per_element`` is memory that
+    ``apply`` takes beyond its arguments.
     """
 
     whole_parameters: bool
     scratch_bytes_per_element: int
 
-    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        """Planes beside ``weight`` for weights of ``dtype``."""
+    def components(self, dtype: torch.dtype) -> tuple[Component, ...]:
+        """Components beside ``weight`` for weights of ``dtype``."""
 
     def check(self, update: ParameterUpdate) -> None:
         """Raise what ``apply`` would raise for the options of ``update``, before anything is
@@ -52,7 +52,7 @@ class UpdateRule(Protocol):
         self,
         segment: Segment,
         update: ParameterUpdate,
-        planes: Mapping[str, torch.Tensor],
+        components: Mapping[str, torch.Tensor],
         gradient: torch.Tensor,
         gradient_scale: float,
     ) -> None:
@@ -61,10 +61,10 @@ class UpdateRule(Protocol):
         """
 
 
-def master_planes(dtype: torch.dtype) -> tuple[Plane, ...]:
+def master_components(dtype: torch.dtype) -> tuple[Component, ...]:
     """What completes weights of ``dtype`` to a float32 master: its low half, a copy, or nothing."""
     if dtype == torch.bfloat16:
-        return (Plane("lo", torch.int16),)
+        return (Component("lo", torch.int16),)
     if dtype in (torch.float32, torch.float64):
         return ()
-    return (Plane("master", torch.float32),)
+    return (Component("master", torch.float32),)

@@ -1,8 +1,8 @@
 """What a step moves between host memory and NVMe, by formula: pure, no I/O.
 
-An update reads and writes each plane of every subgroup on NVMe once, but zeros are never read. A
-gradient that is spilled is written once for each backward pass, and read once for each: by the next
-backward pass, which adds to it, and in the end by the update.
+An update reads and writes each component of every subgroup on NVMe once, but zeros are never read.
+A gradient that is spilled is written once for each backward pass, and read once for each: by the
+next backward pass, which adds to it, and in the end by the update.
 
 Weights are passed over 2 N + 1 times in a step with N forward and N backward passes: N times
 forwards, N times backwards, and once by the update. What was used last in one pass is used first

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from swap.plan.layout import Layout, Subgroup
-from swap.storage.planes import PlaneStore
+from swap.storage.components import ComponentStore
 from swap.update.pipeline import UpdatePipeline
 from swap.update.readiness import Arrivals, is_as_expected
 from swap.update.stages import Step
@@ -27,9 +27,9 @@ class Speculation:
     """What is proposed, and what was fed to the pipeline for it. ``overlap=False``: never any."""
 
     def __init__(
-        self, layout: Layout, planes: PlaneStore, pipeline: UpdatePipeline, *, overlap: bool
+        self, layout: Layout, components: ComponentStore, pipeline: UpdatePipeline, *, overlap: bool
     ) -> None:
-        self._planes = planes
+        self._components = components
         self._pipeline = pipeline
         self._overlap = overlap
         self._arrivals = Arrivals(layout)
@@ -128,5 +128,5 @@ class Speculation:
 
     def _can_be_speculative(self, group: Subgroup) -> bool:
         """Only what has extents to hold back: arrays in HOST are updated in place."""
-        on_nvme = not group.resident and not self._planes.is_host(group.index)
+        on_nvme = not group.resident and not self._components.is_host(group.index)
         return on_nvme and self._arrivals.is_predictable

@@ -20,8 +20,8 @@ from swap.cache.weight_cache import WeightCache
 from swap.gradients.store import GradientStore
 from swap.plan.layout import PIECE, Segment, Subgroup
 from swap.plan.rules import ParameterUpdate, UpdateRule
+from swap.storage.components import ComponentStore, as_bytes, as_tensor, clear_values
 from swap.storage.extents import Extent, ExtentStore
-from swap.storage.planes import PlaneStore, as_bytes, as_tensor, clear_values
 from swap.timeline import Timeline
 
 
@@ -41,7 +41,7 @@ class Job:
     subgroup: Subgroup
     offered: bool = False
     slot: np.ndarray | None = None
-    planes: dict[str, torch.Tensor] = field(default_factory=dict)
+    components: dict[str, torch.Tensor] = field(default_factory=dict)
     gradient: torch.Tensor | None = None
     reads: list[Operation] = field(default_factory=list)
     extents: dict[str, Extent] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Stages:
 
     def __init__(
         self,
-        planes: PlaneStore,
+        components: ComponentStore,
         gradients: GradientStore,
         weights: WeightCache,
         extents: ExtentStore | None,
@@ -61,7 +61,7 @@ class Stages:
         slots: Sequence[np.ndarray],
         timeline: Timeline,
     ) -> None:
-        self._planes = planes
+        self._components = components
         self._gradients = gradients
         self._weights = weights
         self._extents = extents
@@ -95,8 +95,8 @@ class Stages:
         try:
             self._carve(job)
             self._read_gradient(job)
-            if not self._planes.is_host(subgroup.index):
-                self._read_planes(job)
+            if not self._components.is_host(subgroup.index):
+                self._read_components(job)
         except BaseException:
             self.abandon(job)
             raise
@@ -117,20 +117,20 @@ class Stages:
 
     def offer(self, job: Job) -> None:
         """Pass the new weights on to the arena, once, if the job still has them in its slot."""
-        if job.offered or not job.planes:
+        if job.offered or not job.components:
             return
         job.offered = True
         for segment, _ in _updated(job.subgroup, job.step):
             stop = segment.offset + segment.length
-            self._weights.offer(segment, job.planes["weight"][segment.offset : stop])
+            self._weights.offer(segment, job.components["weight"][segment.offset : stop])
 
     def start_write(self, job: Job) -> None:
-        """Start writing the new planes to new extents; HOST planes are at home already."""
-        if self._planes.is_host(job.subgroup.index):
+        """Start writing the new components to new extents; HOST components are at home already."""
+        if self._components.is_host(job.subgroup.index):
             return
         assert self._extents is not None
-        for name, plane in job.planes.items():
-            data = as_bytes(plane)
+        for name, component in job.components.items():
+            data = as_bytes(component)
             extent = self._extents.allocate(data.nbytes)
             job.extents[name] = extent
             label = f"subgroup {job.subgroup.index} {name}"
@@ -157,7 +157,7 @@ class Stages:
         self.offer(job)
         group = job.subgroup
         if job.extents:
-            self._planes.publish(group.index, job.extents)
+            self._components.publish(group.index, job.extents)
             job.extents = {}
         self._gradients.release(group.index)
         for segment in group.segments:
@@ -178,28 +178,30 @@ class Stages:
 
     def _needs_slot(self, subgroup: Subgroup) -> bool:
         index = subgroup.index
-        return not (self._planes.is_host(index) and self._gradients.is_host(index))
+        return not (self._components.is_host(index) and self._gradients.is_host(index))
 
     def _free(self, job: Job) -> None:
         job.reads.clear()
         job.writes.clear()
-        job.planes = {}
+        job.components = {}
         job.gradient = None
         if job.slot is not None:
             self._slots.append(job.slot)
             job.slot = None
 
     def _carve(self, job: Job) -> None:
-        """Lay the staged planes, and a spilled gradient after them, out in the slot; each starts on
-        a page.
+        """Lay the staged components, and a spilled gradient after them, out in the slot; each
+        starts on a page.
         """
         group, used = job.subgroup, 0
-        for name in self._planes.names(group.index):
-            if self._planes.is_host(group.index):
-                job.planes[name] = self._planes.host(group.index, name)
+        for name in self._components.names(group.index):
+            if self._components.is_host(group.index):
+                job.components[name] = self._components.host(group.index, name)
                 continue
-            plane = self._planes.plane(group.index, name)
-            used, job.planes[name] = _cut(job, used, plane.nbytes(group.numel), plane.dtype)
+            component = self._components.component(group.index, name)
+            used, job.components[name] = _cut(
+                job, used, component.nbytes(group.numel), component.dtype
+            )
         if self._gradients.is_host(group.index):
             job.gradient = self._gradients.host(group.index)
         else:
@@ -211,12 +213,12 @@ class Stages:
             assert job.gradient is not None
             job.reads += self._gradients.stage(job.subgroup.index, job.gradient)
 
-    def _read_planes(self, job: Job) -> None:
-        for name, plane in job.planes.items():
-            if self._planes.extent(job.subgroup.index, name) is None:
-                clear_values(plane)
+    def _read_components(self, job: Job) -> None:
+        for name, component in job.components.items():
+            if self._components.extent(job.subgroup.index, name) is None:
+                clear_values(component)
             elif name != "weight":
-                self._read(job, name, 0, plane.numel())
+                self._read(job, name, 0, component.numel())
             else:
                 for first, last in self._not_cached(job):
                     self._read(job, name, first, last)
@@ -225,7 +227,7 @@ class Stages:
         """Element ranges of the weights that the arena could not provide, joined into runs."""
         first = last = 0
         for segment in job.subgroup.segments:
-            part = job.planes["weight"][segment.offset : segment.offset + segment.length]
+            part = job.components["weight"][segment.offset : segment.offset + segment.length]
             cached = self._weights.take_old(segment, part)
             if cached:
                 if last > first:
@@ -238,31 +240,31 @@ class Stages:
 
     def _read(self, job: Job, name: str, first: int, last: int) -> None:
         assert self._extents is not None
-        extent = self._planes.extent(job.subgroup.index, name)
+        extent = self._components.extent(job.subgroup.index, name)
         assert extent is not None
-        part = job.planes[name][first:last]
+        part = job.components[name][first:last]
         start = first * part.dtype.itemsize
         submit = partial(self._extents.read, extent, start, as_bytes(part), urgent=False)
         self._begin(job.reads, submit, f"subgroup {job.subgroup.index} {name}", name)
 
     def _begin(
-        self, noted: list[Operation], submit: Callable[[], Operation], label: str, plane: str
+        self, noted: list[Operation], submit: Callable[[], Operation], label: str, component: str
     ) -> None:
         """A transfer of the staging slot, which no other job gets while it is under way."""
         assert self._extents is not None
         self._extents.run_drained(
-            lambda: noted.append(self._timeline.watch(submit(), label, purpose=_purpose(plane)))
+            lambda: noted.append(self._timeline.watch(submit(), label, purpose=_purpose(component)))
         )
 
     def _apply(self, job: Job, segment: Segment, update: ParameterUpdate, scale: float) -> None:
         assert job.gradient is not None
         first, length = segment.offset, segment.length
-        planes = {
-            name: values[self._planes.plane(segment.subgroup, name).part(first, length)]
-            for name, values in job.planes.items()
+        components = {
+            name: values[self._components.component(segment.subgroup, name).part(first, length)]
+            for name, values in job.components.items()
         }
         gradient = job.gradient[first : first + length]
-        self._rule.apply(segment, update, planes, gradient, scale)
+        self._rule.apply(segment, update, components, gradient, scale)
 
 
 def _updated(group: Subgroup, step: Step) -> Iterator[tuple[Segment, ParameterUpdate]]:
@@ -272,8 +274,8 @@ def _updated(group: Subgroup, step: Step) -> Iterator[tuple[Segment, ParameterUp
             yield segment, update
 
 
-def _purpose(plane: str) -> str:
-    return "weights" if plane == "weight" else "state"
+def _purpose(component: str) -> str:
+    return "weights" if component == "weight" else "state"
 
 
 def _padded(segment: Segment) -> int:

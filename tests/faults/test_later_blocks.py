@@ -15,7 +15,7 @@ from torch import nn
 import infinity
 from aio import AioError
 from infinity import restoring
-from swap.storage.planes import PlaneStore
+from swap.storage.components import ComponentStore
 from tests.support.training import same_bits
 
 BIG = 256  # 256 x 256 elements are on NVMe, biases and norms are not
@@ -42,7 +42,7 @@ def _lost(model: nn.Module, nvme: Path) -> infinity.RestoreError:
         pytest.raises(infinity.RestoreError) as caught,
         infinity.offload(model, nvme, optimizer=None),
     ):
-        patch.setattr(PlaneStore, "read", _fail)
+        patch.setattr(ComponentStore, "read", _fail)
     assert [name for name, p in model.named_parameters() if p.is_meta] == caught.value.parameters
     return caught.value
 
@@ -122,7 +122,7 @@ def test_retry_puts_values_where_the_model_has_other_parameters_now(tmp_path: Pa
     with pytest.raises(ValueError, match=r"retry\(\) first"), infinity.offload(model, tmp_path):
         pass
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlaneStore, "read", _fail)
+        patch.setattr(ComponentStore, "read", _fail)
         with pytest.raises(infinity.RestoreError) as caught:
             error.retry()
     assert not any(parameter.is_meta for parameter in model.parameters())

@@ -17,7 +17,7 @@ from torch import nn
 import infinity
 from aio import AioError
 from infinity import restoring
-from swap.storage.planes import PlaneStore
+from swap.storage.components import ComponentStore
 from swap.update.stages import Stages
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget, same_bits, values_of
@@ -40,16 +40,16 @@ def trained(tmp_path: Path) -> dict[str, torch.Tensor]:
 def _disk(model: nn.Module, names: Callable[[str], bool], times: int) -> Iterator[list[str]]:
     """Reads of these parameters fail so many times; what failed is noted."""
     failed: list[str] = []
-    read = PlaneStore.read
+    read = ComponentStore.read
 
-    def read_or_fail(self: PlaneStore, parameter: int, *arguments: Any) -> None:
+    def read_or_fail(self: ComponentStore, parameter: int, *arguments: Any) -> None:
         name = self.layout.specs[parameter].name
         if names(name) and len(failed) < times:
             failed.append(name)
             raise AioError("no bytes today", errno=errno.EIO, filename="state.swap")
         read(self, parameter, *arguments)
 
-    with patch.object(PlaneStore, "read", read_or_fail):
+    with patch.object(ComponentStore, "read", read_or_fail):
         yield failed
 
 
@@ -160,16 +160,16 @@ def test_interrupt_while_parameters_are_restored_is_raised_when_all_are(
 ) -> None:
     model = seeded(Stack)
     calls = 0
-    read = PlaneStore.read
+    read = ComponentStore.read
 
-    def interrupted(self: PlaneStore, *arguments: Any) -> None:
+    def interrupted(self: ComponentStore, *arguments: Any) -> None:
         nonlocal calls
         calls += 1
         if calls > after and calls <= after + 2:
             raise KeyboardInterrupt
         read(self, *arguments)
 
-    with pytest.raises(KeyboardInterrupt), patch.object(PlaneStore, "read", interrupted):
+    with pytest.raises(KeyboardInterrupt), patch.object(ComponentStore, "read", interrupted):
         _train(model, tmp_path)
     assert _differing(model, trained) == set()
     assert list(tmp_path.iterdir()) == []

@@ -81,7 +81,7 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
 def test_speculative_updates_that_find_the_disk_full_are_done_without(
     small_disk: Path, placement: Placement, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They write all new planes before any old one is released: twice the space."""
+    """They write all new components before any old one is released: twice the space."""
     state, plain = TieredState(placement, RULE, [small_disk]), Plain(SPECS)
     everything = range(len(SPECS))
     state.speculation.expect_step = lambda: Step(

@@ -1,8 +1,8 @@
 """I/O errors under training: each is raised with its place, and costs a retry and nothing else.
 
 After any error: every subgroup is as it was before the step or as it is after it, in all of its
-planes; when the disk works again, ``flush`` finishes the step; and what comes out is what comes out
-without errors, to the last bit. No slot, extent, descriptor or memory is lost on the way.
+components; when the disk works again, ``flush`` finishes the step; and what comes out is what comes
+out without errors, to the last bit. No slot, extent, descriptor or memory is lost on the way.
 """
 
 import copy
@@ -65,7 +65,7 @@ class Training:
         stack.callback(self.state.close)
         self.plain = Plain(self.specs)
         fill_both(self.state, self.plain)
-        self.before = copy.deepcopy(self.plain.planes)
+        self.before = copy.deepcopy(self.plain.components)
         self.errors: list[AioError] = []
         self.seeds = itertools.count(seed)
         if speculative:
@@ -103,16 +103,16 @@ class Training:
         assert error.filename in str(error)
 
     def check_subgroups(self) -> None:
-        """Each is before or after the step, in every plane."""
+        """Each is before or after the step, in every component."""
         for group in self.state.layout.subgroups:
-            assert self._is(group, self.before) or self._is(group, self.plain.planes)
+            assert self._is(group, self.before) or self._is(group, self.plain.components)
 
-    def _is(self, group: Subgroup, planes: list[dict[str, torch.Tensor]]) -> bool:
+    def _is(self, group: Subgroup, components: list[dict[str, torch.Tensor]]) -> bool:
         for segment in group.segments:
-            for name, whole in planes[segment.parameter].items():
+            for name, whole in components[segment.parameter].items():
                 expected = whole[segment.start : segment.start + segment.length]
                 out = torch.empty_like(expected)
-                self.state.planes.read(segment.parameter, name, segment.start, out)
+                self.state.components.read(segment.parameter, name, segment.start, out)
                 if not same_bits(out, expected):
                     return False
         return True
@@ -128,7 +128,7 @@ class Training:
             self._add_gradients(parameter, seeds)
         updates = self.plain.updates(order)
         self.meet(lambda: self.state.step(updates, 0.5))
-        self.before = copy.deepcopy(self.plain.planes)
+        self.before = copy.deepcopy(self.plain.components)
         self.plain.step(updates, 0.5)
 
     def _use(self, parameter: int) -> None:
@@ -158,7 +158,7 @@ class Training:
         assert spill is None or spill.used_bytes == 0
         extents = self.state.extents
         assert extents is not None
-        published = {e for e in self.state.planes._on_nvme.values() if e is not None}
+        published = {e for e in self.state.components._on_nvme.values() if e is not None}
         spilled = set(self.state.gradients._on_nvme.values())
         assert extents.used_bytes == sum(extent.nbytes for extent in published | spilled)
 
@@ -228,8 +228,8 @@ def make(tmp_path: Path) -> Any:
         yield lambda **options: Training(stack, tmp_path, **options)
 
 
-def write_of_plane(request: Any) -> bool:
-    """Write-backs are whole planes of two pieces; spills are chunks of one."""
+def write_of_component(request: Any) -> bool:
+    """Write-backs are whole components of two pieces; spills are chunks of one."""
     return bool(memoryview(request.buffer).nbytes > 4 * PIECE)
 
 
@@ -240,7 +240,7 @@ def test_failed_write_back_is_raised_by_the_next_step_and_changes_nothing_else(
     training = make(seed=after)
     training.step()
     training.meet(training.state.flush)
-    training.faults.arm("write", errno.EIO, after=after, times=1000, matches=write_of_plane)
+    training.faults.arm("write", errno.EIO, after=after, times=1000, matches=write_of_component)
     training.step()
     assert training.errors == []
     for _ in range(2):
@@ -256,7 +256,7 @@ def test_error_stays_until_the_disk_works_again(make: Callable[..., Training]) -
     training = make(seed=1)
     training.step()
     training.state.flush()
-    training.faults.arm("write", errno.EIO, times=1000, matches=write_of_plane)
+    training.faults.arm("write", errno.EIO, times=1000, matches=write_of_component)
     training.step()
     for _ in range(4):
         with pytest.raises(AioError):
@@ -273,7 +273,7 @@ def test_weights_that_are_not_at_home_are_not_given_out_after_an_error(
     training = make(seed=1)
     training.step()
     training.state.flush()
-    training.faults.arm("write", errno.ENOSPC, times=1000, matches=write_of_plane)
+    training.faults.arm("write", errno.ENOSPC, times=1000, matches=write_of_component)
     training.step()
     with pytest.raises(AioError):
         training.state.flush()
@@ -297,7 +297,7 @@ def test_part_of_a_split_parameter_that_fails_does_not_spoil_the_others(
         training = make(seed=after)
         training.step()
         training.state.flush()
-        training.faults.arm("write", errno.EIO, after=after, matches=write_of_plane)
+        training.faults.arm("write", errno.EIO, after=after, matches=write_of_component)
         training.step()
         try:
             training.state.flush()

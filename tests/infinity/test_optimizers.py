@@ -154,7 +154,7 @@ def test_an_update_that_is_computed_again_gives_the_same(nvme: Path) -> None:
     rule = TorchRule(torch.optim.NAdam([nn.Parameter(torch.zeros(8, 8))]))
     segment = Segment(parameter=0, subgroup=0, start=0, length=64, offset=0)
     gradient = torch.linspace(-1, 1, 64)
-    planes = {name: torch.zeros(64) for name in ("weight", "exp_avg", "exp_avg_sq")}
+    components = {name: torch.zeros(64) for name in ("weight", "exp_avg", "exp_avg_sq")}
     for step in (1, 2, 3):
         update = ParameterUpdate(
             parameter=0,
@@ -164,11 +164,11 @@ def test_an_update_that_is_computed_again_gives_the_same(nvme: Path) -> None:
         )
         results = []
         for _ in range(2):
-            again = {name: plane.clone() for name, plane in planes.items()}
+            again = {name: component.clone() for name, component in components.items()}
             rule.apply(segment, update, again, gradient, 0.5)
             results.append(again)
-        assert all(same_bits(results[0][name], results[1][name]) for name in planes), step
-        planes = results[0]
+        assert all(same_bits(results[0][name], results[1][name]) for name in components), step
+        components = results[0]
     assert torch.equal(gradient, torch.linspace(-1, 1, 64)), "a retry scales it again"
 
 

@@ -15,8 +15,8 @@ import infinity
 from infinity.optim.rule import NativeOptimizer, OptimizerRule
 from infinity.parameters.records import Record
 from swap.masters import keep_master, master_of
-from swap.plan.layout import Plane, Segment
-from swap.plan.rules import ParameterUpdate, master_planes
+from swap.plan.layout import Component, Segment
+from swap.plan.rules import ParameterUpdate, master_components
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import WHOLE, least_budget, same_bits, train, values_of
 
@@ -32,9 +32,9 @@ class LionRule(OptimizerRule):
         self._kept_in = kept_in
         self._with_scales = with_scales
 
-    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        kept = (*master_planes(dtype), Plane("exp_avg", self._kept_in, zero=True))
-        scales = Plane("scale", torch.float32, zero=True, per=256)
+    def components(self, dtype: torch.dtype) -> tuple[Component, ...]:
+        kept = (*master_components(dtype), Component("exp_avg", self._kept_in, zero=True))
+        scales = Component("scale", torch.float32, zero=True, per=256)
         return (*kept, scales) if self._with_scales else kept
 
     def check(self, update: ParameterUpdate) -> None:
@@ -45,14 +45,14 @@ class LionRule(OptimizerRule):
         self,
         segment: Segment,
         update: ParameterUpdate,
-        planes: Mapping[str, torch.Tensor],
+        components: Mapping[str, torch.Tensor],
         gradient: torch.Tensor,
         gradient_scale: float,
     ) -> None:
-        master, kept = master_of(planes), planes["exp_avg"].float()
+        master, kept = master_of(components), components["exp_avg"].float()
         lion(master, kept, gradient.float() * gradient_scale, update.options)
-        planes["exp_avg"].copy_(kept)
-        keep_master(master, planes)
+        components["exp_avg"].copy_(kept)
+        keep_master(master, components)
 
 
 def lion(
@@ -185,13 +185,13 @@ def test_blocks_of_other_tiles_are_refused(nvme: Path, tmp_path: Path) -> None:
         offloaded.load(tmp_path / "saved")
 
 
-def test_a_plan_counts_the_planes_that_it_keeps() -> None:
+def test_a_plan_counts_the_components_that_it_keeps() -> None:
     lion_bytes, adam_bytes = (
         infinity.plan(_model(), host_memory=WHOLE, optimizer=optimizer).bytes_by_tier["host"]
         for optimizer in (Lion(), infinity.AdamW())
     )
     numel = sum(parameter.numel() for parameter in _model().parameters())
-    assert 4 * numel <= adam_bytes - lion_bytes < 8 * numel, "one float32 plane less, in pages"
+    assert 4 * numel <= adam_bytes - lion_bytes < 8 * numel, "one float32 component less, in pages"
 
 
 def test_options_out_of_range_are_refused_before_anything_changes(nvme: Path) -> None:

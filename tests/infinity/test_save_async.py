@@ -11,7 +11,7 @@ import checkpoint
 import infinity
 from checkpoint.directory import locate
 from checkpoint.saving.data_files import RankFiles
-from infinity.values.plane_bytes import PlaneBytes
+from infinity.values.component_bytes import ComponentBytes
 from tests.support.models import Gpt, seeded, token_loss
 from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
@@ -37,8 +37,8 @@ def test_background_save_holds_the_state_of_the_moment_it_was_called(
     assert behind["extra"]["value"] == {"step": 3}
     assert same_values(behind["model"], saved["model"])
     assert behind["optimizer"].keys() == saved["optimizer"].keys() != set()
-    for plane, values in behind["optimizer"].items():
-        assert same_values(values, saved["optimizer"][plane]), plane
+    for component, values in behind["optimizer"].items():
+        assert same_values(values, saved["optimizer"][component]), component
     assert saved["infinity"]["steps"] == behind["infinity"]["steps"]
 
 
@@ -60,9 +60,9 @@ def test_values_modified_behind_a_background_save_are_not_in_it(
     """The save reads nothing before somebody waits for it, or all is modified."""
     host_memory = least_budget(Gpt, tmp_path) if tight else WHOLE
     waited = threading.Event()
-    read, wait = PlaneBytes.read, checkpoint.PendingSave.wait_staged
+    read, wait = ComponentBytes.read, checkpoint.PendingSave.wait_staged
 
-    def late(self: PlaneBytes, start: int, out: memoryview) -> None:
+    def late(self: ComponentBytes, start: int, out: memoryview) -> None:
         waited.wait()
         read(self, start, out)
 
@@ -74,7 +74,7 @@ def test_values_modified_behind_a_background_save_are_not_in_it(
     before = {name: value.clone() for name, value in values_of(model).items()}
     monkeypatch.setattr(checkpoint.PendingSave, "wait_staged", noted)
     with infinity.offload(model, tmp_path, host_memory=host_memory) as offloaded:
-        monkeypatch.setattr(PlaneBytes, "read", late)
+        monkeypatch.setattr(ComponentBytes, "read", late)
         pending = offloaded.save(tmp_path / "behind", block=False)
         with offloaded.gathered(modify=True), torch.no_grad():
             for parameter in model.parameters():

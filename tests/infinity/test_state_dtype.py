@@ -86,13 +86,13 @@ def test_a_checkpoint_brings_every_bit_of_the_state_back(
                     offloaded.save(tmp_path / "saved")
         finals.append([parameter.detach() for parameter in model.parameters()])
     saved, again = (checkpoint.load(tmp_path / name) for name in ("saved", "again"))
-    planes = saved["optimizer"]
-    assert set(planes) == {"lo", *(MOMENTS if dtype == torch.uint8 else MOMENTS[:2])}
-    for plane, tensors in planes.items():
+    components = saved["optimizer"]
+    assert set(components) == {"lo", *(MOMENTS if dtype == torch.uint8 else MOMENTS[:2])}
+    for component, tensors in components.items():
         for name, tensor in tensors.items():
-            assert same_bits(tensor, again["optimizer"][plane][name]), (plane, name)
-            assert tensor.count_nonzero() > tensor.numel() // 2, (plane, name)
-    assert planes["exp_avg"]["layers.0.weight"].dtype == dtype
+            assert same_bits(tensor, again["optimizer"][component][name]), (component, name)
+            assert tensor.count_nonzero() > tensor.numel() // 2, (component, name)
+    assert components["exp_avg"]["layers.0.weight"].dtype == dtype
     assert all(map(same_bits, *finals))
 
 

@@ -152,7 +152,7 @@ def test_state_attributes_and_names_are_those_of_memory(
 
 
 def test_a_checkpoint_with_all_state_in_float32_loads(nvme: Path, tmp_path: Path) -> None:
-    """As versions before this one saved it, without the names and dtypes of state planes."""
+    """As versions before this one saved it, without the names and dtypes of state components."""
     with infinity.offload(_model(), nvme, optimizer=_Half) as offloaded:
         _backward(offloaded.model, 0)
         offloaded.step()

@@ -247,11 +247,11 @@ def test_checkpoints_load_under_other_tiles(
             checkpoint.load(folder, only=["model.*", "optimizer.*"])
             for folder in (path, tmp_path / "again")
         )
-        for part, other in ((first["model"], second["model"]), *planes(first, second)):
+        for part, other in ((first["model"], second["model"]), *components(first, second)):
             assert same_values(part, other)
 
 
-def planes(first: Any, second: Any) -> list[tuple[Any, Any]]:
+def components(first: Any, second: Any) -> list[tuple[Any, Any]]:
     assert first["optimizer"].keys() == second["optimizer"].keys()
     return [(first["optimizer"][k], second["optimizer"][k]) for k in first["optimizer"]]
 

@@ -76,7 +76,7 @@ class _Gradients:
         return torch.ones(self._records[index].spec.numel)
 
 
-class _Planes:
+class _Components:
     """Weights of this rank: their parameter's number, and one more."""
 
     def read(self, index: int, name: str, start: int, out: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ def _over(records: list[Record]) -> tuple[OverRanks, _Ranks, _Gradients]:
         gradients=gradients,
         add_gradient=lambda index, gradient: None,
         device=torch.device("cpu"),
-        planes=_Planes(),
+        components=_Components(),
     )
     made = OverRanks(
         cast(Ranks, ranks),

@@ -39,8 +39,8 @@ class Eager:
         self._options = options
         self._max_grad_norm = max_grad_norm
         self._steps = [0 for _ in masters]
-        self._planes = [
-            self._planes_of(parameter, master)
+        self._components = [
+            self._components_of(parameter, master)
             for parameter, master in zip(self.model.parameters(), masters, strict=True)
         ]
 
@@ -61,12 +61,12 @@ class Eager:
     def values(self) -> dict[str, torch.Tensor]:
         """The parameters in all the precision that there is: copies of the masters."""
         values = values_of(self.model)
-        for (name, parameter), planes in zip(
-            self.model.named_parameters(), self._planes, strict=True
+        for (name, parameter), components in zip(
+            self.model.named_parameters(), self._components, strict=True
         ):
-            if "lo" in planes:
+            if "lo" in components:
                 master = torch.empty(parameter.numel())
-                merge_master(planes["weight"], planes["lo"], master)
+                merge_master(components["weight"], components["lo"], master)
                 values[name] = master.view(parameter.shape)
         return values
 
@@ -79,17 +79,21 @@ class Eager:
         update = ParameterUpdate(
             parameter=index, step=self._steps[index], shape=parameter.shape, options=self._options
         )
-        self._rule.apply(segment, update, self._planes[index], gradient, scale)
+        self._rule.apply(segment, update, self._components[index], gradient, scale)
 
-    def _planes_of(self, parameter: nn.Parameter, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _components_of(
+        self, parameter: nn.Parameter, master: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         weight = parameter.detach().reshape(-1)
-        planes = {"weight": weight}
-        for plane in self._rule.planes(parameter.dtype):
-            planes[plane.name] = torch.zeros(plane.count(weight.numel()), dtype=plane.dtype)
-        if "lo" in planes:
-            split_master(master.reshape(-1), weight, planes["lo"])
+        components = {"weight": weight}
+        for component in self._rule.components(parameter.dtype):
+            components[component.name] = torch.zeros(
+                component.count(weight.numel()), dtype=component.dtype
+            )
+        if "lo" in components:
+            split_master(master.reshape(-1), weight, components["lo"])
         assert weight.data_ptr() == parameter.data_ptr()
-        return planes
+        return components
 
 
 def train_eagerly(

@@ -16,7 +16,7 @@ import torch
 from infinity.optim.adamw import AdamRule
 from swap.kernels import merge_master, split_master, sum_of_squares
 from swap.plan.layout import PIECE, Layout, ParameterSpec, Segment, pack
-from swap.plan.placement import Placement, gradient_bytes, planes_of, state_bytes
+from swap.plan.placement import Placement, components_of, gradient_bytes, state_bytes
 from swap.plan.rules import ParameterUpdate
 from swap.tiered import TieredState
 from swap.tiers import Tier
@@ -110,38 +110,38 @@ class Plain:
 
     def __init__(self, specs: Sequence[ParameterSpec]) -> None:
         self.specs = list(specs)
-        self.planes: list[dict[str, torch.Tensor]] = []
+        self.components: list[dict[str, torch.Tensor]] = []
         self.gradients: dict[int, torch.Tensor] = {}
         self.steps = [0] * len(self.specs)
         layout = pack(self.specs, 1 << 40)
         for spec in self.specs:
             group = layout.subgroups[layout.segments_of[spec.index][0].subgroup]
-            self.planes.append(
-                {p.name: torch.zeros(spec.numel, dtype=p.dtype) for p in planes_of(group, RULE)}
+            self.components.append(
+                {p.name: torch.zeros(spec.numel, dtype=p.dtype) for p in components_of(group, RULE)}
             )
 
     def weight(self, parameter: int) -> torch.Tensor:
-        return self.planes[parameter]["weight"]
+        return self.components[parameter]["weight"]
 
     def values(self, parameter: int) -> torch.Tensor:
-        planes = self.planes[parameter]
-        if "master" in planes:
-            return planes["master"]
-        if "lo" not in planes:
-            return planes["weight"]
+        components = self.components[parameter]
+        if "master" in components:
+            return components["master"]
+        if "lo" not in components:
+            return components["weight"]
         master = torch.empty(self.specs[parameter].numel)
-        merge_master(planes["weight"], planes["lo"], master, threads=1)
+        merge_master(components["weight"], components["lo"], master, threads=1)
         return master
 
     def write(self, parameter: int, start: int, values: torch.Tensor) -> None:
-        planes, stop = self.planes[parameter], start + values.numel()
-        if "lo" in planes:
-            part = planes["weight"][start:stop], planes["lo"][start:stop]
+        components, stop = self.components[parameter], start + values.numel()
+        if "lo" in components:
+            part = components["weight"][start:stop], components["lo"][start:stop]
             split_master(values.float().contiguous(), *part, threads=1)
             return
-        planes["weight"][start:stop] = values.to(planes["weight"].dtype)
-        if "master" in planes:
-            planes["master"][start:stop] = values.float()
+        components["weight"][start:stop] = values.to(components["weight"].dtype)
+        if "master" in components:
+            components["master"][start:stop] = values.float()
 
     def add_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
         if parameter in self.gradients:
@@ -169,7 +169,7 @@ class Plain:
         for p, update in updates.items():
             numel = self.specs[p].numel
             whole = Segment(parameter=p, subgroup=0, start=0, length=numel, offset=0)
-            RULE.apply(whole, update, self.planes[p], self.gradients[p], scale)
+            RULE.apply(whole, update, self.components[p], self.gradients[p], scale)
             self.steps[p] += 1
         self.gradients.clear()
 
@@ -227,12 +227,12 @@ class TieredRig:
 
 
 def assert_same(state: TieredState, plain: Plain) -> None:
-    """Every plane of every parameter, once all that is under way has ended."""
+    """Every component of every parameter, once all that is under way has ended."""
     state.flush()
     for spec in plain.specs:
-        for name, expected in plain.planes[spec.index].items():
+        for name, expected in plain.components[spec.index].items():
             out = torch.empty(spec.numel, dtype=expected.dtype)
-            state.planes.read(spec.index, name, 0, out)
+            state.components.read(spec.index, name, 0, out)
             assert same_bits(out, expected), f"{name} of {spec.name} differs"
 
 

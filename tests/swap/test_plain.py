@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from swap.kernels import AdamHyper, adam_step, block_squares, sum_of_squares
-from swap.masters import planes_from
+from swap.masters import components_from
 from swap.plain import check_memory, plain
-from swap.storage.planes import as_bytes, copy_values
+from swap.storage.components import as_bytes, copy_values
 from tests.support.training import same_bits
 
 HYPER = AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1)
@@ -86,12 +86,12 @@ def test_plain_has_the_values_in_memory(make: Callable[[], torch.Tensor]) -> Non
 @pytest.mark.parametrize("make", [_negative, _zero])
 @pytest.mark.parametrize("names", [("weight",), ("weight", "lo"), ("weight", "master")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_planes_are_made_of_the_values(
+def test_components_are_made_of_the_values(
     make: Callable[[], torch.Tensor], names: tuple[str, ...], dtype: torch.dtype
 ) -> None:
-    expected = planes_from(torch.empty(N).copy_(make()), dtype, names)
-    for name, plane in planes_from(make(), dtype, names).items():
-        assert same_bits(plane, expected[name]), name
+    expected = components_from(torch.empty(N).copy_(make()), dtype, names)
+    for name, component in components_from(make(), dtype, names).items():
+        assert same_bits(component, expected[name]), name
 
 
 def test_copied_values_are_the_values() -> None:

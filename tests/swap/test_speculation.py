@@ -42,7 +42,7 @@ class Noted:
         return self.can_validate
 
 
-class _Planes:
+class _Components:
     def is_host(self, subgroup: int) -> bool:
         return subgroup == LAST
 
@@ -60,7 +60,7 @@ def _step(scale: float = 1.0) -> Step:
 def _learned(noted: Noted, *, overlap: bool = True) -> tuple[Speculation, Layout]:
     """After a step in which every parameter got one gradient."""
     layout = _layout()
-    made = Speculation(layout, cast(Any, _Planes()), cast(Any, noted), overlap=overlap)
+    made = Speculation(layout, cast(Any, _Components()), cast(Any, noted), overlap=overlap)
     made.expect_step = _step
     _add(made, 0, 1, 2)
     _take(made, layout, _step())

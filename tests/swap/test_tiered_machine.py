@@ -219,7 +219,7 @@ class TiersMachine(RuleBasedStateMachine):
         """What is kept on NVMe is what has a reason to be there."""
         if self.state.extents is None:
             return
-        published = {e for e in self.state.planes._on_nvme.values() if e is not None}
+        published = {e for e in self.state.components._on_nvme.values() if e is not None}
         spilled = set(self.state.gradients._on_nvme.values())
         expected = sum(extent.nbytes for extent in published | spilled)
         assert self.state.extents.used_bytes == expected

@@ -95,7 +95,10 @@ def look(scenario: Scenario) -> Outlook:
     plan = _plan(scenario)
     on_nvme = plan.bytes_by_tier["nvme"]
     nvme_share = on_nvme / sum(plan.bytes_by_tier.values())
-    state = sum(plane.nbytes(model.num_parameters) for plane in AdamRule().planes(torch.bfloat16))
+    state = sum(
+        component.nbytes(model.num_parameters)
+        for component in AdamRule().components(torch.bfloat16)
+    )
     saved = state + _WEIGHT_BYTES * model.num_parameters
     activations = model.activation_bytes * scenario.passes * (scenario.activations == "nvme")
     read, written = plan.read_bytes_per_step, plan.written_bytes_per_step

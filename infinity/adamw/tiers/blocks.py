@@ -16,22 +16,22 @@ import numpy as np
 import torch
 
 from aio import AioError, Operation
-from swap.plan.layout import Plane, Segment
+from swap.plan.layout import Component, Segment
+from swap.storage.components import as_tensor
 from swap.storage.extents import Extent, ExtentStore
-from swap.storage.planes import as_tensor
 from swap.timeline import Timeline
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """The state of one subgroup, its planes one after the other: at home, in a slot, on NVMe.
+    """The state of one subgroup, its components one after the other: at home, in a slot, on NVMe.
 
-    ``extent`` is None until the block was first written; the planes hold anything then.
+    ``extent`` is None until the block was first written; the components hold anything then.
     """
 
     index: int
     segments: tuple[Segment, ...]
-    planes: tuple[Plane, ...]
+    components: tuple[Component, ...]
     numel: int
     home: np.ndarray | None = None
     slot: Slot | None = None
@@ -39,25 +39,27 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * sum(plane.dtype.itemsize for plane in self.planes)
+        return self.numel * sum(component.dtype.itemsize for component in self.components)
 
     def range_of(self, name: str) -> tuple[int, torch.dtype]:
-        """First byte of a plane, and its dtype."""
+        """First byte of a component, and its dtype."""
         first = 0
-        for plane in self.planes:
-            if plane.name == name:
-                return first, plane.dtype
-            first += self.numel * plane.dtype.itemsize
+        for component in self.components:
+            if component.name == name:
+                return first, component.dtype
+            first += self.numel * component.dtype.itemsize
         raise KeyError(name)
 
-    def plane(self, buffer: np.ndarray, name: str) -> torch.Tensor:
-        """The elements of a plane in ``buffer``."""
+    def component(self, buffer: np.ndarray, name: str) -> torch.Tensor:
+        """The elements of a component in ``buffer``."""
         first, dtype = self.range_of(name)
         return as_tensor(buffer[first : first + self.numel * dtype.itemsize], dtype)
 
     def view(self, buffer: np.ndarray) -> dict[str, torch.Tensor]:
-        """All planes in ``buffer``."""
-        return {plane.name: self.plane(buffer, plane.name) for plane in self.planes}
+        """All components in ``buffer``."""
+        return {
+            component.name: self.component(buffer, component.name) for component in self.components
+        }
 
 
 @dataclass(slots=True, eq=False)

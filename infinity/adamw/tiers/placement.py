@@ -92,7 +92,7 @@ def place_state(
 
 
 def _element_bytes(subgroup: Subgroup, rule: UpdateRule) -> int:
-    return sum(plane.dtype.itemsize for plane in rule.planes(subgroup.dtype))
+    return sum(component.dtype.itemsize for component in rule.components(subgroup.dtype))
 
 
 def _subgroup_elements(whole: Layout, rule: UpdateRule, memory: HostMemory) -> int:

@@ -27,20 +27,20 @@ from infinity.adamw.tiers.placement import HostMemory, StatePlacement, checkpoin
 from swap.plan.layout import PASSAGE_BYTES, ParameterSpec, Segment
 from swap.plan.rules import UpdateRule
 from swap.storage.bandwidth import shares
+from swap.storage.components import as_bytes
 from swap.storage.directory import SwapDirectory
 from swap.storage.extents import ExtentStore
 from swap.storage.passage import Passage
-from swap.storage.planes import as_bytes
 from swap.tiers import Tier
 from swap.timeline import Timeline
 from swap.undo import Undo
 
 Work = Callable[[Sequence[Segment], Mapping[str, torch.Tensor]], None]
-"""Updates the segments of one block; the planes are those of the whole block."""
+"""Updates the segments of one block; the components are those of the whole block."""
 
 
 class StateStore:
-    """The planes that a rule keeps beside weights, for parameters known by number.
+    """The components that a rule keeps beside weights, for parameters known by number.
 
     ``directories`` share the load by their bandwidth, as far as that was measured and kept.
     One thread at a time, but for ``read`` and ``write``.
@@ -100,7 +100,7 @@ class StateStore:
         """Call ``work`` with every block of ``left``; each is taken out of it when that returns.
 
         Raises ``AioError``, and what ``work`` raises; ``left`` then holds the blocks that remain.
-        The planes of a block hold anything until they are first written to.
+        The components of a block hold anything until they are first written to.
         """
         order = self._order(left)
         at_home = deque(block for block in order if block.home is not None)
@@ -127,26 +127,27 @@ class StateStore:
         self._slots.settle()
 
     def read(self, parameter: int, name: str, start: int, out: torch.Tensor) -> None:
-        """Copy elements ``[start, start + len(out))`` of a plane into ``out``, flat, on the CPU.
+        """Copy elements ``[start, start + len(out))`` of a component into ``out``, flat, on the
+        CPU.
 
         For a settled store; several threads may call. Raises ``AioError``.
         """
         for block, low, part in self._overlaps(parameter, start, out):
             memory = _memory_of(block)
             if memory is not None:
-                part.copy_(block.plane(memory, name)[low : low + part.numel()])
+                part.copy_(block.component(memory, name)[low : low + part.numel()])
             else:
                 self._transfer("read", block, name, low, part)
 
     def write(self, parameter: int, name: str, start: int, values: torch.Tensor) -> None:
-        """Set elements ``[start, start + len(values))`` of a plane.
+        """Set elements ``[start, start + len(values))`` of a component.
 
         For a settled store; several threads may write different elements. Raises ``AioError``.
         """
         for block, low, part in self._overlaps(parameter, start, values):
             memory = _memory_of(block)
             if memory is not None:
-                block.plane(memory, name)[low : low + part.numel()].copy_(part)
+                block.component(memory, name)[low : low + part.numel()].copy_(part)
                 if block.slot is not None:
                     block.slot.dirty = True
                 continue
@@ -191,7 +192,7 @@ class StateStore:
             Block(
                 index=len(self._blocks) + group.index,
                 segments=tuple(replace(s, parameter=base + s.parameter) for s in group.segments),
-                planes=self._rule.planes(group.dtype),
+                components=self._rule.components(group.dtype),
                 numel=group.numel,
             )
             for group in placement.layout.subgroups
@@ -245,7 +246,7 @@ class StateStore:
     def _overlaps(
         self, parameter: int, start: int, tensor: torch.Tensor
     ) -> Iterator[tuple[Block, int, torch.Tensor]]:
-        """(block, first element in its planes, slice of ``tensor``) for all that the range
+        """(block, first element in its components, slice of ``tensor``) for all that the range
         touches.
         """
         stop = start + tensor.numel()
@@ -264,8 +265,8 @@ class StateStore:
         assert self.extents is not None
         assert block.extent is not None
         assert self._passage is not None
-        plane, dtype = block.range_of(name)
-        start = plane + first * dtype.itemsize
+        component, dtype = block.range_of(name)
+        start = component + first * dtype.itemsize
         extents, extent, memory = self.extents, block.extent, as_bytes(part)
 
         def transfer(at: int, buffer: np.ndarray) -> Operation:

@@ -90,7 +90,7 @@ def _with_moments(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> lis
             f"{path} has moments of 8 bits, which torch.optim.AdamW does not have; train with "
             "state_dtype=torch.bfloat16 or torch.float32 to export them"
         )
-    return [name for name, planes in saved["planes"].items() if {*MOMENTS} <= {*planes}]
+    return [name for name, components in saved["planes"].items() if {*MOMENTS} <= {*components}]
 
 
 def _members(group: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from infinity.commands.foreign.distributed import METADATA, read_distributed
 from infinity.commands.foreign.state import MOMENTS, SHOWN, ForeignState, Shelf, Shelved
 from infinity.commands.foreign.torch_files import read_torch_file
 from infinity.commands.foreign.universal import read_universal, universal_folder
-from infinity.optim.torch_state import IN_PLANES
+from infinity.optim.torch_state import IN_COMPONENTS
 from infinity.values.initial.weight_files import WeightFolder
 from infinity.values.initial.weight_names import Recipe, recipes_for
 from infinity.values.persistence import FORMAT
@@ -89,7 +89,7 @@ def _tree(state: ForeignState, model: nn.Module, files: WeightFolder) -> dict[st
             "is_foreign": True,
             "loss_scale": None,
             "small_state": {
-                name: {"step": torch.tensor(float(state.steps[name])), IN_PLANES: list(MOMENTS)}
+                name: {"step": torch.tensor(float(state.steps[name])), IN_COMPONENTS: list(MOMENTS)}
                 for name in state.moments
             },
             "world_size": 1,

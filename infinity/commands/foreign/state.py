@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swap.storage.planes import as_bytes
+from swap.storage.components import as_bytes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SHOWN = 5

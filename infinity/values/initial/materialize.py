@@ -30,7 +30,7 @@ from infinity.values.initial.from_checkpoint import (
 from infinity.values.initial.initialisers import Initialisers
 from infinity.values.initial.weight_files import WeightFolder, converts, listed
 from infinity.values.initial.weight_names import Recipe, ignored_by, recipes_for, remedy_for
-from swap.plan.rules import master_planes
+from swap.plan.rules import master_components
 from swap.tiered import CHUNK_ELEMENTS, TieredState
 
 _log = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ def _fill(state: TieredState, record: Record, values: torch.Tensor | StoredValue
     if isinstance(values, torch.Tensor):
         state.fill(record.index, values)
         return
-    dtype, planes = record.spec.dtype, state.plane_names(record.index)
-    has_master = any(plane.name in planes for plane in master_planes(dtype))
+    dtype, components = record.spec.dtype, state.component_names(record.index)
+    has_master = any(component.name in components for component in master_components(dtype))
     if has_master or dtype != values.source.dtype:
         values = values.exact()  # else what was computed with goes on, bit for bit
     for start in range(0, record.spec.numel, CHUNK_ELEMENTS):

@@ -34,13 +34,13 @@ def master_beside(
     if not name.startswith(_WEIGHTS):
         return None
     rest = name.removeprefix(_WEIGHTS)
-    for plane, dtype in (("lo", torch.int16), ("master", torch.float32)):
-        stored = f"optimizer.{plane}.{rest}"
+    for component, dtype in (("lo", torch.int16), ("master", torch.float32)):
+        stored = f"optimizer.{component}.{rest}"
         if stored not in names:
             continue
         found = source(stored)
         if found.dtype == dtype and tuple(found.shape) == tuple(weight.shape):
-            return found if plane == "master" else MergedHalves(weight, found, weight.shape)
+            return found if component == "master" else MergedHalves(weight, found, weight.shape)
     return None
 
 

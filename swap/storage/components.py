@@ -1,8 +1,9 @@
-"""The current place of every subgroup's planes, and transfers of parts of them.
+"""The current place of every subgroup's components, and transfers of parts of them.
 
-A plane in HOST is an array that the optimizer changes in place. A plane on NVME is an extent that
-is never written again once it was published: an update publishes new extents. A plane whose values
-are all still zero (moments before the first step) has no extent and is never read.
+A component in HOST is an array that the optimizer changes in place. A component on NVME is an
+extent that is never written again once it was published: an update publishes new extents. A
+component whose values are all still zero (moments before the first step) has no extent and is never
+read.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from aio import AioError, Operation, Slab
 from swap.apart import run_apart
 from swap.kernels import copy_bytes
 from swap.plain import check_plain, plain
-from swap.plan.layout import PAGE, Plane, Segment, Subgroup
-from swap.plan.placement import Placement, planes_of
+from swap.plan.layout import PAGE, Component, Segment, Subgroup
+from swap.plan.placement import Placement, components_of
 from swap.plan.rules import UpdateRule
 from swap.storage.extents import Extent, ExtentStore
 from swap.storage.passage import Passage, lies_as
@@ -69,8 +70,8 @@ def clear_values(target: torch.Tensor) -> None:
     as_bytes(target).fill(0)
 
 
-class PlaneStore:
-    """All planes of a placement. Extents are swapped under a lock; HOST arrays never move."""
+class ComponentStore:
+    """All components of a placement. Extents are swapped under a lock; HOST arrays never move."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class PlaneStore:
         self._extents = extents
         self._lock = threading.Lock()
         self._filling = threading.Lock()
-        self._planes = tuple(planes_of(group, rule) for group in self.layout.subgroups)
+        self._components = tuple(components_of(group, rule) for group in self.layout.subgroups)
         self._host: dict[tuple[int, str], torch.Tensor] = {}
         self._on_nvme: dict[tuple[int, str], Extent | None] = {}
         for unit in _units(self.layout.subgroups):
@@ -99,17 +100,17 @@ class PlaneStore:
         self._weights = tuple(self._contiguous(spec.index) for spec in self.layout.specs)
 
     def names(self, subgroup: int) -> tuple[str, ...]:
-        """Names of the planes of a subgroup, the weights first."""
-        return tuple(plane.name for plane in self._planes[subgroup])
+        """Names of the components of a subgroup, the weights first."""
+        return tuple(component.name for component in self._components[subgroup])
 
-    def plane(self, subgroup: int, name: str) -> Plane:
-        return next(plane for plane in self._planes[subgroup] if plane.name == name)
+    def component(self, subgroup: int, name: str) -> Component:
+        return next(component for component in self._components[subgroup] if component.name == name)
 
     def is_host(self, subgroup: int) -> bool:
         return self._home[subgroup] is Tier.HOST
 
     def host(self, subgroup: int, name: str) -> torch.Tensor:
-        """The array of a HOST plane."""
+        """The array of a HOST component."""
         return self._host[subgroup, name]
 
     def host_weight(self, parameter: int) -> torch.Tensor | None:
@@ -117,12 +118,12 @@ class PlaneStore:
         return self._weights[parameter]
 
     def extent(self, subgroup: int, name: str) -> Extent | None:
-        """Where an NVME plane is; None while it is all zeros."""
+        """Where an NVME component is; None while it is all zeros."""
         with self._lock:
             return self._on_nvme[subgroup, name]
 
     def publish(self, subgroup: int, extents: Mapping[str, Extent]) -> None:
-        """Replace the extents of some planes at once and release the old ones."""
+        """Replace the extents of some components at once and release the old ones."""
         assert self._extents is not None
         with self._lock:
             old = [self._on_nvme[subgroup, name] for name in extents]
@@ -143,21 +144,21 @@ class PlaneStore:
         return pinned
 
     def zero(self, name: str) -> None:
-        """Make every plane of that name all zeros, wherever it is; an interrupt comes before or
+        """Make every component of that name all zeros, wherever it is; an interrupt comes before or
         after.
         """
         run_apart(partial(self._zero, name), "infinity-zero")
 
     def _zero(self, name: str) -> None:
-        for (_, plane), tensor in self._host.items():
-            if plane == name:
+        for (_, component), tensor in self._host.items():
+            if component == name:
                 tensor.zero_()
-        for subgroup, plane in self._on_nvme:
-            if plane == name:
+        for subgroup, component in self._on_nvme:
+            if component == name:
                 self._drop(subgroup, name)
 
     def read(self, parameter: int, name: str, start: int, out: torch.Tensor) -> None:
-        """Copy values ``[start, start + len(out))`` of one plane of a parameter into ``out``
+        """Copy values ``[start, start + len(out))`` of one component of a parameter into ``out``
         (flat, CPU).
 
         Raises ``AioError``; ``out`` is the caller's again then, too. The caller sees to it that no
@@ -179,7 +180,7 @@ class PlaneStore:
                 self._start("read", extent, low, part, pending)
 
     def write(self, parameter: int, name: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite values ``[start, start + len(values))`` of one plane in place (no
+        """Overwrite values ``[start, start + len(values))`` of one component in place (no
         copy-on-write).
 
         For filling and loading, with no update under way; several threads may write different
@@ -224,11 +225,11 @@ class PlaneStore:
         """
         stop = start + tensor.numel()
         for segment in self.layout.segments_of[parameter]:
-            plane = self.plane(segment.subgroup, name)
-            here = plane.part(segment.start, segment.length)
+            component = self.component(segment.subgroup, name)
+            here = component.part(segment.start, segment.length)
             low, high = max(start, here.start), min(stop, here.stop)
             if low < high:
-                at = segment.offset // plane.per + low - here.start
+                at = segment.offset // component.per + low - here.start
                 yield segment, at, tensor[low - start : high - start]
 
     def _start(
@@ -250,26 +251,26 @@ class PlaneStore:
         return self._extents.write(extent, start, memory)
 
     def _map_unit(self, unit: list[Subgroup], slab: Slab) -> None:
-        """One array a plane for the whole unit, so that a split parameter is still contiguous."""
-        for plane in self._planes[unit[0].index]:
-            nbytes = plane.nbytes(sum(group.numel for group in unit))
-            whole = as_tensor(slab.allocate(nbytes), plane.dtype)
+        """One array a component for the whole unit, so that a split parameter stays contiguous."""
+        for component in self._components[unit[0].index]:
+            nbytes = component.nbytes(sum(group.numel for group in unit))
+            whole = as_tensor(slab.allocate(nbytes), component.dtype)
             first = 0
             for group in unit:
-                self._host[group.index, plane.name] = whole[plane.part(first, group.numel)]
+                self._host[group.index, component.name] = whole[component.part(first, group.numel)]
                 first += group.numel
 
     def _allocate(self, group: Subgroup) -> None:
         assert self._extents is not None
-        for plane in self._planes[group.index]:
+        for component in self._components[group.index]:
             extent = None
-            if not plane.zero:
-                extent = self._extents.allocate(plane.nbytes(group.numel))
-            self._on_nvme[group.index, plane.name] = extent
+            if not component.zero:
+                extent = self._extents.allocate(component.nbytes(group.numel))
+            self._on_nvme[group.index, component.name] = extent
 
     def _fill_with_zeros(self, subgroup: int, name: str) -> None:
         assert self._extents is not None
-        nbytes = self.plane(subgroup, name).nbytes(self.layout.subgroups[subgroup].numel)
+        nbytes = self.component(subgroup, name).nbytes(self.layout.subgroups[subgroup].numel)
         extent = self._extents.allocate(nbytes)
         assert self._passage is not None
         try:

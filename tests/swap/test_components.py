@@ -1,4 +1,4 @@
-"""Planes: any range in and out, snapshots, and what an error leaves."""
+"""Components: any range in and out, snapshots, and what an error leaves."""
 
 import errno
 import itertools
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from aio import AioError
 from swap.plan.layout import PIECE, pack
-from swap.storage.planes import as_bytes, as_tensor
+from swap.storage.components import as_bytes, as_tensor
 from tests.support.examples import examples
 from tests.support.interrupts import interrupt, sampled
 from tests.support.tiers import (
@@ -40,7 +40,7 @@ class Rig(TieredRig):
         arena_bytes = 8 * PIECE * 4
         placement = placement_of(pack(specs, 2 * PIECE), arena_bytes=arena_bytes, **homes)
         super().__init__(stack, folder, placement)
-        self.planes = self.state.planes
+        self.components = self.state.components
 
 
 @contextmanager
@@ -64,37 +64,37 @@ def test_ranges_come_back_as_they_were_written(
     folder = tmp_path_factory.mktemp("swap")
     with rig_in(folder, dtype=dtype, state_on_nvme=lambda unit: unit not in on_host) as rig:
         for spec in rig.plain.specs:
-            for name, expected in rig.plain.planes[spec.index].items():
+            for name, expected in rig.plain.components[spec.index].items():
                 expected.copy_(random_values(spec.index, spec.numel).to(expected.dtype))
-                rig.planes.write(spec.index, name, 0, expected)
+                rig.components.write(spec.index, name, 0, expected)
         for number in range(6):
             parameter = data.draw(st.integers(0, len(SIZES) - 1))
-            name = data.draw(st.sampled_from(rig.state.plane_names(parameter)))
-            expected = rig.plain.planes[parameter][name]
+            name = data.draw(st.sampled_from(rig.state.component_names(parameter)))
+            expected = rig.plain.components[parameter][name]
             start = data.draw(st.integers(0, SIZES[parameter]))
             stop = data.draw(st.integers(start, SIZES[parameter]))
             values = random_values(number, stop - start).to(expected.dtype)
             expected[start:stop] = values
-            rig.planes.write(parameter, name, start, values)
+            rig.components.write(parameter, name, start, values)
         assert_same(rig.state, rig.plain)
 
 
-def test_planes_start_as_zeros_without_an_extent(tmp_path: Path) -> None:
+def test_components_start_as_zeros_without_an_extent(tmp_path: Path) -> None:
     with rig_in(tmp_path) as rig:
         extents = rig.state.extents
         assert extents is not None
         used = extents.used_bytes
         out = torch.ones(SIZES[0])
-        rig.planes.read(0, "exp_avg", 0, out)
+        rig.components.read(0, "exp_avg", 0, out)
         assert not out.any()
         assert extents.used_bytes == used
-        rig.planes.write(0, "exp_avg", PIECE, torch.ones(5))
-        rig.planes.read(0, "exp_avg", 0, out)
+        rig.components.write(0, "exp_avg", PIECE, torch.ones(5))
+        rig.components.read(0, "exp_avg", 0, out)
         assert out.nonzero().view(-1).tolist() == list(range(PIECE, PIECE + 5))
 
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
-def test_zero_empties_a_plane_wherever_it_is(tmp_path: Path, home: str) -> None:
+def test_zero_empties_a_component_wherever_it_is(tmp_path: Path, home: str) -> None:
     with rig_in(tmp_path, state_on_nvme=lambda _: home == "nvme") as rig:
         fill_both(rig.state, rig.plain)
         for spec in rig.plain.specs:
@@ -102,18 +102,18 @@ def test_zero_empties_a_plane_wherever_it_is(tmp_path: Path, home: str) -> None:
         step_both(rig.state, rig.plain, range(len(SIZES)))
         rig.state.flush()
         for name in ("exp_avg", "exp_avg_sq"):
-            rig.planes.zero(name)
-            for planes in rig.plain.planes:
-                planes[name].zero_()
+            rig.components.zero(name)
+            for components in rig.plain.components:
+                components[name].zero_()
         assert_same(rig.state, rig.plain)
 
 
-def test_pinned_planes_keep_their_bytes_through_updates(tmp_path: Path) -> None:
+def test_pinned_components_keep_their_bytes_through_updates(tmp_path: Path) -> None:
     with rig_in(tmp_path) as rig:
         extents = rig.state.extents
         assert extents is not None
         fill_both(rig.state, rig.plain)
-        pinned = rig.planes.pin()
+        pinned = rig.components.pin()
         before = {}
         for extent in pinned:
             before[extent] = np.empty(extent.nbytes, np.uint8)
@@ -142,7 +142,7 @@ def test_threads_may_write_different_elements_at_once(tmp_path: Path) -> None:
         cuts = [0, 10, PIECE - 1, PIECE + 1, 2 * PIECE, 3 * PIECE + 1, SIZES[0]]
 
         def write(first: int, last: int) -> None:
-            rig.planes.write(0, "exp_avg", first, values[first:last])
+            rig.components.write(0, "exp_avg", first, values[first:last])
 
         threads = [threading.Thread(target=write, args=(a, b)) for a, b in itertools.pairwise(cuts)]
         for thread in threads:
@@ -150,7 +150,7 @@ def test_threads_may_write_different_elements_at_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         out = torch.empty_like(values)
-        rig.planes.read(0, "exp_avg", 0, out)
+        rig.components.read(0, "exp_avg", 0, out)
         assert same_bits(out, values)
 
 
@@ -163,7 +163,7 @@ def test_error_is_raised_when_nothing_uses_the_callers_memory_any_more(
         rig.engine.eager = 0.0
         rig.faults.arm(kind, errno.EIO)
         values = torch.zeros(SIZES[0])
-        transfer = rig.planes.read if kind == "read" else rig.planes.write
+        transfer = rig.components.read if kind == "read" else rig.components.write
         with pytest.raises(AioError) as caught:
             transfer(0, "weight", 0, values)
         assert caught.value.errno == errno.EIO
@@ -201,14 +201,14 @@ def test_transfer_that_an_interrupt_kept_from_being_noted_has_ended(
         monkeypatch.setattr(extents, kind, cut)
         monkeypatch.setattr(engine, "drain", cut_drain)
         values = torch.zeros(SIZES[0] + 1)[0 if is_aligned else 1 :][: SIZES[0]]
-        transfer = rig.planes.read if kind == "read" else rig.planes.write
+        transfer = rig.components.read if kind == "read" else rig.components.write
         with pytest.raises(KeyboardInterrupt):
             transfer(0, "weight", 0, values)
         assert engine.num_in_flight == 0
         assert not left
 
 
-def test_plane_that_an_interrupt_came_into_as_it_was_made_leaves_no_extent_to_nobody(
+def test_component_that_an_interrupt_came_into_as_it_was_made_leaves_no_extent_to_nobody(
     tmp_path: Path,
 ) -> None:
     with rig_in(tmp_path) as rig:
@@ -218,18 +218,18 @@ def test_plane_that_an_interrupt_came_into_as_it_was_made_leaves_no_extent_to_no
         values = random_values(0, SIZES[0])
 
         def write() -> None:
-            rig.planes.write(0, "exp_avg", 0, values)
+            rig.components.write(0, "exp_avg", 0, values)
 
         total = interrupt(write, None).seen
         for number in sampled(total, 40):
-            for action in (lambda: rig.planes.zero("exp_avg"), write):
+            for action in (lambda: rig.components.zero("exp_avg"), write):
                 interrupt(action, number)
-            rig.planes.zero("exp_avg")
+            rig.components.zero("exp_avg")
             assert extents.used_bytes == used
 
 
 @pytest.mark.parametrize("kind", ["write", "allocate"])
-def test_plane_that_could_not_be_made_is_all_zeros_still(tmp_path: Path, kind: Any) -> None:
+def test_component_that_could_not_be_made_is_all_zeros_still(tmp_path: Path, kind: Any) -> None:
     with rig_in(tmp_path) as rig:
         extents = rig.state.extents
         assert extents is not None
@@ -240,12 +240,12 @@ def test_plane_that_could_not_be_made_is_all_zeros_still(tmp_path: Path, kind: A
         used = extents.used_bytes
         rig.faults.arm(kind, errno.ENOSPC, times=100)
         with pytest.raises(AioError):
-            rig.planes.write(0, "exp_avg", 0, torch.ones(SIZES[0]))
+            rig.components.write(0, "exp_avg", 0, torch.ones(SIZES[0]))
         assert extents.used_bytes == used
         rig.faults.disarm()
-        rig.planes.write(0, "exp_avg", 7, torch.ones(1))
+        rig.components.write(0, "exp_avg", 7, torch.ones(1))
         out = torch.empty(SIZES[0])
-        rig.planes.read(0, "exp_avg", 0, out)
+        rig.components.read(0, "exp_avg", 0, out)
         assert out.nonzero().tolist() == [[7]]
 
 

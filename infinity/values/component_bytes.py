@@ -1,4 +1,4 @@
-"""The planes of parameters as checkpoints see them: row-major tensors that are read and written
+"""The components of parameters as checkpoints see them: row-major tensors that are read and written
 piece by piece, wherever their bytes are. Of a partitioned parameter this rank has a part.
 """
 
@@ -13,59 +13,59 @@ import torch
 
 from infinity.parameters.partition import joined
 from infinity.values.leaves import Leaf
-from swap.plan.layout import Plane
+from swap.plan.layout import Component
 from swap.tiered import TieredState
 
-MASTER_PLANES = ("weight", "lo", "master")
-"""What holds the values of a parameter; all other planes are state of an optimizer."""
+MASTER_COMPONENTS = ("weight", "lo", "master")
+"""What holds the values of a parameter; all other components are state of an optimizer."""
 Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneBytes:
-    """One plane of one parameter: a ``checkpoint.ByteSource`` and ``ByteSink``."""
+class ComponentBytes:
+    """One component of one parameter: a ``checkpoint.ByteSource`` and ``ByteSink``."""
 
     state: TieredState
     leaf: Leaf
-    plane: Plane
+    component: Component
 
     thread_safe: ClassVar[bool] = True
     """Transfers are at offsets, and stripes want several of them at once."""
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.plane.dtype
+        return self.component.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.leaf.shape if self.plane.per == 1 else (self.leaf.count(self.plane),)
+        return self.leaf.shape if self.component.per == 1 else (self.leaf.count(self.component),)
 
     def read(self, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
         for index, first, values in self._kept(start, out):
-            self.state.planes.read(index, self.plane.name, first, values)
+            self.state.components.read(index, self.component.name, first, values)
 
     def write(self, start: int, data: memoryview) -> None:
         """Take ``data`` as the bytes from byte ``start``; whole elements. What other ranks keep is
         ignored. Raises ``AioError``.
         """
         for index, first, values in self._kept(start, data):
-            self.state.planes.write(index, self.plane.name, first, values)
+            self.state.components.write(index, self.component.name, first, values)
 
     def _kept(self, start: int, data: memoryview) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(parameter, first of the values that this rank keeps, where they are in ``data``)."""
         assert start % self.dtype.itemsize == 0, "pieces begin with an element"
         values = torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
         first = start // self.dtype.itemsize
-        for part, low, at, length in self.leaf.split(first, values.numel(), self.plane):
-            kept = self.plane.part(part.first, part.spec.numel)
+        for part, low, at, length in self.leaf.split(first, values.numel(), self.component):
+            kept = self.component.part(part.first, part.spec.numel)
             begin, end = max(low, kept.start), min(low + length, kept.stop)
             if begin < end:
                 yield part.index, begin - kept.start, values[at + begin - low : at + end - low]
 
 
 @dataclass(frozen=True, slots=True)
-class PartBytes(PlaneBytes):
+class PartBytes(ComponentBytes):
     """The same of a parameter that is partitioned: a ``PartialSource`` or ``PartialSink``."""
 
     ranges: Ranges
@@ -107,22 +107,30 @@ class Saving:
         return position % self.world_size == self.rank
 
 
-def planes_of_leaf(state: TieredState, leaf: Leaf, saving: Saving | None) -> list[PlaneBytes]:
-    """All planes of a leaf, the weights first: what ``saving`` saves of them, or (None) all that
-    this rank keeps.
+def components_of_leaf(
+    state: TieredState, leaf: Leaf, saving: Saving | None
+) -> list[ComponentBytes]:
+    """All components of a leaf, the weights first: what ``saving`` saves of them, or (None) all
+    that this rank keeps.
     """
     subgroup = state.layout.segments_of[leaf.first.index][0].subgroup
-    planes = [state.planes.plane(subgroup, name) for name in state.plane_names(leaf.first.index)]
+    components = [
+        state.components.component(subgroup, name)
+        for name in state.component_names(leaf.first.index)
+    ]
     if not any(part.is_partitioned for part in leaf.parts):
-        return [PlaneBytes(state, leaf, plane) for plane in planes]
-    return [PartBytes(state, leaf, plane, _ranges(leaf, plane, saving)) for plane in planes]
+        return [ComponentBytes(state, leaf, component) for component in components]
+    return [
+        PartBytes(state, leaf, component, _ranges(leaf, component, saving))
+        for component in components
+    ]
 
 
-def _ranges(leaf: Leaf, plane: Plane, saving: Saving | None) -> Ranges:
+def _ranges(leaf: Leaf, component: Component, saving: Saving | None) -> Ranges:
     found, at = [], 0
     for position, part in enumerate(leaf.parts):
         if part.is_partitioned or saving is None or saving.takes_whole(position):
-            kept = plane.part(part.first, part.spec.numel)
+            kept = component.part(part.first, part.spec.numel)
             found.append((at + kept.start, kept.stop - kept.start))
-        at += plane.count(part.numel)
+        at += component.count(part.numel)
     return tuple(joined(found))
