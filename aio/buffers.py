@@ -1,8 +1,11 @@
 """Memory for I/O: one anonymous mapping, handed out in page-aligned ranges.
 
-Invariant: a range is handed out again only when nothing refers to its memory any more. Each range
-has an owner object; numpy arrays, torch tensors, memoryviews and operations in flight all keep it
-alive, directly or through one another, and the slab learns of its end by a weak reference.
+Invariants:
+- A range is handed out again only when nothing refers to its memory any more. Each range has an
+  owner object; numpy arrays, torch tensors, memoryviews and operations in flight all keep it alive,
+  directly or through one another, and the slab learns of its end by a weak reference.
+- What is handed out, in the mapping or apart from it, is at most the size of the slab. While
+  anything lies apart, free ranges have no pages, so memory is at most that size, too.
 """
 
 import errno
@@ -26,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = Path("/proc/meminfo")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_APART = -1
+"""In place of an offset: the range is a mapping of its own."""
 
 
 class SlabFullError(MemoryError):
@@ -104,7 +109,8 @@ class Slab:
             raise ValueError(f"cannot make a slab of {nbytes} bytes: ask for one or more")
         self._nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         self._mapping = _map(self._nbytes, huge_pages, inherited)
-        self._address = int(ffi.cast("uintptr_t", self._mapping.address))
+        self._address = _address_of(self._mapping)
+        self._kind = huge_pages, inherited
         if lock:
             _lock(self._mapping, self._nbytes, required=lock == "required")
         self._allocator = RangeAllocator(self._nbytes, alignment=_PAGE_BYTES)
@@ -112,6 +118,7 @@ class Slab:
         # at any allocation, on any thread, also inside the lock; putting it there takes no lock,
         # and runs no Python, which would swallow an interrupt.
         self._ranges: dict[weakref.ref[_Owner], tuple[int, int]] = {}
+        self._apart_bytes = 0  # of those that are mappings of their own
         self._ended: SimpleQueue[weakref.ref[_Owner]] = SimpleQueue()
         self._waiters: list[weakref.ref[_Waiter]] = []
         self._lock = threading.Lock()  # guards the allocator, all of this and closing
@@ -122,11 +129,16 @@ class Slab:
         self._closed = False
         _slabs.add(self)
 
-    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+    def allocate(self, nbytes: int, *, apart: bool = False) -> npt.NDArray[np.uint8]:
         """A writable array of exactly `nbytes`, page-aligned, its contents undefined.
 
         The range is free again when the array and everything made from it (slices, tensors of
         torch.from_numpy, memoryviews, operations) are gone.
+
+        With `apart` it is enough that so many bytes are free, wherever they are: where they are no
+        single range, the array gets a mapping of its own, and the free ranges give their pages
+        back. New pages cost time, so ask for it when there is no other way. It does nothing for a
+        slab that is locked, and must not be asked of one whose pages a device knows.
 
         Raises SlabFullError when no free range is large enough, ValueError when nbytes is
         negative or the slab is closed.
@@ -140,25 +152,46 @@ class Slab:
                 return np.empty(0, np.uint8)
             self._collect()
             self._seen.releases = self._num_releases
-            owner = self._hand_out(nbytes)
-            self._peak_bytes = max(self._peak_bytes, self._allocator.used_bytes)
+            owner = self._hand_out(nbytes, apart)
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
         return np.asarray(owner)
 
-    def _hand_out(self, nbytes: int) -> _Owner:
+    def _hand_out(self, nbytes: int, apart: bool) -> _Owner:
         """A range and its owner, both or neither; with the lock held."""
+        fits = self._allocator.rounded(nbytes) <= self._free_bytes
         self._is_consistent = False
-        offset = self._allocator.allocate(nbytes)
-        if offset is None:
+        offset = self._allocator.allocate(nbytes) if fits else None
+        if offset is not None:
+            owner = _Owner(self._mapping, self._address + offset, nbytes)
+        elif mapping := self._map_apart(nbytes) if fits and apart else None:
+            owner = _Owner(mapping, _address_of(mapping), nbytes)
+            self._apart_bytes += self._allocator.rounded(nbytes)
+        else:
             self._is_consistent = True
-            allocator = self._allocator
-            raise SlabFullError(nbytes, allocator.free_bytes, allocator.largest_free_bytes)
-        owner = _Owner(self._mapping, self._address + offset, nbytes)
-        self._ranges[weakref.ref(owner, self._ended.put)] = offset, nbytes
+            raise SlabFullError(nbytes, self._free_bytes, self._largest_free_bytes)
+        place = _APART if offset is None else offset
+        self._ranges[weakref.ref(owner, self._ended.put)] = place, nbytes
         self._is_consistent = True
         for reference in self._waiters:
             if waiter := reference():
                 waiter.watch(owner)
         return owner
+
+    def _map_apart(self, nbytes: int) -> Any:
+        """A mapping in place of the pages that free ranges have; None if there is none."""
+        if not self._discard_free():
+            return None
+        try:
+            return _map(self._allocator.rounded(nbytes), *self._kind)
+        except MemoryError:
+            return None
+
+    def _discard_free(self) -> bool:
+        """Free ranges give their pages back; False if the system keeps them."""
+        return not any(
+            lib.aio_memory_discard(self._mapping.address + offset, nbytes)
+            for offset, nbytes in self._allocator.free_ranges()
+        )
 
     def wait_for_release(self, timeout: float | None) -> bool:
         """Waits until a range has come back; False when none did within `timeout` seconds.
@@ -200,21 +233,33 @@ class Slab:
 
     def _collect(self) -> None:
         """Takes back what has been released; with the lock held."""
-        if not self._is_consistent:
+        has_freed = not self._is_consistent
+        if has_freed:
             self._take_stock()
         while not self._ended.empty():
             self._is_consistent = False
             place = self._ranges.pop(self._ended.get_nowait(), None)
             if place is not None:  # else it was found when stock was taken
-                self._allocator.release(*place)
+                self._take_back(*place)
                 self._num_releases += 1
+                has_freed = True
             self._is_consistent = True
+        if has_freed and self._apart_bytes and self._mapping is not None:
+            self._discard_free()
+
+    def _take_back(self, offset: int, nbytes: int) -> None:
+        if offset == _APART:
+            self._apart_bytes -= self._allocator.rounded(nbytes)
+        else:
+            self._allocator.release(offset, nbytes)
 
     def _take_stock(self) -> None:
         """Takes back whatever has no owner, after an interrupt that may have lost sight of it."""
         ranges = list(self._ranges.items())
         self._ranges = {one: place for one, place in ranges if one() is not None}
         self._allocator.release_others([offset for offset, _ in self._ranges.values()])
+        apart = (nbytes for offset, nbytes in self._ranges.values() if offset == _APART)
+        self._apart_bytes = sum(map(self._allocator.rounded, apart))
         self._num_releases += 1
         self._is_consistent = True
 
@@ -237,21 +282,33 @@ class Slab:
     def free_bytes(self) -> int:
         with self._lock:
             self._collect()
-            return self._allocator.free_bytes
+            return self._free_bytes
 
     @property
     def largest_free_bytes(self) -> int:
         """The most that one allocate() can get now."""
         with self._lock:
             self._collect()
-            return self._allocator.largest_free_bytes
+            return self._largest_free_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of whole pages handed out."""
         with self._lock:
             self._collect()
-            return self._allocator.used_bytes
+            return self._used_bytes
+
+    @property
+    def _used_bytes(self) -> int:
+        return self._allocator.used_bytes + self._apart_bytes
+
+    @property
+    def _free_bytes(self) -> int:
+        return self._allocator.free_bytes - self._apart_bytes
+
+    @property
+    def _largest_free_bytes(self) -> int:
+        return min(self._allocator.largest_free_bytes, self._free_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -292,6 +349,10 @@ def _map(nbytes: int, huge_pages: bool, inherited: bool) -> Any:
     if nbytes >= 1 << 63 or lib.aio_mapping_new(mapping, nbytes, huge_pages, inherited):
         raise MemoryError(f"cannot map {nbytes} bytes: the address space or its limit is spent")
     return mapping
+
+
+def _address_of(mapping: Any) -> int:
+    return int(ffi.cast("uintptr_t", mapping.address))
 
 
 def _lock(mapping: Any, nbytes: int, *, required: bool) -> None:

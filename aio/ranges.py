@@ -58,6 +58,11 @@ class RangeAllocator:
         self._index()
         return self._by_size[-1][0] if self._by_size else 0
 
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of each."""
+        self._index()
+        return list(self._size_at.items())
+
     @property
     def num_allocated(self) -> int:
         """How many ranges are handed out."""

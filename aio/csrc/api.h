@@ -144,6 +144,9 @@ int aio_file_direct_refused(const aio_file *file);
 int aio_mapping_new(aio_mapping *mapping, uint64_t nbytes, int32_t huge_pages, int32_t inherited);
 /* Unmaps it where it is mapped. */
 void aio_mapping_drop(aio_mapping *mapping);
+/* Gives whole pages back to the system; they are zero when they are touched next. 0, or -errno for
+ * pages that are locked. */
+int aio_memory_discard(uint8_t *address, uint64_t nbytes);
 /* Faults all pages in and keeps them in memory. */
 int aio_lock_memory(uint8_t *address, uint64_t nbytes);
 /* cffi: end */

@@ -105,6 +105,10 @@ void aio_mapping_drop(aio_mapping *mapping) {
     mapping->address = NULL;
 }
 
+int aio_memory_discard(uint8_t *address, uint64_t nbytes) {
+    return madvise(address, nbytes, MADV_DONTNEED) ? -errno : 0;
+}
+
 int aio_lock_memory(uint8_t *address, uint64_t nbytes) {
     return mlock(address, aio_round_up(nbytes, aio_page_bytes())) ? -errno : 0;
 }

@@ -3,6 +3,10 @@
 On a CPU an entry is a range of a host slab, bytes are read straight into it and computed with where
 they are. Every range is its own storage and returns to the slab when the last tensor over it is
 gone: autograd may hold one longer than we do, so evicting only ever means dropping our reference.
+
+What is held can lie anywhere, and what is free between may be no range that is large enough. A
+budget that works must not depend on that: weights that are needed now get memory of their own then,
+in place of pages between (``Slab.allocate``). So there is room when so many bytes are free.
 """
 
 from __future__ import annotations
@@ -51,8 +55,12 @@ class Arena(Protocol):
 
     uses_home: bool
 
-    def new(self, spec: ParameterSpec, *, landing: bool) -> Entry:
-        """An empty entry, with a landing buffer for reads if asked; raises ``SlabFullError``."""
+    def new(self, spec: ParameterSpec, *, landing: bool, apart: bool = False) -> Entry:
+        """An empty entry, with a landing buffer for reads if asked; raises ``SlabFullError``.
+
+        With ``apart`` it does so only if fewer bytes are free than asked for, wherever they are;
+        that may be slower.
+        """
 
     def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
         """Copy host ``values`` to elements from ``start``; they must stay until ``ready``."""
@@ -90,8 +98,9 @@ class HostArena:
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
 
-    def new(self, spec: ParameterSpec, *, landing: bool) -> Entry:
-        padded = as_tensor(self._slab.allocate(spec.padded_numel * spec.dtype.itemsize), spec.dtype)
+    def new(self, spec: ParameterSpec, *, landing: bool, apart: bool = False) -> Entry:
+        memory = self._slab.allocate(spec.padded_numel * spec.dtype.itemsize, apart=apart)
+        padded = as_tensor(memory, spec.dtype)
         return Entry(spec=spec, weight=padded[: spec.numel], landing=padded)
 
     def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:

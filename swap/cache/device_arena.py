@@ -152,7 +152,8 @@ class DeviceArena:
         self._lock = threading.RLock()  # guards the three above
         self._seen = threading.local()  # .used_bytes: when the thread was last refused
 
-    def new(self, spec: ParameterSpec, *, landing: bool) -> Entry:
+    def new(self, spec: ParameterSpec, *, landing: bool, apart: bool = False) -> Entry:
+        """Where entries lie on the device is for its allocator to say; what lands here leaves."""
         nbytes = spec.weight_bytes
         with self._lock:
             used_bytes = self._seen.used_bytes = self.used_bytes

@@ -46,19 +46,24 @@ class Residents:
 
     def make_room(self, parameter: int, *, ahead: bool, landing: bool) -> Entry | None:
         """A new entry, evicting for what is needed now whatever is not pinned, for what is wanted
-        ``ahead`` of its use only what is worth less. None if that does not make room enough.
+        ``ahead`` of its use only what is worth less. None if that does not make room enough; for
+        what is needed now there is enough if so many bytes are free.
         """
+        while (entry := self._new(parameter, landing)) is None:
+            if not self._evict_one(parameter if ahead else None):
+                entry = None if ahead else self._new(parameter, landing, apart=True)
+                break
+        if entry is not None:
+            self.owners.note(entry.weight, parameter)
+            self._policy.added(parameter)
+        return entry
+
+    def _new(self, parameter: int, landing: bool, *, apart: bool = False) -> Entry | None:
         assert self._arena is not None
-        while True:
-            try:
-                entry = self._arena.new(self._specs[parameter], landing=landing)
-            except SlabFullError:
-                if not self._evict_one(parameter if ahead else None):
-                    return None
-            else:
-                self.owners.note(entry.weight, parameter)
-                self._policy.added(parameter)
-                return entry
+        try:
+            return self._arena.new(self._specs[parameter], landing=landing, apart=apart)
+        except SlabFullError:
+            return None
 
     def too_small(self, parameter: int, at_home: Set[int]) -> BudgetError:
         """The error of weights that there is no room for, whatever else leaves; those ``at_home``
