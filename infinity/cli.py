@@ -180,7 +180,7 @@ def _tune(options: argparse.Namespace, console: Console) -> int:
 def _gc(options: argparse.Namespace, console: Console) -> int:
     for directory in options.directories:
         removed = reclaim(directory)
-        console.print(f"{directory}: {len(removed)} leftovers removed")
+        console.print(f"{directory}: {len(removed)} orphans removed")
     return DONE
 
 

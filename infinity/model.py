@@ -175,7 +175,7 @@ class OffloadedModel:
         check_path(path)
         self._training.check_unchanged()
         self._training.loans.check_unmodified("save()")
-        self._training.sharing.meet(SAVE, max(self._training.steps))
+        self._training.rank_context.rendezvous(SAVE, max(self._training.steps))
         self._training.state.flush()
         how = persistence.How(block=block, stripe_dirs=stripe_dirs, only_trainable=only_trainable)
         outcome = persistence.save(self._training, path, extra, how)
@@ -193,7 +193,7 @@ class OffloadedModel:
         check_path(path)
         self._training.check_open()
         self._training.loans.check_none("load()")
-        self._training.sharing.meet(LOAD, max(self._training.steps))
+        self._training.rank_context.rendezvous(LOAD, max(self._training.steps))
         self._training.saves.wait_done()
         self._training.state.flush()
         return loading.load(self._training, path, stripe_dirs, then=self._training.loaded)
@@ -208,7 +208,7 @@ class OffloadedModel:
         check_path(folder, "folder")
         self._training.check_unchanged()
         self._training.loans.check_unmodified("export()")
-        self._training.sharing.meet(SAVE, max(self._training.steps))
+        self._training.rank_context.rendezvous(SAVE, max(self._training.steps))
         self._training.state.flush()
         return persistence.export(self._training, folder)
 
@@ -220,7 +220,7 @@ class OffloadedModel:
         self._training.check_open()
         training = self._training
         numbers = training.budget.host_bytes, max(training.steps), drive_endurance
-        peak_bytes = training.sharing.peak_host_bytes
+        peak_bytes = training.rank_context.peak_host_bytes
         return make_report(training.state, training.activations, *numbers, peak_bytes)
 
     def trace(self, path: str | os.PathLike[str]) -> None:

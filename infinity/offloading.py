@@ -33,17 +33,17 @@ from infinity.planning.placing import demand_of, has_room_for_freed_memory, plac
 from infinity.ranks.agreement import (
     check_devices,
     check_same,
+    divided_by_ranks,
     facts_of,
     open_ranks,
     ranks_here,
-    shared_shares,
     together,
 )
 from infinity.ranks.collectives import Ranks
-from infinity.ranks.context import Sharing, Unshared
+from infinity.ranks.context import RankContext, SingleRank
 from infinity.ranks.gather_plan import GatherPlan
 from infinity.ranks.gathered_weights import GatherMemory
-from infinity.ranks.zero3 import OverRanks
+from infinity.ranks.zero3 import Zero3
 from infinity.restoring import check_not_held
 from infinity.tiling.layers import Tiling
 from infinity.training import Parts, Training
@@ -191,7 +191,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
             options.share, options.budget.host_bytes, options.directories, state.timeline
         )
         undo.callback(activations.close)
-    sharing = _sharing(undo, records, state, placed.gathering, options, ranks)
+    rank_context = _rank_context(undo, records, state, placed.gathering, options, ranks)
     training = Training(
         Parts(
             model=model,
@@ -205,13 +205,13 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
             loss_scale=LossScale() if dtype == torch.float16 else None,
             compute_dtype=dtype,
             checkpoint_bytes=placed.placement.checkpoint_bytes,
-            sharing=sharing,
+            rank_context=rank_context,
             run=_name_of_run(ranks),
         )
     )
     with together(ranks):
-        fill_all(state, records, values, sharing)
-    sharing.agree_on_values()
+        fill_all(state, records, values, rank_context)
+    rank_context.agree_on_values()
     undo.enter_context(BufferConversion(model, options.device, dtype, values))
     activations.leave_alone(model.buffers())
     undo.enter_context(WithoutWeakReferences(model))
@@ -230,7 +230,7 @@ def _open_state(
 ) -> TieredState:
     bandwidths = shares(options.directories)
     if ranks is not None:
-        bandwidths = shared_shares(ranks, options.directories, bandwidths)
+        bandwidths = divided_by_ranks(ranks, options.directories, bandwidths)
     with together(ranks):
         state = TieredState(
             placement,
@@ -245,19 +245,17 @@ def _open_state(
     return state
 
 
-def _sharing(
+def _rank_context(
     undo: Undo,
     records: Sequence[Record],
     state: TieredState,
     plan: GatherPlan | None,
     options: Options,
     ranks: Ranks | None,
-) -> Sharing:
+) -> RankContext:
     if ranks is None or plan is None:
-        return Unshared(state)
+        return SingleRank(state)
     capacity = min(ranks.coordinator.exchange(plan.capacity_bytes))
     memory = GatherMemory(plan.nbytes, options.device)
     undo.callback(memory.close)
-    return OverRanks(
-        ranks, records, state, memory, capacity_bytes=capacity, prefetch=options.overlap
-    )
+    return Zero3(ranks, records, state, memory, capacity_bytes=capacity, prefetch=options.overlap)

@@ -32,7 +32,7 @@ from infinity.parameters.becoming import become_plain, replace_parameter
 from infinity.parameters.parameter import take_grad
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE
-from infinity.ranks.context import Sharing
+from infinity.ranks.context import RankContext
 from swap.tiered import TieredState
 
 _log = logging.getLogger(__name__)
@@ -126,10 +126,10 @@ class Restoring:
     had any more: those parameters are on the meta device then.
     """
 
-    def __init__(self, model: nn.Module, state: TieredState, sharing: Sharing) -> None:
+    def __init__(self, model: nn.Module, state: TieredState, rank_context: RankContext) -> None:
         self._model = model
         self._state = state
-        self._sharing = sharing
+        self._rank_context = rank_context
         self._first: deque[Callable[[], object]] = deque()
         self._agenda: deque[Callable[[], object]] = deque()
         self._records: dict[int, Record] = {}
@@ -220,7 +220,7 @@ class Restoring:
             error = self._error(self._failures[0])
             error.__cause__ = self._failures[0]
             return error
-        if self._is_partitioned and not self._sharing.is_whole:
+        if self._is_partitioned and not self._rank_context.is_whole:
             _log.warning(
                 "parameters that were partitioned over ranks are on the meta device: their values "
                 "went with the rank that failed; load the last checkpoint"
@@ -272,15 +272,15 @@ class Restoring:
         try:
             self._insist(self._state.finish_step)
         except OSError:
-            if self._sharing.world_size == 1:
+            if self._rank_context.world_size == 1:
                 for index in self._state.unfinished & self._records.keys():
                     self._missing[index] = self._records[index]
             raise
 
     def _meet(self, steps: Callable[[], int]) -> None:
-        if self._sharing.is_whole:
-            self._sharing.drop_gradients()
-            self._sharing.meet(LEAVE, steps())
+        if self._rank_context.is_whole:
+            self._rank_context.drop_gradients()
+            self._rank_context.rendezvous(LEAVE, steps())
 
     def _restore(self, record: Record) -> None:
         data = self._values_of(record)
@@ -297,7 +297,7 @@ class Restoring:
         nothing = torch.empty_strided(record.shape, stride, dtype=record.dtype, device="meta")
         if record.device.type == "meta":
             return nothing
-        if record.is_partitioned and not self._sharing.is_whole:
+        if record.is_partitioned and not self._rank_context.is_whole:
             return nothing
         try:
             return self._insist(partial(self._read, record))
@@ -306,14 +306,14 @@ class Restoring:
         except Exception as failure:
             self._failures.append(let_go(failure))
             if record.is_partitioned:  # the others wait for the part that this rank keeps
-                self._sharing.leaving(type(failure), failure, failure.__traceback__)
+                self._rank_context.leaving(type(failure), failure, failure.__traceback__)
             else:
                 self._missing[record.index] = record
         return nothing
 
     def _read(self, record: Record) -> torch.Tensor:
         data = torch.empty(record.shape, dtype=record.dtype, device=record.device)
-        self._sharing.read_values(record, data)
+        self._rank_context.read_values(record, data)
         if record.stride is None:
             return data
         permuted = torch.empty_strided(

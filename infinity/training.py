@@ -21,7 +21,7 @@ from infinity.autograd.modifying import Loans
 from infinity.autograd.module_hooks import ModelHooks
 from infinity.autograd.phases import Passes, Phases
 from infinity.autograd.refusals import check_not_traced
-from infinity.autograd.residency import Residency
+from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.saved_tensors import SavedTensors
 from infinity.autograd.versions import Versions
 from infinity.background import BackgroundSaves
@@ -35,7 +35,7 @@ from infinity.parameters.becoming import become_offloaded
 from infinity.parameters.parameter import take_grad
 from infinity.parameters.placeholders import check_not_transformed
 from infinity.parameters.records import Record
-from infinity.ranks.context import Sharing
+from infinity.ranks.context import RankContext
 from infinity.restoring import Restoring
 from swap.apart import run_apart
 from swap.forks import check_process
@@ -64,7 +64,7 @@ class Parts:
     loss_scale: LossScale | None
     compute_dtype: torch.dtype | None
     checkpoint_bytes: int
-    sharing: Sharing
+    rank_context: RankContext
     run: str
     """A name of this block alone, the same on all ranks."""
 
@@ -74,13 +74,13 @@ class Training:
 
     def __init__(self, parts: Parts) -> None:
         self.model, self.records, self.state = parts.model, parts.records, parts.state
-        self.rule, self.sharing = parts.rule, parts.sharing
+        self.rule, self.rank_context = parts.rule, parts.rank_context
         self.checkpoint_bytes = parts.checkpoint_bytes
         self.budget, self.activations = parts.budget, parts.activations
         self.loss_scale_state = parts.loss_scale
-        records, state, sharing = parts.records, parts.state, parts.sharing
+        records, state, rank_context = parts.records, parts.state, parts.rank_context
         self.steps = [0] * len(records)
-        self.gradients = Accumulated(records, state, sharing, parts.loss_scale)
+        self.gradients = Accumulated(records, state, rank_context, parts.loss_scale)
         self.norm: torch.Tensor | None = None
         """2-norm of the gradients of the last step."""
         self._index = {id(record.parameter): record.index for record in records}
@@ -88,18 +88,24 @@ class Training:
         self._may_clip = parts.max_grad_norm is not None
         self._unclipped_steps = 0
         self._repeatable = self.rule.is_repeatable and parts.loss_scale is None
-        self.residency = Residency(records, sharing.weights, state.device, sharing.visitor_bytes)
+        self.residency = ModuleResidency(
+            records, rank_context.weights, state.device, rank_context.outside_bytes
+        )
         self._phases = Phases(state.timeline)
         self._saved = SavedTensors(
-            records, sharing.weights, self._phases, parts.activations, lambda: self.residency.held
+            records,
+            rank_context.weights,
+            self._phases,
+            parts.activations,
+            lambda: self.residency.held,
         )
         self._versions = Versions(records, self.residency.kept_out)
-        self.loans = Loans(records, self.residency, sharing, self._versions)
+        self.loans = Loans(records, self.residency, rank_context, self._versions)
         self.saves = BackgroundSaves()
         passes = Passes(self._end_pass) if self.rule.kept_by is None else None
         hooked = (self.residency, self._phases, self._versions, self._saved)
         self._hooks = ModelHooks(parts.model, records, *hooked, parts.compute_dtype, passes)
-        self._restoring = Restoring(parts.model, state, sharing)
+        self._restoring = Restoring(parts.model, state, rank_context)
         self._process, self._open = os.getpid(), True
         self.reference = StateReference(parts.run, records, parts.rule.kept_by)
         self.optimizer = parts.optimizer_for(self)
@@ -151,7 +157,7 @@ class Training:
         self._phases.end_backward()
         self.gradients.take_left()
         present = sorted(self.gradients.present)
-        self.sharing.begin_step(present, self.steps, self.optimizer.param_groups)
+        self.rank_context.begin_step(present, self.steps, self.optimizer.param_groups)
         if not present:
             return
         self.residency.reset()
@@ -183,14 +189,14 @@ class Training:
             self.steps[index] += 1
             self._saved.generations[index] += 1
         self._versions.count_updates(present)
-        self.sharing.end_step(present)
+        self.rank_context.end_step(present)
         self.reference.stepped()
         stepped = (self.records[i].parameter for i in present)
         self.rule.advance(self.optimizer.param_groups, stepped)
 
     def _end_pass(self) -> None:
         self.state.weights.end_cycle()
-        self.sharing.end_step(())
+        self.rank_context.end_step(())
 
     def expect_step(self) -> Step | None:
         """The step that is likely to be taken next, for updates before it is; None if unknown. As
@@ -314,7 +320,7 @@ class Training:
             if record.spec.trainable:
                 record.parameter.register_post_accumulate_grad_hook(self._take_gradient)
         undo.callback(self.residency.reset)
-        undo.push(self.sharing.leaving)
+        undo.push(self.rank_context.leaving)
         for index, gradient in self._restoring.gradients.items():
             if self.records[index].spec.trainable:  # accumulated to, as plain PyTorch does
                 self.gradients.add(index, gradient)

@@ -237,10 +237,10 @@ class Killer:
         for path, value, reference in pairs("", found, expected):
             if not same(value, reference):
                 raise WrongError(f"{path} of step {last} differs from that of undisturbed training")
-        self._check_leftovers()
+        self._check_orphans()
         return last
 
-    def _check_leftovers(self) -> None:
+    def _check_orphans(self) -> None:
         left = sorted(self.nvme.glob(".infinity/*"))
         for step in self.root.iterdir():
             manifest = json.loads((step / "manifest.json").read_text())

@@ -285,7 +285,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     named.add_argument("--name", default="default", help="tells several rigs apart")
     up = verbs.add_parser("up", parents=[spec, named], help="make SSDs that stay until `down`")
     up.add_argument("count", type=int)
-    verbs.add_parser("down", parents=[named], help="remove them, and leftovers of killed runs")
+    verbs.add_parser("down", parents=[named], help="remove them, and orphans of killed runs")
     verbs.add_parser("list", help="show what is up")
     run = verbs.add_parser("run", parents=[spec, named], help="run a command under the limit")
     run.add_argument("--count", type=int, help="make so many SSDs for this command only")

@@ -156,7 +156,7 @@ def prune(
     return left
 
 
-def clear_leftovers(checkpoint: Path, stripes: Sequence[Path] = ()) -> set[str]:
+def clear_orphans(checkpoint: Path, stripes: Sequence[Path] = ()) -> set[str]:
     """Removes what killed saves left; nothing where a damaged manifest hides what counts. Gives
     what cannot be removed, see `prune`.
     """

@@ -34,7 +34,7 @@ from checkpoint.tensors.sources import (
     ByteSink,
     PartialSink,
     can_resolve,
-    carrier_view,
+    integer_view,
     local_tensor,
     memory_fault,
 )
@@ -323,11 +323,12 @@ def _copy(loaded: torch.Tensor, target: Target) -> Finish:
         if isinstance(target, TensorTarget):
             live = target.tensor
             with torch.no_grad():
-                # A negated tensor has no carrier; what is copied to it must be of its own dtype.
-                values = loaded if live.is_neg() else carrier_view(loaded)
-                carrier_view(live).copy_(values)
+                # A negated tensor has no integer view; what is copied to it must be of its own
+                # dtype.
+                values = loaded if live.is_neg() else integer_view(loaded)
+                integer_view(live).copy_(values)
             return
-        values = carrier_view(loaded.detach())
+        values = integer_view(loaded.detach())
         # A row of one element may have any stride, and is no row of bytes then.
         row = torch.empty(values.numel(), dtype=values.dtype, device="cpu").copy_(
             values.reshape(-1)

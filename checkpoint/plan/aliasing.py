@@ -67,14 +67,14 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class Aliasing:
     """The outcome per leaf, and the bytes of each storage that several stored leaves share."""
 
     places: tuple[Stored | View, ...]
     storages: tuple[int, ...]
 
 
-def plan_sharing(regions: Sequence[Region | None]) -> Sharing:
+def plan_aliasing(regions: Sequence[Region | None]) -> Aliasing:
     """Decides for every leaf; None stands for one that shares nothing by nature."""
     places: list[Stored | View] = [Stored()] * len(regions)
     storages: list[int] = []
@@ -84,7 +84,7 @@ def plan_sharing(regions: Sequence[Region | None]) -> Sharing:
             continue
         for base in _bases_to_place(members, places):
             _place_together([base], places, storages)
-    return Sharing(tuple(places), tuple(storages))
+    return Aliasing(tuple(places), tuple(storages))
 
 
 _Member = tuple[int, Region]

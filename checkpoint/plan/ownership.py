@@ -19,7 +19,7 @@ from checkpoint.plan.striping import Part, plan_stripes
 Ranges = tuple[tuple[int, int], ...]
 
 
-class Holding(NamedTuple):
+class OwnedRanges(NamedTuple):
     """What a rank has of a tensor: elements (first, length) of its row-major order, or all."""
 
     name: str
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
     length: int
 
 
-def share_out(ranks: Sequence[Sequence[Holding]]) -> list[list[Piece]]:
+def share_out(ranks: Sequence[Sequence[OwnedRanges]]) -> list[list[Piece]]:
     """The pieces that each rank writes. The tensors are those of rank 0.
 
     Raises ValueError naming a tensor that another rank has and rank 0 has not, that is not the same
@@ -73,7 +73,7 @@ def share_out(ranks: Sequence[Sequence[Holding]]) -> list[list[Piece]]:
 
 
 def _spread(
-    tensors: Sequence[Holding], replicated: Sequence[int], pieces: Sequence[Sequence[Piece]]
+    tensors: Sequence[OwnedRanges], replicated: Sequence[int], pieces: Sequence[Sequence[Piece]]
 ) -> Iterator[tuple[int, Piece]]:
     """Gives what every rank has to those that have less to write."""
     loads = [sum(piece.length * tensors[piece.tensor].itemsize for piece in own) for own in pieces]
@@ -90,7 +90,7 @@ def _spread(
             yield rank, Piece(replicated[shard.tensor], first, length)
 
 
-def _check_known(by_name: Sequence[Mapping[str, Holding]]) -> None:
+def _check_known(by_name: Sequence[Mapping[str, OwnedRanges]]) -> None:
     for rank, own in enumerate(by_name):
         for name in own:
             if name not in by_name[0]:
@@ -100,7 +100,7 @@ def _check_known(by_name: Sequence[Mapping[str, Holding]]) -> None:
                 )
 
 
-def _check_alike(tensor: Holding, holders: Mapping[int, Holding]) -> None:
+def _check_alike(tensor: OwnedRanges, holders: Mapping[int, OwnedRanges]) -> None:
     for rank, holding in holders.items():
         if holding.dtype != tensor.dtype or holding.shape != tensor.shape:
             raise ValueError(
@@ -109,7 +109,7 @@ def _check_alike(tensor: Holding, holders: Mapping[int, Holding]) -> None:
             )
 
 
-def _check_complete(tensor: Holding, holders: Mapping[int, Holding]) -> None:
+def _check_complete(tensor: OwnedRanges, holders: Mapping[int, OwnedRanges]) -> None:
     for rank, holding in holders.items():
         if holding.ranges is None:
             raise ValueError(f"rank {rank} has all of {tensor.name!r}, other ranks a part of it")

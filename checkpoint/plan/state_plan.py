@@ -17,7 +17,7 @@ from checkpoint.format.records import TensorRecord
 from checkpoint.format.scalars import encode_dtype
 from checkpoint.format.slices import contiguous_strides, is_dense
 from checkpoint.format.tree import Leaf, encode_tree
-from checkpoint.plan.aliasing import Region, Stored, View, plan_sharing
+from checkpoint.plan.aliasing import Region, Stored, View, plan_aliasing
 from checkpoint.plan.readable import check_tree
 from checkpoint.plan.striping import Part, Shard, plan_stripes
 from checkpoint.tensors.changes import Versions
@@ -71,20 +71,20 @@ def plan_state(state: object) -> StatePlan:
     encoded = encode_tree(state, is_data_leaf)
     leaves = encoded.leaves
     sources = [_source(leaf) for leaf in leaves]
-    sharing = plan_sharing(_regions(leaves))
-    stored = [index for index, place in enumerate(sharing.places) if isinstance(place, Stored)]
+    aliasing = plan_aliasing(_regions(leaves))
+    stored = [index for index, place in enumerate(aliasing.places) if isinstance(place, Stored)]
     number = {index: position for position, index in enumerate(stored)}
     tensors: list[TensorPlan] = []
     for index in stored:
-        record = _record(leaves[index], sources[index], sharing.places[index])
+        record = _record(leaves[index], sources[index], aliasing.places[index])
         tensors.append(TensorPlan(record, sources[index]))
-    for index, (leaf, place) in enumerate(zip(leaves, sharing.places, strict=True)):
+    for index, (leaf, place) in enumerate(zip(leaves, aliasing.places, strict=True)):
         if isinstance(place, View):
             _fill_view(leaf, place, number[place.base], tensors[number[place.base]].record)
         else:
             _fill_node(leaf, number[index])
-    check_tree(encoded.node, [tensor.record for tensor in tensors], sharing.storages)
-    return StatePlan(tuple(tensors), sharing.storages, encode_node(encoded.node), encoded.node)
+    check_tree(encoded.node, [tensor.record for tensor in tensors], aliasing.storages)
+    return StatePlan(tuple(tensors), aliasing.storages, encode_node(encoded.node), encoded.node)
 
 
 def _source(leaf: Leaf) -> Source:

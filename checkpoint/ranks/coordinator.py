@@ -124,18 +124,18 @@ def tell(ranks: Coordinator, operation: Operation, error: BaseException) -> None
     if ranks.world_size == 1:
         raise error
 
-    def meet(_: object) -> None:
+    def rendezvous(_: object) -> None:
         ranks.begin(operation)
         try:
             ranks.exchange(error)
         finally:
             ranks.end()
 
-    worker = Worker(meet, "checkpoint-tell")
+    worker = Worker(rendezvous, "checkpoint-tell")
     try:
         wait_for(worker, worker.ended)
     except OSError:  # there is no thread to be had
-        meet(worker)
+        rendezvous(worker)
     worker.outcome()
 
 

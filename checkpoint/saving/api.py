@@ -45,7 +45,7 @@ from checkpoint.sheltered import Cancellation
 from checkpoint.tensors.sources import Source, finish_device_work
 from checkpoint.transfer.filling import Filler
 from checkpoint.transfer.memory import KeptMemory, available_bytes, check_engine
-from checkpoint.transfer.snapshot import COPY_SLOT_BYTES, EarlyStage
+from checkpoint.transfer.snapshot import COPY_SLOT_BYTES, Snapshot
 
 _MAX_NAME_BYTES = 246
 """File systems take 255; `<name>.<uuid>` is the directory on a stripe."""
@@ -205,10 +205,10 @@ def start_save(
         )
         return planned if guard is None else _with_large_slots(planned, memory_bytes)
 
-    def early(plan: SavePlan, sharing: int) -> EarlyStage:
-        return EarlyStage(
+    def snapshot(plan: SavePlan, num_here: int) -> Snapshot:
+        return Snapshot(
             plan.fillers,
-            _budget(plan, staging_bytes, sharing),
+            _budget(plan, staging_bytes, num_here),
             memory,
             plan.versions.check,
             plan.cancellation,
@@ -219,7 +219,7 @@ def start_save(
         ranks=ranks,
         engine=engine,
         plan=plan,
-        early=early if guard is None else None,
+        snapshot=snapshot if guard is None else None,
         gate=None if guard is None else partial(gate_of, guard),
         previous=previous,
         on_committed=on_committed,
@@ -227,14 +227,14 @@ def start_save(
     return save_behind(order, after)
 
 
-def _budget(plan: SavePlan, staging_bytes: int | None, sharing: int) -> int:
+def _budget(plan: SavePlan, staging_bytes: int | None, num_here: int) -> int:
     """Memory for a copy of the state: what was given, else what it needs if this rank's part of
     the memory that so many share has that much.
     """
     if staging_bytes is not None:
         return staging_bytes
     needed = sum(filler.plan.layout.nbytes + 2 * COPY_SLOT_BYTES for filler in plan.fillers)
-    return min(needed, max(available_bytes() // 2 // sharing, STAGING_BYTES))
+    return min(needed, max(available_bytes() // 2 // num_here, STAGING_BYTES))
 
 
 @paused_collector()

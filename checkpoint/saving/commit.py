@@ -45,7 +45,7 @@ from checkpoint.saving.rank_plan import RankPlan
 from checkpoint.sheltered import Cancellation
 from checkpoint.tensors.changes import Versions
 from checkpoint.transfer.filling import Filler
-from checkpoint.transfer.snapshot import EarlyStage, copy_errors
+from checkpoint.transfer.snapshot import Snapshot, copy_errors
 from checkpoint.transfer.writer import Supply
 
 
@@ -84,13 +84,13 @@ def commit(
     engine: Engine,
     coordinator: Coordinator,
     on_staged: Callable[[], None],
-    early: EarlyStage | None = None,
+    snapshot: Snapshot | None = None,
     begin: Callable[[], None] = lambda: None,
 ) -> Committed:
     """Writes the plan, together with the other ranks if there are any; returns when it is durable.
 
     Every rank calls `begin` first, and `on_staged` when no source of its own will be read again;
-    both fail the save if they raise. With `early` the sources are read there.
+    both fail the save if they raise. With `snapshot` the sources are read there.
 
     Raises OSError (AioError where a transfer failed) naming the file, and leaves nothing behind. If
     the very last sync fails, the new checkpoint is in place and whole, the old one's data are still
@@ -118,8 +118,8 @@ def commit(
                     draft.make([files.records()])
 
             made = generation.unsynced if is_first else plan.destination.data_directories
-            with copy_errors(early):
-                supplies = supplies_of(plan, early)
+            with copy_errors(snapshot):
+                supplies = supplies_of(plan, snapshot)
                 write_files(files, engine, supplies, staged, plan.cancellation, made)
             plan.cancellation.check()
             return None if is_alone else encode_records(_numbered(plan, files.records()))
@@ -149,9 +149,9 @@ def commit(
     return Committed(numbers[0], draft.manifest if is_first else None)
 
 
-def supplies_of(plan: SavePlan, early: EarlyStage | None) -> Sequence[Supply]:
+def supplies_of(plan: SavePlan, snapshot: Snapshot | None) -> Sequence[Supply]:
     """What feeds the writer of each data file."""
-    return filling_supplies(plan.fillers, plan.slots) if early is None else early.supplies
+    return filling_supplies(plan.fillers, plan.slots) if snapshot is None else snapshot.supplies
 
 
 def write_files(

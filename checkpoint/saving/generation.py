@@ -12,7 +12,7 @@ from pathlib import Path
 from aio import read_regular_file, sync_directory
 from checkpoint.directory.destination import Destination
 from checkpoint.directory.generations import (
-    clear_leftovers,
+    clear_orphans,
     create_generation,
     discard_generation,
     prune,
@@ -55,7 +55,7 @@ class Generation:
         if holder is not None:
             hold(path, holder)
         check_replaceable(path)
-        self._left = clear_leftovers(path, self.destination.stripes)
+        self._left = clear_orphans(path, self.destination.stripes)
 
     def make(self) -> None:
         """Makes the directories of the data. Raises OSError."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpoint.format.records import ChunkRecord, TensorRecord
 from checkpoint.format.slices import flat_first, range_boxes
-from checkpoint.plan.ownership import Holding, Piece, share_out
+from checkpoint.plan.ownership import OwnedRanges, Piece, share_out
 from checkpoint.plan.state_plan import FilePlan, StatePlan, plan_part_files
 from checkpoint.plan.striping import Part
 from checkpoint.saving.data_files import RankRecords
@@ -51,7 +51,9 @@ def account_of(
         "name": target.name,
         "uuid": uuid,
         "stripes": [str(stripe) for stripe in stripes],
-        "tensors": [list(_holding(tensor.record.name, tensor.source)) for tensor in state.tensors],
+        "tensors": [
+            list(_owned_ranges(tensor.record.name, tensor.source)) for tensor in state.tensors
+        ],
     }
 
 
@@ -114,17 +116,17 @@ def check_whole(state: StatePlan) -> None:
 def check_held(name: str, source: Source) -> None:
     """Raises ValueError for a source that does not have all of its bytes."""
     if source.ranges is not None:
-        share_out([[_holding(name, source)]])
+        share_out([[_owned_ranges(name, source)]])
 
 
-def _holding(name: str, source: Source) -> Holding:
-    return Holding(name, source.element.name, source.shape, source.ranges)
+def _owned_ranges(name: str, source: Source) -> OwnedRanges:
+    return OwnedRanges(name, source.element.name, source.shape, source.ranges)
 
 
-def _decoded(entry: Sequence[Any]) -> Holding:
+def _decoded(entry: Sequence[Any]) -> OwnedRanges:
     name, dtype, shape, ranges = entry
     held = None if ranges is None else tuple((first, length) for first, length in ranges)
-    return Holding(name, dtype, tuple(shape), held)
+    return OwnedRanges(name, dtype, tuple(shape), held)
 
 
 def _boxes(record: TensorRecord, piece: Piece) -> list[Part]:

@@ -28,14 +28,14 @@ from checkpoint.saving.pending import PendingSave, settle
 from checkpoint.sheltered import Cancellation, Worker, wait_for
 from checkpoint.threads import started
 from checkpoint.transfer.memory import machine
-from checkpoint.transfer.snapshot import EarlyStage
+from checkpoint.transfer.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What is to be saved and how. `early` takes the memory for a copy, on a machine with so many
-    ranks; without it the tensors are read as they are written. `gate` is that of the guard.
-    `previous` is a save that this one belongs with. `plan`, `early` and `gate` are called on the
+    """What is to be saved and how. `snapshot` takes the memory for a copy, on a machine with so
+    many ranks; without it the tensors are read as they are written. `gate` is that of the guard.
+    `previous` is a save that this one belongs with. `plan`, `snapshot` and `gate` are called on the
     thread of the save.
     """
 
@@ -43,7 +43,7 @@ class Order:
     ranks: Coordinator
     engine: Engine | None
     plan: Callable[[Cancellation], SavePlan]
-    early: Callable[[SavePlan, int], EarlyStage] | None = None
+    snapshot: Callable[[SavePlan, int], Snapshot] | None = None
     gate: Callable[[], Gate] | None = None
     previous: PendingSave | None = None
     on_committed: Callable[[Manifest], None] | None = None
@@ -63,7 +63,7 @@ def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
     """
     pending = PendingSave(order.path, after)
     worker = Worker(partial(_carry_out, order, pending, True), "checkpoint-save")
-    _start(order, worker, pending.has_begun if order.early is None else pending.has_staged)
+    _start(order, worker, pending.has_begun if order.snapshot is None else pending.has_staged)
     pending.check_begun()
     return pending
 
@@ -92,11 +92,13 @@ def _carry_out(
             order.ranks.begin(Operation.SAVE)
             turn.callback(order.ranks.end)
             plan = order.plan(cancellation)
-            sharing = _settle(order, cancellation)
-            engine, early = apart(order.ranks, lambda: _take(order, plan, sharing, pending, turn))
+            num_here = _settle(order, cancellation)
+            engine, snapshot = apart(
+                order.ranks, lambda: _take(order, plan, num_here, pending, turn)
+            )
             if is_background:
                 pending.begin()
-            numbers = _write(order, plan, engine, early, pending)
+            numbers = _write(order, plan, engine, snapshot, pending)
         outcome = SaveInfo(
             path=plan.path,
             uuid=plan.destination.uuid,
@@ -123,28 +125,28 @@ def _settle(order: Order, cancellation: Cancellation) -> int:
 
 
 def _take(
-    order: Order, plan: SavePlan, sharing: int, pending: PendingSave, turn: ExitStack
-) -> tuple[Engine, EarlyStage | None]:
+    order: Order, plan: SavePlan, num_here: int, pending: PendingSave, turn: ExitStack
+) -> tuple[Engine, Snapshot | None]:
     """What a save needs before it begins; `turn` gives it back."""
     engine = order.engine
     if engine is None:
         engine = turn.enter_context(Engine(lanes=plan.destination.num_stripes))
-    early = None if order.early is None else order.early(plan, sharing)
-    if early is not None:
-        turn.callback(early.close)
+    snapshot = None if order.snapshot is None else order.snapshot(plan, num_here)
+    if snapshot is not None:
+        turn.callback(snapshot.close)
     if order.gate is not None:
         order.gate().add(pending)
-    return engine, early
+    return engine, snapshot
 
 
 def _write(
     order: Order,
     plan: SavePlan,
     engine: Engine,
-    early: EarlyStage | None,
+    snapshot: Snapshot | None,
     pending: PendingSave,
 ) -> dict[str, int]:
-    if early is None:
+    if snapshot is None:
 
         def staged() -> None:
             plan.versions.check()
@@ -154,33 +156,33 @@ def _write(
     with ExitStack() as stack:
 
         def copy() -> None:
-            if not early.is_whole:
-                stack.enter_context(_Copying(early, pending))
+            if not snapshot.is_whole:
+                stack.enter_context(_Copying(snapshot, pending))
                 return
             # Nobody waits for the writing yet; it would take cores and bandwidth from the copy.
-            early.copy()
-            early.check_copied()
+            snapshot.copy()
+            snapshot.check_copied()
             pending.set_staged()
 
-        return _commit(order, plan, engine, early.check_copied, early, copy)
+        return _commit(order, plan, engine, snapshot.check_copied, snapshot, copy)
 
 
 class _Copying:
     """Copies in waves beside the writing."""
 
-    def __init__(self, early: EarlyStage, pending: PendingSave) -> None:
-        self._early = early
+    def __init__(self, snapshot: Snapshot, pending: PendingSave) -> None:
+        self._snapshot = snapshot
         self._pending = pending
 
     def _copy(self) -> None:
-        if self._early.copy():
+        if self._snapshot.copy():
             self._pending.set_staged()
 
     def __enter__(self) -> None:
         self._thread = started(self._copy, "checkpoint-stage")
 
     def __exit__(self, *_: object) -> None:
-        self._early.stop()
+        self._snapshot.stop()
         self._thread.join()
 
 
@@ -189,10 +191,10 @@ def _commit(
     plan: SavePlan,
     engine: Engine,
     staged: Callable[[], None],
-    early: EarlyStage | None,
+    snapshot: Snapshot | None,
     begin: Callable[[], None] = lambda: None,
 ) -> dict[str, int]:
-    committed = commit(plan, engine, order.ranks, staged, early, begin)
+    committed = commit(plan, engine, order.ranks, staged, snapshot, begin)
     is_alone = order.ranks.world_size == 1
     if is_alone and order.on_committed is not None and committed.manifest is not None:
         order.on_committed(committed.manifest)

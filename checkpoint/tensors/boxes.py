@@ -21,7 +21,7 @@ from checkpoint.format.slices import (
     range_boxes,
     span_elements,
 )
-from checkpoint.tensors.sources import ByteSource, carrier_view, memory_fault
+from checkpoint.tensors.sources import ByteSource, integer_view, memory_fault
 from checkpoint.tensors.targets import Place, TensorTarget
 
 
@@ -89,7 +89,7 @@ class BoxPicker:
         target = self.target
         flat = torch.frombuffer(data, dtype=torch.uint8).view(self.dtype)
         if target.dtype == self.dtype:
-            target = carrier_view(target)
+            target = integer_view(target)
             flat = flat.view(target.dtype)
         assert first_byte % self.dtype.itemsize == 0, "pieces begin with an element"
         first = first_byte // self.dtype.itemsize

@@ -231,7 +231,7 @@ class _TensorReader:
         self._shape = shape
 
     def __call__(self, start: int, out: memoryview) -> None:
-        tensor = carrier_view(self._tensor)
+        tensor = integer_view(self._tensor)
         assert start % tensor.element_size() == 0, "pieces begin with an element"
         flat = torch.frombuffer(out, dtype=tensor.dtype)
         first = start // tensor.element_size()
@@ -242,14 +242,14 @@ class _TensorReader:
             done += count
 
 
-def carrier_view(tensor: torch.Tensor) -> torch.Tensor:
+def integer_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor under a dtype that every device can copy; conjugation is left to the copy."""
     if tensor.is_complex() or tensor.is_neg():
         return tensor
-    return tensor.view(_CARRIERS[tensor.element_size()])
+    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def array_source(array: np.ndarray[Any, Any]) -> Source:

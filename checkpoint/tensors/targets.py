@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from checkpoint.format.slices import Shape, contiguous_strides, flat_first, range_boxes
-from checkpoint.tensors.sources import ByteSink, PartialSink, carrier_view, is_plain
+from checkpoint.tensors.sources import ByteSink, PartialSink, integer_view, is_plain
 from checkpoint.tensors.turns import Transfer, in_turn
 
 
@@ -64,7 +64,7 @@ class _BoxWriter:
     shape: Shape
 
     def __call__(self, first_byte: int, data: memoryview) -> None:
-        part = carrier_view(self.part)
+        part = integer_view(self.part)
         assert first_byte % part.element_size() == 0, "pieces begin with an element"
         flat = torch.frombuffer(data, dtype=part.dtype)
         first = first_byte // part.element_size()

@@ -39,7 +39,7 @@ class _Copy:
     done: Future[None]
 
 
-class EarlySupply:
+class SnapshotSupply:
     """The runs of one file, copied by `copy_all` and taken by the writer."""
 
     def __init__(
@@ -99,7 +99,7 @@ class EarlySupply:
         self._free.put(None)
 
 
-class EarlyStage:
+class Snapshot:
     """Staging memory for a state, at most `budget_bytes` of it, with a supply per file.
 
     `memory` is where it is taken from, if it is to be kept for the next one. `check` is called when
@@ -129,7 +129,7 @@ class EarlyStage:
         # Ranges of a slab end on pages, and so do buffers.
         slab = (memory or KeptMemory()).take(sum(each.count * each.nbytes for each in slots))
         self.supplies = [
-            EarlySupply(filler, each, slab, cancellation)
+            SnapshotSupply(filler, each, slab, cancellation)
             for filler, each in zip(fillers, slots, strict=True)
         ]
 
@@ -167,13 +167,13 @@ class EarlyStage:
 
 
 @contextmanager
-def copy_errors(early: EarlyStage | None) -> Iterator[None]:
+def copy_errors(snapshot: Snapshot | None) -> Iterator[None]:
     """Of a writer that was stopped because the copy failed: what the copy failed of."""
     try:
         yield
     except StoppedError:
-        if early is not None:
-            early.check_copied()
+        if snapshot is not None:
+            snapshot.check_copied()
         raise
 
 

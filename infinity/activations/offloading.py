@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.activations.storage import SavedActivation, SavedStorage, witness_of
+from infinity.activations.storage import SavedActivation, SavedStorage, version_probe_of
 from swap.plain import is_plain
 
 THRESHOLD_BYTES = 256 * 1024
@@ -35,14 +35,14 @@ class _Known:
     """A storage that is saved, as it can be met again: alive, and at that version."""
 
     where: StorageWeakRef
-    witness: torch.Tensor
+    version_probe: torch.Tensor
     version: int
     storage: SavedStorage
 
     def is_still(self, tensor: torch.Tensor) -> bool:
         return (
             not self.where.expired()
-            and self.witness._version == self.version
+            and self.version_probe._version == self.version
             and tensor._version == self.version
         )
 
@@ -216,7 +216,7 @@ class Activations:
         self._next += 1
         self._alive[storage.number] = storage
         self._known[where._cdata] = _Known(
-            StorageWeakRef(where), witness_of(tensor), tensor._version, storage
+            StorageWeakRef(where), version_probe_of(tensor), tensor._version, storage
         )
         self._keys[storage.number] = where._cdata
         self._hold(storage.nbytes)

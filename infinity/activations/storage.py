@@ -68,7 +68,7 @@ class SavedStorage:
 
 
 class SavedActivation:
-    """What autograd holds instead of a tensor. ``witness`` shares its version counter."""
+    """What autograd holds instead of a tensor. ``version_probe`` shares its version counter."""
 
     __slots__ = (
         "__weakref__",
@@ -79,12 +79,12 @@ class SavedActivation:
         "storage",
         "stride",
         "version",
-        "witness",
+        "version_probe",
     )
 
     def __init__(self, tensor: torch.Tensor, storage: SavedStorage) -> None:
         self.storage = storage
-        self.witness = witness_of(tensor)
+        self.version_probe = version_probe_of(tensor)
         self.version = tensor._version
         self.device = tensor.device
         self.dtype = tensor.dtype
@@ -94,10 +94,10 @@ class SavedActivation:
 
     def check_version(self) -> None:
         """Raises ``RuntimeError`` if the tensor was changed in place since it was saved."""
-        if self.witness._version != self.version:
+        if self.version_probe._version != self.version:
             raise RuntimeError(
                 f"a {self.dtype} tensor of shape {tuple(self.size)} that is needed for the "
-                f"gradient was modified in place: it is at version {self.witness._version}, "
+                f"gradient was modified in place: it is at version {self.version_probe._version}, "
                 f"version {self.version} was saved"
             )
 
@@ -111,12 +111,12 @@ class SavedActivation:
         return tensor
 
 
-def witness_of(tensor: torch.Tensor) -> torch.Tensor:
+def version_probe_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that has the version counter of ``tensor``."""
-    witness = tensor.detach()
+    version_probe = tensor.detach()
     # Setting the data keeps the counter, which detach() shares.
-    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return witness
+    version_probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return version_probe
 
 
 class Volume:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from infinity.autograd.modes import own_modes
-from infinity.autograd.residency import Residency
+from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.versions import Versions
 from infinity.parameters.records import Record
-from infinity.ranks.context import Sharing
+from infinity.ranks.context import RankContext
 from infinity.tiling.weight import TiledWeight
 from swap.apart import run_apart
 
@@ -33,13 +33,13 @@ class Loans:
     def __init__(
         self,
         records: Sequence[Record],
-        residency: Residency,
-        sharing: Sharing,
+        residency: ModuleResidency,
+        rank_context: RankContext,
         versions: Versions,
     ) -> None:
         self._records = records
         self._residency = residency
-        self._sharing = sharing
+        self._rank_context = rank_context
         self._versions = versions
         self._lent: dict[object, tuple[list[int], bool]] = {}
         """Who asked, for what, and whether to modify it: the only table, for an interrupt would
@@ -67,7 +67,7 @@ class Loans:
                 for index in indices:
                     if self._modified()[index] == 1:
                         with own_modes():
-                            self._sharing.write_back(self._records[index])
+                            self._rank_context.write_back(self._records[index])
         finally:
             try:
                 self._end(loan)
@@ -110,7 +110,7 @@ class Loans:
         self._residency.keep_out(indices)
         with own_modes():  # or changes would not be counted
             for index in indices:
-                self._residency.put(index, self._sharing.weight_of(self._records[index]))
+                self._residency.put(index, self._rank_context.weight_of(self._records[index]))
 
     def _end(self, loan: object) -> None:
         """Idempotent; an interrupt comes before or after."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.autograd.phases import Passes, Phases
 from infinity.autograd.refusals import check_call, refuse_script
-from infinity.autograd.residency import Residency
+from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.saved_tensors import SavedTensors
 from infinity.autograd.versions import Versions
 from infinity.parameters.parameter import cannot_be_copied
@@ -42,7 +42,7 @@ class ModelHooks:
         self,
         model: nn.Module,
         records: list[Record],
-        residency: Residency,
+        residency: ModuleResidency,
         phases: Phases,
         versions: Versions,
         saved: SavedTensors,

@@ -3,8 +3,9 @@ by attribute.
 
 A *frame* is one running forward of one module on one thread. It holds the weights of the module's
 own parameters from before its forward until after it. A parameter that is reached through attribute
-access instead (``self.out_proj.weight`` in the parent's forward) is a *visitor*: it is fetched on
-access and stays until the frame that reached for it ends, or until newer visitors need the room.
+access instead (``self.out_proj.weight`` in the parent's forward) is *accessed outside its module*:
+it is fetched on access and stays until the frame that reached for it ends, or until newer ones need
+the room.
 
 Whoever gets hold of a parameter in another way, or outside of all forward passes
 (``model.head.weight`` in a loss function), can use it all the same: its weights are fetched for
@@ -61,7 +62,7 @@ class _Hold:
 
     indices: Sequence[int]
     nbytes: int = 0
-    """What a visitor takes of the room for visitors."""
+    """What it takes of the room for parameters accessed outside their modules."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,22 +72,22 @@ class _Frame:
     module: nn.Module | None
     own: _Hold
     call: FrameType
-    visitors: dict[int, _Hold] = field(default_factory=dict)
+    outside: dict[int, _Hold] = field(default_factory=dict)
     """The oldest first."""
 
     def has_ended(self) -> bool:
         return has_ended(self.call)
 
 
-class Residency:
+class ModuleResidency:
     """Puts weights into parameters and takes them out again."""
 
     def __init__(
-        self, records: list[Record], weights: Weights, device: torch.device, visitor_bytes: int
+        self, records: list[Record], weights: Weights, device: torch.device, outside_bytes: int
     ) -> None:
         self._records = records
         self._weights = weights
-        self._visitor_bytes = visitor_bytes
+        self._outside_bytes = outside_bytes
         self._process = os.getpid()
         self._frames_of: dict[int, list[_Frame]] = {}
         """By thread, the outermost first: of modules."""
@@ -175,7 +176,7 @@ class Residency:
 
     def _end_last(self, frames: list[_Frame]) -> _Frame:
         frame = frames[-1]
-        strangers = [i for hold in (frame.own, *frame.visitors.values()) for i in self._drop(hold)]
+        strangers = [i for hold in (frame.own, *frame.outside.values()) for i in self._drop(hold)]
         frames.pop()
         self.check_faces(strangers)
         return frame
@@ -191,7 +192,7 @@ class Residency:
         frames = self._frames_of.get(threading.get_ident())
         if not frames or index in self._kept_out:
             return  # each operation fetches it
-        if any(index in frame.visitors or index in frame.own.indices for frame in frames):
+        if any(index in frame.outside or index in frame.own.indices for frame in frames):
             return
         if not self.is_computing:
             return
@@ -199,7 +200,7 @@ class Residency:
         nbytes = 0 if self.at_home[index] is not None else self._records[index].weight_bytes
         if nbytes:
             self._make_room(frames, nbytes)
-        hold = frames[-1].visitors[index] = _Hold((index,), nbytes)
+        hold = frames[-1].outside[index] = _Hold((index,), nbytes)
         try:
             self._take(hold)
         except Exception:
@@ -207,17 +208,17 @@ class Residency:
             raise
 
     def _make_room(self, frames: list[_Frame], nbytes: int) -> None:
-        """Dismiss the oldest visitors of a thread for one of ``nbytes``."""
-        used_bytes = sum(hold.nbytes for frame in frames for hold in frame.visitors.values())
+        """Give up the oldest parameters accessed outside on a thread, for one of ``nbytes``."""
+        used_bytes = sum(hold.nbytes for frame in frames for hold in frame.outside.values())
         for frame in frames:
-            while frame.visitors and used_bytes + nbytes > self._visitor_bytes:
-                oldest = next(iter(frame.visitors))
-                used_bytes -= frame.visitors[oldest].nbytes
+            while frame.outside and used_bytes + nbytes > self._outside_bytes:
+                oldest = next(iter(frame.outside))
+                used_bytes -= frame.outside[oldest].nbytes
                 self._dismiss(frame, oldest)
 
-    def _dismiss(self, frame: _Frame, visitor: int) -> None:
-        strangers = self._drop(frame.visitors[visitor])
-        del frame.visitors[visitor]
+    def _dismiss(self, frame: _Frame, index: int) -> None:
+        strangers = self._drop(frame.outside[index])
+        del frame.outside[index]
         self.check_faces(strangers)
 
     def reset(self) -> None:
@@ -356,7 +357,7 @@ class Residency:
 class WatchedParameters(dict[str, Any]):
     """A module's parameters; looking one up by name makes its weights resident."""
 
-    def __init__(self, parameters: dict[str, Any], residency: Residency) -> None:
+    def __init__(self, parameters: dict[str, Any], residency: ModuleResidency) -> None:
         super().__init__(parameters)
         self._residency = residency
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import infinity
 from infinity.model import training_of
-from infinity.values.leaves import leaves_of
+from infinity.values.checkpoint_tensors import checkpoint_tensors_of
 from infinity.values.module_state import persistent_buffers
 
 
@@ -24,7 +24,9 @@ class OffloadedStateDict(Mapping[str, torch.Tensor]):
     def __init__(self, offloaded: infinity.OffloadedModel) -> None:
         self._offloaded = offloaded
         training = training_of(offloaded)
-        self._leaves = {leaf.name: leaf for leaf in leaves_of(training.model, training.records)}
+        self._leaves = {
+            leaf.name: leaf for leaf in checkpoint_tensors_of(training.model, training.records)
+        }
 
     def is_of(self, offloaded: infinity.OffloadedModel) -> bool:
         return self._offloaded is offloaded
@@ -76,7 +78,7 @@ def set_values(offloaded: infinity.OffloadedModel, values: Mapping[str, torch.Te
     Raises ``ValueError`` naming a tensor that is missing, or of another shape, before any is set.
     """
     training = training_of(offloaded)
-    leaves = {leaf.name: leaf for leaf in leaves_of(training.model, training.records)}
+    leaves = {leaf.name: leaf for leaf in checkpoint_tensors_of(training.model, training.records)}
     buffers = persistent_buffers(training.model)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}

@@ -19,7 +19,7 @@ import infinity
 from infinity.arguments import Directories
 from infinity.model import training_of
 from infinity.optim.separable import share_hooks
-from infinity.values.leaves import leaves_of
+from infinity.values.checkpoint_tensors import checkpoint_tensors_of
 
 Choice = infinity.AdamW | Callable[[Any], torch.optim.Optimizer] | None
 _OWN = ("amsgrad", "maximize", "differentiable")
@@ -160,7 +160,7 @@ def set_groups(
     training = training_of(offloaded)
     parts = {
         leaf.name: [part.parameter for part in leaf.parts]
-        for leaf in leaves_of(training.model, training.records)
+        for leaf in checkpoint_tensors_of(training.model, training.records)
     }
     offloaded.optimizer.param_groups.clear()
     for group, members in zip(groups, names, strict=True):

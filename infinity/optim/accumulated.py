@@ -20,7 +20,7 @@ from infinity.backward_passes import BackwardPasses
 from infinity.optim.loss_scale import GradientScale, LossScale
 from infinity.parameters.parameter import take_grad
 from infinity.parameters.records import Record
-from infinity.ranks.context import Sharing
+from infinity.ranks.context import RankContext
 from infinity.tiling.deferred import taken
 from swap.tiered import TieredState
 
@@ -32,12 +32,12 @@ class Accumulated:
         self,
         records: Sequence[Record],
         state: TieredState,
-        sharing: Sharing,
+        rank_context: RankContext,
         loss_scale: LossScale | None,
     ) -> None:
         self._records = records
         self._state = state
-        self._sharing = sharing
+        self._rank_context = rank_context
         self.scale = GradientScale(loss_scale)
         self.clip_factor = 1.0
         self.passes = BackwardPasses()
@@ -54,19 +54,19 @@ class Accumulated:
     @property
     def present(self) -> frozenset[int]:
         """Parameters with a gradient, once all that are on their way have arrived."""
-        self._sharing.finish_gradients()
+        self._rank_context.finish_gradients()
         self._state.collect_gradients()
         return self._state.gradients.present
 
     def norm(self) -> float:
         """The 2-norm over all, unscaled and before clipping."""
-        return self._sharing.norm() / self.scale.value
+        return self._rank_context.norm() / self.scale.value
 
     def read(self, index: int) -> torch.Tensor | None:
         """A copy on the CPU, clipped and scaled; or None."""
         if index not in self.present:
             return None
-        gradient = self._sharing.gradient(self._records[index])
+        gradient = self._rank_context.gradient(self._records[index])
         return gradient if self.clip_factor == 1.0 else gradient.mul_(self.clip_factor)
 
     def age(self, index: int) -> int:
@@ -129,7 +129,7 @@ class Accumulated:
 
     def has(self, index: int) -> bool:
         """Whether there is one that was not cleared, be it that a step has used it."""
-        if index in self._consumed or self._sharing.has_gradient(index):
+        if index in self._consumed or self._rank_context.has_gradient(index):
             return True
         return self._state.has_gradient(index)
 
@@ -137,14 +137,14 @@ class Accumulated:
         """Replace the gradient of a parameter by one that a program made, or clear it. One that
         cannot be kept is lost, and no step is taken until it is cleared.
         """
-        self._sharing.drop_gradients(index)
+        self._rank_context.drop_gradients(index)
         self._state.clear_gradients(index)
         self._consumed.discard(index)
         self._ages[index] += 1
         if gradient is not None:
             with self._or_lost(index):
                 self._settle()
-                self._sharing.add_gradient(index, self.scale.assigned(gradient))
+                self._rank_context.add_gradient(index, self.scale.assigned(gradient))
         elif not self._has_any():
             self._forget_factors()
 
@@ -178,7 +178,7 @@ class Accumulated:
         """A gradient that arrives, of the pass that runs now."""
         with self._or_lost(index):
             self._settle()
-            self._sharing.add_gradient(index, self.scale.taken(gradient))
+            self._rank_context.add_gradient(index, self.scale.taken(gradient))
 
     def check_unused(self) -> None:
         """Raises ``RuntimeError`` naming a parameter whose gradient a step has used: in memory
@@ -218,7 +218,7 @@ class Accumulated:
         """Forget all."""
         for record in self._records:
             take_grad(record.parameter)  # an interrupt may have left it there
-        self._sharing.drop_gradients()
+        self._rank_context.drop_gradients()
         self._state.clear_gradients()
         self._forget_used()
 
@@ -256,7 +256,7 @@ class Accumulated:
         gradients = self._state.gradients
         if self._consumed or gradients.present or gradients.lost:
             return True
-        return any(self._sharing.has_gradient(record.index) for record in self._records)
+        return any(self._rank_context.has_gradient(record.index) for record in self._records)
 
     def _forget_factors(self) -> None:
         self.changed = False

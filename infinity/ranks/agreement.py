@@ -150,7 +150,7 @@ def ranks_here(ranks: Ranks | None) -> int:
     return ranks.coordinator.exchange(machine()).count(machine())
 
 
-def shared_shares(
+def divided_by_ranks(
     ranks: Ranks, directories: Sequence[str], bandwidths: Sequence[float] | None
 ) -> list[float]:
     """How much of its load a rank gives to each of its directories: by the bandwidth (by default

@@ -17,7 +17,7 @@ from infinity.ranks.gathered_weights import Weights
 from swap.tiered import TieredState
 
 
-class Sharing(Protocol):
+class RankContext(Protocol):
     """Everything in which one process and several ranks differ. All ranks make the same calls in
     the same order, but for ``has_gradient`` and ``drop_gradients``.
     """
@@ -41,7 +41,7 @@ class Sharing(Protocol):
         """Whether values of all ranks can still be had; False after a rank has failed."""
 
     @property
-    def visitor_bytes(self) -> int:
+    def outside_bytes(self) -> int:
         """Weights that may stay for who reaches for them outside of their module."""
 
     @property
@@ -58,7 +58,7 @@ class Sharing(Protocol):
     def agree_on_values(self) -> None:
         """All first values were noted. Raises ``RankDifferenceError`` if they were not the same."""
 
-    def meet(self, kind: int, step: int) -> None:
+    def rendezvous(self, kind: int, step: int) -> None:
         """All ranks do this now, after that many steps."""
 
     def begin_step(
@@ -99,7 +99,7 @@ class Sharing(Protocol):
         """
 
 
-class Unshared:
+class SingleRank:
     """One process has everything."""
 
     rank = 0
@@ -111,7 +111,7 @@ class Unshared:
     def __init__(self, state: TieredState) -> None:
         self._state = state
         self.weights: Weights = state.weights
-        self.visitor_bytes = state.placement.arena_bytes // 2
+        self.outside_bytes = state.placement.arena_bytes // 2
 
     def leaving(
         self,
@@ -129,7 +129,7 @@ class Unshared:
     def agree_on_values(self) -> None:
         """There is nobody to disagree with."""
 
-    def meet(self, kind: int, step: int) -> None:
+    def rendezvous(self, kind: int, step: int) -> None:
         """There is nobody to meet."""
 
     def begin_step(

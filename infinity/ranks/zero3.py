@@ -32,8 +32,8 @@ from swap.plan.layout import PIECE
 from swap.tiered import TieredState
 
 
-class OverRanks:
-    """See ``sharing.Sharing``. Raises ``RankFailedError`` when another rank failed or is gone."""
+class Zero3:
+    """A ``RankContext``. Raises ``RankFailedError`` when another rank failed or is gone."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class OverRanks:
         state.gradients.keep_blocks = True
         self._memory = memory
         self._reductions = Reductions(records, ranks, memory, state.add_gradient)
-        self.visitor_bytes = capacity_bytes // 2
+        self.outside_bytes = capacity_bytes // 2
         self._sums: dict[str, int] = {}
         self._step = 0
         ranks.names = [record.name for record in records]
@@ -119,7 +119,7 @@ class OverRanks:
     def write_back(self, record: Record) -> None:
         """Raises ``RankDifferenceError`` unless every rank made the same change."""
         digest = _sum_of(record.parameter.data.reshape(-1))
-        rows = self.ranks.meet(VALUES, record.index, digest)
+        rows = self.ranks.rendezvous(VALUES, record.index, digest)
         for rank, row in enumerate(rows):
             if row[3] != rows[0][3]:
                 raise RankDifferenceError(
@@ -141,14 +141,14 @@ class OverRanks:
 
     def _whole(self, record: Record, part: torch.Tensor) -> torch.Tensor:
         whole = torch.empty(record.numel, dtype=part.dtype, device=part.device)
-        self.ranks.meet(VALUES, record.index)
+        self.ranks.rendezvous(VALUES, record.index)
         self.ranks.gather(part, whole, record.cut.offsets).wait()
         return whole
 
     # Steps.
 
-    def meet(self, kind: int, step: int) -> None:
-        self.ranks.meet(kind, step)
+    def rendezvous(self, kind: int, step: int) -> None:
+        self.ranks.rendezvous(kind, step)
 
     def begin_step(
         self, present: Sequence[int], steps: Sequence[int], groups: Sequence[Mapping[str, Any]]
@@ -159,7 +159,7 @@ class OverRanks:
             for group in groups
         ]
         digest = zlib.crc32(repr((list(present), list(steps), options)).encode())
-        rows = self.ranks.meet(STEP, self._step, digest)
+        rows = self.ranks.rendezvous(STEP, self._step, digest)
         if all(row[3] == digest for row in rows):
             return
         facts: dict[str, Any] = {
@@ -199,7 +199,7 @@ class OverRanks:
             [_num_blocks(self._records[index].cut.length(rank)) for index in cut]
             for rank in range(self.world_size)
         ]
-        self.ranks.meet(NORM, self._step)
+        self.ranks.rendezvous(NORM, self._step)
         sums: dict[int, float] = {}
         if cut:
             every = self.ranks.coordinator.gather(torch.cat(own), [sum(each) for each in counts])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from infinity.parameters.partition import joined
-from infinity.values.leaves import Leaf
+from infinity.values.checkpoint_tensors import CheckpointTensor
 from swap.plan.layout import Component
 from swap.tiered import TieredState
 
@@ -26,7 +26,7 @@ class ComponentBytes:
     """One component of one parameter: a ``checkpoint.ByteSource`` and ``ByteSink``."""
 
     state: TieredState
-    leaf: Leaf
+    leaf: CheckpointTensor
     component: Component
 
     thread_safe: ClassVar[bool] = True
@@ -107,8 +107,8 @@ class Saving:
         return position % self.world_size == self.rank
 
 
-def components_of_leaf(
-    state: TieredState, leaf: Leaf, saving: Saving | None
+def components_of_tensor(
+    state: TieredState, leaf: CheckpointTensor, saving: Saving | None
 ) -> list[ComponentBytes]:
     """All components of a leaf, the weights first: what ``saving`` saves of them, or (None) all
     that this rank keeps.
@@ -126,7 +126,7 @@ def components_of_leaf(
     ]
 
 
-def _ranges(leaf: Leaf, component: Component, saving: Saving | None) -> Ranges:
+def _ranges(leaf: CheckpointTensor, component: Component, saving: Saving | None) -> Ranges:
     found, at = [], 0
     for position, part in enumerate(leaf.parts):
         if part.is_partitioned or saving is None or saving.takes_whole(position):

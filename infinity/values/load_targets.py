@@ -13,8 +13,8 @@ from checkpoint.errors import CorruptCheckpointError
 from checkpoint.loading.into import check_into
 from checkpoint.plan.selection import Selection
 from infinity.values import saved_state
-from infinity.values.component_bytes import MASTER_COMPONENTS, ComponentBytes, components_of_leaf
-from infinity.values.leaves import Leaf, leaves_of
+from infinity.values.checkpoint_tensors import CheckpointTensor, checkpoint_tensors_of
+from infinity.values.component_bytes import MASTER_COMPONENTS, ComponentBytes, components_of_tensor
 from infinity.values.module_state import persistent_buffers
 from infinity.values.persistence import TrainingState
 
@@ -42,11 +42,11 @@ class Targets:
 
     same: dict[str, Any]
     """A tree of what is read as it was saved."""
-    converted: list[Leaf]
+    converted: list[CheckpointTensor]
     """Weights that were saved in another dtype."""
-    recast: list[tuple[Leaf, ComponentBytes]]
+    recast: list[tuple[CheckpointTensor, ComponentBytes]]
     """State of the optimizer that was."""
-    bare: list[Leaf]
+    bare: list[CheckpointTensor]
     """Weights without a master, which have one here."""
 
 
@@ -59,11 +59,11 @@ def targets_of(training: TrainingState, saved: Mapping[str, Any]) -> Targets:
     }
     same: dict[str, Any] = {"model": dict(buffers), "optimizer": {}}
     converted, recast, bare = [], [], []
-    for leaf in leaves_of(training.model, training.records):
+    for leaf in checkpoint_tensors_of(training.model, training.records):
         if not saved["planes"][leaf.name]:  # saved without what was frozen: it stays as it is
             continue
         is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
-        for component in components_of_leaf(training.state, leaf, None):
+        for component in components_of_tensor(training.state, leaf, None):
             name = component.component.name
             if is_converted and name in MASTER_COMPONENTS:
                 continue

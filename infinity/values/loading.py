@@ -20,10 +20,10 @@ import checkpoint
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.ranks.coordinator import SingleProcess, apart
 from infinity.parameters.records import Record
-from infinity.ranks.context import Sharing
+from infinity.ranks.context import RankContext
 from infinity.values import saved_state
+from infinity.values.checkpoint_tensors import checkpoint_tensors_of
 from infinity.values.component_bytes import MASTER_COMPONENTS
-from infinity.values.leaves import leaves_of
 from infinity.values.load_targets import Targets, check_targets, literal, names_of, targets_of
 from infinity.values.module_state import (
     check_modules,
@@ -82,11 +82,11 @@ def load(
     read = partial(checkpoint.load, path, stripe_dirs=stripe_dirs)
     fits = partial(check_targets, Path(path).resolve(), relocation(stripe_dirs))
     for _ in range(_MAX_LOADS):
-        before = saves_seen(training.sharing, path)
+        before = saves_seen(training.rank_context, path)
         if len(set(before)) > 1:
             continue
         extra = _load(training, path, read, fits, then)
-        if saves_seen(training.sharing, path) == before:
+        if saves_seen(training.rank_context, path) == before:
             return extra
     check_same_save(before, path)
     raise BlockingIOError(
@@ -101,17 +101,19 @@ def _load(
     fits: Callable[[Any], None],
     then: Callable[[], None],
 ) -> Any:
-    saved, targets = together(training.sharing, lambda: _checked(training, path, read, fits))
-    training.sharing.weights.drop()
+    saved, targets = together(training.rank_context, lambda: _checked(training, path, read, fits))
+    training.rank_context.weights.drop()
     for component in _absent_state(training, saved):
         training.state.components.zero(component)
-    extra, states = together(training.sharing, lambda: _load_values(training, saved, targets, read))
+    extra, states = together(
+        training.rank_context, lambda: _load_values(training, saved, targets, read)
+    )
     _restore_scalars(training, saved, path)
     then()
     try:
-        together(training.sharing, lambda: set_module_states(training.model, states))
+        together(training.rank_context, lambda: set_module_states(training.model, states))
     finally:  # which may have drawn random numbers
-        restore_random(training.sharing.rank, training.state.device, saved)
+        restore_random(training.rank_context.rank, training.state.device, saved)
     return extra
 
 
@@ -128,15 +130,15 @@ def _absent_state(training: TrainingState, saved: Mapping[str, Any]) -> set[str]
     """Components of state that the checkpoint has not of every parameter that has them here."""
     return {
         component
-        for leaf in leaves_of(training.model, training.records)
+        for leaf in checkpoint_tensors_of(training.model, training.records)
         for component in training.state.component_names(leaf.first.index)
         if component not in MASTER_COMPONENTS and component not in saved["planes"][leaf.name]
     }
 
 
-def together(sharing: Sharing, step: Callable[[], T]) -> T:
+def together(rank_context: RankContext, step: Callable[[], T]) -> T:
     """Take a step that all ranks take: where one fails, all raise."""
-    return apart(sharing.coordinator or SingleProcess(), step)
+    return apart(rank_context.coordinator or SingleProcess(), step)
 
 
 def _read_scalars(
@@ -157,7 +159,7 @@ def _read_scalars(
         tell_buffers(training.model, saved)
     saved["buffers"] = saved_buffers(saved, path)
     _check(training, saved, path)
-    if training.sharing.rank == 0:  # those of other ranks may have other names
+    if training.rank_context.rank == 0:  # those of other ranks may have other names
         check_modules(training.model, saved, saved["buffers"], path)
     return saved
 
@@ -166,7 +168,10 @@ def _check(training: TrainingState, saved: Mapping[str, Any], path: str | os.Pat
     if saved["format"] != FORMAT:
         raise ValueError(f"{path} has format {saved['format']}; this version reads {FORMAT}")
     shapes = saved["shapes"]
-    ours = {leaf.name: list(leaf.shape) for leaf in leaves_of(training.model, training.records)}
+    ours = {
+        leaf.name: list(leaf.shape)
+        for leaf in checkpoint_tensors_of(training.model, training.records)
+    }
     for name, shape in ours.items():
         if name not in shapes:
             raise ValueError(f"{path} has no parameter {name}, which the model has")
@@ -175,7 +180,9 @@ def _check(training: TrainingState, saved: Mapping[str, Any], path: str | os.Pat
     for name in shapes:
         if name not in ours:
             raise ValueError(f"{path} has a parameter {name}, which the model has not")
-    saved_state.check_base(training.state, leaves_of(training.model, training.records), saved, path)
+    saved_state.check_base(
+        training.state, checkpoint_tensors_of(training.model, training.records), saved, path
+    )
     if not _takes_state(training, saved, path):
         return
     names = {record.name for record in training.records}
@@ -192,7 +199,7 @@ def _check(training: TrainingState, saved: Mapping[str, Any], path: str | os.Pat
 def _takes_state(
     training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> bool:
-    leaves = leaves_of(training.model, training.records)
+    leaves = checkpoint_tensors_of(training.model, training.records)
     return takes_state(training.state, training.rule, leaves, saved, path)
 
 
@@ -242,7 +249,7 @@ def _load_own(
 ) -> tuple[Any, dict[str, Any]]:
     """Buffers that are this rank's own; the ``extra`` that it returns, and states of modules."""
     states = dict(saved.get("module_states", {}))
-    rank, world_size = training.sharing.rank, training.sharing.world_size
+    rank, world_size = training.rank_context.rank, training.rank_context.world_size
     own, saved_by = saved.get("own_states", []), saved.get("world_size", world_size)
     lost = [other for other in own if other >= world_size]
     if rank == 0 and own and (lost or saved_by < world_size):
@@ -312,7 +319,7 @@ def _restore_state(
     training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> None:
     """Step counts and options, and what the rule keeps in memory of every parameter."""
-    for leaf in leaves_of(training.model, training.records):
+    for leaf in checkpoint_tensors_of(training.model, training.records):
         theirs = saved_state.state_of(training.state, leaf, saved, path)
         steps = training.rule.steps(theirs) if theirs.is_trained else 0
         for part in leaf.parts:

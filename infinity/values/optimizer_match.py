@@ -13,8 +13,8 @@ from typing import Any
 
 from infinity.optim.adamw import MOMENTS, NAME, AdamW
 from infinity.optim.rule import UNNAMED, OptimizerRule
+from infinity.values.checkpoint_tensors import CheckpointTensor
 from infinity.values.component_bytes import MASTER_COMPONENTS
-from infinity.values.leaves import Leaf
 from infinity.values.saved_state import state_of
 from swap.tiered import TieredState
 
@@ -40,7 +40,7 @@ def told_class(saved: Mapping[str, Any]) -> str | None:
 def takes_state(
     state: TieredState,
     rule: OptimizerRule,
-    leaves: Iterable[Leaf],
+    leaves: Iterable[CheckpointTensor],
     saved: Mapping[str, Any],
     path: PathLike,
 ) -> bool:

@@ -14,8 +14,8 @@ Nothing is gathered: a save streams every component from its home tier. The tree
 
 so ``model.*`` alone is an ordinary set of weights, in the compute dtype. With ``only_trainable``
 frozen parameters are in none of the first two, have no components in ``infinity.planes``, and a
-checksum of their first values in ``infinity.base``. A parameter that is tiled is one leaf, see
-``leaves``.
+checksum of their first values in ``infinity.base``. A parameter that is tiled is one tensor, see
+``checkpoint_tensors``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.rule import OptimizerRule
 from infinity.optim.state_reference import StateReference
 from infinity.parameters.records import Record
-from infinity.ranks.context import Sharing
+from infinity.ranks.context import RankContext
 from infinity.values import saved_state
-from infinity.values.component_bytes import BytesOfRank, Saving, components_of_leaf
-from infinity.values.leaves import leaves_of
+from infinity.values.checkpoint_tensors import checkpoint_tensors_of
+from infinity.values.component_bytes import BytesOfRank, Saving, components_of_tensor
 from infinity.values.module_state import buffers_of, module_states, persistent_buffers
 from infinity.values.rank_state import (
     own_states,
@@ -65,7 +65,7 @@ class TrainingState(Protocol):
     steps: list[int]
     loss_scale_state: LossScale | None
     checkpoint_bytes: int
-    sharing: Sharing
+    rank_context: RankContext
     reference: StateReference
 
 
@@ -91,7 +91,7 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
     """
     _warn_of_gradients(training, path)
     training.reference.saved(path)
-    coordinator = training.sharing.coordinator
+    coordinator = training.rank_context.coordinator
     own = {} if coordinator is None else own_states(coordinator, training.model, extra)
     state = unaccompanied(
         coordinator or SingleProcess(),
@@ -115,11 +115,11 @@ def _state(
     """What this rank saves; copies of what a forward pass may change while it is read."""
     state = _sources(training, only_trainable=how.only_trainable)
     state["infinity"] = {
-        "random_of_ranks": random_of_ranks(training.sharing, training.state.device)
+        "random_of_ranks": random_of_ranks(training.rank_context, training.state.device)
     }
-    if training.sharing.coordinator is not None:
+    if training.rank_context.coordinator is not None:
         state["ranks"] = own
-    if training.sharing.rank:
+    if training.rank_context.rank:
         return state
     buffers = persistent_buffers(training.model)
     given = {"given": extra is not None, "value": extra}
@@ -150,7 +150,7 @@ def _warn_of_gradients(training: TrainingState, path: str | os.PathLike[str]) ->
 
 def _without_frozen(training: TrainingState, scalars: Mapping[str, Any]) -> dict[str, Any]:
     """What differs where frozen weights are left out: they have no components, but are known."""
-    leaves = leaves_of(training.model, training.records)
+    leaves = checkpoint_tensors_of(training.model, training.records)
     frozen = [leaf for leaf in leaves if not leaf.first.spec.trainable]
     components: Mapping[str, Any] = scalars["planes"]
     return {
@@ -160,16 +160,16 @@ def _without_frozen(training: TrainingState, scalars: Mapping[str, Any]) -> dict
 
 
 def _sources(training: TrainingState, *, only_trainable: bool) -> dict[str, Any]:
-    leaves = leaves_of(training.model, training.records)
+    leaves = checkpoint_tensors_of(training.model, training.records)
     if only_trainable:
         leaves = [leaf for leaf in leaves if leaf.first.spec.trainable]
         if not leaves:
             raise ValueError("only_trainable=True, and no parameter of the model is trained")
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    rank, world_size = training.sharing.rank, training.sharing.world_size
+    rank, world_size = training.rank_context.rank, training.rank_context.world_size
     for leaf in leaves:
-        for component in components_of_leaf(training.state, leaf, Saving(rank, world_size)):
+        for component in components_of_tensor(training.state, leaf, Saving(rank, world_size)):
             name = component.component.name
             part = model if name == "weight" else optimizer.setdefault(name, {})
             part[leaf.name] = component
@@ -178,7 +178,7 @@ def _sources(training: TrainingState, *, only_trainable: bool) -> dict[str, Any]
 
 def _scalars(training: TrainingState) -> dict[str, Any]:
     names = {id(record.parameter): record.name for record in training.records}
-    leaves = leaves_of(training.model, training.records)
+    leaves = checkpoint_tensors_of(training.model, training.records)
     scale = training.loss_scale_state
     small = training.rule.small_state
     return {
@@ -203,7 +203,7 @@ def _scalars(training: TrainingState) -> dict[str, Any]:
         "loss_scale": None if scale is None else scale.saved(),
         "small_state": {training.records[index].name: dict(s) for index, s in small.items()},
         "random": random_state(),
-        "world_size": training.sharing.world_size,
+        "world_size": training.rank_context.world_size,
     }
 
 
@@ -213,12 +213,12 @@ def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]
     Several ranks first save the weights together, in a folder beside, from which rank 0 makes the
     shards: no rank ever has the model. Buffers are those of rank 0.
     """
-    rank, world_size = training.sharing.rank, training.sharing.world_size
+    rank, world_size = training.rank_context.rank, training.rank_context.world_size
     weights: dict[str, Any] = dict(persistent_buffers(training.model)) if rank == 0 else {}
-    for leaf in leaves_of(training.model, training.records):
-        components = components_of_leaf(training.state, leaf, Saving(rank, world_size))
+    for leaf in checkpoint_tensors_of(training.model, training.records):
+        components = components_of_tensor(training.state, leaf, Saving(rank, world_size))
         weights[leaf.name] = components[0]
-    coordinator = training.sharing.coordinator
+    coordinator = training.rank_context.coordinator
     if coordinator is None:
         return [os.fspath(file) for file in checkpoint.write_safetensors(weights, folder)]
     parts = Path(folder).absolute().with_name(f".{Path(folder).name}.parts")

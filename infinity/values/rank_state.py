@@ -24,7 +24,7 @@ from checkpoint.directory.locate import peek_saved
 from checkpoint.interop.packing import pack, unpack
 from checkpoint.ranks.coordinator import Coordinator, Operation, apart, together
 from infinity.ranks.agreement import RankDifferenceError
-from infinity.ranks.context import Sharing
+from infinity.ranks.context import RankContext
 from infinity.values.component_bytes import BytesOfRank
 from infinity.values.module_state import buffers_of, module_states, set_buffer
 
@@ -90,15 +90,15 @@ def restore_own(
     return _EXTRA in parts, parts.get(_EXTRA, {}).get("value"), states
 
 
-def saves_seen(sharing: Sharing, path: str | os.PathLike[str]) -> list[int | None]:
+def saves_seen(rank_context: RankContext, path: str | os.PathLike[str]) -> list[int | None]:
     """When what is at ``path`` was saved, as every rank sees it: tells saves apart.
 
     Raises ``RankDifferenceError`` on every rank where they are given different paths.
     """
-    if sharing.coordinator is None:
+    if rank_context.coordinator is None:
         return [peek_saved(Path(path))]
     every: list[Any] = together(
-        sharing.coordinator, lambda: [Path(path).resolve().name, peek_saved(Path(path))]
+        rank_context.coordinator, lambda: [Path(path).resolve().name, peek_saved(Path(path))]
     )
     for rank, (name, _) in enumerate(every):
         if name != every[0][0]:
@@ -119,15 +119,17 @@ def check_same_save(seen: Sequence[int | None], path: str | os.PathLike[str]) ->
             )
 
 
-def random_of_ranks(sharing: Sharing, device: torch.device) -> dict[str, dict[str, BytesOfRank]]:
+def random_of_ranks(
+    rank_context: RankContext, device: torch.device
+) -> dict[str, dict[str, BytesOfRank]]:
     """The states of random generators of ranks other than the first; each has its own."""
     found: dict[str, dict[str, BytesOfRank]] = {}
-    for rank in range(1, sharing.world_size):
+    for rank in range(1, rank_context.world_size):
         own = {"cpu": torch.get_rng_state()}
         if device.type == "cuda":
             own["device"] = torch.cuda.get_rng_state(device)
         found[str(rank)] = {
-            name: BytesOfRank(state.numel(), state if rank == sharing.rank else None)
+            name: BytesOfRank(state.numel(), state if rank == rank_context.rank else None)
             for name, state in own.items()
         }
     return found

@@ -13,14 +13,17 @@ import torch
 
 from checkpoint.format.checksum import crc32c
 from infinity.optim.rule import OptimizerRule, SavedState
-from infinity.values.component_bytes import MASTER_COMPONENTS, ComponentBytes, components_of_leaf
-from infinity.values.leaves import Leaf
+from infinity.values.checkpoint_tensors import CheckpointTensor
+from infinity.values.component_bytes import MASTER_COMPONENTS, ComponentBytes, components_of_tensor
 from swap.storage.components import as_bytes
 from swap.tiered import TieredState
 
 
 def state_of(
-    state: TieredState, leaf: Leaf, saved: Mapping[str, Any], path: str | os.PathLike[str]
+    state: TieredState,
+    leaf: CheckpointTensor,
+    saved: Mapping[str, Any],
+    path: str | os.PathLike[str],
 ) -> SavedState:
     """What a checkpoint with the state of an optimizer has of that of ``leaf``."""
     name, here = leaf.name, _state_components(state, leaf)
@@ -43,7 +46,7 @@ def state_of(
 
 
 def component_dtypes(
-    state: TieredState, rule: OptimizerRule, leaves: Iterable[Leaf]
+    state: TieredState, rule: OptimizerRule, leaves: Iterable[CheckpointTensor]
 ) -> dict[str, dict[str, torch.dtype]]:
     """Of the state of every leaf, where checkpoints name them."""
     if not rule.names_dtypes:
@@ -58,7 +61,7 @@ def component_dtypes(
 
 
 def must_cast(
-    rule: OptimizerRule, saved: Mapping[str, Any], leaf: Leaf, component: ComponentBytes
+    rule: OptimizerRule, saved: Mapping[str, Any], leaf: CheckpointTensor, component: ComponentBytes
 ) -> bool:
     """Whether what was saved for a state component has another dtype. Before checkpoints named
     them, all state was in float32, or in float64 beside weights of that.
@@ -69,22 +72,24 @@ def must_cast(
     return _saved_dtype(saved, leaf, name) != component.dtype
 
 
-def cast(read: Callable[..., Any], leaf: Leaf, component: ComponentBytes, pattern: str) -> None:
+def cast(
+    read: Callable[..., Any], leaf: CheckpointTensor, component: ComponentBytes, pattern: str
+) -> None:
     """Load one component of state that was saved in another dtype, read whole."""
     tree = read(only=[pattern])
     values = tree["optimizer"][component.component.name][leaf.name].reshape(-1).to(component.dtype)
     component.write(0, as_bytes(values).data)
 
 
-def _saved_dtype(saved: Mapping[str, Any], leaf: Leaf, name: str) -> torch.dtype:
+def _saved_dtype(saved: Mapping[str, Any], leaf: CheckpointTensor, name: str) -> torch.dtype:
     found = saved.get("plane_dtypes", {}).get(leaf.name, {}).get(name)
     if found is not None:
         return found  # type: ignore[no-any-return]
     return torch.float64 if saved["dtypes"][leaf.name] == torch.float64 else torch.float32
 
 
-def _state_components(state: TieredState, leaf: Leaf) -> list[ComponentBytes]:
-    components = components_of_leaf(state, leaf, None)
+def _state_components(state: TieredState, leaf: CheckpointTensor) -> list[ComponentBytes]:
+    components = components_of_tensor(state, leaf, None)
     return [
         component for component in components if component.component.name not in MASTER_COMPONENTS
     ]
@@ -94,13 +99,13 @@ _SAMPLE = 256
 """Values of a frozen parameter that tell one base from another."""
 
 
-def base_of(state: TieredState, leaves: Iterable[Leaf]) -> dict[str, int]:
+def base_of(state: TieredState, leaves: Iterable[CheckpointTensor]) -> dict[str, int]:
     """A checksum of the first values of each leaf that begins on this rank."""
     return {leaf.name: _checksum(state, leaf) for leaf in leaves if _begins_here(leaf)}
 
 
 def check_base(
-    state: TieredState, leaves: Iterable[Leaf], saved: Mapping[str, Any], path: Any
+    state: TieredState, leaves: Iterable[CheckpointTensor], saved: Mapping[str, Any], path: Any
 ) -> None:
     """Raises ``ValueError`` for a checkpoint without frozen weights that belongs to other ones."""
     base = saved.get("base", {})
@@ -115,11 +120,11 @@ def check_base(
             )
 
 
-def _begins_here(leaf: Leaf) -> bool:
+def _begins_here(leaf: CheckpointTensor) -> bool:
     return leaf.first.first == 0 and leaf.first.spec.numel > 0
 
 
-def _checksum(state: TieredState, leaf: Leaf) -> int:
+def _checksum(state: TieredState, leaf: CheckpointTensor) -> int:
     first = leaf.first
     numel = min(_SAMPLE, math.prod(leaf.shape), first.spec.numel)
     values = torch.empty(numel, dtype=first.spec.dtype, device="cpu")

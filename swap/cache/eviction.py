@@ -16,7 +16,7 @@ from swap.plan.layout import ParameterSpec
 from swap.tiers import BudgetError, format_bytes
 
 
-class Residents:
+class CacheEntries:
     """``entries``: current weights, or on their way. ``stale``: weights from before a step, which
     only its update still reads. ``pins``: what each of those who compute holds; no counts, which an
     interrupt could leave wrong.

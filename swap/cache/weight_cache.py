@@ -19,7 +19,7 @@ import torch
 from aio.errors import let_go
 from aio.threads import LOOK_SECONDS, Changes, Latch
 from swap.cache.arena import Arena, Entry
-from swap.cache.eviction import Residents, wait_for
+from swap.cache.eviction import CacheEntries, wait_for
 from swap.plan import eviction
 from swap.plan.layout import PIECE, ParameterSpec, Segment
 from swap.plan.schedule import Schedule
@@ -56,10 +56,10 @@ class WeightCache:
         self._timeline = timeline
         self._prefetch = prefetch
         self._policy = eviction.for_weights(self.schedule)
-        self._residents = Residents(specs, arena, self._policy)
-        self._entries = self._residents.entries
-        self._stale = self._residents.stale
-        self._pins = self._residents.pins
+        self._cached = CacheEntries(specs, arena, self._policy)
+        self._entries = self._cached.entries
+        self._stale = self._cached.stale
+        self._pins = self._cached.pins
         self._pending: dict[int, set[int]] = {}
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
@@ -90,7 +90,7 @@ class WeightCache:
 
     def owner(self, storage: int) -> int | None:
         """Whose weights have the storage of that ``_cdata``, be they evicted and held still."""
-        return self._residents.owners.of(storage)
+        return self._cached.owners.of(storage)
 
     def release(self, holder: Hashable) -> None:
         """Undo what ``holder`` acquired. Idempotent."""
@@ -129,7 +129,7 @@ class WeightCache:
         """
         with self._lock:
             self._failure = None
-            self._residents.owners.outdate(p for p in subgroups_of if p in updated)
+            self._cached.owners.outdate(p for p in subgroups_of if p in updated)
             for parameter, subgroups in subgroups_of.items():
                 self._pending[parameter] = set(subgroups)
                 entry = self._entries.get(parameter)
@@ -206,7 +206,7 @@ class WeightCache:
         with self._lock:
             for entry in (*self._entries.values(), *self._stale.values()):
                 wait_for(entry)
-            self._residents.clear()
+            self._cached.clear()
 
     # How weights are found.
 
@@ -254,7 +254,7 @@ class WeightCache:
                 since = time.monotonic()
             elif time.monotonic() - since > _RELEASE_SECONDS * (10 if self._pending else 1):
                 at_home = {i for i in range(len(self._specs)) if self.at_home(i) is not None}
-                raise self._residents.too_small(parameter, at_home)
+                raise self._cached.too_small(parameter, at_home)
         return entry
 
     def _find_or_start(self, parameter: int) -> Entry | None:
@@ -351,7 +351,7 @@ class WeightCache:
         parts = set(self._components.layout.subgroups_of(parameter))
         if self._pending.get(parameter) != parts:
             return None
-        entry = self._residents.make_room(parameter, ahead=True, landing=False)
+        entry = self._cached.make_room(parameter, ahead=True, landing=False)
         if entry is not None:
             entry.missing = parts
             self._entries[parameter] = entry
@@ -361,7 +361,7 @@ class WeightCache:
         """Start reading into a new entry, now or ``ahead`` of its use; None if there is no room."""
         segments = self._components.layout.segments_of[parameter]
         landing = not all(self._components.is_host(segment.subgroup) for segment in segments)
-        entry = self._residents.make_room(parameter, ahead=ahead, landing=landing)
+        entry = self._cached.make_room(parameter, ahead=ahead, landing=landing)
         if entry is None:
             return None
         for segment in segments:

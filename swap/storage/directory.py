@@ -2,11 +2,11 @@
 
 ``<nvme>/.infinity/<uuid>/lock`` is held with flock(2) for as long as the process lives; the kernel
 drops it when the process dies, however it dies. A folder whose lock can be taken, or that has none
-yet, is therefore a leftover, and the next process that opens the same SSD removes it.
+yet, is therefore an orphan, and the next process that opens the same SSD removes it.
 
 Processes that come and go at once (the ranks of one job) take turns: folders are made, reclaimed
 and removed with ``<nvme>`` itself locked. So no process takes a folder that is still being made for
-a leftover, and none removes what another is removing.
+an orphan, and none removes what another is removing.
 
 Folders are for their user alone (0700, files 0600, whatever the umask), for they hold weights.
 ``.infinity`` itself is for all users who may write to ``<nvme>``, and sticky: any of them may have
@@ -40,7 +40,7 @@ FOLDER = ".infinity"
 _LOCK = "lock"
 _NAME = re.compile(r"[0-9a-f]{12}")
 _TURN_SECONDS = 120.0
-"""How long others may take with ``<nvme>`` locked; it takes milliseconds, and longer with leftovers
+"""How long others may take with ``<nvme>`` locked; it takes milliseconds, and longer with orphans
 of many terabytes."""
 _POLL_SECONDS = 0.01
 _SAY_AFTER_SECONDS = 5.0

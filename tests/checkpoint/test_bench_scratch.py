@@ -13,7 +13,7 @@ from checkpoint.bench.conditions.scratch import (
     DiskSpaceError,
     check_space,
     open_scratch,
-    remove_leftovers,
+    remove_orphans,
 )
 
 
@@ -67,7 +67,7 @@ def test_scratch_in_a_directory_that_takes_nothing_leaves_nothing_in_the_others(
     assert everything(directories) == []
 
 
-def test_leftovers_of_a_killed_process_are_removed_and_no_others(directories: list[Path]) -> None:
+def test_orphans_of_a_killed_process_are_removed_and_no_others(directories: list[Path]) -> None:
     script = (
         "import sys, os, signal, pathlib\n"
         "from checkpoint.bench.conditions.scratch import open_scratch\n"
@@ -82,16 +82,16 @@ def test_leftovers_of_a_killed_process_are_removed_and_no_others(directories: li
     (left,) = everything(directories)
     with open_scratch(directories[1:]):
         mine = everything(directories[1:])
-        assert remove_leftovers(directories[1]) == []
-        assert remove_leftovers(directories[0]) == [left]
+        assert remove_orphans(directories[1]) == []
+        assert remove_orphans(directories[0]) == [left]
         assert everything(directories) == mine
 
 
-def test_leftovers_are_known_by_their_names_only(directories: list[Path]) -> None:
+def test_orphans_are_known_by_their_names_only(directories: list[Path]) -> None:
     for name in ("data", f"x{PREFIX}1"):
         (directories[0] / name).mkdir()
     (directories[0] / f"{PREFIX}file").write_bytes(b"x")
-    assert remove_leftovers(directories[0]) == []
+    assert remove_orphans(directories[0]) == []
     assert len(everything(directories)) == 3
 
 

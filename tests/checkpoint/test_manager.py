@@ -168,7 +168,7 @@ def test_unfinished_ones_are_removed_and_other_things_left_alone(tmp_path: Path)
     assert names(tmp_path) == {"step-6", "step-x", "step-07", "notes"}
 
 
-def test_a_step_being_saved_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+def test_a_step_being_saved_is_not_taken_for_an_orphan(tmp_path: Path) -> None:
     manager = checkpoint.Manager(tmp_path)
 
     class Source:

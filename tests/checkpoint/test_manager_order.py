@@ -146,7 +146,7 @@ def test_an_error_while_old_ones_are_removed_does_not_fail_the_save(
     assert "not allowed" in caplog.text
 
 
-def test_a_step_that_is_finished_before_its_leftovers_are_removed_stays(
+def test_a_step_that_is_finished_before_its_orphans_are_removed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process saves between the look at a step and the lock."""

@@ -150,7 +150,7 @@ def test_an_unfinished_save_in_a_copy_removes_nothing_of_the_original(
     assert holds(1, original)
     (original / "manifest.json").unlink()
     checkpoint.save(state(3), original)
-    assert data_of(stripes) == [], "the leftovers of the original are its own"
+    assert data_of(stripes) == [], "the orphans of the original are its own"
 
 
 @pytest.mark.parametrize("how", ["list", "reversed", "mapping"])

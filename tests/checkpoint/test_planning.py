@@ -1,4 +1,4 @@
-"""The pure parts of a save and a load, by properties: boxes, names, sharing, stripes, runs."""
+"""The pure parts of a save and a load, by properties: boxes, names, aliasing, stripes, runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from checkpoint.format.slices import (
     range_boxes,
     span_elements,
 )
-from checkpoint.plan.aliasing import Region, Stored, View, plan_sharing
+from checkpoint.plan.aliasing import Region, Stored, View, plan_aliasing
 from checkpoint.plan.read_runs import Wanted, plan_reads
 from checkpoint.plan.striping import Part, plan_stripes
 from checkpoint.plan.write_runs import ZEROS, Extent, plan_runs, plan_slots
@@ -128,17 +128,17 @@ def _bytes_of(region: Region) -> set[int]:
 @given(st.data())
 def test_sharing_keeps_every_byte_reachable_and_every_distance(data: st.DataObject) -> None:
     regions = [_region(data) for _ in range(data.draw(st.integers(0, 6)))]
-    sharing = plan_sharing(regions)
+    aliasing = plan_aliasing(regions)
     placed: dict[tuple[object, int], int] = {}
-    for region, place in zip(regions, sharing.places, strict=True):
+    for region, place in zip(regions, aliasing.places, strict=True):
         if isinstance(place, View):
             base = regions[place.base]
-            assert isinstance(sharing.places[place.base], Stored)
+            assert isinstance(aliasing.places[place.base], Stored)
             assert region.key == base.key
             assert region.offset == base.offset + place.offset
             assert _bytes_of(region) <= _bytes_of(base)
         elif place.storage is not None:
-            nbytes = sharing.storages[place.storage]
+            nbytes = aliasing.storages[place.storage]
             assert place.offset + region.end - region.offset <= nbytes
             assert place.offset % region.itemsize == region.offset % region.itemsize
             for byte in _bytes_of(region):

@@ -14,7 +14,7 @@ import torch
 import checkpoint
 from checkpoint.format.manifest import decode_manifest, encode_manifest
 from checkpoint.format.records import ChunkRecord, FileRecord, Manifest, TensorRecord
-from checkpoint.plan.ownership import Holding, share_out
+from checkpoint.plan.ownership import OwnedRanges, share_out
 from checkpoint.saving.data_files import RankFiles
 
 
@@ -123,13 +123,13 @@ def test_data_files_that_are_gone_when_all_is_written_are_not_published(
 
 
 def test_more_ranges_than_readers_take_are_refused_before_anything_is_written() -> None:
-    def holdings(count: int, rank: int) -> list[Holding]:
+    def owned(count: int, rank: int) -> list[OwnedRanges]:
         ranges = tuple((first, 1) for first in range(rank, count, 2))
-        return [Holding("w", "float32", (count,), ranges)]
+        return [OwnedRanges("w", "float32", (count,), ranges)]
 
-    share_out([holdings(4096, 0), holdings(4096, 1)])
+    share_out([owned(4096, 0), owned(4096, 1)])
     with pytest.raises(ValueError, match=r"'w' would be stored in 4097 chunks"):
-        share_out([holdings(4097, 0), holdings(4097, 1)])
+        share_out([owned(4097, 0), owned(4097, 1)])
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict])

@@ -143,8 +143,8 @@ def bits(tensor: torch.Tensor) -> bytes:
         return b""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj()).numpy(force=True).tobytes()
-    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(carrier[tensor.element_size()]).contiguous().numpy().tobytes()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integer[tensor.element_size()]).contiguous().numpy().tobytes()
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

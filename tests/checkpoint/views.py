@@ -154,7 +154,7 @@ def values(tensor: torch.Tensor) -> bytes:
     if tensor.numel() == 0:
         return b""
     if not tensor.is_complex():
-        carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        tensor = tensor.view(carrier[BY_TORCH[tensor.dtype].itemsize])
+        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        tensor = tensor.view(integer[BY_TORCH[tensor.dtype].itemsize])
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     return flat.copy_(tensor.reshape(-1)).view(torch.uint8).numpy().tobytes()

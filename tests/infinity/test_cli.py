@@ -82,9 +82,9 @@ def test_unequal_directories_share_the_load_by_their_measurements(tmp_path: Path
     assert shares([str(fast), str(slow)]) == [6e9, 2e9]
 
 
-def test_gc_reports_leftovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_reports_orphans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gc", str(tmp_path)]) == 0
-    assert "0 leftovers" in capsys.readouterr().out
+    assert "0 orphans" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["7e9", "7B", "7b", "7000M", "7_000_000_000", "7000000000", "7G"])

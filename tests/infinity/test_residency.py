@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.autograd.residency import Residency
+from infinity.autograd.residency import ModuleResidency
 from infinity.parameters.becoming import become_offloaded
 from infinity.parameters.parameter import AbsentParameter
 from infinity.parameters.records import records_of
@@ -53,12 +53,12 @@ class _Owner:
 
 
 @pytest.fixture
-def placed() -> tuple[nn.Module, Residency, _Weights]:
+def placed() -> tuple[nn.Module, ModuleResidency, _Weights]:
     """Two layers, with room for one weight that is reached from outside of its module."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     records = records_of(model, None)
     weights = _Weights([record.numel for record in records])
-    residency = Residency(records, weights, torch.device("cpu"), visitor_bytes=64)
+    residency = ModuleResidency(records, weights, torch.device("cpu"), outside_bytes=64)
     for record in records:
         owner: object = _Owner()
         become_offloaded(
@@ -77,7 +77,7 @@ def _absent(model: nn.Module) -> list[bool]:
 
 
 def test_own_parameters_are_in_place_from_enter_to_leave(
-    placed: tuple[nn.Module, Residency, _Weights],
+    placed: tuple[nn.Module, ModuleResidency, _Weights],
 ) -> None:
     model, residency, weights = placed
     assert _absent(model) == [True, True]
@@ -90,7 +90,7 @@ def test_own_parameters_are_in_place_from_enter_to_leave(
 
 
 def test_a_parameter_held_twice_stays_until_the_last_leaves(
-    placed: tuple[nn.Module, Residency, _Weights],
+    placed: tuple[nn.Module, ModuleResidency, _Weights],
 ) -> None:
     model, residency, _ = placed
     inner = next(model.children())
@@ -102,8 +102,8 @@ def test_a_parameter_held_twice_stays_until_the_last_leaves(
     assert residency.held == []
 
 
-def test_visitors_make_room_for_one_another_and_go_with_the_frame(
-    placed: tuple[nn.Module, Residency, _Weights],
+def test_parameters_accessed_outside_make_room_for_one_another_and_go_with_the_frame(
+    placed: tuple[nn.Module, ModuleResidency, _Weights],
 ) -> None:
     model, residency, weights = placed
     residency.visit(0)
@@ -117,7 +117,7 @@ def test_visitors_make_room_for_one_another_and_go_with_the_frame(
 
 
 def test_weights_that_cannot_be_read_leave_nothing_held(
-    placed: tuple[nn.Module, Residency, _Weights],
+    placed: tuple[nn.Module, ModuleResidency, _Weights],
 ) -> None:
     model, residency, weights = placed
     weights.fails = True
@@ -129,7 +129,7 @@ def test_weights_that_cannot_be_read_leave_nothing_held(
 
 
 def test_a_frame_that_ended_without_leaving_is_noticed(
-    placed: tuple[nn.Module, Residency, _Weights],
+    placed: tuple[nn.Module, ModuleResidency, _Weights],
 ) -> None:
     model, residency, _ = placed
 

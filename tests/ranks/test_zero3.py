@@ -14,7 +14,7 @@ from infinity.parameters.records import Record
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.ranks.collectives import STEP, Ranks
 from infinity.ranks.gathered_weights import GatherMemory
-from infinity.ranks.zero3 import OverRanks
+from infinity.ranks.zero3 import Zero3
 from swap.tiered import TieredState
 from swap.timeline import Timeline
 from tests.support.played_ranks import TwoRanks, large_of, partitioned_records
@@ -50,8 +50,8 @@ class _Ranks(TwoRanks):
         self.left: list[BaseException] = []
         self.digest_of = lambda digest: digest
 
-    def meet(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
-        ours, _ = super().meet(kind, number, digest)
+    def rendezvous(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
+        ours, _ = super().rendezvous(kind, number, digest)
         return [ours, [kind, number, 0, self.digest_of(digest)]]
 
     def leave(self, error: BaseException) -> None:
@@ -89,7 +89,7 @@ def records() -> list[Record]:
     return partitioned_records()
 
 
-def _over(records: list[Record]) -> tuple[OverRanks, _Ranks, _Gradients]:
+def _over(records: list[Record]) -> tuple[Zero3, _Ranks, _Gradients]:
     ranks, gradients = _Ranks(), _Gradients(records)
     state = SimpleNamespace(
         weights=SimpleNamespace(drop=lambda: None),
@@ -99,7 +99,7 @@ def _over(records: list[Record]) -> tuple[OverRanks, _Ranks, _Gradients]:
         device=torch.device("cpu"),
         components=_Components(),
     )
-    made = OverRanks(
+    made = Zero3(
         cast(Ranks, ranks),
         records,
         cast(TieredState, state),
@@ -134,7 +134,7 @@ def test_weights_and_gradients_of_all_ranks_make_whole_ones(records: list[Record
     assert torch.equal(over.gradient(small), torch.ones(small.shape))
 
 
-def _begin(over: OverRanks, records: Sequence[Record], lr: float = 0.1) -> None:
+def _begin(over: Zero3, records: Sequence[Record], lr: float = 0.1) -> None:
     groups = [{"params": [record.parameter for record in records], "lr": lr}]
     over.begin_step([0], [0] * len(records), groups)
 

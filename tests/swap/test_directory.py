@@ -143,12 +143,12 @@ def _open_and_close(root: str, start: threading.Barrier, times: int) -> None:
 def test_processes_that_come_and_go_at_once_do_not_get_in_each_others_way(
     times: int, tmp_path: Path
 ) -> None:
-    """As the ranks of a job do, on an SSD with leftovers that each of them wants to reclaim."""
+    """As the ranks of a job do, on an SSD with orphans that each of them wants to reclaim."""
     for name in range(50):
-        leftover = tmp_path / ".infinity" / f"{name:012x}"
-        leftover.mkdir(parents=True)
-        (leftover / "lock").touch()
-        (leftover / "state.swap").touch()
+        orphan = tmp_path / ".infinity" / f"{name:012x}"
+        orphan.mkdir(parents=True)
+        (orphan / "lock").touch()
+        (orphan / "state.swap").touch()
     start = FORKS.Barrier(4)
     arguments = (str(tmp_path), start, times)
     workers = [FORKS.Process(target=_open_and_close, args=arguments) for _ in range(4)]
@@ -268,7 +268,7 @@ def test_folder_of_another_user_that_is_closed_to_others_is_named_with_the_remed
     assert list(shared.iterdir()) == []
 
 
-def test_leftover_that_cannot_be_removed_is_a_warning_and_stops_nobody(
+def test_orphan_that_cannot_be_removed_is_a_warning_and_stops_nobody(
     tmp_path: Path, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     stuck, other = (tmp_path / ".infinity" / f"{name:012x}" for name in (1, 2))

@@ -79,7 +79,7 @@ def open_scratch(
     with contextlib.ExitStack() as stack:
         homes = []
         for directory in directories:
-            remove_leftovers(directory)
+            remove_orphans(directory)
             homes.append(_make_home(directory, stack))
         yield Scratch(directories, homes, keep_free_bytes)
 
@@ -100,7 +100,7 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def remove_leftovers(directory: Path) -> list[Path]:
+def remove_orphans(directory: Path) -> list[Path]:
     """Removes what killed processes left in a directory, and says what that was."""
     removed = []
     for home in sorted(directory.glob(f"{PREFIX}*")):

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from infinity.parameters.first_values import StoredValues, Values, ValueSource
 from infinity.parameters.records import Record
-from infinity.ranks.context import Sharing
+from infinity.ranks.context import RankContext
 from infinity.values.initial.from_checkpoint import (
     CheckpointValues,
     Misfits,
@@ -56,7 +56,7 @@ def values_for(
 
 
 def fill_all(
-    state: TieredState, records: Sequence[Record], values: Values, sharing: Sharing
+    state: TieredState, records: Sequence[Record], values: Values, rank_context: RankContext
 ) -> None:
     """Bring all first values home; shows progress when it takes long."""
     with tqdm(
@@ -70,7 +70,7 @@ def fill_all(
     ) as progress:
         for found, tensor in values.parameters(records):
             record = records[found.index]  # a source may know it as it was before it was cut
-            _fill(state, record, sharing.note(record, tensor))
+            _fill(state, record, rank_context.note(record, tensor))
             progress.update(record.weight_bytes)
 
 

@@ -25,7 +25,7 @@ from infinity.integrations.transformers.model_files.targets import (
     targets_by_name,
     value_of,
 )
-from infinity.values.leaves import Leaf
+from infinity.values.checkpoint_tensors import CheckpointTensor
 
 _WEIGHTS = "adapter_model.safetensors"
 _OWN = "default"
@@ -125,7 +125,7 @@ def _gathered(
 
 def _is_near(name: str, target: Target, adapters: list[str]) -> bool:
     """Whether it is trained, or has the name of an adapter, or is a buffer."""
-    if not isinstance(target, Leaf) or target.first.parameter.requires_grad:
+    if not isinstance(target, CheckpointTensor) or target.first.parameter.requires_grad:
         return True
     return any(adapter in name.split(".") for adapter in adapters)
 
@@ -147,7 +147,7 @@ def _chosen(model: nn.Module, adapters: list[str], targets: Mapping[str, Target]
 
 
 def _without_values(target: Target) -> torch.Tensor:
-    dtype = target.first.parameter.dtype if isinstance(target, Leaf) else target.dtype
+    dtype = target.first.parameter.dtype if isinstance(target, CheckpointTensor) else target.dtype
     return torch.zeros((), dtype=dtype).expand(target.shape)
 
 

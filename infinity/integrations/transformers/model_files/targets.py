@@ -11,9 +11,9 @@ import infinity
 from infinity.model import training_of
 from infinity.tiling.tile import joined_of
 from infinity.tiling.weight import TiledWeight
-from infinity.values.leaves import Leaf, leaves_of
+from infinity.values.checkpoint_tensors import CheckpointTensor, checkpoint_tensors_of
 
-Target = Leaf | torch.Tensor
+Target = CheckpointTensor | torch.Tensor
 
 
 def targets_by_name(offloaded: infinity.OffloadedModel) -> dict[str, Target]:
@@ -26,10 +26,10 @@ def targets_by_name(offloaded: infinity.OffloadedModel) -> dict[str, Target]:
     return targets
 
 
-def _leaves_by_name(offloaded: infinity.OffloadedModel) -> dict[str, Leaf]:
+def _leaves_by_name(offloaded: infinity.OffloadedModel) -> dict[str, CheckpointTensor]:
     """By every name that the model has for them."""
     model = offloaded.model
-    leaves = leaves_of(model, training_of(offloaded).records)
+    leaves = checkpoint_tensors_of(model, training_of(offloaded).records)
     by_first = {id(leaf.first.parameter): leaf for leaf in leaves}
     named = {leaf.name: leaf for leaf in leaves}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -51,13 +51,15 @@ def fill(
         raise ValueError(
             f"{name} has shape {tuple(value.shape)} in the file, {tuple(target.shape)} in the model"
         )
-    if isinstance(target, Leaf):
+    if isinstance(target, CheckpointTensor):
         set_values(offloaded, target, value)
     else:
         target.copy_(value)
 
 
-def set_values(offloaded: infinity.OffloadedModel, leaf: Leaf, values: torch.Tensor) -> None:
+def set_values(
+    offloaded: infinity.OffloadedModel, leaf: CheckpointTensor, values: torch.Tensor
+) -> None:
     """One tile at a time."""
     flat, at = values.reshape(-1), 0
     for part in leaf.parts:
@@ -69,12 +71,12 @@ def set_values(offloaded: infinity.OffloadedModel, leaf: Leaf, values: torch.Ten
 
 def parameters_of(target: Target) -> list[nn.Parameter]:
     """Those that have the values of a weight; none for a buffer."""
-    return [part.parameter for part in target.parts] if isinstance(target, Leaf) else []
+    return [part.parameter for part in target.parts] if isinstance(target, CheckpointTensor) else []
 
 
 def value_of(target: Target) -> torch.Tensor:
     """Inside ``gathered`` of its parameters; a copy where it is in tiles."""
-    if not isinstance(target, Leaf):
+    if not isinstance(target, CheckpointTensor):
         return target
     if len(target.parts) == 1:
         return target.first.parameter.detach()

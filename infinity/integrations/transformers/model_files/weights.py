@@ -27,7 +27,7 @@ from infinity.integrations.transformers.model_files.targets import (
     set_values,
     targets_by_name,
 )
-from infinity.values.leaves import leaves_of
+from infinity.values.checkpoint_tensors import checkpoint_tensors_of
 from infinity.values.load_targets import literal
 from infinity.values.module_state import persistent_buffers
 
@@ -91,7 +91,7 @@ def read_state(offloaded: infinity.OffloadedModel, saved: Path) -> None:
     """Give the trained weights and the buffers the values that a checkpoint of ours has; one
     parameter at a time. Moments and step counts stay.
     """
-    for leaf in leaves_of(offloaded.model, offloaded._training.records):
+    for leaf in checkpoint_tensors_of(offloaded.model, offloaded._training.records):
         if leaf.first.spec.trainable:
             set_values(offloaded, leaf, _saved(saved, leaf.name))
     for name, buffer in persistent_buffers(offloaded.model).items():

@@ -20,7 +20,7 @@ from swap.plan.layout import Component
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class CheckpointTensor:
     """One tensor of a checkpoint, whose elements are those of ``parts``, one after the other."""
 
     name: str
@@ -52,12 +52,12 @@ class Leaf:
             at += count
 
 
-def leaves_of(model: nn.Module, records: Sequence[Record]) -> list[Leaf]:
-    """A leaf for every parameter, tiles together, in the order of ``records``."""
+def checkpoint_tensors_of(model: nn.Module, records: Sequence[Record]) -> list[CheckpointTensor]:
+    """One for every parameter, tiles together, in the order of ``records``."""
     by_id = {id(record.parameter): record for record in records}
     leaves = {}
     for record in records:
-        leaves[record.index] = Leaf(record.name, tuple(record.shape), (record,))
+        leaves[record.index] = CheckpointTensor(record.name, tuple(record.shape), (record,))
     for prefix, module in model.named_modules():
         for name, tiles in _tensors_of(module):
             parts = tuple(by_id[id(tile)] for tile in tiles)
@@ -67,7 +67,9 @@ def leaves_of(model: nn.Module, records: Sequence[Record]) -> list[Leaf]:
                 leaves.pop(part.index, None)
             rows = sum(part.shape[0] for part in parts)
             shape = (rows, *parts[0].shape[1:])
-            leaves[parts[0].index] = Leaf(f"{prefix}.{name}" if prefix else name, shape, parts)
+            leaves[parts[0].index] = CheckpointTensor(
+                f"{prefix}.{name}" if prefix else name, shape, parts
+            )
     return [leaves[index] for index in sorted(leaves)]
 
 

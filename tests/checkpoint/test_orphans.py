@@ -1,4 +1,4 @@
-"""What is taken for the leftovers of saves, and what is not."""
+"""What is taken for the orphans of saves, and what is not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import checkpoint
 STATE = {"w": torch.ones(3)}
 
 
-def test_folders_named_after_dates_are_not_taken_for_leftovers(
+def test_folders_named_after_dates_are_not_taken_for_orphans(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "run"
@@ -27,7 +27,7 @@ def test_folders_named_after_dates_are_not_taken_for_leftovers(
     assert sum(entry.is_dir() for entry in path.iterdir()) == 3
 
 
-def test_a_leftover_with_something_else_in_it_is_told_once_by_each_save(
+def test_an_orphan_with_something_else_in_it_is_told_once_by_each_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "run"
@@ -42,7 +42,7 @@ def test_a_leftover_with_something_else_in_it_is_told_once_by_each_save(
     assert (path / first / "notes").read_text() == "kept"
 
 
-def test_a_leftover_of_a_killed_save_is_removed(tmp_path: Path) -> None:
+def test_an_orphan_of_a_killed_save_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "run"
     checkpoint.save(STATE, path)
     for name, files in {"aaaaaaaa": (), "bbbbbbbb": ("r0-0.safetensors",)}.items():
