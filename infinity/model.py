@@ -87,7 +87,7 @@ class OffloadedModel:
         if not gradients.present:
             return as_norm(0.0)
         norm = gradients.norm() * gradients.clip_factor
-        gradients.clip_factor *= clip_coefficient(norm, bound)
+        gradients.clip(clip_coefficient(norm, bound))
         return as_norm(norm)
 
     @property

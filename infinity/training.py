@@ -23,7 +23,7 @@ from infinity.autograd.phases import Passes, Phases
 from infinity.autograd.refusals import check_not_traced
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.saved_tensors import SavedTensors
-from infinity.autograd.versions import Versions
+from infinity.autograd.versions import KeptViews, Versions
 from infinity.background import BackgroundSaves
 from infinity.optim.accumulated import Accumulated
 from infinity.optim.loss_scale import LossScale
@@ -32,6 +32,7 @@ from infinity.optim.rule import OptimizerRule
 from infinity.optim.state_reference import StateReference
 from infinity.optim.stepping import as_norm, clip_coefficient, options_of, updates_for
 from infinity.parameters.becoming import become_offloaded
+from infinity.parameters.gradient import ChangeCount
 from infinity.parameters.parameter import take_grad
 from infinity.parameters.placeholders import check_not_transformed
 from infinity.parameters.records import Record
@@ -100,7 +101,8 @@ class Training:
             lambda: self.residency.held,
         )
         self._versions = Versions(records, self.residency.kept_out)
-        self.loans = Loans(records, self.residency, rank_context, self._versions)
+        self._views = KeptViews(records)
+        self.loans = Loans(records, self.residency, rank_context, self._versions, self._views)
         self.saves = BackgroundSaves()
         passes = Passes(self._end_pass) if self.rule.kept_by is None else None
         hooked = (self.residency, self._phases, self._versions, self._saved)
@@ -189,6 +191,7 @@ class Training:
             self.steps[index] += 1
             self._saved.generations[index] += 1
         self._versions.count_updates(present)
+        self._views.expire(present)
         self.rank_context.end_step(present)
         self.reference.stepped()
         stepped = (self.records[i].parameter for i in present)
@@ -232,6 +235,7 @@ class Training:
         """Other values are at home, and other state."""
         self.optimizer.zero_grad()
         self.residency.reset()
+        self._views.expire_all()
         run_apart(partial(self._versions.count_updates, range(len(self.records))), "infinity-load")
 
     # What parameters call.
@@ -250,6 +254,9 @@ class Training:
 
     def gradient_age(self, index: int) -> int:
         return self.gradients.age(index)
+
+    def gradient_counts(self, index: int) -> Sequence[ChangeCount]:
+        return self.gradients.counts(index)
 
     @own_modes()
     def keep_gradient(self, index: int, values: torch.Tensor) -> None:
@@ -274,6 +281,9 @@ class Training:
 
     def is_gathered(self, index: int) -> bool:
         return self.residency.is_gathered([index])
+
+    def gave_view(self, index: int, view: torch.Tensor) -> None:
+        self._views.add(index, view)
 
     def name_of(self, index: int) -> str:
         return self.records[index].name
@@ -312,6 +322,7 @@ class Training:
             )
         self.state.speculation.expect_step = self.expect_step
         undo.callback(self.residency.detach)
+        undo.callback(self._views.expire_all)
         self.residency.attach(self.model)
         undo.enter_context(self._saved)
         self._hooks.attach(undo)

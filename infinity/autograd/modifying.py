@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.autograd.modes import own_modes
 from infinity.autograd.residency import ModuleResidency
-from infinity.autograd.versions import Versions
+from infinity.autograd.versions import KeptViews, Versions
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.tiling.weight import TiledWeight
@@ -36,11 +36,13 @@ class Loans:
         residency: ModuleResidency,
         rank_context: RankContext,
         versions: Versions,
+        views: KeptViews,
     ) -> None:
         self._records = records
         self._residency = residency
         self._rank_context = rank_context
         self._versions = versions
+        self._views = views
         self._lent: dict[object, tuple[list[int], bool]] = {}
         """Who asked, for what, and whether to modify it: the only table, for an interrupt would
         leave two of them apart.
@@ -64,6 +66,7 @@ class Loans:
             self._versions.check()
             self._residency.check_faces(indices)
             if modify:
+                self._views.expire(indices)
                 for index in indices:
                     if self._modified()[index] == 1:
                         with own_modes():

@@ -1,12 +1,16 @@
-"""Version counters: updates count, and changes behind the library's back are noticed."""
+"""Version counters: updates count, and changes behind the library's back are noticed. And what
+becomes of views that lie where values were before a change.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence, Set
 
 import torch
 from torch import nn
 
+from infinity.parameters.placeholders import placeholder, refusal_of_view
 from infinity.parameters.records import Record
 from infinity.parameters.structure import Structure
 
@@ -94,3 +98,37 @@ class Versions:
     def _now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
             return [record.parameter._version for record in self._records]
+
+
+class KeptViews:
+    """Views with a gradient that programs took of weights outside of forward passes and still have.
+
+    They lie where the weights were just then. In memory they would follow an update; here some
+    would, and others keep what was there, by tier. So none has values once those of its parameter
+    change.
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records = records
+        self._views: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+
+    def add(self, index: int, view: torch.Tensor) -> None:
+        """``view`` was handed out."""
+        known = [ref for ref in self._views.get(index, ()) if ref() is not None]
+        self._views[index] = [*known, weakref.ref(view)]
+
+    def expire(self, indices: Iterable[int]) -> None:
+        """The values of these parameters are others now, or elsewhere: each use of their views
+        raises ``RuntimeError`` from now on. Idempotent.
+        """
+        for index in [index for index in indices if index in self._views]:
+            refusal = refusal_of_view(self._records[index].name)
+            for view in [ref() for ref in self._views[index]]:
+                if view is not None:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        view.data = placeholder(view.shape, view.dtype, view.device, refusal)
+            del self._views[index]
+
+    def expire_all(self) -> None:
+        """As ``expire``, as the block ends."""
+        self.expire([*self._views])

@@ -18,6 +18,7 @@ import torch
 from aio.errors import let_go
 from infinity.backward_passes import BackwardPasses
 from infinity.optim.loss_scale import GradientScale, LossScale
+from infinity.parameters.gradient import ChangeCount
 from infinity.parameters.parameter import take_grad
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
@@ -47,6 +48,7 @@ class Accumulated:
         self._is_to_be_cleared = False
         """Whether he was to, and has not yet: an interrupt may have kept him from it."""
         self._ages = [0] * len(records)
+        self._counts = [ChangeCount() for _ in records]
         self.changed = False
         """Whether a program has changed one of those that are there in place."""
         self._adding = threading.Lock()
@@ -72,6 +74,17 @@ class Accumulated:
     def age(self, index: int) -> int:
         """How often that of a parameter was cleared or replaced."""
         return self._ages[index]
+
+    def counts(self, index: int) -> tuple[ChangeCount]:
+        """What counts the changes of that of a parameter, until it is cleared or replaced."""
+        return (self._counts[index],)
+
+    def clip(self, factor: float) -> None:
+        """Let all that are there have ``factor`` times their values."""
+        self.clip_factor *= factor
+        if factor != 1.0:
+            for index in self.present:
+                self._counts[index].changes += 1
 
     def values(self, index: int, age: int) -> torch.Tensor:
         """``read`` for who has it as it was of that ``age``, on the compute device.
@@ -119,6 +132,7 @@ class Accumulated:
     def keep(self, index: int, values: torch.Tensor) -> None:
         """A program has changed what ``values`` gave."""
         self.changed = True
+        self._counts[index].changes += 1
         with self._or_lost(index):
             self._settle()
             record = self._records[index]
@@ -141,6 +155,7 @@ class Accumulated:
         self._state.clear_gradients(index)
         self._consumed.discard(index)
         self._ages[index] += 1
+        self._counts[index] = ChangeCount()
         if gradient is not None:
             with self._or_lost(index):
                 self._settle()
@@ -176,6 +191,7 @@ class Accumulated:
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """A gradient that arrives, of the pass that runs now."""
+        self._counts[index].changes += 1
         with self._or_lost(index):
             self._settle()
             self._rank_context.add_gradient(index, self.scale.taken(gradient))
@@ -225,6 +241,7 @@ class Accumulated:
     def _forget_used(self) -> None:
         self._consumed.clear()
         self._ages = [age + 1 for age in self._ages]
+        self._counts = [ChangeCount() for _ in self._ages]
         self._forget_factors()
         self._is_to_be_cleared = False
 

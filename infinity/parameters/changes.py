@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from checkpoint.format.checksum import crc32c
+from infinity.parameters.placeholders import as_they_are
 
 
 class Changes:
@@ -101,7 +102,8 @@ def copy_of(
 ) -> torch.Tensor:
     """A copy of ``view``, which lies in the weights of ``parameter``, with the version of that."""
     with torch.inference_mode(False), torch.no_grad():
-        copy = parameter.detach()
+        with as_they_are():  # for the version alone
+            copy = parameter.detach()
         if view.is_cpu and view.numel():
             copy.data = _watched(view, index, owner)
         else:

@@ -8,6 +8,7 @@ frameworks do with gradients (clipping, norms, ``GradScaler``) is done as to ten
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,13 @@ from swap.plain import memory_fault
 METADATA = ("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "requires_grad", "ndim")
 
 
+@dataclass(slots=True, eq=False)
+class ChangeCount:
+    """How often the values of a gradient changed, until it was cleared or replaced."""
+
+    changes: int = 0
+
+
 class GradientOwner(Protocol):
     """Who keeps gradients."""
 
@@ -31,6 +39,9 @@ class GradientOwner(Protocol):
 
     def gradient_age(self, index: int) -> int:
         """How often it was cleared or replaced."""
+
+    def gradient_counts(self, index: int) -> Sequence[ChangeCount]:
+        """What counts the changes of the values that it has now; of its parts, if it has some."""
 
     def keep_gradient(self, index: int, values: torch.Tensor) -> None:
         """Let the gradient have these values."""
@@ -107,10 +118,41 @@ class OffloadedGradient(torch.Tensor):
             return _on_values(func, args, kwargs)
 
 
-class GradientValues(torch.Tensor):
-    """A view of a copy of a gradient, to be read only: a change in it would reach nothing."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The gradient of the parameter ``name`` as it was after ``seen`` changes."""
 
-    _name: str
+    name: str
+    counts: Sequence[ChangeCount] = ()
+    seen: int = 0
+
+    @staticmethod
+    def of(gradient: OffloadedGradient) -> Source:
+        counts = gradient._owner.gradient_counts(gradient._index)
+        return Source(gradient.name_of_parameter, counts, _total(counts))
+
+    def check(self) -> None:
+        """Raises ``RuntimeError`` where the values have changed since, and a view in memory would
+        show those that they are now.
+        """
+        if _total(self.counts) != self.seen:
+            raise RuntimeError(
+                f"this view of the gradient of {self.name}, which is offloaded, was taken before "
+                "the gradient changed (by another backward pass, clipping, or in place), and has "
+                "the values from before; take it anew, or clone() what is to be kept"
+            )
+
+
+def _total(counts: Sequence[ChangeCount]) -> int:
+    return sum(count.changes for count in counts)
+
+
+class GradientValues(torch.Tensor):
+    """A view of a copy of a gradient, to be read only, and until the gradient changes: a change in
+    one would not reach the other.
+    """
+
+    _source: Source
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -126,10 +168,12 @@ class GradientValues(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, GradientValues)]
             name = getattr(func, "__name__", str(func))
+            if func in _ALLOWED or (name == "__get__" and func.__self__ in _ALLOWED):
+                return func(*args, **kwargs)
             if name in _REFUSED or name in ("__set__", "__delete__") or writes_later(func):
-                _refuse(name, views[0]._name)
+                _refuse(name, views[0]._source.name)
             result = _checked(func, args, kwargs, views, counts_changes=None)
-            owners = {view.untyped_storage()._cdata: view._name for view in views}
+            owners = {view.untyped_storage()._cdata: view._source for view in views}
             return tree_map(lambda leaf: _read_only(leaf, owners), result)
 
 
@@ -141,7 +185,9 @@ def _checked(
     *,
     counts_changes: bool | None,
 ) -> Any:
-    """``func`` of ``views``. Raises ``RuntimeError`` if it changed one."""
+    """``func`` of ``views``. Raises ``RuntimeError`` if it changed one, or one is out of date."""
+    for view in views:
+        view._source.check()
     with torch._C._DisableTorchDispatch():
         plain = {id(view): view.as_subclass(torch.Tensor) for view in views}
     changes = [Changes(func, plain[id(view)], counts_changes) for view in views]
@@ -152,8 +198,8 @@ def _checked(
         if change.are_there() or any(view is one for one in target):
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} changed a view of the gradient of "
-                f"{view._name}, which is a copy: the gradient itself is as it was; change the "
-                "whole of it in place, or assign to the parameter's grad"
+                f"{view._source.name}, which is a copy: the gradient itself is as it was; change "
+                "the whole of it in place, or assign to the parameter's grad"
             )
     return result
 
@@ -227,8 +273,7 @@ def _as_seen(
     """``result`` with the gradients in the place of their values, and views of these read only."""
     by_values = {id(tensor): found[key] for key, tensor in values.items()}
     owners = {
-        tensor.untyped_storage()._cdata: found[key].name_of_parameter
-        for key, tensor in values.items()
+        tensor.untyped_storage()._cdata: Source.of(found[key]) for key, tensor in values.items()
     }
 
     def seen(leaf: Any) -> Any:
@@ -237,22 +282,22 @@ def _as_seen(
     return tree_map(seen, result)
 
 
-def _read_only(leaf: Any, owners: Mapping[Any, str]) -> Any:
+def _read_only(leaf: Any, owners: Mapping[Any, Source]) -> Any:
     if isinstance(leaf, np.ndarray):
         leaf.flags.writeable = False
         return leaf
     if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
         return leaf
-    name = owners.get(leaf.untyped_storage()._cdata)
-    if name is None or (leaf.requires_grad and leaf.grad_fn is not None):
+    source = owners.get(leaf.untyped_storage()._cdata)
+    if source is None or (leaf.requires_grad and leaf.grad_fn is not None):
         return leaf
-    return read_only(leaf, name)
+    return read_only(leaf, source)
 
 
-def read_only(values: torch.Tensor, name: str) -> GradientValues:
-    """``values``, a copy of those that the gradient of the parameter ``name`` has."""
+def read_only(values: torch.Tensor, source: Source) -> GradientValues:
+    """``values``, a copy of those that the gradient has, or a view of one."""
     view = values.as_subclass(GradientValues)
-    view._name = name
+    view._source = source
     return view
 
 

@@ -7,7 +7,7 @@ metadata has the weights fetched for as long as it runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -51,6 +51,9 @@ class Owner(GradientOwner, CopyOwner, Protocol):
 
     def is_gathered(self, index: int) -> bool:
         """Whether the parameter holds a tensor that is the program's to change."""
+
+    def gave_view(self, index: int, view: torch.Tensor) -> None:
+        """A program has got this view with a history, which lies in the weights of the moment."""
 
 
 class OffloadedParameter(nn.Parameter):
@@ -195,7 +198,10 @@ def _with_weights(func: Any, args: Any, kwargs: Any) -> Any:
             )
         if func in SHOWS_MEMORY and not args[0].requires_grad:
             return func(_copy_of(args[0], args[0]), *args[1:], **kwargs)
-        return _with_own_memory(_unchanged(func, args, kwargs, absent), absent)
+        result = _unchanged(func, args, kwargs, absent)
+        return _with_own_memory(
+            result, {parameter.untyped_storage()._cdata: parameter for parameter in absent}
+        )
 
 
 def _serve(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -255,26 +261,62 @@ def _is_absent(value: object) -> bool:
     return isinstance(value, AbsentParameter)
 
 
-def _with_own_memory(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
-    """``result`` with copies for tensors without history that lie in the weights of ``parameters``.
+def _with_own_memory(result: Any, parameters: Mapping[int, OffloadedParameter]) -> Any:
+    """``result`` with copies for tensors without history that lie in the weights of ``parameters``,
+    which are given by their storage, and with ``WeightView`` for those with one.
 
     The weights are updated in place where they are at home, and left behind where they are not: a
     view that a program keeps would follow the training or not, and hold memory that others need.
     """
-    owners = {parameter.untyped_storage()._cdata: parameter for parameter in parameters}
 
     def own(leaf: Any) -> Any:
         if (
             not isinstance(leaf, torch.Tensor)
-            or isinstance(leaf, OffloadedParameter)
+            or isinstance(leaf, OffloadedParameter | WeightView)
             or leaf.layout != torch.strided
-            or (leaf.requires_grad and torch.is_grad_enabled())
         ):
             return leaf
-        parameter = owners.get(leaf.untyped_storage()._cdata)
-        return leaf if parameter is None else _copy_of(leaf, parameter)
+        parameter = parameters.get(leaf.untyped_storage()._cdata)
+        if parameter is None:
+            return leaf
+        if leaf.requires_grad and torch.is_grad_enabled():
+            return WeightView.of(parameter, leaf)
+        return _copy_of(leaf, parameter)
 
     return tree_map(own, result)
+
+
+class WeightView(torch.Tensor):
+    """A view of weights with a history, which a program took outside of forward passes: it can be
+    used until the weights change, see ``KeptViews``.
+    """
+
+    _parameter: OffloadedParameter
+
+    @staticmethod
+    def of(parameter: OffloadedParameter, view: torch.Tensor) -> WeightView:
+        taken = view.as_subclass(WeightView)
+        taken._parameter = parameter
+        parameter.offload_owner.gave_view(parameter.offload_index, taken)
+        return taken
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(other is not cls and _serves_others(other) for other in types):
+            return NotImplemented
+        views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WeightView)]
+        with torch._C.DisableTorchFunctionSubclass():
+            owners = {view.untyped_storage()._cdata: view._parameter for view in views}
+            return _with_own_memory(func(*args, **kwargs), owners)
+
+
+_ORDINARY: Any = torch.Tensor.__torch_function__
+
+
+def _serves_others(kind: Any) -> bool:
+    """Whether a class of tensors has functions of its own, for tensors of whatever class."""
+    return kind.__torch_function__.__func__ is not _ORDINARY.__func__
 
 
 def _copy_of(view: torch.Tensor, parameter: OffloadedParameter) -> torch.Tensor:

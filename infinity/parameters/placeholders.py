@@ -147,6 +147,15 @@ def refusal_of_gradient(name: str) -> str:
     )
 
 
+def refusal_of_view(name: str) -> str:
+    """What is said about a view of the parameter ``name`` after a change of that."""
+    return (
+        f"this tensor is a view of {name}, which was offloaded as it was taken, from before its "
+        "values changed (by step(), load() or gathered(modify=True)) or the block ended; take it "
+        "anew after each of these"
+    )
+
+
 def refusal_of_tiled(name: str = "a layer") -> str:
     """What is said about weights that are in tiles."""
     return (

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.parameters.changes import Changes, copy_of, wait_for, writes_later
-from infinity.parameters.gradient import GradientOwner, OffloadedGradient
+from infinity.parameters.gradient import ChangeCount, GradientOwner, OffloadedGradient
 from infinity.parameters.parameter import SHOWS_MEMORY
 from infinity.parameters.placeholders import as_they_are
 
@@ -63,6 +63,9 @@ class GradientOfTiles:
 
     def gradient_age(self, _: int) -> int:
         return sum(owner.gradient_age(index) for owner, index in self._owners())
+
+    def gradient_counts(self, _: int) -> list[ChangeCount]:
+        return [count for owner, index in self._owners() for count in owner.gradient_counts(index)]
 
     def gradient_values(self, _: int, age: int) -> torch.Tensor:
         self._check(age)

@@ -21,6 +21,7 @@ from infinity.parameters.differentiated import PASSES
 from infinity.parameters.gradient import (
     METADATA,
     OffloadedGradient,
+    Source,
     check_assigned,
     read_only,
 )
@@ -130,7 +131,7 @@ class TiledWeight(torch.Tensor):
         if any(part is None for part in parts):
             return None
         copies = [part.clone() for part in parts if part is not None]
-        return read_only(torch.cat(copies), self._name)
+        return read_only(torch.cat(copies), Source(self._name))
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
