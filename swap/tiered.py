@@ -8,6 +8,7 @@ optimizers are its caller's.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,8 @@ from swap.plan.layout import Layout, Subgroup, neighbours
 from swap.plan.placement import Placement
 from swap.plan.rules import ParameterUpdate, UpdateRule
 from swap.storage.components import ComponentStore
-from swap.storage.directory import SwapDirectory
 from swap.storage.extents import ExtentStore
+from swap.storage.opening import open_extents
 from swap.storage.passage import Passage
 from swap.storage.slabs import slab_of, slab_sizes, slots_of
 from swap.timeline import Timeline
@@ -111,7 +112,7 @@ class TieredState:
             specs, self.components, self.extents, self.arena, self.timeline, prefetch=overlap
         )
         staging = self.slabs.get("staging")
-        slots = [] if staging is None else slots_of(staging, placement)
+        slots = deque(() if staging is None else slots_of(staging, placement))
         self.stages = Stages(
             self.components, self.gradients, self.weights, self.extents, rule, slots, self.timeline
         )
@@ -126,13 +127,7 @@ class TieredState:
         directories: Sequence[str | os.PathLike[str]],
         shares: Sequence[float] | None,
     ) -> None:
-        lanes = ExtentStore.LANES_PER_DIRECTORY * len(directories)
-        self.engine = self._undo.enter_context(Engine(lanes=lanes))
-        opened = []
-        for directory in directories:
-            opened.append(SwapDirectory(directory, self.engine))
-            self._undo.callback(opened[-1].close)
-        self.extents = ExtentStore(opened, self.engine, shares=shares)
+        self.engine, self.extents = open_extents(self._undo, directories, shares)
         self.extents.reserve(self.placement.nvme_bytes)
 
     def _make_link(self) -> Link | None:

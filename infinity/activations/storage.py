@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from aio import AioError, Engine, Operation
+from aio import AioError, Operation
 from swap.storage.bandwidth import shares
 from swap.storage.components import as_bytes, page_aligned
-from swap.storage.directory import SwapDirectory
-from swap.storage.extents import Extent, ExtentStore
+from swap.storage.extents import Extent
+from swap.storage.opening import open_extents
 from swap.timeline import Timeline
 from swap.undo import Undo
 
@@ -129,13 +129,9 @@ class Volume:
         self._first_bytes = _FIRST_BYTES * len(directories)
         self._undo = Undo()
         try:
-            lanes = ExtentStore.LANES_PER_DIRECTORY * len(directories)
-            engine = self._undo.enter_context(Engine(lanes=lanes, block_bytes=_BLOCK_BYTES))
-            opened = []
-            for directory in directories:
-                opened.append(SwapDirectory(directory, engine))
-                self._undo.callback(opened[-1].close)
-            self._extents = ExtentStore(opened, engine, shares=shares(directories))
+            _, self._extents = open_extents(
+                self._undo, directories, shares(directories), block_bytes=_BLOCK_BYTES
+            )
         except BaseException:
             self._undo.close()
             raise

@@ -22,7 +22,8 @@ from swap.gradients.spill import SpillWriter
 from swap.kernels import block_squares, sum_of_squares
 from swap.plain import check_memory, is_plain
 from swap.plan.layout import PIECE, Layout, Segment
-from swap.plan.placement import Placement, gradient_bytes
+from swap.plan.placement import Placement
+from swap.plan.sizes import gradient_bytes
 from swap.storage.components import as_bytes, as_tensor, page_aligned
 from swap.storage.extents import Extent, ExtentStore
 from swap.tiers import Tier

@@ -10,7 +10,8 @@ Invariants:
   every component of every dtype starts on a page and direct I/O needs no bounce;
 - the segments of a parameter cover it exactly once, in order;
 - a parameter that fits into one subgroup is never split (its weights are then one contiguous view);
-- all parameters of a subgroup share the dtype of their weights and whether they are trained.
+- all parameters of a subgroup share the dtype of their weights, whether they are trained, and
+  whether their state alone is kept.
 
 Subgroups follow ZeRO-Infinity (arXiv 2104.07857, section 5.2); components are ours.
 """
@@ -35,7 +36,10 @@ PASSAGE_BYTES = 4 * (CHUNK_BYTES + PAGE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """What the layout needs to know of a parameter; ``numel`` is this rank's elements."""
+    """What the layout needs to know of a parameter; ``numel`` is this rank's elements.
+
+    ``state_only``: its weights and gradients are the program's, only optimizer state is kept.
+    """
 
     index: int
     name: str
@@ -43,6 +47,7 @@ class ParameterSpec:
     dtype: torch.dtype
     trainable: bool
     resident: bool = False
+    state_only: bool = False
 
     @property
     def padded_numel(self) -> int:
@@ -99,6 +104,7 @@ class Subgroup:
     dtype: torch.dtype
     trainable: bool
     resident: bool
+    state_only: bool
     numel: int
     segments: tuple[Segment, ...]
 
@@ -117,6 +123,7 @@ class Unit:
     dtype: torch.dtype
     trainable: bool
     resident: bool
+    state_only: bool
     sizes: tuple[tuple[int, int], ...]
 
     @property
@@ -223,16 +230,19 @@ def neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(others)) for others in shared)
 
 
+_Kind = tuple[torch.dtype, bool, bool, bool]
+
+
 class _Packer:
     """Open units by kind; one is closed when the next parameter of its kind does not fit."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._open: dict[tuple[torch.dtype, bool, bool], list[ParameterSpec]] = {}
+        self._open: dict[_Kind, list[ParameterSpec]] = {}
         self._closed: list[list[ParameterSpec]] = []
 
     def add(self, spec: ParameterSpec) -> None:
-        kind = (spec.dtype, spec.trainable, spec.resident)
+        kind = (spec.dtype, spec.trainable, spec.resident, spec.state_only)
         used = sum(other.padded_numel for other in self._open.get(kind, ()))
         if used + spec.padded_numel > self._capacity:
             self._close(kind)
@@ -249,7 +259,7 @@ class _Packer:
             first += units[-1].num_subgroups
         return tuple(units)
 
-    def _close(self, kind: tuple[torch.dtype, bool, bool]) -> None:
+    def _close(self, kind: _Kind) -> None:
         members = self._open.pop(kind, [])
         if members:
             self._closed.append(members)
@@ -265,6 +275,7 @@ class _Packer:
             dtype=spec.dtype,
             trainable=spec.trainable,
             resident=spec.resident,
+            state_only=spec.state_only,
             sizes=_sizes(spec.numel, self._capacity) if is_split else ((numel, 1),),
         )
 
@@ -282,6 +293,7 @@ def _subgroup(unit: Unit, index: int, parts: list[tuple[ParameterSpec, int, int]
         dtype=unit.dtype,
         trainable=unit.trainable,
         resident=unit.resident,
+        state_only=unit.state_only,
         numel=offset,
         segments=tuple(segments),
     )

@@ -23,14 +23,20 @@ from itertools import chain, repeat
 from swap.plan.layout import (
     PASSAGE_BYTES,
     PIECE,
-    Component,
     Layout,
     ParameterSpec,
-    Subgroup,
     Unit,
     pack,
 )
 from swap.plan.rules import UpdateRule
+from swap.plan.sizes import (
+    gradient_bytes,
+    nbytes_of,
+    scratch_bytes_of,
+    slot_bytes_of,
+    total_bytes,
+    unit_state_bytes,
+)
 from swap.tiers import Budget, BudgetError, Tier, format_bytes
 
 MIN_SUBGROUP_ELEMENTS = 64 * 1024
@@ -127,21 +133,6 @@ class Placement:
         return self.state_nvme_bytes - frozen
 
 
-def state_bytes(subgroup: Subgroup, rule: UpdateRule) -> int:
-    """Bytes of all components of ``subgroup``: weights and what an update needs, but gradients."""
-    return _nbytes(components_of(subgroup, rule), subgroup.numel)
-
-
-def gradient_bytes(subgroup: Subgroup | Unit) -> int:
-    return subgroup.numel * subgroup.dtype.itemsize if subgroup.trainable else 0
-
-
-def components_of(subgroup: Subgroup | Unit, rule: UpdateRule) -> tuple[Component, ...]:
-    """The components of ``subgroup``, the weights first."""
-    weight = Component("weight", subgroup.dtype)
-    return (weight, *rule.components(subgroup.dtype)) if subgroup.trainable else (weight,)
-
-
 def place(
     specs: Sequence[ParameterSpec],
     rule: UpdateRule,
@@ -158,13 +149,13 @@ def place(
     """
     least_arena = _whole_pages(least_arena_bytes + PIECE)
     inbox = _inbox_bytes(specs) if separate_device else 0
-    everything = pack(specs, _capacity_for_whole(specs))
-    total = _total(everything, rule) + inbox
+    everything = pack(specs, capacity_for_whole(specs))
+    total = total_bytes(everything, rule) + inbox
     at_work = min(total, _least_host_bytes(specs, rule, least_arena) + inbox)
     least = at_work + MIN_CHECKPOINT_BYTES
     if total + MIN_CHECKPOINT_BYTES <= budget.host_bytes:
-        placement = _all_in_host(everything, rule)
-        aside = _checkpoint_bytes(budget.host_bytes, total)
+        placement = all_in_host(everything, rule)
+        aside = checkpoint_bytes(budget.host_bytes, total)
         return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
     if budget.host_bytes < least:
         raise BudgetError(
@@ -175,10 +166,10 @@ def place(
             "in memory",
             least_host_bytes=least,
         )
-    aside = _checkpoint_bytes(budget.host_bytes, at_work)
+    aside = checkpoint_bytes(budget.host_bytes, at_work)
     # Memory is taken by pages: an arena of what is left must not be rounded up beyond the budget.
     host_bytes = (budget.host_bytes - aside - inbox - PASSAGE_BYTES) // PIECE * PIECE
-    elements = _subgroup_elements(specs, rule, host_bytes - least_arena)
+    elements = subgroup_elements(specs, rule, host_bytes - least_arena)
     spare = host_bytes + inbox + PASSAGE_BYTES - at_work
     placement = _fill(pack(specs, elements), rule, host_bytes, least_arena, spare)
     if budget.device_bytes is not None and not separate_device:
@@ -193,7 +184,7 @@ def _inbox_bytes(specs: Sequence[ParameterSpec]) -> int:
     return 2 * max((spec.padded_numel * spec.dtype.itemsize for spec in specs), default=0)
 
 
-def _checkpoint_bytes(host_bytes: int, needed: int) -> int:
+def checkpoint_bytes(host_bytes: int, needed: int) -> int:
     """What a save or a load may stage in: a sixteenth of the budget, if ``needed`` leaves that."""
     aside = min(host_bytes // 16, MAX_CHECKPOINT_BYTES, host_bytes - needed)
     return max(MIN_CHECKPOINT_BYTES, aside // PIECE * PIECE)
@@ -203,67 +194,46 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // PIECE) * PIECE
 
 
-def _capacity_for_whole(specs: Sequence[ParameterSpec]) -> int:
+def capacity_for_whole(specs: Sequence[ParameterSpec]) -> int:
     largest = max((spec.padded_numel for spec in specs), default=PIECE)
     return max(largest, MAX_SUBGROUP_ELEMENTS)
 
 
-def _total(layout: Layout, rule: UpdateRule) -> int:
-    held = sum(_unit_state(unit, rule) + gradient_bytes(unit) for unit in layout.units)
-    return held + _scratch_bytes(layout, rule)
-
-
-def _unit_state(unit: Unit, rule: UpdateRule) -> int:
-    """What ``state_bytes`` of its subgroups come to."""
-    components = components_of(unit, rule)
-    return sum(count * _nbytes(components, elements) for elements, count in unit.sizes)
-
-
-def _slot_bytes(unit: Unit, rule: UpdateRule) -> int:
-    """State and gradient of its largest subgroup."""
-    return _nbytes(components_of(unit, rule), unit.largest) + unit.largest * unit.dtype.itemsize
-
-
-def _nbytes(components: Sequence[Component], elements: int) -> int:
-    return sum(component.nbytes(elements) for component in components)
-
-
-def _scratch_bytes(layout: Layout, rule: UpdateRule) -> int:
-    largest = max((unit.largest for unit in layout.units if unit.trainable), default=0)
-    return largest * rule.scratch_bytes_per_element
-
-
-def _all_in_host(layout: Layout, rule: UpdateRule) -> Placement:
+def all_in_host(layout: Layout, rule: UpdateRule) -> Placement:
     every = {unit.index for unit in layout.units}
     return Placement(
         layout=layout,
-        state_home=_homes(layout.units, every),
-        gradient_home=_homes(layout.units, every),
+        state_home=homes(layout.units, every),
+        gradient_home=homes(layout.units, every),
         arena_bytes=0,
         num_slots=0,
         slot_bytes=0,
-        scratch_bytes=_scratch_bytes(layout, rule),
+        scratch_bytes=scratch_bytes_of(layout, rule),
         spill_chunk_bytes=0,
-        state_host_bytes=sum(_unit_state(unit, rule) for unit in layout.units),
+        state_host_bytes=sum(unit_state_bytes(unit, rule) for unit in layout.units),
         gradient_host_bytes=sum(map(gradient_bytes, layout.units)),
         state_nvme_bytes=0,
         gradient_nvme_bytes=0,
     )
 
 
-def _element_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> float:
+def element_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> float:
     """Most staging bytes for an element of the widest kind: its components and its gradient.
 
     Components with a value for many elements take whole pages, so large subgroups need less for
     each.
     """
-    elements = _least_elements(specs, rule)
-    dtypes = {spec.dtype for spec in specs if spec.trainable and not spec.resident}
-    state = {dtype: _nbytes(rule.components(dtype), elements) for dtype in dtypes}
-    return max((2 * dtype.itemsize + n / elements for dtype, n in state.items()), default=0)
+    elements = least_elements(specs, rule)
+    kinds = {(s.dtype, s.state_only) for s in specs if s.trainable and not s.resident}
+    per_element = (
+        nbytes_of(rule.components(dtype), elements) / elements
+        + (0 if state_only else 2 * dtype.itemsize)
+        for dtype, state_only in kinds
+    )
+    return max(per_element, default=0)
 
 
-def _least_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
+def least_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
     """Of a subgroup: so many that what is kept for each of them is little for all of them."""
     even = sum(spec.padded_numel for spec in specs) // MOST_SUBGROUPS // PIECE * PIECE
     least = max(MIN_SUBGROUP_ELEMENTS, min(even, MAX_SUBGROUP_ELEMENTS))
@@ -275,55 +245,46 @@ def _least_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
 
 def _fixed_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
     """Bytes of the small parameters, which stay in host memory with all their state."""
-    layout = pack([spec for spec in _renumbered(specs) if spec.resident], MAX_SUBGROUP_ELEMENTS)
-    return sum(_unit_state(unit, rule) + gradient_bytes(unit) for unit in layout.units)
-
-
-def _renumbered(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
-    kept = [spec for spec in specs if spec.resident]
-    return [
-        ParameterSpec(
-            index=index,
-            name=spec.name,
-            numel=spec.numel,
-            dtype=spec.dtype,
-            trainable=spec.trainable,
-            resident=True,
-        )
-        for index, spec in enumerate(kept)
-    ]
+    resident = (spec for spec in specs if spec.resident)
+    renumbered = [replace(spec, index=index) for index, spec in enumerate(resident)]
+    layout = pack(renumbered, MAX_SUBGROUP_ELEMENTS)
+    return sum(unit_state_bytes(unit, rule) + gradient_bytes(unit) for unit in layout.units)
 
 
 def _least_host_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule, least_arena: int) -> int:
-    element_bytes = MIN_SLOTS * _element_bytes(specs, rule) + rule.scratch_bytes_per_element
-    staging = math.ceil(_least_elements(specs, rule) * element_bytes)
+    staging = least_staging_bytes(specs, rule)
     spill = SPILL_CHUNKS * MIN_SPILL_CHUNK_BYTES
     return _fixed_bytes(specs, rule) + staging + spill + least_arena + PASSAGE_BYTES
 
 
-def _subgroup_elements(specs: Sequence[ParameterSpec], rule: UpdateRule, host_bytes: int) -> int:
+def least_staging_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
+    """The fewest slots of the smallest subgroups, and what the rule takes for one of them."""
+    nbytes = MIN_SLOTS * element_bytes(specs, rule) + rule.scratch_bytes_per_element
+    return math.ceil(least_elements(specs, rule) * nbytes)
+
+
+def subgroup_elements(specs: Sequence[ParameterSpec], rule: UpdateRule, host_bytes: int) -> int:
     """The largest subgroup whose slots take no more than the staging share of what is free."""
     free = host_bytes - _fixed_bytes(specs, rule)
-    element_bytes = MAX_SLOTS * _element_bytes(specs, rule) + rule.scratch_bytes_per_element
-    elements = int(free * STAGING_SHARE / max(1, element_bytes)) // PIECE * PIECE
-    least = _least_elements(specs, rule)
+    nbytes = MAX_SLOTS * element_bytes(specs, rule) + rule.scratch_bytes_per_element
+    elements = int(free * STAGING_SHARE / max(1, nbytes)) // PIECE * PIECE
+    least = least_elements(specs, rule)
     return max(least, min(elements, MAX_SUBGROUP_ELEMENTS))
 
 
 def _fill(
     layout: Layout, rule: UpdateRule, host_bytes: int, least_arena: int, spare: int
 ) -> Placement:
-    states = {unit.index: _unit_state(unit, rule) for unit in layout.units}
+    states = {unit.index: unit_state_bytes(unit, rule) for unit in layout.units}
     gradients = {unit.index: gradient_bytes(unit) for unit in layout.units}
     in_host = {unit.index for unit in layout.units if unit.resident}
     fixed = sum(states[unit] + gradients[unit] for unit in in_host)
     moving = [unit for unit in layout.units if not unit.resident]
-    slot_bytes = max((_slot_bytes(unit, rule) for unit in moving if unit.trainable), default=0)
-    scratch = _scratch_bytes(layout, rule)
+    slot_bytes = max((slot_bytes_of(unit, rule) for unit in moving if unit.trainable), default=0)
+    scratch = scratch_bytes_of(layout, rule)
     chunk = _spill_chunk_bytes(spare)
     left = host_bytes - fixed - SPILL_CHUNKS * chunk - scratch - least_arena
-    num_slots = MAX_SLOTS if MAX_SLOTS * slot_bytes <= left * STAGING_SHARE else MIN_SLOTS
-    num_slots = num_slots if slot_bytes else 0
+    num_slots = slots_within(left, slot_bytes)
     left -= num_slots * slot_bytes
     weights = sum(unit.numel * unit.dtype.itemsize for unit in moving)
     arena = least_arena
@@ -332,15 +293,15 @@ def _fill(
     gradient_home, left = _choose_evenly(
         {unit.index: gradients[unit.index] for unit in moving}, left
     )
-    state_home, left = _choose_first({unit.index: states[unit.index] for unit in moving}, left)
+    state_home, left = choose_first({unit.index: states[unit.index] for unit in moving}, left)
     arena = min(arena + extra + max(0, left), max(weights + PIECE, arena))
     gradients_in_host, states_in_host = in_host | gradient_home, in_host | state_home
     state_host_bytes = sum(states[unit] for unit in states_in_host)
     gradient_host_bytes = sum(gradients[unit] for unit in gradients_in_host)
     return Placement(
         layout=layout,
-        state_home=_homes(layout.units, states_in_host),
-        gradient_home=_homes(layout.units, gradients_in_host),
+        state_home=homes(layout.units, states_in_host),
+        gradient_home=homes(layout.units, gradients_in_host),
         arena_bytes=arena,
         num_slots=num_slots,
         slot_bytes=slot_bytes,
@@ -353,21 +314,28 @@ def _fill(
     )
 
 
+def slots_within(free_bytes: int, slot_bytes: int) -> int:
+    """How many slots of that size are to be made; none of size 0."""
+    if not slot_bytes:
+        return 0
+    return MAX_SLOTS if MAX_SLOTS * slot_bytes <= free_bytes * STAGING_SHARE else MIN_SLOTS
+
+
 def _spill_chunk_bytes(spare: int) -> int:
     """Larger writes, where the budget has more to spare than the least."""
     chunk = spare // 32 // PIECE * PIECE
     return max(MIN_SPILL_CHUNK_BYTES, min(chunk, MAX_SPILL_CHUNK_BYTES))
 
 
-def _homes(units: Sequence[Unit], in_host: Set[int]) -> tuple[Tier, ...]:
+def homes(units: Sequence[Unit], in_host: Set[int]) -> tuple[Tier, ...]:
     """The home of each subgroup."""
     tiers = ((Tier.HOST if unit.index in in_host else Tier.NVME, unit) for unit in units)
     return tuple(chain.from_iterable(repeat(tier, unit.num_subgroups) for tier, unit in tiers))
 
 
-def _choose_first(costs: Mapping[int, int], left: int) -> tuple[set[int], int]:
-    """Of units with their bytes those that fit into ``left``, the first ones first; and what is
-    left then.
+def choose_first(costs: Mapping[int, int], left: int) -> tuple[set[int], int]:
+    """Of units or subgroups, with their bytes, those that fit into ``left``, the first ones first;
+    and what is left then.
     """
     chosen: set[int] = set()
     for unit, nbytes in costs.items():

@@ -21,8 +21,9 @@ from swap.apart import run_apart
 from swap.kernels import copy_bytes
 from swap.plain import check_plain, plain
 from swap.plan.layout import PAGE, Component, Segment, Subgroup
-from swap.plan.placement import Placement, components_of
+from swap.plan.placement import Placement
 from swap.plan.rules import UpdateRule
+from swap.plan.sizes import components_of
 from swap.storage.extents import Extent, ExtentStore
 from swap.storage.passage import Passage, lies_as
 from swap.tiers import Tier
@@ -91,16 +92,17 @@ class ComponentStore:
         self._host: dict[tuple[int, str], torch.Tensor] = {}
         self._on_nvme: dict[tuple[int, str], Extent | None] = {}
         for unit in _units(self.layout.subgroups):
-            if self._home[unit[0].index] is Tier.HOST:
+            in_host = [group for group in unit if self.is_host(group.index)]
+            if in_host:
                 assert slab is not None
-                self._map_unit(unit, slab)
+                self._map_unit(in_host, slab)
         for group in self.layout.subgroups:
             if self._home[group.index] is Tier.NVME:
                 self._allocate(group)
         self._weights = tuple(self._contiguous(spec.index) for spec in self.layout.specs)
 
     def names(self, subgroup: int) -> tuple[str, ...]:
-        """Names of the components of a subgroup, the weights first."""
+        """Names of the components of a subgroup, the weights first where they are kept."""
         return tuple(component.name for component in self._components[subgroup])
 
     def component(self, subgroup: int, name: str) -> Component:
@@ -289,7 +291,8 @@ class ComponentStore:
 
     def _contiguous(self, parameter: int) -> torch.Tensor | None:
         segments = self.layout.segments_of[parameter]
-        if not all(self.is_host(segment.subgroup) for segment in segments):
+        is_host = all(self.is_host(segment.subgroup) for segment in segments)
+        if self.layout.specs[parameter].state_only or not is_host:
             return None
         first = self._host[segments[0].subgroup, "weight"]
         numel = self.layout.specs[parameter].numel

@@ -268,7 +268,7 @@ class UpdatePipeline:
                 idle = next((job for job in work.held if job.slot is not None), None)
                 if idle is None:
                     return None
-                self._stages.strip(idle)
+                self._stages.release_slot(idle)
             return work.ahead.popleft()
 
     def _advance(self, work: _Pass) -> None:
@@ -295,7 +295,7 @@ class UpdatePipeline:
             if work.is_validated:
                 self._stages.publish(job)
             else:
-                self._stages.settle(job)
+                self._stages.finish_write(job)
                 work.held.append(job)
             work.writing.remove(job)
 

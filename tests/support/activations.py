@@ -10,10 +10,10 @@ import torch
 
 from aio import Engine
 from aio.backends import MemoryBackend
-from infinity.activations import storage as saved_storage
 from infinity.activations.offloading import Activations
 from infinity.activations.storage import SavedActivation
 from infinity.activations.tiers import NvmeActivations
+from swap.storage import opening
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -39,7 +39,7 @@ Make = Callable[[int], NvmeActivations]
 def fail_io(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
     """Makes the engines of later stores fail with that probability a block."""
     backend = MemoryBackend(seed=3, error=error, errno=errno.EIO, short_transfer=0.1)
-    monkeypatch.setattr(saved_storage, "Engine", partial(Engine, backend))
+    monkeypatch.setattr(opening, "Engine", partial(Engine, backend))
 
 
 def chain(x: torch.Tensor, length: int) -> torch.Tensor:

@@ -16,8 +16,9 @@ import torch
 from infinity.optim.adamw import AdamRule
 from swap.kernels import merge_master, split_master, sum_of_squares
 from swap.plan.layout import PIECE, Layout, ParameterSpec, Segment, pack
-from swap.plan.placement import Placement, components_of, gradient_bytes, state_bytes
+from swap.plan.placement import Placement
 from swap.plan.rules import ParameterUpdate
+from swap.plan.sizes import components_of, gradient_bytes, state_bytes
 from swap.tiered import TieredState
 from swap.tiers import Tier
 from tests.support.late_engine import Faults, LateEngine
@@ -97,11 +98,11 @@ def late_engines(seed: int, faults: Faults | None = None) -> Iterator[list[LateE
     """Every ``TieredState`` made inside has a late engine; the list holds them."""
     made: list[LateEngine] = []
 
-    def make(lanes: int) -> LateEngine:
+    def make(lanes: int, **_: Any) -> LateEngine:
         made.append(LateEngine(lanes, seed=seed, faults=faults))
         return made[-1]
 
-    with patch("swap.tiered.Engine", make):
+    with patch("swap.storage.opening.Engine", make):
         yield made
 
 

@@ -12,8 +12,9 @@ from infinity.optim.adamw import AdamRule
 from infinity.optim.rule import FrozenRule
 from swap.plan import placement as planner
 from swap.plan.layout import PIECE, ParameterSpec
-from swap.plan.placement import MIN_CHECKPOINT_BYTES, MIN_SLOTS, Placement, gradient_bytes, place
+from swap.plan.placement import MIN_CHECKPOINT_BYTES, MIN_SLOTS, Placement, place
 from swap.plan.rules import UpdateRule
+from swap.plan.sizes import gradient_bytes, state_bytes
 from swap.plan.traffic import traffic_of
 from swap.storage.slabs import slab_sizes
 from swap.tiers import Budget, BudgetError, Tier
@@ -130,7 +131,7 @@ def test_homes_hold_exactly_what_is_counted(placed: tuple[Case, int, Placement])
     groups = placement.layout.subgroups
     homes = zip(groups, placement.state_home, placement.gradient_home, strict=True)
     for group, state, gradient in homes:
-        held[state, "state"] += planner.state_bytes(group, case.rule)
+        held[state, "state"] += state_bytes(group, case.rule)
         held[gradient, "gradient"] += gradient_bytes(group)
         if group.resident:
             assert (state, gradient) == (Tier.HOST, Tier.HOST)
@@ -164,7 +165,7 @@ def test_what_moves_has_slots_that_hold_it_and_an_arena_that_passes_it(
             continue
         if group.trainable:
             assert placement.num_slots >= MIN_SLOTS
-            needed = planner.state_bytes(group, case.rule) + gradient_bytes(group)
+            needed = state_bytes(group, case.rule) + gradient_bytes(group)
             assert placement.slot_bytes >= needed
             assert placement.scratch_bytes >= group.numel * case.rule.scratch_bytes_per_element
         if state is Tier.NVME:

@@ -72,7 +72,7 @@ class Stages:
         assert self.opened.wait(TIMEOUT)
         self._free -= 1
         self.note("read", group)
-        return Job(step, group)
+        return Job(group, step=step)
 
     def is_read(self, job: Job) -> bool:
         return True
@@ -86,15 +86,15 @@ class Stages:
     def is_written(self, job: Job) -> bool:
         return job.subgroup.index not in self._slow or self.release.is_set()
 
-    def settle(self, job: Job) -> None:
+    def finish_write(self, job: Job) -> None:
         if job.subgroup.index in self._slow:
             assert self.release.wait(TIMEOUT)
         self._free += 1
 
-    def strip(self, job: Job) -> None: ...
+    def release_slot(self, job: Job) -> None: ...
 
     def publish(self, job: Job) -> None:
-        self.settle(job)
+        self.finish_write(job)
         self.note("published", job.subgroup)
 
     def abandon(self, job: Job) -> None: ...

@@ -1,0 +1,32 @@
+"""Swap files on several directories, opened with an engine of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from aio import Engine
+from swap.storage.directory import SwapDirectory
+from swap.storage.extents import ExtentStore
+from swap.undo import Undo
+
+
+def open_extents(
+    undo: Undo,
+    directories: Sequence[str | os.PathLike[str]],
+    shares: Sequence[float] | None,
+    **options: Any,
+) -> tuple[Engine, ExtentStore]:
+    """Extents on ``directories``, which share the load as ``shares`` says, and their engine, made
+    with ``options``; ``undo`` gets what closes both.
+
+    Raises ``OSError`` subclasses naming a directory that cannot be used.
+    """
+    lanes = ExtentStore.LANES_PER_DIRECTORY * len(directories)
+    engine = undo.enter_context(Engine(lanes=lanes, **options))
+    opened = []
+    for directory in directories:
+        opened.append(SwapDirectory(directory, engine))
+        undo.callback(opened[-1].close)
+    return engine, ExtentStore(opened, engine, shares=shares)
