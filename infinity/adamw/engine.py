@@ -74,7 +74,7 @@ class StateEngine:
                 if parameter.grad is not None:
                     update = take(self.members.of(parameter), options)
                     updates[update.member.number] = update
-        left = {block for number in updates for block in self.store.blocks_of(number)}
+        left = {group for number in updates for group in self.store.groups_of(number)}
         return Step(updates=updates, left=left)
 
     def run(self, taken: Step) -> None:
@@ -93,7 +93,7 @@ class StateEngine:
         left = [
             update
             for number, update in taken.updates.items()
-            if not taken.left.isdisjoint(self.store.blocks_of(number))
+            if not taken.left.isdisjoint(self.store.groups_of(number))
         ]
         changed = [update.member.parameter for update in left]
         changed += [update.weight for update in left]  # behind a DTensor

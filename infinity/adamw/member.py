@@ -151,4 +151,5 @@ def spec_of(member: Member, index: int) -> ParameterSpec:
         numel=member.shape.numel(),
         dtype=member.dtype,
         trainable=True,
+        state_only=True,
     )

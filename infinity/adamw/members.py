@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from infinity.adamw.member import Held, Member, member_of, spec_of
-from infinity.adamw.tiers.placement import TRANSFER_BYTES
+from infinity.adamw.step import TRANSFER_BYTES
 from infinity.adamw.tiers.store import StateStore
 from swap.plan.layout import ParameterSpec
 

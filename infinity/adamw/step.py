@@ -11,13 +11,15 @@ import torch
 
 from infinity.adamw.local_tensors import copy_elements, is_distributed, local
 from infinity.adamw.member import Held, Member
-from infinity.adamw.tiers.placement import TRANSFER_ELEMENTS
 from swap.plain import check_memory, is_plain, plain
 from swap.plan.layout import Segment
 from swap.plan.rules import ParameterUpdate, UpdateRule
 
 _COMPARED_ELEMENTS = 32 * 1024
 """Of a master and its weights at once, by copies that leave no holes in the heap."""
+TRANSFER_ELEMENTS = 256 * 1024
+"""Elements of weights and gradients that are brought to the host at once from another device."""
+TRANSFER_BYTES = TRANSFER_ELEMENTS * (4 + 4)
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -74,8 +76,8 @@ def _is_asked_by_torch() -> bool:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step that was taken. ``left`` are the blocks to be worked on, ``done`` how many elements
-    are finished of the segments of those that an error interrupted.
+    """A step that was taken. ``left`` are the subgroups to be worked on, ``done`` how many
+    elements are finished of the segments of those that an error interrupted.
 
     ``torn`` names a parameter whose state went on and whose weights may not have: nothing can
     finish that step.
@@ -169,7 +171,7 @@ class Updater:
     def work(
         self, step: Step, segments: Sequence[Segment], components: Mapping[str, torch.Tensor]
     ) -> None:
-        """Update every segment of a block that has an update, from where it was stopped."""
+        """Update every segment of a subgroup that has an update, from where it was stopped."""
         for segment in segments:
             update = step.updates.get(segment.parameter)
             if update is None:

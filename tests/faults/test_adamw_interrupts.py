@@ -14,8 +14,8 @@ from torch import nn
 import checkpoint
 from aio import AioError
 from infinity import OffloadedAdamW
-from infinity.adamw.tiers.blocks import Slots
 from infinity.optim.adamw import AdamRule
+from swap.update.staging import Staging
 from tests.support.interrupts import Lines, interrupt, sampled
 from tests.support.keyboard import keyboard_of
 
@@ -225,22 +225,22 @@ def test_no_memory_in_the_midst_of_a_parameter_is_finished_by_flush_exactly(
 
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[OffloadedAdamW], None]:
-    """Takes a step that an error stops at a slot."""
+    """Takes a step that an error stops at a read."""
 
     def stop(optimizer: OffloadedAdamW) -> None:
-        wait, calls = Slots.wait, 0
+        finish, calls = Staging.finish_read, 0
 
-        def fails(slots: Slots, slot: Any) -> None:
+        def fails(staging: Staging[Any], staged: Any) -> None:
             nonlocal calls
-            wait(slots, slot)
+            finish(staging, staged)
             calls += 1
             if calls == 2:
                 raise AioError("cannot read", errno=5)
 
-        monkeypatch.setattr(Slots, "wait", fails)
+        monkeypatch.setattr(Staging, "finish_read", fails)
         with pytest.raises(AioError):
             optimizer.step()
-        monkeypatch.setattr(Slots, "wait", wait)
+        monkeypatch.setattr(Staging, "finish_read", finish)
 
     return stop
 

@@ -15,7 +15,7 @@ import torch
 from aio import AioError, Engine
 from aio.backends import MemoryBackend
 from infinity import OffloadedAdamW
-from infinity.adamw.tiers import store as state_store
+from swap.storage import opening
 from tests.support.adamw_model import (
     AMPLE,
     DTYPES,
@@ -37,7 +37,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     def install(error: float) -> None:
         backend = MemoryBackend(seed=7, error=error, errno=errno.EIO, short_transfer=0.1)
-        monkeypatch.setattr(state_store, "Engine", partial(Engine, backend))
+        monkeypatch.setattr(opening, "Engine", partial(Engine, backend))
 
     return install
 

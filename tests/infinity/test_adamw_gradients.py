@@ -11,7 +11,7 @@ import infinity
 from infinity import OffloadedAdamW
 from infinity.adamw import step as adamw_step
 from infinity.adamw.local_tensors import copy_elements
-from infinity.adamw.tiers.placement import TRANSFER_ELEMENTS
+from infinity.adamw.step import TRANSFER_ELEMENTS
 
 STRANGE: dict[str, Callable[[], torch.Tensor]] = {
     "one value": lambda: torch.tensor(0.5).expand(48),

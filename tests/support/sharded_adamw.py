@@ -20,7 +20,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(301, 1501), nn.GELU(), nn.Linear(1501, 3))
+    return nn.Sequential(nn.Linear(301, 3001), nn.GELU(), nn.Linear(3001, 3))
 
 
 def sharded() -> nn.Module:
@@ -62,7 +62,7 @@ def check(make: Callable[[], nn.Module], folder: Path) -> None:
     for ours, theirs in zip(results[0], expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert all(map(torch.equal, *results))
-    assert state["state"][0]["exp_avg"].shape == (1501, 301)
+    assert state["state"][0]["exp_avg"].shape == (3001, 301)
     resumed = make()
     with OffloadedAdamW(resumed.parameters(), lr=1e-2, nvme=folder, host_memory=SMALL) as optimizer:
         train(resumed, optimizer)

@@ -1,1 +1,1 @@
-"""Where the state of an ``OffloadedAdamW`` lives: host memory, NVMe, and the slots between."""
+"""Optimizer state of parameters that are the program's: where it is, and its way past them."""
