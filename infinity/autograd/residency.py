@@ -160,8 +160,9 @@ class ModuleResidency:
         frames = self._frames_of.setdefault(thread, [])
         if not frames:
             self._end_operations(thread)
-        frame = _Frame(module, _Hold(own), call)
-        frames.append(frame)
+        frames.append(frame := _Frame(module, _Hold(own), call))
+        if any(frame.outside for frame in frames):
+            self._make_room(frames, 0)
         self._take(frame.own)
 
     def leave(self, module: nn.Module) -> bool:
@@ -196,8 +197,7 @@ class ModuleResidency:
             return
         if not self.is_computing:
             return
-        # Weights at home take no room, and nobody has to leave for them.
-        nbytes = 0 if self.at_home[index] is not None else self._records[index].weight_bytes
+        nbytes = self._moving_bytes(index)
         if nbytes:
             self._make_room(frames, nbytes)
         hold = frames[-1].outside[index] = _Hold((index,), nbytes)
@@ -208,13 +208,21 @@ class ModuleResidency:
             raise
 
     def _make_room(self, frames: list[_Frame], nbytes: int) -> None:
-        """Give up the oldest parameters accessed outside on a thread, for one of ``nbytes``."""
+        """Give up the oldest parameters accessed outside on a thread, for one of ``nbytes``, and
+        for what its modules hold beyond half of all room.
+        """
+        own_bytes = sum(self._moving_bytes(i) for frame in frames for i in frame.own.indices)
+        room = min(self._outside_bytes, 2 * self._outside_bytes - own_bytes)
         used_bytes = sum(hold.nbytes for frame in frames for hold in frame.outside.values())
         for frame in frames:
-            while frame.outside and used_bytes + nbytes > self._outside_bytes:
+            while frame.outside and used_bytes + nbytes > room:
                 oldest = next(iter(frame.outside))
                 used_bytes -= frame.outside[oldest].nbytes
                 self._dismiss(frame, oldest)
+
+    def _moving_bytes(self, index: int) -> int:
+        """What a parameter takes of the room. At home it takes none, and nobody has to leave."""
+        return 0 if self.at_home[index] is not None else self._records[index].weight_bytes
 
     def _dismiss(self, frame: _Frame, index: int) -> None:
         strangers = self._drop(frame.outside[index])

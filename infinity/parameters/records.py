@@ -181,9 +181,10 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def least_arena_bytes(model: nn.Module, records: Sequence[Record]) -> int:
-    """Bytes of weights that must fit at once: two largest modules, or a whole block (an element of
-    a ModuleList) and one module more, since a checkpointed block keeps its weights until its
-    backward is over. Of partitioned parameters it is the longest slices that count.
+    """Bytes of weights that must fit at once: two largest modules, or one and all that it lies in,
+    which hold theirs while it runs, or a whole block (an element of a ModuleList) and one module
+    more, since a checkpointed block keeps its weights until its backward is over. Of partitioned
+    parameters it is the longest slices that count.
     """
     sizes = {
         id(record.parameter): record.longest_spec.padded_numel * record.spec.dtype.itemsize
@@ -216,7 +217,15 @@ def _least_bytes(model: nn.Module, sizes: dict[int, int]) -> int:
     blocks = (_weight_bytes(block, kept, recurse=True) for block in _blocks(model))
     # Tiles come and go between the weights of a block that stay, and leave gaps of their size.
     beside = 2 * largest if fleeting else largest
-    return max(2 * largest, max(blocks, default=0) + beside)
+    return max(2 * largest, _nested_bytes(model, sizes, {}), max(blocks, default=0) + beside)
+
+
+def _nested_bytes(module: nn.Module, sizes: dict[int, int], known: dict[nn.Module, int]) -> int:
+    """Those of ``module`` and of the modules within one another in it that have the most."""
+    if module not in known:
+        inner = (_nested_bytes(child, sizes, known) for child in module.children())
+        known[module] = _weight_bytes(module, sizes, recurse=False) + max(inner, default=0)
+    return known[module]
 
 
 def _weight_bytes(module: nn.Module, sizes: dict[int, int], *, recurse: bool) -> int:

@@ -111,7 +111,7 @@ class SingleRank:
     def __init__(self, state: TieredState) -> None:
         self._state = state
         self.weights: Weights = state.weights
-        self.outside_bytes = state.placement.arena_bytes // 2
+        self.outside_bytes = 0 if state.arena is None else state.arena.nbytes // 2
 
     def leaving(
         self,
