@@ -24,6 +24,7 @@ from aio import Slab, SlabFullError
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import GATHER, Ranks, Transfer
 from swap.cache.owners import Owners
+from swap.cache.patience import Patience
 from swap.cache.weight_cache import WeightCache
 from swap.plan import eviction
 from swap.plan.schedule import Schedule
@@ -94,11 +95,13 @@ class GatherMemory:
     def _new(self, numel: int, dtype: torch.dtype, *, wait: bool) -> torch.Tensor | None:
         if self._slab is None:
             return torch.empty(numel, dtype=dtype, device=self._device)
+        patience = Patience(_RELEASE_SECONDS)
         while True:
             try:
-                return as_tensor(self._slab.allocate(numel * dtype.itemsize), dtype)
+                # The last resort, or it would depend on the rank what lies where.
+                return as_tensor(self._slab.allocate(numel * dtype.itemsize, apart=wait), dtype)
             except SlabFullError:
-                if not wait or not self._slab.wait_for_release(_RELEASE_SECONDS):
+                if not wait or not patience.waits(self._slab.wait_for_release):
                     return None
 
     @property

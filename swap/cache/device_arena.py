@@ -21,12 +21,15 @@ from aio import Slab, SlabFullError
 from aio.errors import let_go
 from aio.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.arena import Entry
+from swap.cache.patience import Patience
 from swap.plain import plain
 from swap.plan.layout import ParameterSpec
 from swap.processors import stay_in_background
 from swap.storage.components import as_tensor
 
 _POLL_SECONDS = 0.001
+_RELEASE_SECONDS = 2.0
+"""How long a gradient waits for memory of one that is stored."""
 _NONE = object()
 
 
@@ -304,6 +307,7 @@ class GradientInbox:
         join_thread(self._thread)
 
     def _allocate(self, nbytes: int) -> Any:
+        patience = Patience(_RELEASE_SECONDS)
         while True:
             with self._lock:
                 self._changes.tell()  # as in ``wait``
@@ -311,9 +315,12 @@ class GradientInbox:
             try:
                 return self._slab.allocate(nbytes)
             except SlabFullError:
-                if nbytes > self._slab.nbytes or not may_come_back:
+                if nbytes > self._slab.nbytes:
                     raise
-                self._slab.wait_for_release(1.0)
+                # What was stored last may still be on its way out of the thread that did it.
+                waits = patience.waits(self._slab.wait_for_release, is_at_work=may_come_back)
+                if not waits and not may_come_back:
+                    raise
 
     def _run(self) -> None:
         stay_in_background()

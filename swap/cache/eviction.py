@@ -1,4 +1,4 @@
-"""Who is in the arena: the entries, and making room for new ones.
+"""Who is in the arena: the entries, their way to the device, and making room for new ones.
 
 Who leaves is for the policy to say (``swap.plan.eviction``). Not thread-safe: the cache over it
 serialises.
@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Set
 
+import torch
+
 from aio import AioError, Operation, SlabFullError
 from swap.cache.arena import Arena, Entry
 from swap.cache.owners import Owners
 from swap.plan.eviction import Policy
 from swap.plan.layout import ParameterSpec
 from swap.tiers import BudgetError, format_bytes
+
+_one = torch.empty(1, device="cpu")
+_USES_OF_ONE: int = torch._C._storage_Use_Count(_one.untyped_storage()._cdata)
+"""What torch counts for a storage that one tensor refers to, and Python as it asks."""
 
 
 class CacheEntries:
@@ -65,6 +71,28 @@ class CacheEntries:
         except SlabFullError:
             return None
 
+    def arrive(self, entry: Entry) -> None:
+        """All its reads are finished."""
+        assert self._arena is not None
+        if entry.is_reading:
+            self._arena.arrived(entry)
+            entry.operations = []  # last: an interrupt before this has it done again
+
+    def send_on(self, *, wait: bool = False) -> None:
+        """Let entries whose reads are finished go on to the device, if there is one; with ``wait``
+        those that are being read, too.
+        """
+        assert self._arena is not None
+        if self._arena.uses_home:
+            return
+        for parameter, entry in list(self.entries.items()):
+            if not entry.is_reading or not (wait or entry.finished_reading()):
+                continue
+            if wait_for(entry):
+                self.arrive(entry)
+            elif wait:  # asking for what could not be read reads it again, or raises the error
+                del self.entries[parameter]
+
     def too_small(self, parameter: int, at_home: Set[int]) -> BudgetError:
         """The error of weights that there is no room for, whatever else leaves; those ``at_home``
         are computed with where they live.
@@ -93,9 +121,12 @@ class CacheEntries:
         )
 
     def _evict_one(self, ahead_for: int | None) -> bool:
-        """Drop the entry that the policy names."""
+        """Drop the entry that the policy names, of those whose memory comes back then."""
         entries = self._may_leave(can_wait=ahead_for is not None)
-        index = self._policy.victim(entries, ahead_for=ahead_for)
+        while (index := self._policy.victim(entries, ahead_for=ahead_for)) is not None:
+            if not is_held_elsewhere(entries[index]):
+                break
+            del entries[index]
         if index is None:
             return False
         victim = entries[index]
@@ -115,6 +146,18 @@ class CacheEntries:
                 continue
             found.setdefault(index, entry)
         return found
+
+
+def is_held_elsewhere(entry: Entry) -> bool:
+    """Whether autograd or the program refers to the memory of an entry. Dropping it gives nothing
+    back then, and another use would read the same weights beside it.
+    """
+    if entry.is_reading or entry.missing:
+        return False  # nobody got it yet
+    storage = entry.weight.untyped_storage()
+    landing = entry.landing
+    shares = landing is not None and landing.untyped_storage()._cdata == storage._cdata
+    return torch._C._storage_Use_Count(storage._cdata) > _USES_OF_ONE + shares
 
 
 def wait_for(entry: Entry) -> bool:

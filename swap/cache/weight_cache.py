@@ -11,7 +11,6 @@ The policy of ``swap.plan.eviction`` is told of uses, and says who is evicted.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection, Hashable, Iterable, Mapping
 
 import torch
@@ -20,6 +19,7 @@ from aio.errors import let_go
 from aio.threads import LOOK_SECONDS, Changes, Latch
 from swap.cache.arena import Arena, Entry
 from swap.cache.eviction import CacheEntries, wait_for
+from swap.cache.patience import Patience, Workers
 from swap.plan import eviction
 from swap.plan.layout import PIECE, ParameterSpec, Segment
 from swap.plan.schedule import Schedule
@@ -30,7 +30,7 @@ from swap.timeline import Timeline
 _LOOKS_PER_ARENA = 16
 _RELEASE_SECONDS = 2.0
 """A fetch waits so long for memory that autograd or the engine drops; ten times that if an update
-is under way, which a busy machine holds up."""
+or another thread is at work, which a busy machine holds up."""
 
 
 class WeightCache:
@@ -60,6 +60,7 @@ class WeightCache:
         self._entries = self._cached.entries
         self._stale = self._cached.stale
         self._pins = self._cached.pins
+        self._workers = Workers()
         self._pending: dict[int, set[int]] = {}
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
@@ -79,6 +80,7 @@ class WeightCache:
         wanted = tuple(parameters)
         with self._lock:
             self._pins[holder] = wanted
+            self._workers.add(holder)
         try:
             for parameter in wanted[1:]:
                 self._start_early(parameter)
@@ -96,6 +98,7 @@ class WeightCache:
         """Undo what ``holder`` acquired. Idempotent."""
         with self._lock:
             self._pins.pop(holder, None)
+            self._workers.discard(holder)
 
     def borrow(self, parameter: int) -> torch.Tensor:
         """The current weights of ``parameter``, flat; valid while the caller refers to them."""
@@ -144,6 +147,10 @@ class WeightCache:
 
     def take_old(self, segment: Segment, out: torch.Tensor) -> bool:
         """Copy the old weights of ``segment`` into ``out`` if the arena has them."""
+        with self._workers.working():
+            return self._take_old(segment, out)
+
+    def _take_old(self, segment: Segment, out: torch.Tensor) -> bool:
         parameter = segment.parameter
         with self._lock:
             entry = self._stale.get(parameter)
@@ -153,7 +160,7 @@ class WeightCache:
             return False
         assert self._arena is not None
         with self._lock:
-            self._arrive(entry)
+            self._cached.arrive(entry)
         weight = self._arena.ready(entry)
         copy_values(weight[segment.start : segment.start + segment.length], out)
         if segment.start + segment.length == entry.spec.numel:
@@ -165,6 +172,10 @@ class WeightCache:
         """New weights of ``segment``: keep a copy if there is room that is not needed sooner."""
         if self.at_home(segment.parameter) is not None:
             return
+        with self._workers.working():
+            self._offer(segment, weight)
+
+    def _offer(self, segment: Segment, weight: torch.Tensor) -> None:
         with self._lock:
             entry = self._entries.get(segment.parameter)
             if entry is None and segment.start == 0:
@@ -238,23 +249,23 @@ class WeightCache:
             entry = self._entries.get(parameter)
             if entry is not None and not entry.missing and not entry.is_reading:
                 self.hits += 1
-                return self._arena.ready(entry)
+                return self._arena.ready(entry).view(-1)  # what is held is told by it
         with self._timeline.span("stall", label=self._specs[parameter].name):
             entry = self._find_or_read(parameter)
             self._finish_reading(entry)
-        return self._arena.ready(entry)
+        return self._arena.ready(entry).view(-1)  # what is held is told by it
 
     def _find_or_read(self, parameter: int) -> Entry:
         """The entry of ``parameter``, be it reading. Waits without the lock, which others need."""
         assert self._arena is not None
-        since = time.monotonic()
-        while (entry := self._find_or_start(parameter)) is None:
-            # Often: when another thread has computed with weights, nothing tells that they may go.
-            if self._arena.wait_for_release(_RELEASE_SECONDS / 40):
-                since = time.monotonic()
-            elif time.monotonic() - since > _RELEASE_SECONDS * (10 if self._pending else 1):
-                at_home = {i for i in range(len(self._specs)) if self.at_home(i) is not None}
-                raise self._cached.too_small(parameter, at_home)
+        patience = Patience(_RELEASE_SECONDS)
+        with self._workers.waiting():
+            while (entry := self._find_or_start(parameter)) is None:
+                # When another thread has computed with weights, nothing tells that they may go.
+                is_at_work = bool(self._pending) or self._workers.is_another_at_work
+                if not patience.waits(self._arena.wait_for_release, is_at_work=is_at_work):
+                    at_home = {i for i in range(len(self._specs)) if self.at_home(i) is not None}
+                    raise self._cached.too_small(parameter, at_home)
         return entry
 
     def _find_or_start(self, parameter: int) -> Entry | None:
@@ -268,6 +279,8 @@ class WeightCache:
                 if parameter not in self._pending:
                     entry = self._start_read(parameter, ahead=False)
                     self.misses += entry is not None
+                    if entry is None:
+                        self._cached.send_on(wait=True)  # what has landed keeps others from landing
                     return entry
                 self._check_failure()
                 change = self._changes.next()
@@ -290,13 +303,7 @@ class WeightCache:
                     del self._entries[entry.spec.index]
             raise
         with self._lock:
-            self._arrive(entry)
-
-    def _arrive(self, entry: Entry) -> None:
-        assert self._arena is not None
-        if entry.is_reading:
-            self._arena.arrived(entry)
-            entry.operations = []  # last: an interrupt before this has it done again
+            self._cached.arrive(entry)
 
     # How they get into the arena.
 
@@ -316,7 +323,7 @@ class WeightCache:
             return
         ahead_bytes = 0
         with self._lock:
-            self._send_on()
+            self._cached.send_on()
             self._used_bytes += used_bytes
             if self._used_bytes < self._arena.nbytes // _LOOKS_PER_ARENA:
                 return
@@ -328,16 +335,6 @@ class WeightCache:
                 is_absent = self._is_absent(parameter)
                 if is_absent and self._start_read(parameter, ahead=True) is None:
                     return
-
-    def _send_on(self) -> None:
-        """Let entries whose reads are finished go on to the device, if there is one."""
-        assert self._arena is not None
-        if self._arena.uses_home:
-            return
-        for entry in list(self._entries.values()):
-            # What could not be read stays as it is: asking for it raises the error.
-            if entry.is_reading and entry.finished_reading() and wait_for(entry):
-                self._arrive(entry)
 
     def _is_absent(self, parameter: int) -> bool:
         return (

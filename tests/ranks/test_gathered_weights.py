@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -146,4 +147,20 @@ def test_memory_is_taken_by_all_ranks_or_none() -> None:
     found = memory.take(16, torch.float32, lambda is_short: [[0, 0, 0, is_short]] * 2)
     assert found is not None
     assert found.shape == (16,)
+    memory.close()
+
+
+def test_memory_is_found_wherever_it_is_free_on_a_rank() -> None:
+    page = mmap.PAGESIZE
+    memory = GatherMemory(9 * page, torch.device("cpu"))
+
+    def take(pages: int) -> torch.Tensor | None:
+        nbytes = pages * page
+        return memory.take(nbytes, torch.uint8, lambda is_short: [[0, 0, 0, is_short]])
+
+    held = [take(pages) for pages in (3, 1, 2, 1, 2)]
+    assert all(tensor is not None for tensor in held)
+    del held[0], held[1], held[2]
+    assert take(5) is not None
+    assert memory.peak_host_bytes == 9 * page
     memory.close()

@@ -194,6 +194,25 @@ def test_gradient_larger_than_the_inbox_is_refused_at_once() -> None:
     inbox.close()
 
 
+def test_gradient_waits_for_memory_of_one_that_is_stored_and_not_yet_let_go_of() -> None:
+    kept: list[torch.Tensor] = []
+    slab = Slab(PIECE * 4)
+    inbox = inbox_of(HostLink(), slab, lambda parameter, values: kept.append(values))
+    inbox.add(0, random_values(0, PIECE))
+    inbox.wait()
+    wait_for_release = slab.wait_for_release
+
+    def let_go(timeout: float) -> bool:
+        kept.clear()
+        return wait_for_release(timeout)
+
+    with patch.object(slab, "wait_for_release", let_go):
+        inbox.add(1, random_values(1, PIECE))
+    inbox.wait()
+    assert same_bits(kept[0], random_values(1, PIECE))
+    inbox.close()
+
+
 class Rig(TieredRig):
     """Two parameters with subgroups of their own on NVMe, updated speculatively, behind a link."""
 

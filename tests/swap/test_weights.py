@@ -132,25 +132,6 @@ def test_memory_that_somebody_still_refers_to_is_not_reused(make: Make) -> None:
     assert same_bits(kept, rig.plain.weight(0))
 
 
-def test_weights_find_room_between_others_that_are_held_wherever_those_lie(tmp_path: Path) -> None:
-    """Eight pieces are free, in three parts of which none has four."""
-    specs = specs_of([PIECE * pieces for pieces in (2, 3, 3, 4, 4)])
-    placement = placement_of(pack(specs, 4 * PIECE), arena_bytes=15 * PAGE_BYTES)
-    with ExitStack() as stack:
-        rig = TieredRig(stack, tmp_path, placement)
-        fill_both(rig.state, rig.plain)
-        weights = rig.state.weights
-        held = {index: weights.borrow(index) for index in range(4)}
-        del held[0], held[2]
-        for _ in range(3):
-            held[4] = weights.borrow(4)
-            assert all(same_bits(held[index], rig.plain.weight(index)) for index in (1, 3, 4))
-            assert weights._arena is not None
-            assert weights._arena.used_bytes == 11 * PAGE_BYTES
-            del held[4]
-            weights.drop()
-
-
 def test_what_is_used_farthest_in_the_future_is_evicted(make: Make) -> None:
     rig = make(room=3, num=4)
     rig.cycle()
