@@ -13,6 +13,8 @@ from checkpoint.format.records import SaveInfo
 from checkpoint.interop.export import export_safetensors, write_safetensors
 from checkpoint.interop.views import open_zarr, write_references
 from checkpoint.loading.api import list_tensors, load
+from checkpoint.loading.lazy import LazyCheckpoint, LazyTensor
+from checkpoint.loading.lazy import open_lazily as open  # noqa: A004  as in gzip
 from checkpoint.loading.verifying import VerifyReport, verify
 from checkpoint.manager import LoadedStep, Manager
 from checkpoint.ranks.coordinator import Coordinator, SingleProcess
@@ -30,6 +32,8 @@ __all__ = [
     "CorruptCheckpointError",
     "GroupCoordinator",
     "IncompleteCheckpointError",
+    "LazyCheckpoint",
+    "LazyTensor",
     "LoadedStep",
     "Manager",
     "PartialSink",
@@ -42,6 +46,7 @@ __all__ = [
     "export_safetensors",
     "list_tensors",
     "load",
+    "open",
     "open_stream",
     "open_zarr",
     "save",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aio import Engine, File
+from aio import Engine, File, Operation
 from checkpoint.directory.headers import check_header
 from checkpoint.directory.locate import check_data_file, with_current_manifest
 from checkpoint.directory.relocation import AS_SAVED, Relocation
@@ -30,6 +30,8 @@ from checkpoint.tensors.assembly import TensorView
 from checkpoint.tensors.sources import ByteSource, tensor_source
 
 _KEPT_BYTES = 64 << 20
+_READ_AHEAD = 2
+"""Blocks of 16 MiB under way beside the one that is verified: what keeps a disk busy."""
 MAX_OPEN_FILES = 64
 """Each takes two descriptors, of which a process often has no more than 1024."""
 
@@ -49,6 +51,18 @@ class _Lock:
     def here(self) -> threading.Lock:
         """The lock of this process."""
         return self._of_process.setdefault(os.getpid(), threading.Lock())
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockRead:
+    """A checksum block on its way into memory of its size."""
+
+    record: TensorRecord
+    chunk: ChunkRecord
+    number: int
+    into: Block
+    path: Path
+    operation: Operation
 
 
 class OpenCheckpoint:
@@ -76,6 +90,11 @@ class OpenCheckpoint:
             self.close()
             raise
 
+    @property
+    def path(self) -> Path:
+        """Of the checkpoint."""
+        return self._checkpoint
+
     def read(self, record: TensorRecord, start: int, out: memoryview) -> None:
         """Fills `out` with bytes [start, start + len(out)) of a row-major tensor.
 
@@ -95,14 +114,33 @@ class OpenCheckpoint:
     def _read_chunk(
         self, record: TensorRecord, chunk: ChunkRecord, first: int, out: memoryview
     ) -> None:
-        """Fills `out` with the bytes of a chunk from byte `first` on."""
+        """Fills `out` with the bytes of a chunk from byte `first` on: with blocks that it takes
+        whole straight from the file, one being verified while the next one is read.
+        """
+        under_way: deque[_BlockRead] = deque()
         done = 0
-        while done < len(out):
-            number, inside = divmod(first + done, CRC_BLOCK_BYTES)
-            block = self._block(record, chunk, number)
-            part = min(len(out) - done, len(block) - inside)
-            out[done : done + part] = block[inside : inside + part].data
-            done += part
+        try:
+            while done < len(out):
+                number, inside = divmod(first + done, CRC_BLOCK_BYTES)
+                nbytes = chunk.block(number)[1]
+                part = min(len(out) - done, nbytes - inside)
+                target = out[done : done + part]
+                if part == nbytes:
+                    into = np.frombuffer(target, np.uint8)
+                    under_way.append(self._begin(record, chunk, number, into))
+                else:
+                    target[:] = self._block(record, chunk, number)[inside : inside + part].data
+                while len(under_way) > _READ_AHEAD:
+                    self._finish(under_way[0])
+                    under_way.popleft()
+                done += part
+            while under_way:
+                self._finish(under_way[0])
+                under_way.popleft()
+        except BaseException:
+            for read in under_way:
+                read.operation.abandon()
+            raise
 
     def _read_box(
         self, record: TensorRecord, chunk: ChunkRecord, start: int, out: memoryview
@@ -164,16 +202,29 @@ class OpenCheckpoint:
         return block
 
     def _read_block(self, record: TensorRecord, chunk: ChunkRecord, number: int) -> Block:
-        first, nbytes = chunk.block(number)
-        block = np.empty(nbytes, np.uint8)
+        block = np.empty(chunk.block(number)[1], np.uint8)
+        self._finish(self._begin(record, chunk, number, block))
+        return block
+
+    def _begin(
+        self, record: TensorRecord, chunk: ChunkRecord, number: int, into: Block
+    ) -> _BlockRead:
+        """Begins to read a block into memory of its size."""
         with self._lock.here():  # until it is in flight the file could be closed for another one
             file = self._file(chunk.file)
-            operation = self._engine.read(file, chunk.offset + first, block)
-        operation.result()
-        found = crc32c(block) if self._verify else chunk.crc32c[number]
-        if found != chunk.crc32c[number]:
-            raise chunk.wrong_sum(number, found, path=file.path, tensor=record.name)
-        return block
+            first = chunk.offset + chunk.block(number)[0]
+            operation = self._engine.read(file, first, into)
+        return _BlockRead(record, chunk, number, into, file.path, operation)
+
+    def _finish(self, read: _BlockRead) -> None:
+        """Waits for a block and verifies it."""
+        read.operation.result()
+        if self._verify:
+            expected, found = read.chunk.crc32c[read.number], crc32c(read.into)
+            if found != expected:
+                raise read.chunk.wrong_sum(
+                    read.number, found, path=read.path, tensor=read.record.name
+                )
 
     def _file(self, number: int) -> File:
         """An open data file, the one that was saved. The caller holds the lock."""

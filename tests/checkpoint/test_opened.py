@@ -29,14 +29,13 @@ from tests.support.interrupts import interrupt_behind_call
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each block that is read, none of which is kept for the next read."""
     counted: list[int] = []
-    read_block = OpenCheckpoint._read_block
+    finish = OpenCheckpoint._finish
 
-    def counting(self: OpenCheckpoint, *which: Any) -> Any:
-        block = read_block(self, *which)
-        counted.append(len(block))
-        return block
+    def counting(self: OpenCheckpoint, read: Any) -> None:
+        finish(self, read)
+        counted.append(len(read.into))
 
-    monkeypatch.setattr(OpenCheckpoint, "_read_block", counting)
+    monkeypatch.setattr(OpenCheckpoint, "_finish", counting)
     monkeypatch.setattr(opened, "_KEPT_BYTES", 0)
     return counted
 

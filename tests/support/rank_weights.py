@@ -51,16 +51,15 @@ def _begin(
     with torch.device("meta"):
         model = Stack(width=WIDTH, depth=3)
     nbytes = 0
-    read_block = OpenCheckpoint._read_block
+    finish = OpenCheckpoint._finish
 
-    def counted(*arguments: Any) -> Any:
+    def counted(opened: OpenCheckpoint, read: Any) -> None:
         nonlocal nbytes
-        block = read_block(*arguments)
-        nbytes += len(block)
-        return block
+        finish(opened, read)
+        nbytes += len(read.into)
 
     with (
-        mock.patch.object(OpenCheckpoint, "_read_block", counted),
+        mock.patch.object(OpenCheckpoint, "_finish", counted),
         infinity.offload(
             model,
             folder,

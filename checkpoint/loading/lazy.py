@@ -1,0 +1,186 @@
+"""`open`: a checkpoint as a mapping from names to tensors that are read when they are indexed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from aio.errors import check_flag
+from checkpoint.directory.destination import PathLike, checkpoint_path
+from checkpoint.directory.relocation import StripeDirs, relocation
+from checkpoint.format import elements
+from checkpoint.format.names import closest
+from checkpoint.format.slices import Shape, flat_first
+from checkpoint.format.tree import DataNode, data_nodes
+from checkpoint.loading.opened import OpenCheckpoint, open_current
+from checkpoint.plan.indexing import Index, indexed_box
+from checkpoint.tensors.assembly import TensorView, array_dtype, array_over, view_of
+from checkpoint.tensors.boxes import BoxPicker, read_box
+
+
+def open_lazily(
+    path: PathLike, *, verify: bool = True, stripe_dirs: StripeDirs | None = None
+) -> LazyCheckpoint:
+    """Opens a checkpoint without reading any of its tensors: `open(path)["model.h.0.weight"][:8]`.
+
+    It stands for the save that was there when it was opened, also when another one takes its place.
+    `verify=False` skips the checksums of data; `stripe_dirs` is as in `load`.
+
+    Raises what `load` raises for a missing, incomplete or corrupt checkpoint.
+    """
+    check_flag("verify", verify)
+    return LazyCheckpoint(
+        open_current(checkpoint_path(path), relocation(stripe_dirs), verify=verify)
+    )
+
+
+class LazyCheckpoint(Mapping[str, "LazyTensor"]):
+    """The tensors and arrays of one save, by the names that `list_tensors` gives, in its order.
+
+    Closed by `close`, at the end of a `with`, or when it is forgotten. It may be used from several
+    threads at once, but not in a forked child, and is not pickled: open it there again.
+    """
+
+    def __init__(self, opened: OpenCheckpoint) -> None:
+        self._opened: OpenCheckpoint | None = opened
+        self._path = opened.path
+        try:
+            self._nodes = data_nodes(opened.manifest.tree)
+        except BaseException:
+            opened.close()
+            raise
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        """Raises KeyError with similar names, CorruptCheckpointError for what is none to read."""
+        if name not in self._nodes:
+            similar = closest(name, self._nodes) if isinstance(name, str) else []
+            hint = f"; there is {', '.join(map(repr, similar))}" if similar else ""
+            raise KeyError(f"{name!r} is no tensor of {self._path}{hint}")
+        path, node = self._nodes[name]
+        return LazyTensor(name, self, node, view_of(self.opened.manifest, path, node))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._nodes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._opened is None else ""
+        return f"<checkpoint {str(self._path)!r}, {len(self)} tensors{closed}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            f"{self!r} is open in this process and is not pickled; hand its path on, and open it "
+            "there"
+        )
+
+    @property
+    def opened(self) -> OpenCheckpoint:
+        """What reads. Raises ValueError if it was closed."""
+        if self._opened is None:
+            raise ValueError(f"{self!r} cannot be read from; open it again")
+        return self._opened
+
+    def close(self) -> None:
+        """Closes the files; tensors that were read stay. Idempotent."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
+    def __enter__(self) -> LazyCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class LazyTensor:
+    """One tensor or array of a checkpoint: its shape and dtype at once, its values by indexing.
+
+    Integers, slices and `...` give a new tensor on the CPU, without gradients, or a new array for
+    what was saved as one. Read are the checksum blocks that the index touches, each verified before
+    anybody sees a byte of it; in memory are, beside the result, the last of them. With a step it is
+    the whole range that the steps lead through.
+    """
+
+    name: str
+    _checkpoint: LazyCheckpoint
+    _node: DataNode
+    _view: TensorView
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes of its dimensions."""
+        return self._view.shape[: len(self._view.shape) - len(self._carried)]
+
+    @property
+    def dtype(self) -> torch.dtype | np.dtype[Any]:
+        """torch's for a tensor, numpy's for an array."""
+        array = array_dtype(self._node)
+        return self._view.dtype if array is None else array
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its elements."""
+        return int(np.prod(self._view.shape, dtype=object)) * self._view.dtype.itemsize
+
+    @property
+    def _carried(self) -> Shape:
+        """Trailing sizes of what is stored that are one element of an array."""
+        array = array_dtype(self._node)
+        return () if array is None else elements.of_numpy(array)[1]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self!r} has no dimension to count along; its value is at [()]")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[row] for row in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"<{self.name!r}, {self.dtype} of shape {self.shape}>"
+
+    def __getitem__(self, index: Index) -> Any:
+        """The values at `index`.
+
+        Raises IndexError for an integer out of range and for too many of them, TypeError for what
+        is neither integer nor slice nor `...`, ValueError for a step below one and for a closed
+        checkpoint, CorruptCheckpointError naming file, tensor and extent, AioError.
+        """
+        box = indexed_box(self.shape, index, repr(self.name))
+        start = box.start + (0,) * len(self._carried)
+        values = _read(self._checkpoint.opened, self._view, start, box.shape + self._carried)
+        if "array" in self._node:
+            array = array_over(self._node, values)[box.picks]
+            return array.copy() if box.skips else array
+        tensor = values[box.picks]
+        return tensor.clone() if box.skips else tensor
+
+
+def _read(opened: OpenCheckpoint, view: TensorView, start: Shape, shape: Shape) -> torch.Tensor:
+    """A box of a leaf, in memory of its own."""
+    source, values = opened.source(view), torch.empty(shape, dtype=view.dtype, device="cpu")
+    if values.numel() == 0:
+        return values
+    first = flat_first(view.shape, start, shape)
+    if first is None:
+        read_box(source, BoxPicker(values, view.dtype, view.shape, start))
+    else:
+        raw = values.reshape(-1).view(torch.uint8).numpy()
+        source.read(first * view.dtype.itemsize, raw.data)
+    opened.forget_span()
+    return values

@@ -1,0 +1,235 @@
+"""`checkpoint.open`: any index of any leaf gives what `load` gives there, verified, and no more."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import checkpoint
+from checkpoint.loading.opened import OpenCheckpoint
+
+_BASE = torch.arange(6 * 10, dtype=torch.float32).reshape(6, 10)
+
+STATE: dict[str, Any] = {
+    "whole": _BASE,
+    "transposed": _BASE.t(),
+    "columns": _BASE[:, ::3],
+    "bytes": torch.arange(30, dtype=torch.uint8).reshape(5, 3, 2),
+    "half": torch.linspace(0, 1, 24, dtype=torch.bfloat16).reshape(4, 6),
+    "conjugate": torch.complex(_BASE, -_BASE)[:3, :3].conj(),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "parameter": torch.nn.Parameter(torch.ones(3)),
+    "nested": {"list": [torch.arange(5), torch.arange(7)]},
+    "array": np.arange(12.0).reshape(3, 4),
+    "swapped": np.arange(6, dtype=">f4"),
+    "days": np.array(["2020-01-01", "2021-02-03"], "datetime64[D]"),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lazy") / "step"
+    checkpoint.save(STATE, path)
+    return path
+
+
+@pytest.fixture
+def lazy(path: Path) -> Iterator[checkpoint.LazyCheckpoint]:
+    with checkpoint.open(path) as opened:
+        yield opened
+
+
+def leaf(name: str) -> Any:
+    value: Any = STATE
+    for key in name.split("."):
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    return value
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        assert torch.equal(found, expected)
+        assert not found.requires_grad
+    else:
+        assert np.asarray(found).dtype == np.asarray(expected).dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_lazy_checkpoint_names_its_tensors_with_shapes_and_dtypes(
+    path: Path, lazy: checkpoint.LazyCheckpoint
+) -> None:
+    assert list(lazy) == checkpoint.list_tensors(path)
+    assert len(lazy) == len(list(lazy))
+    assert "nested.list.1" in lazy
+    for name, handle in lazy.items():
+        expected = leaf(name)
+        assert handle.name == name
+        assert handle.shape == tuple(expected.shape)
+        assert handle.ndim == expected.ndim
+        assert handle.dtype == expected.dtype
+        assert handle.nbytes == expected.nbytes
+        assert_same(handle[...], expected)
+        assert_same(handle[()], expected[()])
+
+
+@given(st.data())
+def test_any_index_of_any_leaf_gives_what_the_tensor_gives(path: Path, data: st.DataObject) -> None:
+    with checkpoint.open(path) as lazy:
+        name = data.draw(st.sampled_from(sorted(lazy)))
+        expected = leaf(name)
+        index = data.draw(indices(expected.shape))
+        assert_same(lazy[name][index], expected[index])
+
+
+def indices(shape: tuple[int, ...]) -> st.SearchStrategy[Any]:
+    """Integers and slices for some dimensions from the left, and `...` with some from the right."""
+    places = [
+        st.one_of(
+            st.slices(size).filter(lambda place: place.step is None or place.step > 0),
+            *([st.integers(-size, size - 1)] if size else []),
+        )
+        for size in shape
+    ]
+    count = st.integers(0, len(places))
+    left = count.flatmap(lambda cut: st.tuples(*places[:cut]))
+    right = count.flatmap(lambda cut: st.tuples(st.just(...), *places[cut:]))
+    return st.one_of(left, right)
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "words"),
+    [
+        (6, IndexError, "6 is out of range for dimension 0 of 'whole', of size 6"),
+        ((0, 0, 0), IndexError, "has 2 dimensions and is indexed by 3"),
+        ((..., 0, ...), IndexError, "more than one"),
+        (True, TypeError, "indexed by a bool"),
+        ([0, 1], TypeError, "indexed by a list"),
+        (torch.tensor(1), TypeError, "indexed by a Tensor"),
+        (None, TypeError, "indexed by a NoneType"),
+        (slice("a", None), TypeError, "whose ends are no integers"),
+        (slice(None, None, -1), ValueError, "step above zero"),
+        (slice(None, None, 0), ValueError, "step above zero"),
+    ],
+)
+def test_an_index_that_is_not_one_is_refused_by_name(
+    lazy: checkpoint.LazyCheckpoint, index: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        lazy["whole"][index]
+
+
+def test_a_name_that_is_not_there_is_refused_with_similar_ones(
+    lazy: checkpoint.LazyCheckpoint,
+) -> None:
+    with pytest.raises(KeyError, match="there is 'transposed'"):
+        lazy["transpose"]
+    assert lazy.get("transpose") is None
+
+
+def test_rows_are_counted_and_gone_through_as_of_a_tensor(lazy: checkpoint.LazyCheckpoint) -> None:
+    assert len(lazy["whole"]) == 6
+    assert torch.equal(torch.stack(list(lazy["whole"])), STATE["whole"])
+    with pytest.raises(TypeError, match="no dimension"):
+        len(lazy["scalar"])
+
+
+def test_what_is_closed_refuses_to_read_and_keeps_what_was_read(path: Path) -> None:
+    lazy = checkpoint.open(path)
+    handle, rows = lazy["whole"], lazy["whole"][:2]
+    lazy.close()
+    lazy.close()
+    with pytest.raises(ValueError, match="closed> cannot be read from; open it again"):
+        handle[0]
+    assert torch.equal(rows, STATE["whole"][:2])
+    with pytest.raises(TypeError, match="is not pickled"):
+        pickle.dumps(lazy)
+
+
+def test_an_open_checkpoint_stays_what_it_was_when_another_save_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    checkpoint.save({"w": torch.zeros(4)}, tmp_path / "step")
+    with checkpoint.open(tmp_path / "step") as lazy:
+        checkpoint.save({"w": torch.ones(4)}, tmp_path / "step")
+        assert lazy["w"][...].sum() == 0
+    with checkpoint.open(tmp_path / "step") as lazy:
+        assert lazy["w"][...].sum() == 4
+
+
+def test_damaged_bytes_are_never_seen_and_others_still_are(tmp_path: Path) -> None:
+    info = checkpoint.save({"a": torch.ones(2048), "b": torch.ones(2048)}, tmp_path / "step")
+    assert info.nbytes
+    (file,) = (tmp_path / "step").glob("*/*.safetensors")
+    with file.open("r+b") as data:
+        data.seek(4096 + 17)
+        data.write(b"\xff")
+    with checkpoint.open(tmp_path / "step") as lazy:
+        with pytest.raises(checkpoint.CorruptCheckpointError, match="tensor 'a'"):
+            lazy["a"][1024:]
+        assert lazy["b"][...].sum() == 2048
+    with checkpoint.open(tmp_path / "step", verify=False) as lazy:
+        assert lazy["a"][1024:].sum() == 1024
+
+
+def test_a_slice_reads_the_checksum_blocks_that_it_touches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.arange(10 << 20, dtype=torch.float32).view(1 << 10, -1)  # 40 MiB: 3 blocks
+    stripes = [tmp_path / "0", tmp_path / "1"]
+    for stripe in stripes:
+        stripe.mkdir()
+    checkpoint.save({"w": weight}, tmp_path / "step", stripes)
+    numbers: list[int] = []
+    finish = OpenCheckpoint._finish
+
+    def counting(opened: OpenCheckpoint, read: Any) -> None:
+        finish(opened, read)
+        numbers.append(len(read.into))
+
+    monkeypatch.setattr(OpenCheckpoint, "_finish", counting)
+    with checkpoint.open(tmp_path / "step") as lazy:
+        assert torch.equal(lazy["w"][3:5, 7:], weight[3:5, 7:])
+        assert sum(numbers) <= 16 << 20
+        assert torch.equal(lazy["w"][4:6], weight[4:6])
+        assert len(numbers) == 1, "the block that was read last is kept"
+        assert torch.equal(lazy["w"][:, 100:200], weight[:, 100:200])
+        assert torch.equal(lazy["w"][...], weight)
+
+
+def test_several_threads_read_one_open_checkpoint(lazy: checkpoint.LazyCheckpoint) -> None:
+    wrong: list[str] = []
+
+    def read(names: list[str]) -> None:
+        for name in names:
+            found, expected = lazy[name][...], leaf(name)
+            if not np.array_equal(found, expected):
+                wrong.append(name)
+
+    names = ["whole", "transposed", "columns", "bytes", "array"]
+    threads = [threading.Thread(target=read, args=(names * 5,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_no_descriptor_is_left(path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with checkpoint.open(path) as lazy:
+        lazy["whole"][0]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    with pytest.raises(FileNotFoundError):
+        checkpoint.open(path / "nowhere")
