@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ def load(
     map_location: str | torch.device | None = "cpu",
     verify: bool = True,
     *,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
     stripe_dirs: StripeDirs | None = None,
     engine: Engine | None = None,
     staging_bytes: int = STAGING_BYTES,
@@ -52,39 +55,45 @@ def load(
     `map_location`: device of new tensors; None for the one that each was saved from.
     `verify=False` skips the checksums of data.
 
+    `dtype`: tensors of floating-point numbers come in this dtype, rounded as `Tensor.to` rounds,
+    and those of `into` must have it; arrays, and all other tensors, come as they were saved.
+    `strict=False`: leaves of `into` that the checkpoint lacks stay as they are, and patterns may
+    match nothing.
+
     `stripe_dirs`: where data on stripes are, if not where they were saved: directories that are
     searched for them first, or a mapping from each that moved to where it is now.
 
     Beyond the tensors themselves it takes `staging_bytes` of memory. Of views of a tensor that is
     not asked for itself, new tensors take the range of it from the first to the last of them. Into
     a live tensor a view whose elements lie apart (columns of a matrix) is copied out of memory for
-    all of the tensor that it lies in, and so are views into a sink that are not row-major. `engine`
-    is used and left open; without one, an engine with a lane per data file lives for the call.
+    all of the tensor that it lies in, and so are views into a sink that are not row-major, and new
+    views of another `dtype` bring all of theirs. `engine` is used and left open; without one, an
+    engine with a lane per data file lives for the call.
 
     Raises FileNotFoundError for a missing path, IncompleteCheckpointError for one without manifest,
     CorruptCheckpointError naming file, tensor and extent for damage, ValueError for a pattern that
-    matches nothing, for no pattern at all and for an `into` that does not fit, OSError for what
-    cannot be read. After an error, or an interrupt, tensors of `into` may hold old and new values.
+    matches nothing, for no pattern at all, for an `into` that does not fit or, however `strict`,
+    has nothing of the checkpoint, and for a `dtype` that leaves which share memory cannot all have,
+    OSError for what cannot be read. After an error, or an interrupt, tensors of `into` may hold old
+    and new values.
     """
     checkpoint = checkpoint_path(path)
     check_staging_bytes(staging_bytes)
     check_engine(engine)
     check_flag("verify", verify)
+    check_flag("strict", strict)
+    _check_dtype(dtype)
     moved = relocation(stripe_dirs)
     device = None if map_location is None else _device(map_location)
-    selection = Selection(only)
+    wanted = _Wanted(Selection(only, strict=strict), device, dtype)
     is_inference = torch.is_inference_mode_enabled()
 
     def work(cancellation: Cancellation) -> Any:
         options = ReadOptions(
             engine=engine, staging_bytes=staging_bytes, verify=verify, cancellation=cancellation
         )
-
-        def attempt(manifest: Manifest) -> Any:
-            if into is not None:
-                return _load_into(manifest, checkpoint, into, selection, options)
-            return _load_new(manifest, checkpoint, selection, device, options)
-
+        kind = _load_new if into is None else partial(_load_into, into=into)
+        attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=options)
         with torch.inference_mode(is_inference):
             return with_current_manifest(checkpoint, attempt, moved)
 
@@ -110,6 +119,15 @@ def _device(map_location: str | torch.device) -> torch.device:
     return device
 
 
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is a {type(dtype).__name__}; give one of torch's, or leave it out")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(
+            f"dtype={dtype} is none of floating-point numbers; load without it, and convert then"
+        )
+
+
 def list_tensors(path: PathLike) -> list[str]:
     """Names of all tensors and arrays, in the order of the tree. Reads the manifest alone.
 
@@ -119,15 +137,18 @@ def list_tensors(path: PathLike) -> list[str]:
     return with_current_manifest(checkpoint, lambda manifest: list(data_nodes(manifest.tree)))
 
 
-def _load_new(
-    manifest: Manifest,
-    checkpoint: Path,
-    selection: Selection,
-    device: torch.device | None,
-    options: ReadOptions,
-) -> Any:
-    assemble = partial(_assemble, manifest, selection, device)
-    if selection.is_everything:
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What of a checkpoint is asked for, and on which device and as what new tensors come."""
+
+    selection: Selection
+    device: torch.device | None
+    dtype: torch.dtype | None
+
+
+def _load_new(manifest: Manifest, checkpoint: Path, wanted: _Wanted, options: ReadOptions) -> Any:
+    assemble = partial(_assemble, manifest, wanted)
+    if wanted.selection.is_everything:
         return read_while_assembling(manifest, checkpoint, assemble, options)
     tree, targets = assemble()
     reads = [TensorRead(index, target) for index, target in targets.items()]
@@ -136,33 +157,33 @@ def _load_new(
 
 
 @paused_collector()
-def _assemble(
-    manifest: Manifest, selection: Selection, device: torch.device | None
-) -> tuple[Any, dict[int, Target]]:
+def _assemble(manifest: Manifest, wanted: _Wanted) -> tuple[Any, dict[int, Target]]:
     """The tree that was asked for, its memory still to be filled, and what of it is to be read."""
     # By order: keys that are not equal to themselves (NaN) would make no path to find a name by.
-    nodes = data_nodes(manifest.tree)
+    nodes, selection = data_nodes(manifest.tree), wanted.selection
     names = iter(nodes)
     windows: dict[int, Window] = {}
-    if not selection.is_everything:
+    if not selection.is_everything and wanted.dtype is None:
         places = (place for name, place in nodes.items() if selection.wants(name))
         windows = windows_of(manifest, (view_of(manifest, *place) for place in places))
-    assembler = Assembler(manifest, device, windows)
+    assembler = Assembler(manifest, wanted.device, windows, wanted.dtype)
 
     def data(path: tuple[object, ...], node: DataNode) -> Any:
         return assembler.build(path, node) if selection.wants(next(names)) else MISSING
 
-    wanted = None if selection.is_everything else selection.wants
-    tree = decode_tree(manifest.tree, data, wanted)
+    wants = None if selection.is_everything else selection.wants
+    tree = decode_tree(manifest.tree, data, wants)
     selection.check_matched()
     return tree, targets_of(manifest, assembler.tensors, windows)
 
 
 def _load_into(
-    manifest: Manifest, checkpoint: Path, into: Any, selection: Selection, options: ReadOptions
+    manifest: Manifest, checkpoint: Path, into: Any, wanted: _Wanted, options: ReadOptions
 ) -> Any:
+    selection = wanted.selection
+
     def planned() -> IntoPlan:
-        plan = plan_into(manifest, into, selection)
+        plan = plan_into(manifest, into, selection, wanted.dtype)
         selection.check_matched()
         return plan
 

@@ -7,7 +7,7 @@ their names. Nothing is written before everything fits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,21 +15,20 @@ import numpy as np
 import torch
 
 from checkpoint.format import elements
-from checkpoint.format.names import Path, closest, natural_name, render
+from checkpoint.format.names import Path, natural_name, render
 from checkpoint.format.records import Manifest
 from checkpoint.format.slices import may_overlap_itself
 from checkpoint.format.tree import (
-    DataNode,
-    decode_tree,
     encode_tree,
     has_state_dict,
     kind_of,
 )
 from checkpoint.loading.reading import TensorRead
+from checkpoint.loading.saved_leaves import SavedLeaves
 from checkpoint.plan.selection import Selection
 from checkpoint.tensors.assembly import Assembler, TensorView, array_dtype, view_of
 from checkpoint.tensors.changes import count_changes
-from checkpoint.tensors.parts import Part, PartsTarget, part_of_view
+from checkpoint.tensors.parts import Part, PartsTarget, part_of_view, targets_of
 from checkpoint.tensors.sources import (
     ByteSink,
     PartialSink,
@@ -80,34 +79,44 @@ def count_whole_targets(tree: Any) -> int:
     return int(is_target(tree) and not isinstance(tree, PartialSink))
 
 
-def plan_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
-    """Matches a live tree with a checkpoint.
+def plan_into(
+    manifest: Manifest, into: Any, selection: Selection, dtype: torch.dtype | None = None
+) -> IntoPlan:
+    """Matches a live tree with a checkpoint, whose floating-point tensors come in `dtype`.
 
     Raises ValueError naming the leaf that the checkpoint lacks or that has another dtype or shape,
     TypeError for a live tree that holds what no checkpoint holds.
     """
-    plan = check_into(manifest, into, selection)
+    plan = check_into(manifest, into, selection, dtype)
     count_changes(plan.written)
     return plan
 
 
-def check_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
+def check_into(
+    manifest: Manifest, into: Any, selection: Selection, dtype: torch.dtype | None = None
+) -> IntoPlan:
     """As ``plan_into``, and nothing of the live tree counts as changed yet."""
-    saved = _Saved(manifest)
+    saved = SavedLeaves(manifest)
     live = encode_tree(into, is_target, _refusal)
-    assembler = Assembler(manifest, None)
+    assembler = Assembler(manifest, None, dtype=dtype)
     plan = IntoPlan([], [], lambda: _replace((), into, saved, selection))
     parts: dict[int, list[Part]] = {}
+    absent = 0
     for name, leaf in live.by_name.items():
         if not selection.wants(name):
             continue
+        if not selection.is_strict and saved.lacks(leaf.path):
+            absent += 1
+            continue
         path, node = saved.data(leaf.path, name)
         view = view_of(manifest, path, node)
-        target = _target(leaf.path, leaf.value, view, array_dtype(node))
+        target = _target(leaf.path, leaf.value, view, array_dtype(node), dtype)
         plan.written.extend(_tensors_of(leaf.value, target))
         if view.is_whole:
             plan.reads.append(TensorRead(view.index, target))
-        elif part := part_of_view(manifest.tensors[view.index], view, target):
+        elif not _is_cast(target) and (
+            part := part_of_view(manifest.tensors[view.index], view, target)
+        ):
             parts.setdefault(view.index, []).append(part)
         else:
             # Its bytes lie apart in another tensor's: read that one whole, then copy.
@@ -116,9 +125,15 @@ def check_into(manifest: Manifest, into: Any, selection: Selection) -> IntoPlan:
         TensorRead(index, PartsTarget(manifest.tensors[index], own)) for index, own in parts.items()
     )
     plan.reads.extend(
-        TensorRead(index, TensorTarget(tensor)) for index, tensor in assembler.tensors.items()
+        TensorRead(index, target)
+        for index, target in targets_of(manifest, assembler.tensors, {}).items()
     )
     _check_values((), into, saved, selection)
+    if absent and not plan.reads:
+        raise ValueError(
+            f"none of the {absent} tensors of into is in the checkpoint, which "
+            f"{saved.some_names()}; strict=False allows for some that are not, not for all"
+        )
     return plan
 
 
@@ -140,83 +155,6 @@ def _tensors_of(value: Any, target: Target) -> Iterator[torch.Tensor]:
         yield target.tensor
 
 
-_DATA = object()
-"""Stands for a tensor in a tree that is decoded for its other leaves."""
-
-
-class _Saved:
-    """The leaves of a checkpoint by path and by name."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._data: dict[Path, DataNode] = {}
-        tree = decode_tree(manifest.tree, self._note)
-        self._values = dict(_plain_leaves((), tree))
-        self._data_paths = _by_name(self._data)
-        self._value_paths = _by_name(self._values)
-
-    def _note(self, path: Path, node: DataNode) -> Any:
-        self._data[path] = node
-        return _DATA
-
-    def data(self, path: Path, name: str) -> tuple[Path, DataNode]:
-        found = path if path in self._data else self._data_paths.get(name)
-        if found is None:
-            raise self._refused(path, is_data=True)
-        return found, self._data[found]
-
-    def value(self, path: Path) -> Any:
-        name = natural_name(path)
-        found = path if path in self._values else self._value_paths.get(name)
-        if found is None:
-            raise self._refused(path, is_data=False)
-        return self._values[found]
-
-    def _refused(self, path: Path, is_data: bool) -> ValueError:
-        """Why a leaf of the live tree, a tensor or another one, finds none in the checkpoint."""
-        where, name = render(path, "into"), natural_name(path)
-        mine, others = (self._data, self._values)[:: 1 if is_data else -1]
-        kinds = ("a tensor", "a plain value")[:: 1 if is_data else -1]
-        if _has(others, path, name):
-            return ValueError(
-                f"{where} is {kinds[0]}, the checkpoint holds {kinds[1]} there; put {kinds[1]} "
-                "there too (which load writes to or replaces), or load this leaf without into="
-            )
-        if _has(mine, path, name):
-            return ValueError(
-                f"{where} could be several leaves of the checkpoint, which are all called {name!r};"
-                " load them without into="
-            )
-        similar = closest(name, map(natural_name, mine))
-        hint = f"; it has {', '.join(map(repr, similar))}" if similar else ""
-        return ValueError(f"{where} is not in the checkpoint{hint}")
-
-
-def _has(leaves: Mapping[Path, Any], path: Path, name: str) -> bool:
-    return path in leaves or name in map(natural_name, leaves)
-
-
-def _by_name(paths: dict[Path, Any]) -> dict[str, Path]:
-    """Paths by natural name, where only one has it."""
-    names: dict[str, Path | None] = {}
-    for path in paths:
-        name = natural_name(path)
-        names[name] = None if name in names else path
-    return {name: path for name, path in names.items() if path is not None}
-
-
-def _plain_leaves(path: Path, tree: Any) -> Iterator[tuple[Path, Any]]:
-    """Leaves of a decoded tree that are not tensor data."""
-    kind = type(tree)
-    if kind in (dict, OrderedDict):
-        for key, item in tree.items():
-            yield from _plain_leaves((*path, key), item)
-    elif kind in (list, tuple):
-        for index, item in enumerate(tree):
-            yield from _plain_leaves((*path, index), item)
-    elif tree is not _DATA:
-        yield path, tree
-
-
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
@@ -224,16 +162,20 @@ def _items(tree: Any) -> list[tuple[object, Any]]:
     return list(tree.items() if isinstance(tree, dict) else enumerate(tree))
 
 
-def _check_values(path: Path, into: Any, saved: _Saved, selection: Selection) -> None:
+def _check_values(path: Path, into: Any, saved: SavedLeaves, selection: Selection) -> None:
     """Raises ValueError for a plain value of the live tree that the checkpoint lacks."""
     if type(into) in _CONTAINERS:
         for key, item in _items(into):
             _check_values((*path, key), item, saved, selection)
-    elif not is_target(into) and selection.wants(natural_name(path)):
+    elif (
+        not is_target(into)
+        and selection.wants(natural_name(path))
+        and (selection.is_strict or not saved.lacks(path))
+    ):
         saved.value(path)
 
 
-def _replace(path: Path, into: Any, saved: _Saved, selection: Selection) -> Any:
+def _replace(path: Path, into: Any, saved: SavedLeaves, selection: Selection) -> Any:
     """Puts saved plain values where the live tree has old ones; tuples are made anew if need be."""
     kind = type(into)
     if kind in _CONTAINERS:
@@ -250,11 +192,25 @@ def _replace(path: Path, into: Any, saved: _Saved, selection: Selection) -> Any:
         return into
     if is_target(into) or not selection.wants(natural_name(path)):
         return into
+    if not selection.is_strict and saved.lacks(path):
+        return into
     return saved.value(path)
 
 
-def _target(path: Path, value: Any, view: TensorView, saved: np.dtype[Any] | None = None) -> Target:
-    """The target that a live leaf is. `saved` is the dtype of an array, None for a tensor.
+def _is_cast(target: Target) -> bool:
+    """Whether the bytes that come are not those that a target has in the end."""
+    return isinstance(target, TensorTarget) and target.saved not in (None, target.tensor.dtype)
+
+
+def _target(
+    path: Path,
+    value: Any,
+    view: TensorView,
+    saved: np.dtype[Any] | None,
+    cast: torch.dtype | None,
+) -> Target:
+    """The target that a live leaf is. `saved` is the dtype of an array, None for a tensor; `cast`
+    the one in which floating-point numbers of tensors come.
 
     Raises ValueError if it does not fit what was saved.
     """
@@ -269,12 +225,18 @@ def _target(path: Path, value: Any, view: TensorView, saved: np.dtype[Any] | Non
     if isinstance(value, torch.Tensor) and value.is_nested:
         raise ValueError(f"{where} is a nested tensor; give tensors that each have one shape")
     dtype, shape = value.dtype, tuple(value.shape)
-    if dtype != view.dtype or shape != view.shape:
+    comes = view.dtype
+    if cast is not None and saved is None and view.dtype.is_floating_point:
+        comes = cast
+    if dtype != comes or shape != view.shape:
+        converted = "" if comes == view.dtype else f", which comes as {comes}"
         raise ValueError(
             f"{where} is {dtype} of shape {shape}, the checkpoint holds {view.dtype} of shape "
-            f"{view.shape}"
+            f"{view.shape}{converted}"
         )
     if not isinstance(value, torch.Tensor):
+        if comes != view.dtype:
+            raise ValueError(f"{where} is a byte sink, which takes {view.dtype} as it was saved")
         return SinkTarget.of(value, shape, dtype.itemsize)
     is_strided = value.layout == torch.strided and not value._is_zerotensor()
     if value.is_meta or not is_strided or value.is_quantized:
@@ -288,7 +250,7 @@ def _target(path: Path, value: Any, view: TensorView, saved: np.dtype[Any] | Non
         raise ValueError(
             f"{where} is a tensor whose elements share memory with each other, as expanded ones do"
         )
-    return TensorTarget(value)
+    return TensorTarget(value, view.dtype)
 
 
 def _check_carried(where: str, value: Any, saved: np.dtype[Any] | None) -> None:

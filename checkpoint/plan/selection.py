@@ -13,12 +13,13 @@ _SPECIAL = re.compile(r"[*?\[]")
 
 
 class Selection:
-    """Patterns as in the shell (`*`, `?`, `[abc]`), each of which must match something.
+    """Patterns as in the shell (`*`, `?`, `[abc]`), each of which must match something if `strict`.
 
     Raises ValueError if there are none, TypeError for what is no text.
     """
 
-    def __init__(self, only: str | Sequence[str] | None) -> None:
+    def __init__(self, only: str | Sequence[str] | None, *, strict: bool = True) -> None:
+        self.is_strict = strict
         patterns = [only] if isinstance(only, str) else only
         self._patterns = None if patterns is None else _listed(patterns)
         if self._patterns == []:
@@ -55,7 +56,7 @@ class Selection:
 
     def check_matched(self) -> None:
         """Raises ValueError naming a pattern that nothing matched, when all names were seen."""
-        for text in self._patterns or ():
+        for text in self._patterns if self._patterns and self.is_strict else ():
             if text not in self._matched:
                 similar = closest(text, [name for name, hit in self._wanted.items() if not hit])
                 hint = f"; there is {', '.join(map(repr, similar))}" if similar else ""

@@ -162,7 +162,8 @@ class Assembler:
     """Builds the leaves of one checkpoint on `device` (None: where each was saved from).
 
     `tensors` are the stored tensors asked for so far, by their index: what has to be read. Of those
-    in `windows` bytes [first, last) alone are asked for, as a flat tensor of bytes.
+    in `windows` bytes [first, last) alone are asked for, as a flat tensor of bytes. With `dtype`
+    tensors of floating-point numbers come in that one, which windows are not made for.
     """
 
     def __init__(
@@ -170,11 +171,15 @@ class Assembler:
         manifest: Manifest,
         device: torch.device | None,
         windows: Mapping[int, tuple[int, int]] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        assert not (windows and dtype)
         self.tensors: dict[int, torch.Tensor] = {}
         self._windows = windows or {}
         self._manifest = manifest
         self._device = device
+        self._dtype = dtype
+        self._seen_as: dict[tuple[str, int], tuple[torch.dtype, bool]] = {}
         self._leaves: dict[tuple[str, int], Any] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._arenas = Arenas()
@@ -182,9 +187,11 @@ class Assembler:
     def build(self, path: Path, node: DataNode) -> Any:
         """The leaf of a node, its content yet to be read. Raises CorruptCheckpointError."""
         if len(node) == 1 and "tensor" in node:  # as most are
-            _record(self._manifest, path, node["tensor"])
+            record = _record(self._manifest, path, node["tensor"])
+            self._note_dtype(path, node["tensor"], record.element.torch, is_tensor=True)
             return self._stored(node["tensor"], self._device_of(node))
         view = view_of(self._manifest, path, node)
+        self._note_dtype(path, view.index, view.dtype, is_tensor="array" not in node)
         if "view" in node:
             return _flagged(node, self._view(view, self._device_of(node)))
         kind = "array" if "array" in node else "tensor"
@@ -195,6 +202,34 @@ class Assembler:
             self._leaves[kind, view.index] = leaf
         return leaf
 
+    def _note_dtype(self, path: Path, index: int, dtype: torch.dtype, *, is_tensor: bool) -> None:
+        """Takes down as what a leaf sees the memory of a stored tensor.
+
+        Raises ValueError naming a leaf that sees otherwise what is converted for another one.
+        """
+        if self._dtype is None:
+            return
+        is_converted = is_tensor and dtype.is_floating_point and dtype != self._dtype
+        stored = self._manifest.tensors[index].element.torch
+        first = self._seen_as.setdefault(self._memory_of(index), (dtype, is_converted))
+        is_mixed = first != (dtype, is_converted) and (first[1] or is_converted)
+        if is_mixed or (is_converted and dtype != stored):
+            raise ValueError(
+                f"{render(path)} is {dtype} over memory that it shares with {stored}, which cannot "
+                f"both become {self._dtype}; load it without dtype=, and convert it then"
+            )
+
+    def _memory_of(self, index: int) -> tuple[str, int]:
+        storage = self._manifest.tensors[index].storage
+        return ("tensor", index) if storage is None else ("storage", storage[0])
+
+    def _loaded_dtype(self, index: int) -> torch.dtype:
+        """The dtype in which a stored tensor is in memory."""
+        saved = self._manifest.tensors[index].element.torch
+        if self._dtype is None or not self._seen_as[self._memory_of(index)][1]:
+            return saved
+        return self._dtype
+
     def _device_of(self, node: DataNode) -> torch.device:
         if "array" in node:
             return _CPU
@@ -202,27 +237,31 @@ class Assembler:
 
     def _view(self, view: TensorView, device: torch.device) -> torch.Tensor:
         base = self._stored(view.index, device)
-        offset = int(base.storage_offset()) * base.element_size() + view.offset
+        offset, dtype = view.offset, view.dtype
+        if self._loaded_dtype(view.index) != self._manifest.tensors[view.index].element.torch:
+            offset, dtype = offset // dtype.itemsize * base.element_size(), base.dtype
+        offset += int(base.storage_offset()) * base.element_size()
         if view.index in self._windows:
             offset -= self._windows[view.index][0]
         strides = contiguous_strides(view.shape) if view.strides is None else view.strides
-        return _typed(base.untyped_storage(), view.dtype, offset, view.shape, strides)
+        return _typed(base.untyped_storage(), dtype, offset, view.shape, strides)
 
     def _stored(self, index: int, device: torch.device) -> torch.Tensor:
         tensor = self.tensors.get(index)
         if tensor is None:
-            record = self._manifest.tensors[index]
+            record, dtype = self._manifest.tensors[index], self._loaded_dtype(index)
             if index in self._windows:
                 first, last = self._windows[index]
                 record = TensorRecord(record.name, "uint8", (last - first,), ())
-            tensor = self.tensors[index] = self._allocate(record, device)
+                dtype = torch.uint8
+            tensor = self.tensors[index] = self._allocate(record, dtype, device)
         return tensor
 
-    def _allocate(self, record: TensorRecord, device: torch.device) -> torch.Tensor:
-        element = record.element
-        dtype = element.torch
+    def _allocate(
+        self, record: TensorRecord, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         if record.storage is None:
-            nbytes = math.prod(record.shape) * element.itemsize
+            nbytes = math.prod(record.shape) * dtype.itemsize
             if nbytes >= MIN_MAPPED_BYTES and device == _CPU:
                 strides = record.strides or contiguous_strides(record.shape)
                 return _typed(self._mapped(nbytes), dtype, 0, record.shape, strides)
@@ -230,8 +269,12 @@ class Assembler:
                 return torch.empty(record.shape, dtype=dtype, device=device)
             return torch.empty_strided(record.shape, record.strides, dtype=dtype, device=device)
         index, offset = record.storage
+        saved_size, size = record.element.itemsize, dtype.itemsize
         if index not in self._storages:
-            self._storages[index] = self._storage(self._manifest.storages[index], device)
+            count = -(-self._manifest.storages[index] // saved_size)
+            nbytes = self._manifest.storages[index] if size == saved_size else count * size
+            self._storages[index] = self._storage(nbytes, device)
+        offset = offset if size == saved_size else offset // saved_size * size
         strides = record.strides or contiguous_strides(record.shape)
         return _typed(self._storages[index], dtype, offset, record.shape, strides)
 

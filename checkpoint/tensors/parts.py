@@ -154,6 +154,6 @@ def targets_of(
     return {
         index: window_target(manifest.tensors[index], windows[index], tensor)
         if index in windows
-        else TensorTarget(tensor)
+        else TensorTarget(tensor, manifest.tensors[index].element.torch)
         for index, tensor in tensors.items()
     }

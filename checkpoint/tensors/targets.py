@@ -41,38 +41,42 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorTarget:
-    """A tensor in memory, of any strides, on any device."""
+    """A tensor in memory, of any strides, on any device; what is stored as `saved` is converted."""
 
     tensor: torch.Tensor
+    saved: torch.dtype | None = None
 
     def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
-        return [(0, math.prod(shape) * self.tensor.element_size())]
+        return [(0, math.prod(shape) * (self.saved or self.tensor.dtype).itemsize)]
 
     def place(self, start: Shape, shape: Shape) -> Place:
         part = self.tensor.detach() if self.tensor.requires_grad else self.tensor
         if shape != tuple(part.shape):
             for axis, (low, size) in enumerate(zip(start, shape, strict=True)):
                 part = part.narrow(axis, low, size)
+        if self.saved is not None and self.saved != part.dtype:
+            return Place(None, _BoxWriter(part, shape, self.saved))
         if part.is_cpu and part.is_contiguous() and is_plain(part):
             return Place(part.data_ptr(), None)
-        return Place(None, _BoxWriter(part, shape))
+        part = integer_view(part)
+        return Place(None, _BoxWriter(part, shape, part.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class _BoxWriter:
     part: torch.Tensor
     shape: Shape
+    dtype: torch.dtype
 
     def __call__(self, first_byte: int, data: memoryview) -> None:
-        part = integer_view(self.part)
-        assert first_byte % part.element_size() == 0, "pieces begin with an element"
-        flat = torch.frombuffer(data, dtype=part.dtype)
-        first = first_byte // part.element_size()
+        assert first_byte % self.dtype.itemsize == 0, "pieces begin with an element"
+        flat = torch.frombuffer(data, dtype=self.dtype)
+        first = first_byte // self.dtype.itemsize
         done = 0
         with torch.no_grad():
             for slices, shape in range_boxes(self.shape, first, first + flat.numel()):
                 count = math.prod(shape)
-                _write(part[slices], flat[done : done + count].view(shape))
+                _write(self.part[slices], flat[done : done + count].view(shape))
                 done += count
 
 
