@@ -145,7 +145,7 @@ def test_damage_is_found_before_it_is_converted(tmp_path: Path) -> None:
 
 def test_absent_leaves_stay_as_they_are_where_that_is_allowed(tmp_path: Path) -> None:
     checkpoint.save({"a": torch.ones(3), "step": 5}, tmp_path / "step")
-    live = {"a": torch.zeros(3), "b": torch.full((2,), 7.0), "step": 0, "epoch": 9}
+    live: dict[str, Any] = {"a": torch.zeros(3), "b": torch.full((2,), 7.0), "step": 0, "epoch": 9}
     with pytest.raises(ValueError, match="'b'"):
         checkpoint.load(tmp_path / "step", into=live)
     assert not live["a"].any()
