@@ -107,8 +107,7 @@ def check_path(name: str, value: object) -> None:
     given = value.__fspath__() if isinstance(value, os.PathLike) else value
     if not isinstance(given, str):
         raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}, not a path; give a str or an"
-            " os.PathLike of str"
+            f"{name} is a {type(value).__name__}, not a path; give a str or an os.PathLike of str"
         )
 
 

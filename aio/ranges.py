@@ -63,11 +63,6 @@ class RangeAllocator:
         self._index()
         return list(self._size_at.items())
 
-    @property
-    def num_allocated(self) -> int:
-        """How many ranges are handed out."""
-        return len(self._allocated)
-
     def rounded(self, nbytes: int) -> int:
         """What a range of `nbytes` takes from the space."""
         return -(-nbytes // self.alignment) * self.alignment

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint.directory.destination import check_path
+from checkpoint.directory.destination import check_place
 from checkpoint.transfer.memory import available_bytes, machine_bytes
 from infinity.activations.tiers import ActivationShare, mode_of
 from infinity.optim.optimizer import OptimizerFactory
@@ -127,7 +127,7 @@ def checked(given: Arguments, device: torch.device) -> Options:
     """Raises ``ValueError``, ``TypeError``, or ``OSError`` for a directory that cannot be used."""
     directories = directories_of(given.nvme)
     if given.weights is not None:
-        check_path(given.weights, "weights")
+        check_place(given.weights, "weights")
     mode = mode_of(given.activations)
     return Options(
         directories=directories,
@@ -188,7 +188,7 @@ def directories_of(nvme: Directories) -> list[str]:
     if not isinstance(entries, Sequence):
         raise TypeError(f"nvme={nvme!r} is neither a path nor a sequence of paths")
     for entry in entries:
-        check_path(entry, "nvme")
+        check_place(entry, "nvme")
     directories = [str(Path(entry).absolute()) for entry in entries]
     if not directories:
         raise ValueError("nvme is empty; give a directory, or one for each SSD")

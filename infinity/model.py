@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkpoint.directory.destination import check_path
+from checkpoint.directory.destination import check_place
 from checkpoint.directory.relocation import StripeDirs
 from infinity.autograd.modes import own_modes
 from infinity.autograd.modifying import Parameters, records_of
@@ -172,7 +172,7 @@ class OffloadedModel:
         ``only_trainable`` leaves frozen weights out (checkpoints of adapters); ``load`` takes such
         a one over the same frozen weights, and refuses it over others.
         """
-        check_path(path)
+        check_place(path)
         self._training.check_unchanged()
         self._training.loans.check_unmodified("save()")
         self._training.rank_context.rendezvous(SAVE, max(self._training.steps))
@@ -190,7 +190,7 @@ class OffloadedModel:
         Raises as ``checkpoint.load``, and ``ValueError`` naming what does not match this model; in
         that case nothing was changed.
         """
-        check_path(path)
+        check_place(path)
         self._training.check_open()
         self._training.loans.check_none("load()")
         self._training.rank_context.rendezvous(LOAD, max(self._training.steps))
@@ -205,7 +205,7 @@ class OffloadedModel:
         masters are in what ``save`` writes: offload a float32 model with ``optimizer=None`` and
         that as ``weights``, and export from there, for the masters.
         """
-        check_path(folder, "folder")
+        check_place(folder, "folder")
         self._training.check_unchanged()
         self._training.loans.check_unmodified("export()")
         self._training.rank_context.rendezvous(SAVE, max(self._training.steps))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpoint.directory.destination import check_path
+from checkpoint.directory.destination import check_place
 from infinity.activations.offloading import Activations
 from swap.plan.traffic import traffic_of
 from swap.storage.endurance import DRIVE_ENDURANCE, Wear, endurance_of
@@ -218,7 +218,7 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """The timeline in the Trace Event Format: rows for each kind of event, as many as have it at
     once. Viewers drop events of a row that overlap without one being inside the other.
     """
-    check_path(path)
+    check_place(path)
     rows: list[tuple[str, int]] = []
     events = []
     for event, row in _in_rows(timeline.events()):

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from aio.errors import check_path
+
 PathLike = str | os.PathLike[str]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -58,22 +60,19 @@ class Destination:
 
 
 def checkpoint_path(path: PathLike, name: str = "path") -> Path:
-    """The absolute path that a caller means, without links. Raises as `check_path`, and OSError for
-    a loop of links.
+    """The absolute path that a caller means, without links. Raises as `check_place`, and OSError
+    for a loop of links.
     """
-    check_path(path, name)
+    check_place(path, name)
     return resolved(path)
 
 
-def check_path(path: PathLike, name: str = "path") -> None:
+def check_place(path: PathLike, name: str = "path") -> None:
     """Raises TypeError for what is no path, by its `name` among the arguments, ValueError for an
     empty one and for a URL.
     """
-    given = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(given, str):
-        raise TypeError(
-            f"{name} is a {type(path).__name__}, not a path; give a str or an os.PathLike of str"
-        )
+    check_path(name, path)
+    given = os.fspath(path)
     if not given:
         raise ValueError(f"{name} is empty; give '.' for the current directory")
     if _URL.match(given):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checkpoint.absence import is_absent
-from checkpoint.directory.destination import PathLike, check_path, checkpoint_path
+from checkpoint.directory.destination import PathLike, check_place, checkpoint_path
 from checkpoint.format.records import FileRecord, Manifest
 
 StripeDirs = Sequence[PathLike] | Mapping[PathLike, PathLike]
@@ -111,7 +111,7 @@ def searching(stripe_dirs: Sequence[PathLike] | None) -> Relocation:
 
 def _absolute(path: PathLike) -> Path:
     """As the manifest has it: where it was, whatever is there now."""
-    check_path(path, "stripe_dirs")
+    check_place(path, "stripe_dirs")
     return Path(path).absolute()
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.directory.destination import check_path
+from checkpoint.directory.destination import check_place
 from checkpoint.saving.guard import wait_for_saves
 from infinity.adamw import state as offloaded_state
 from infinity.adamw.engine import StateEngine
@@ -275,7 +275,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         again is refused.
         """
         self._check_open()
-        check_path(path)
+        check_place(path)
         extra = offloaded_state.of_one_save(path, partial(self._load, path))
         self._engine.is_mixed = False
         return extra

@@ -17,6 +17,7 @@ from torch import nn
 
 import infinity
 from infinity.arguments import Directories
+from infinity.block import OffloadBlock
 from infinity.model import training_of
 from infinity.optim.separable import share_hooks
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
@@ -43,6 +44,27 @@ class OffloadOptions:
     max_parameter_bytes: int | str | None = None
     weights: str | os.PathLike[str] | None = None
 
+    def block(
+        self,
+        model: nn.Module,
+        optimizer: Choice,
+        device: torch.device,
+        weights: str | os.PathLike[str] | None = None,
+    ) -> OffloadBlock:
+        """``infinity.offload``, with other ``weights`` if there are some; raises as it does."""
+        return infinity.offload(
+            model,
+            self.nvme,
+            optimizer=optimizer,
+            device=device,
+            compute_dtype=self.compute_dtype,
+            device_memory=self.device_memory,
+            host_memory=self.host_memory,
+            activations=self.activations,
+            max_parameter_bytes=self.max_parameter_bytes,
+            weights=weights or self.weights,
+        )
+
 
 def enter_offload(
     stack: ExitStack,
@@ -60,20 +82,7 @@ def enter_offload(
         is_tiled = options.max_parameter_bytes is not None
         chosen = choice_of(made, model, options.state_dtype, is_tiled=is_tiled)
         names = names_of(model, made)
-    offloaded = stack.enter_context(
-        infinity.offload(
-            model,
-            options.nvme,
-            optimizer=chosen,
-            device=device,
-            compute_dtype=options.compute_dtype,
-            device_memory=options.device_memory,
-            host_memory=options.host_memory,
-            activations=options.activations,
-            max_parameter_bytes=options.max_parameter_bytes,
-            weights=options.weights,
-        )
-    )
+    offloaded = stack.enter_context(options.block(model, chosen, device))
     if made is not None:
         adopt(offloaded, made, names)
     return offloaded

@@ -134,17 +134,6 @@ class ComponentStore:
             if extent is not None:
                 self._extents.release(extent)
 
-    def pin(self) -> list[Extent]:
-        """Pin every published extent and return them: a snapshot. Unpin each one through the extent
-        store.
-        """
-        with self._lock:
-            pinned = [extent for extent in self._on_nvme.values() if extent is not None]
-            if self._extents is not None:
-                for extent in pinned:
-                    self._extents.pin(extent)
-        return pinned
-
     def zero(self, name: str) -> None:
         """Make every component of that name all zeros, wherever it is; an interrupt comes before or
         after.

@@ -1,8 +1,7 @@
 """Space on the SSDs, and copy-on-write over it.
 
 An extent is a range of one swap file. It is written once after it was allocated and then only read;
-new values go to a new extent, and the old one is released when the new one is complete. A pinned
-extent keeps its bytes until the last pin is gone, so a snapshot copies nothing.
+new values go to a new extent, and the old one is released when the new one is complete.
 
 The files grow by ``fallocate`` in large steps: a full disk is an error before the first byte of a
 write-back. Sizes differ, so free space comes to lie in many ranges; where the files cannot grow, an
@@ -91,7 +90,6 @@ class ExtentStore:
         shares = shares or [1.0] * len(directories)
         self._volumes = [_Volume(d, share) for d, share in zip(directories, shares, strict=True)]
         self._engine = engine
-        self._pins: dict[Extent, int] = {}
         self._doomed: set[Extent] = set()
         self._may_be_in_flight = False
         """A transfer that nobody waited for, as `run_drained` says: nothing is given back."""
@@ -164,27 +162,11 @@ class ExtentStore:
             return self._allocate_on(order, nbytes)
 
     def release(self, extent: Extent) -> None:
-        """Give the range back, now or when its last pin is gone."""
+        """Give the range back, as soon as no transfer may be in flight that nobody waited for."""
         with self._lock:
-            if self._pins.get(extent, 0) or self._may_be_in_flight:
+            if self._may_be_in_flight:
                 self._doomed.add(extent)
             else:
-                self._free(extent)
-
-    def pin(self, extent: Extent) -> None:
-        """Keep the bytes of ``extent`` as they are until ``unpin``."""
-        with self._lock:
-            self._pins[extent] = self._pins.get(extent, 0) + 1
-
-    def unpin(self, extent: Extent) -> None:
-        with self._lock:
-            left = self._pins[extent] - 1
-            if left:
-                self._pins[extent] = left
-                return
-            del self._pins[extent]
-            if extent in self._doomed and not self._may_be_in_flight:
-                self._doomed.remove(extent)
                 self._free(extent)
 
     def read(self, extent: Extent, start: int, buffer: Any, *, urgent: bool) -> Operation:
@@ -198,15 +180,15 @@ class ExtentStore:
         return self._transfer("write", extent, start, buffer, 2)
 
     def release_others(self, known: Iterable[Extent]) -> None:
-        """Give back every extent but ``known`` and pinned ones, after an interrupt that may have
+        """Give back every extent but ``known`` ones, after an interrupt that may have
         lost sight of some. The caller knows all of them, and no transfer is under way.
         """
         with self._lock:
             kept: list[list[int]] = [[] for _ in self._volumes]
-            for extent in (*known, *self._pins):
+            for extent in known:
                 for piece in extent.ranges:
                     kept[piece.directory].append(piece.offset)
-            self._doomed &= self._pins.keys()
+            self._doomed.clear()
             for volume, offsets in zip(self._volumes, kept, strict=True):
                 volume.ranges.release_others(offsets)
 
@@ -247,8 +229,8 @@ class ExtentStore:
         if self._may_be_in_flight:
             with self._lock:
                 self._may_be_in_flight = False
-                for extent in self._doomed - self._pins.keys():
-                    self._doomed.remove(extent)
+                while self._doomed:
+                    extent = self._doomed.pop()
                     self._free(extent)
 
     def close(self) -> None:

@@ -138,7 +138,7 @@ def test_interrupted_call_has_happened_or_not(call: str) -> None:
     def state_of(allocator: RangeAllocator) -> tuple[int, ...]:
         free, largest = allocator.free_bytes, allocator.largest_free_bytes
         assert free + allocator.used_bytes == allocator.nbytes
-        return allocator.num_allocated, allocator.nbytes, free, largest
+        return allocator.used_bytes, allocator.nbytes, free, largest
 
     done = make()
     before = state_of(done)

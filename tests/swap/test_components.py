@@ -108,34 +108,6 @@ def test_zero_empties_a_component_wherever_it_is(tmp_path: Path, home: str) -> N
         assert_same(rig.state, rig.plain)
 
 
-def test_pinned_components_keep_their_bytes_through_updates(tmp_path: Path) -> None:
-    with rig_in(tmp_path) as rig:
-        extents = rig.state.extents
-        assert extents is not None
-        fill_both(rig.state, rig.plain)
-        pinned = rig.components.pin()
-        before = {}
-        for extent in pinned:
-            before[extent] = np.empty(extent.nbytes, np.uint8)
-            extents.read(extent, 0, before[extent], urgent=True).result()
-        used = sum(extent.nbytes for extent in pinned)
-        others = extents.used_bytes - used
-        for _ in range(3):
-            for spec in rig.plain.specs:
-                add_to_both(rig.state, rig.plain, spec.index, seed=spec.index)
-            step_both(rig.state, rig.plain, range(len(SIZES)))
-        rig.state.flush()
-        moments = 2 * sum(group.numel * 4 for group in rig.state.layout.subgroups)
-        assert extents.used_bytes == 2 * used + moments + others
-        for extent, content in before.items():
-            again = np.empty_like(content)
-            extents.read(extent, 0, again, urgent=True).result()
-            assert (again == content).all()
-            extents.unpin(extent)
-        assert extents.used_bytes == used + moments + others
-        assert_same(rig.state, rig.plain)
-
-
 def test_threads_may_write_different_elements_at_once(tmp_path: Path) -> None:
     with rig_in(tmp_path) as rig:
         values = random_values(1, SIZES[0])

@@ -13,6 +13,7 @@ import torch
 from transformers import TrainingArguments
 
 from infinity.activations.tiers import mode_of
+from infinity.integrations.takeover import OffloadOptions
 
 _REMEDY = (
     "give the trainer nvme='/path/on/an/ssd' (or a list with one directory for each SSD), or use "
@@ -87,24 +88,10 @@ class OffloadArguments(OffloadArgumentsMixin, TrainingArguments):
     """``transformers.TrainingArguments`` with the options of ``infinity.offload``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a trainer passes on to ``infinity.offload``."""
-
-    nvme: list[str]
-    host_memory: int | str | None
-    device_memory: int | str | None
-    compute_dtype: torch.dtype | None
-    state_dtype: torch.dtype
-    activations: str
-    max_parameter_bytes: int | str | None
-    weights: str | os.PathLike[str] | None
+NAMES = tuple(option.name for option in fields(OffloadOptions))
 
 
-NAMES = tuple(option.name for option in fields(Settings))
-
-
-def settings_of(arguments: object, given: Mapping[str, Any]) -> Settings:
+def options_of(arguments: object, given: Mapping[str, Any]) -> OffloadOptions:
     """From keyword arguments of a trainer and, where those have nothing, its ``args``.
 
     Raises ``ValueError`` where neither says where state is to go.
@@ -118,7 +105,7 @@ def settings_of(arguments: object, given: Mapping[str, Any]) -> Settings:
     for name in ("compute_dtype", "state_dtype"):
         text = name_of_dtype(name, values[name])
         values[name] = None if text is None else getattr(torch, text)
-    return Settings(**values)
+    return OffloadOptions(**values)
 
 
 def _listed(nvme: Any) -> list[Any]:

@@ -21,8 +21,8 @@ import infinity
 from infinity.arguments import make_budget
 from infinity.block import OffloadBlock
 from infinity.integrations import takeover
+from infinity.integrations.takeover import OffloadOptions
 from infinity.integrations.transformers import optimizers
-from infinity.integrations.transformers.arguments import Settings
 from infinity.integrations.transformers.model_files.methods import serve_methods
 from swap.tiers import format_bytes
 
@@ -47,7 +47,7 @@ class Life:
         self,
         trainer: Any,
         beside: Sequence[nn.Module],
-        settings: Settings,
+        options: OffloadOptions,
         weights: WeightsFor,
         device: torch.device,
         optimizer: MakeOptimizer | None,
@@ -65,7 +65,7 @@ class Life:
         self._blocks: list[OffloadBlock] = []
         with stack:
             enter = partial(_enter, stack, self._blocks, weights)
-            self.offloaded = _within(enter, model, beside, settings, device, optimizer)
+            self.offloaded = _within(enter, model, beside, options, device, optimizer)
             serve_methods(stack, self.offloaded)
             stack = stack.pop_all()
         self._leave = weakref.finalize(self, stack.close)
@@ -146,19 +146,19 @@ def _within(
     enter: Callable[..., infinity.OffloadedModel],
     model: nn.Module,
     beside: Sequence[nn.Module],
-    settings: Settings,
+    options: OffloadOptions,
     device: torch.device,
     optimizer: MakeOptimizer | None,
 ) -> infinity.OffloadedModel:
     """Enter all of them. Raises ``BudgetError`` with the least budget for all together."""
     if not beside:
-        return _enter_trained(enter, model, settings, device, optimizer)
-    whole = make_budget(settings.host_memory, None).host_bytes
-    least = [_least_of(other, settings, device) for other in beside]
+        return _enter_trained(enter, model, options, device, optimizer)
+    whole = make_budget(options.host_memory, None).host_bytes
+    least = [_least_of(other, options, device) for other in beside]
     fair = [max(n, _share(whole, other, model)) for n, other in zip(least, beside, strict=True)]
     shares = fair
     try:
-        rest = replace(settings, host_memory=max(1, whole - sum(fair)))
+        rest = replace(options, host_memory=max(1, whole - sum(fair)))
         offloaded = _enter_trained(enter, model, rest, device, optimizer)
     except infinity.BudgetError as error:
         needed, shares = error.least_host_bytes + sum(least), least
@@ -169,26 +169,26 @@ def _within(
                 f"bytes) together: {error}",
                 least_host_bytes=needed,
             ) from error
-        rest = replace(settings, host_memory=whole - sum(least))
+        rest = replace(options, host_memory=whole - sum(least))
         offloaded = _enter_trained(enter, model, rest, device, optimizer)
     for other, share in zip(beside, shares, strict=True):
-        enter(other, replace(settings, host_memory=share, weights=None), device, None)
+        enter(other, replace(options, host_memory=share, weights=None), device, None)
     return offloaded
 
 
 def _enter_trained(
     enter: Callable[..., infinity.OffloadedModel],
     model: nn.Module,
-    settings: Settings,
+    options: OffloadOptions,
     device: torch.device,
     optimizer: MakeOptimizer | None,
 ) -> infinity.OffloadedModel:
     if optimizer is None:
-        return enter(model, settings, device, None)
+        return enter(model, options, device, None)
     made = optimizer()
     names = takeover.names_of(model, made)
-    chosen = optimizers.chosen(made, optimizer, settings.state_dtype)
-    offloaded = enter(model, settings, device, chosen)
+    chosen = optimizers.chosen(made, optimizer, options.state_dtype)
+    offloaded = enter(model, options, device, chosen)
     takeover.adopt(offloaded, made, names)
     return offloaded
 
@@ -198,37 +198,26 @@ def _enter(
     blocks: list[OffloadBlock],
     weights: WeightsFor,
     model: nn.Module,
-    settings: Settings,
+    options: OffloadOptions,
     device: torch.device,
     optimizer: Any,
 ) -> infinity.OffloadedModel:
-    block = infinity.offload(
-        model,
-        settings.nvme,
-        optimizer=optimizer,
-        device=device,
-        compute_dtype=settings.compute_dtype,
-        device_memory=settings.device_memory,
-        host_memory=settings.host_memory,
-        activations=settings.activations,
-        weights=weights(model) or settings.weights,
-        max_parameter_bytes=settings.max_parameter_bytes,
-    )
+    block = options.block(model, optimizer, device, weights(model))
     offloaded = stack.enter_context(block)
     blocks.append(block)
     return offloaded
 
 
-def _least_of(model: nn.Module, settings: Settings, device: torch.device) -> int:
+def _least_of(model: nn.Module, options: OffloadOptions, device: torch.device) -> int:
     """Bytes of host memory that inference with ``model`` needs."""
     return infinity.plan(
         model,
         host_memory=1,
         device=device,
-        compute_dtype=settings.compute_dtype,
+        compute_dtype=options.compute_dtype,
         optimizer=None,
-        activations=settings.activations,
-        max_parameter_bytes=settings.max_parameter_bytes,
+        activations=options.activations,
+        max_parameter_bytes=options.max_parameter_bytes,
     ).least_host_bytes
 
 

@@ -22,7 +22,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 import infinity
 from infinity.integrations import takeover
 from infinity.integrations.transformers import folders
-from infinity.integrations.transformers.arguments import NAMES, settings_of
+from infinity.integrations.transformers.arguments import NAMES, options_of
 from infinity.integrations.transformers.lives import Life, make_way, models_beside
 from infinity.integrations.transformers.model_files import weights
 from infinity.integrations.transformers.model_files.streamed import stream_named
@@ -80,7 +80,7 @@ class OffloadMixin(_Base):
         check_objects(passed)
         if "args" in passed:
             passed["args"] = self._own_arguments(passed["args"])
-        self._offload_settings = settings_of(passed.get("args"), given)
+        self._offload_options = options_of(passed.get("args"), given)
         self._offload_streamed = stream_named(type(self), passed)
         self._offload_life: Life | None = None
         self._offload_saves: Saves | None = None
@@ -91,12 +91,12 @@ class OffloadMixin(_Base):
         check_arguments(self.args)  # some trainers make their own
         self._offload_given, self._offload_scheduler = optimizers
         if self._offload_given is not None:
-            settings = self._offload_settings
+            options = self._offload_options
             takeover.choice_of(
                 self._offload_given,
                 self.model,
-                settings.state_dtype,
-                is_tiled=settings.max_parameter_bytes is not None,
+                options.state_dtype,
+                is_tiled=options.max_parameter_bytes is not None,
             )
 
     def _own_arguments(self, arguments: Any) -> Any:
@@ -151,7 +151,7 @@ class OffloadMixin(_Base):
         self._offload_life = Life(
             self,
             beside,
-            self._offload_settings,
+            self._offload_options,
             self._offload_streamed.weights_for,
             self.args.device,
             self._framework_optimizer if trains else None,
