@@ -280,7 +280,7 @@ class Restoring:
     def _meet(self, steps: Callable[[], int]) -> None:
         if self._rank_context.is_whole:
             self._rank_context.drop_gradients()
-            self._rank_context.rendezvous(LEAVE, steps())
+            self._rank_context.meet(LEAVE, steps())
 
     def _restore(self, record: Record) -> None:
         data = self._values_of(record)

@@ -124,18 +124,18 @@ def tell(ranks: Coordinator, operation: Operation, error: BaseException) -> None
     if ranks.world_size == 1:
         raise error
 
-    def rendezvous(_: object) -> None:
+    def meet(_: object) -> None:
         ranks.begin(operation)
         try:
             ranks.exchange(error)
         finally:
             ranks.end()
 
-    worker = Worker(rendezvous, "checkpoint-tell")
+    worker = Worker(meet, "checkpoint-tell")
     try:
         wait_for(worker, worker.ended)
     except OSError:  # there is no thread to be had
-        rendezvous(worker)
+        meet(worker)
     worker.outcome()
 
 

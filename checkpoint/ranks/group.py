@@ -133,9 +133,7 @@ class GroupCoordinator:
 
     # Meeting.
 
-    def rendezvous(
-        self, kind: int, number: int, nbytes: int = 0, digest: int = 0
-    ) -> list[list[int]]:
+    def meet(self, kind: int, number: int, nbytes: int = 0, digest: int = 0) -> list[list[int]]:
         """Waits until every rank is at this point; gives (kind, number, nbytes, digest) by rank.
 
         Raises RankFailedError naming a rank that is at another point.
@@ -174,7 +172,7 @@ class GroupCoordinator:
         except (TypeError, ValueError, RecursionError) as error:
             return self.exchange(error)
         self._count += 1
-        sizes = [point[2] for point in self.rendezvous(self._operation, self._count, len(raw))]
+        sizes = [point[2] for point in self.meet(self._operation, self._count, len(raw))]
         own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         every = [torch.empty_like(own) for _ in sizes]

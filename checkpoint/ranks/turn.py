@@ -80,7 +80,7 @@ class Turn:
     def _meet(
         self, value: T | BaseException, ends: Callable[[list[T]], bool] = lambda _: False
     ) -> list[T]:
-        def rendezvous(_: object) -> list[T]:
+        def meet(_: object) -> list[T]:
             try:
                 answers = self._ranks.exchange(value)
             except BaseException:
@@ -89,7 +89,7 @@ class Turn:
             self._is_over = self._is_over or ends(answers)
             return answers
 
-        return self._run(rendezvous)
+        return self._run(meet)
 
     def _run(self, work: Callable[[Cancellation], T]) -> T:
         """Where no handler runs. A second interrupt ends the waiting for others, which may be long;

@@ -90,9 +90,9 @@ class Ranks:
         # gloo moves host memory alone: what is on a GPU goes by way of that.
         self._staged = device.type == "cuda" and dist.get_backend(process_group) == "gloo"
 
-    def rendezvous(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
+    def meet(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
         """Wait until all ranks are at this point. Raises ``RankFailedError``."""
-        return self.coordinator.rendezvous(kind, number, 0, digest)
+        return self.coordinator.meet(kind, number, 0, digest)
 
     def gather(self, part: torch.Tensor, whole: torch.Tensor, offsets: Sequence[int]) -> Transfer:
         """Bring the slices of all ranks together in ``whole``: rank ``r`` has elements

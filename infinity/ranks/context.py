@@ -58,7 +58,7 @@ class RankContext(Protocol):
     def agree_on_values(self) -> None:
         """All first values were noted. Raises ``RankDifferenceError`` if they were not the same."""
 
-    def rendezvous(self, kind: int, step: int) -> None:
+    def meet(self, kind: int, step: int) -> None:
         """All ranks do this now, after that many steps."""
 
     def begin_step(
@@ -129,7 +129,7 @@ class SingleRank:
     def agree_on_values(self) -> None:
         """There is nobody to disagree with."""
 
-    def rendezvous(self, kind: int, step: int) -> None:
+    def meet(self, kind: int, step: int) -> None:
         """There is nobody to meet."""
 
     def begin_step(

@@ -68,19 +68,19 @@ class GatherMemory:
         """Called, on all ranks, when memory is short on one of them; each gives some back."""
 
     def take(
-        self, numel: int, dtype: torch.dtype, rendezvous: Callable[[int], list[list[int]]]
+        self, numel: int, dtype: torch.dtype, meet: Callable[[int], list[list[int]]]
     ) -> torch.Tensor | None:
         """A flat tensor on every rank, or None on every rank, where ranks meet about it (see
-        ``Ranks.rendezvous``; what is given is the digest).
+        ``Ranks.meet``; what is given is the digest).
         """
         found = self._new(numel, dtype, wait=False)
-        if not any(row[3] for row in rendezvous(found is None)):
+        if not any(row[3] for row in meet(found is None)):
             return found
         for give_back in self.make_room:
             give_back()
         if found is None:
             found = self._new(numel, dtype, wait=True)
-        return None if any(row[3] for row in rendezvous(found is None)) else found
+        return None if any(row[3] for row in meet(found is None)) else found
 
     def error(self, nbytes: int, what: str) -> BudgetError:
         """What to raise when ``take`` found nothing."""
@@ -246,7 +246,7 @@ class GatheredWeights:
         record = self._records[parameter]
         part = self._slices.borrow(parameter)
         weight = self._memory.take(
-            record.numel, record.spec.dtype, partial(self._ranks.rendezvous, GATHER, parameter)
+            record.numel, record.spec.dtype, partial(self._ranks.meet, GATHER, parameter)
         )
         if weight is None:
             return None

@@ -73,9 +73,7 @@ class Reductions:
         cut = self._records[index].cut
         length = cut.length(self._ranks.rank)
         numel = length * self._ranks.world_size
-        received = self._memory.take(
-            numel, flat.dtype, partial(self._ranks.rendezvous, REDUCE, index)
-        )
+        received = self._memory.take(numel, flat.dtype, partial(self._ranks.meet, REDUCE, index))
         if received is None:
             name = self._records[index].name
             raise self._memory.error(numel * flat.dtype.itemsize, f"the gradient of {name}")
@@ -127,7 +125,7 @@ class Reductions:
         """
         bucket, self._bucket, self._bucket_bytes = self._bucket, [], 0
         digest = hash(tuple(index for index, _ in bucket))
-        rows = self._ranks.rendezvous(REDUCE, SMALL, digest)
+        rows = self._ranks.meet(REDUCE, SMALL, digest)
         if any(row[3] != digest for row in rows):
             self._tell_difference([index for index, _ in bucket])
         if not bucket:

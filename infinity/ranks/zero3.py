@@ -119,7 +119,7 @@ class Zero3:
     def write_back(self, record: Record) -> None:
         """Raises ``RankDifferenceError`` unless every rank made the same change."""
         digest = _sum_of(record.parameter.data.reshape(-1))
-        rows = self.ranks.rendezvous(VALUES, record.index, digest)
+        rows = self.ranks.meet(VALUES, record.index, digest)
         for rank, row in enumerate(rows):
             if row[3] != rows[0][3]:
                 raise RankDifferenceError(
@@ -141,14 +141,14 @@ class Zero3:
 
     def _whole(self, record: Record, part: torch.Tensor) -> torch.Tensor:
         whole = torch.empty(record.numel, dtype=part.dtype, device=part.device)
-        self.ranks.rendezvous(VALUES, record.index)
+        self.ranks.meet(VALUES, record.index)
         self.ranks.gather(part, whole, record.cut.offsets).wait()
         return whole
 
     # Steps.
 
-    def rendezvous(self, kind: int, step: int) -> None:
-        self.ranks.rendezvous(kind, step)
+    def meet(self, kind: int, step: int) -> None:
+        self.ranks.meet(kind, step)
 
     def begin_step(
         self, present: Sequence[int], steps: Sequence[int], groups: Sequence[Mapping[str, Any]]
@@ -159,7 +159,7 @@ class Zero3:
             for group in groups
         ]
         digest = zlib.crc32(repr((list(present), list(steps), options)).encode())
-        rows = self.ranks.rendezvous(STEP, self._step, digest)
+        rows = self.ranks.meet(STEP, self._step, digest)
         if all(row[3] == digest for row in rows):
             return
         facts: dict[str, Any] = {
@@ -199,7 +199,7 @@ class Zero3:
             [_num_blocks(self._records[index].cut.length(rank)) for index in cut]
             for rank in range(self.world_size)
         ]
-        self.ranks.rendezvous(NORM, self._step)
+        self.ranks.meet(NORM, self._step)
         sums: dict[int, float] = {}
         if cut:
             every = self.ranks.coordinator.gather(torch.cat(own), [sum(each) for each in counts])

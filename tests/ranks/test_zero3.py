@@ -50,8 +50,8 @@ class _Ranks(TwoRanks):
         self.left: list[BaseException] = []
         self.digest_of = lambda digest: digest
 
-    def rendezvous(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
-        ours, _ = super().rendezvous(kind, number, digest)
+    def meet(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
+        ours, _ = super().meet(kind, number, digest)
         return [ours, [kind, number, 0, self.digest_of(digest)]]
 
     def leave(self, error: BaseException) -> None:

@@ -36,7 +36,7 @@ class TwoRanks:
     meetings: list[tuple[int, int]] = field(default_factory=list)
     transfers: list[PlayedTransfer] = field(default_factory=list)
 
-    def rendezvous(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
+    def meet(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
         self.meetings.append((kind, number))
         return [[kind, number, 0, digest]] * self.world_size
 
