@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_told: set[tuple[str, str]] = set()
+"""Why there is no kernel queue, (backend, reason), as far as this process was warned of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
@@ -86,13 +89,13 @@ class Engine:
             max_pending_bytes=max_pending_bytes,
         )
         started = start(backend, limits)
-        if started.backend == "posix" and started.rejected:
-            name, reason = started.rejected[-1]
+        cause = started.rejected[-1] if started.backend == "posix" and started.rejected else None
+        if cause is not None and cause not in _told:
+            _told.add(cause)
             logger.warning(
                 "no kernel queue for I/O (%s: %s), so each block takes a thread of its own, which"
                 " costs processor time and some of the device's speed",
-                name,
-                reason,
+                *cause,
             )
         self._limits = limits
         self._started = started._replace(slot=None)
