@@ -15,7 +15,7 @@ import checkpoint
 import infinity
 from checkpoint.directory.locate import read_manifest
 from infinity.commands.contents import tree_lines
-from infinity.commands.foreign.exporting import export_optimizer
+from infinity.commands.foreign.exporting import export_optimizer, parameters_for
 from infinity.commands.foreign.importing import import_state
 from infinity.commands.planned import STATE_DTYPES, run_plan
 from infinity.commands.sources import DTYPES, UsageError, has_config, source_of
@@ -146,6 +146,10 @@ def _export(options: argparse.Namespace, console: Console) -> int:
             files.append(export_optimizer(options.path, options.optimizer, options.stripe_dir))
     for file in files:
         console.print(str(file))
+    if options.optimizer is not None and (
+        told_of := parameters_for(options.path, options.stripe_dir)
+    ):
+        console.print(told_of)
     return DONE
 
 

@@ -73,10 +73,10 @@ class Plain:
         self.optimizer.zero_grad()
 
     def rest(self) -> list[float]:
-        return train(self.model, self.step, _after(AT))
+        return train(self.model, self.step, after(AT))
 
 
-def _after(count: int) -> Iterator[torch.Tensor]:
+def after(count: int) -> Iterator[torch.Tensor]:
     data = batches()
     for _ in range(count):
         next(data)
@@ -94,7 +94,7 @@ def goes_on(path: Path, nvme: Path, **options: Any) -> tuple[list[float], nn.Mod
         model, nvme, optimizer=infinity.AdamW(**options), host_memory="256MiB"
     ) as offloaded:
         offloaded.load(path)
-        return train(model, offloaded.step, _after(AT)), model
+        return train(model, offloaded.step, after(AT)), model
 
 
 def run(*words: object) -> None:
@@ -185,7 +185,7 @@ def test_our_moments_go_on_in_torch(nvme: Path, tmp_path: Path) -> None:
         train(model, offloaded.step, batches())
         offloaded.save(tmp_path / "ours")
         run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "opt.pt")
-        losses = train(model, offloaded.step, _after(AT))
+        losses = train(model, offloaded.step, after(AT))
     plain = Plain(tmp_path)
     plain.model.load_state_dict(checkpoint.load(tmp_path / "ours", only=["model.*"])["model"])
     plain.optimizer.load_state_dict(torch.load(tmp_path / "opt.pt", weights_only=True))
@@ -286,7 +286,7 @@ def test_imported_state_goes_on_with_the_optimizer_of_torch(
         host_memory="256MiB",
     ) as offloaded:
         offloaded.load(tmp_path / "ours")
-        losses = train(model, offloaded.step, _after(AT))
+        losses = train(model, offloaded.step, after(AT))
     assert losses == plain.rest()
 
 

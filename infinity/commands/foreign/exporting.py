@@ -33,6 +33,8 @@ OPTIONS = {
     "decoupled_weight_decay": True,
 }
 """What groups of torch's AdamW have besides, as it makes them."""
+_AS_OURS = {"fused": True}
+"""What those of our AdamW have: the arithmetic with the bits of ours in float32."""
 AMSGRAD = "max_exp_avg_sq"
 _OURS = ("params", "param_names", "decoupled")
 
@@ -80,6 +82,24 @@ def export_optimizer(
     return file
 
 
+def parameters_for(
+    path: str | os.PathLike[str], stripe_dirs: StripeDirs | None = None
+) -> str | None:
+    """What to say of the parameters that an optimizer is to have which loads the file: not all of
+    the model's in one group; None where it is those.
+    """
+    saved = checkpoint.load(path, only=["infinity.*"], stripe_dirs=stripe_dirs)["infinity"]
+    members = [_members(group) for group in saved["groups"]]
+    count, known = sum(map(len, members)), {whole_name(name) for name in saved["steps"]}
+    if len(members) == 1 and count == len(known):
+        return None
+    return (
+        f"for an optimizer with {count} of the {len(known)} parameters, in {len(members)} group(s) "
+        "of the order that param_names in the file has; where one group has those that are not "
+        "frozen: torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)"
+    )
+
+
 def _with_moments(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> list[str]:
     """The parameters that have state."""
     kept_by = saved["optimizer_class"]
@@ -121,6 +141,7 @@ def _state_dict(saved: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         },
         "param_groups": [
             OPTIONS
+            | (_AS_OURS if saved["optimizer_class"] == NAME else {})
             | {key: value for key, value in group.items() if key not in _OURS}
             | {
                 "params": [numbers[name] for name in own],

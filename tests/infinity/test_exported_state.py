@@ -1,0 +1,53 @@
+"""State of AdamW as ``infinity export --optimizer`` writes it: plain PyTorch goes on from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import infinity
+from tests.infinity.test_foreign_state import AT, OPTIONS, Model, after, batches, run, train
+from tests.support.models import seeded
+
+
+def test_exported_state_goes_on_in_torch_with_the_bits_of_ours(nvme: Path, tmp_path: Path) -> None:
+    model = seeded(Model)
+    with infinity.offload(
+        model, nvme, optimizer=infinity.AdamW(**OPTIONS), host_memory="256MiB"
+    ) as offloaded:
+        data = batches()
+        train(model, offloaded.step, data)
+        offloaded.save(tmp_path / "ours")
+        expected = train(model, offloaded.step, data)
+    run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "opt.pt")
+    plain = Model()
+    plain.load_state_dict(load_file(tmp_path / "weights" / "model.safetensors"))
+    optimizer = torch.optim.AdamW(plain.parameters())
+    optimizer.load_state_dict(torch.load(tmp_path / "opt.pt", weights_only=True))
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert train(plain, step, after(AT)) == expected
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key])
+
+
+def test_export_of_a_model_with_frozen_weights_says_what_to_give_the_optimizer(
+    nvme: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = seeded(Model)
+    model.requires_grad_(False)
+    next(model.parameters()).requires_grad_(True)
+    with infinity.offload(model, nvme, host_memory="256MiB") as offloaded:
+        train(model, offloaded.step, batches())
+        offloaded.save(tmp_path / "ours")
+    run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "opt.pt")
+    said = "torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)"
+    assert said in " ".join(capsys.readouterr().out.split())
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    optimizer.load_state_dict(torch.load(tmp_path / "opt.pt", weights_only=True))
