@@ -20,7 +20,7 @@ from infinity.autograd.modes import own_modes
 from infinity.autograd.modifying import Loans
 from infinity.autograd.module_hooks import ModelHooks
 from infinity.autograd.phases import Passes, Phases
-from infinity.autograd.refusals import check_not_traced
+from infinity.autograd.refusals import check_not_compiled, check_not_traced
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.saved_tensors import SavedTensors
 from infinity.autograd.versions import KeptViews, Versions
@@ -249,7 +249,9 @@ class Training:
     @own_modes()
     def gradient_values(self, index: int, age: int) -> torch.Tensor:
         self.check_open(self.records[index].name)
-        check_not_transformed(f"the gradient of {self.records[index].name}")
+        name = f"the gradient of {self.records[index].name}"
+        check_not_traced(f"{name}, which is offloaded,")
+        check_not_transformed(name)
         return self.gradients.values(index, age)
 
     def gradient_age(self, index: int) -> int:
@@ -271,7 +273,8 @@ class Training:
         """Weights of these parameters are in place inside."""
         name = self.records[min(indices)].name
         self.check_open(name)
-        check_not_traced()
+        check_not_traced(f"{name}, which is offloaded,")
+        check_not_compiled(name)
         check_not_transformed(name)
         return self.residency.in_place(indices, sys._getframe(1))
 

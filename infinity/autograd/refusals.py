@@ -61,12 +61,21 @@ def check_call() -> None:
         )
 
 
-def check_not_traced() -> None:
-    """Raises ``RuntimeError`` while what is computed on this thread becomes a graph of TorchScript:
-    it would read weights later that it knows by their memory alone.
+def check_not_traced(what: str = "an offloaded model") -> None:
+    """Raises ``RuntimeError`` naming ``what`` while what is computed on this thread becomes a graph
+    (of TorchScript, of make_fx): it would read weights later that it knows by their memory alone.
     """
     if torch._C._get_tracing_state() is not None:
-        raise RuntimeError(f"an offloaded model was called by torch.jit.trace: {_SCRIPTED}")
+        raise RuntimeError(f"{what} was used in torch.jit.trace: {_SCRIPTED}")
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if tracing is not None and tracing.get_proxy_mode() is not None:
+        raise RuntimeError(f"{what} was used in make_fx: {_SCRIPTED}")
+
+
+def check_not_compiled(name: str) -> None:
+    """Raises ``RuntimeError`` while torch.compile makes a graph of what takes ``name``."""
+    if "torch._dynamo" in sys.modules and torch._guards.TracingContext.try_get() is not None:
+        raise RuntimeError(f"{name}, which is offloaded, was used under torch.compile: {_COMPILED}")
 
 
 def refuse_script(module: nn.Module, undo: Undo) -> None:

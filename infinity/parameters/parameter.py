@@ -7,6 +7,7 @@ metadata has the weights fetched for as long as it runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -92,6 +93,10 @@ class OffloadedParameter(nn.Parameter):
         if not is_arriving or gradient is None:  # what arrives joins those that came before it
             self.offload_owner.set_gradient(self.offload_index, gradient)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     @property
     def data(self) -> torch.Tensor:
         """The weights, as ``detach()`` gives them: outside of forward passes a copy.
@@ -152,6 +157,15 @@ class OffloadedParameter(nn.Parameter):
                 f"{refusal}; call requires_grad_(True) before the block, and requires_grad_(False) "
                 "inside it for as long as it is not to be trained"
             )
+
+    def detach(self) -> torch.Tensor:
+        """As ever, but to ``nn.Parameter(self)``, which would share the memory."""
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            raise RuntimeError(
+                f"{self._name} is offloaded, and another parameter cannot share its memory; make "
+                "nn.Parameter(parameter.detach().clone()), or use the parameter itself"
+            )
+        return torch.Tensor.detach(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)

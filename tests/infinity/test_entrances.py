@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import _C, nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import dlpack
 
@@ -143,6 +145,10 @@ ENTRANCES: dict[str, Ask] = {
     "share_memory_": lambda w: w.share_memory_(),
     "tolist": lambda w: torch.tensor(w.tolist()),
     "Parameter": lambda w: nn.Parameter(w.detach()),
+    "Parameter over it": nn.Parameter,
+    "Embedding": lambda w: nn.Embedding.from_pretrained(w).weight,
+    "make_fx": lambda w: make_fx(lambda x: x * w)(w.detach() * 0 + 1)(w.detach() * 0 + 1),
+    "multiprocessing": lambda w: pickle.loads(ForkingPickler.dumps(w)),
     "foreach": lambda w: torch._foreach_mul([w], 1.0)[0],
     "aten": lambda w: torch.ops.aten.mul.Tensor(w, torch.ones(())),
     "_C._nn": lambda w: torch._C._nn.hardtanh(w, -1e9, 1e9),
@@ -253,3 +259,35 @@ def test_saving_what_stands_for_values_says_what_to_save(nvme: Path, tmp_path: P
             checkpoint.save({name: tensor.detach().clone()}, tmp_path / name)
         loaded = checkpoint.load(tmp_path / "gradient")["gradient"]
         assert _same(weight.grad, loaded)
+
+
+def test_what_takes_a_weight_is_not_compiled(host_memory: int, nvme: Path) -> None:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=host_memory):
+        weight = model.layer(0).weight
+        compiled = torch.compile(lambda x: x @ weight.t(), backend="eager")
+        with pytest.raises(Exception, match=r"layers\.0\.weight.*torch\.compile"):
+            compiled(torch.ones(2, weight.shape[1]))
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("entrance", ["parameter", "module"])
+def test_parameter_over_an_offloaded_one_is_refused(entrance: str, nvme: Path) -> None:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=WHOLE):
+        weight = model.layer(0).weight
+        make: Ask = nn.Parameter if entrance == "parameter" else nn.Embedding.from_pretrained
+        with pytest.raises(RuntimeError, match=r"layers\.0\.weight.*detach\(\)\.clone\(\)"):
+            make(weight)
+        refused = list[str]()
+
+        def inside(module: nn.Module, inputs: Any, output: Any) -> None:
+            try:
+                make(module.weight)
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        handle = model.layer(1).register_forward_hook(inside)
+        vector_loss(model, 0)
+        handle.remove()
+        assert "layers.1.weight" in refused[0]

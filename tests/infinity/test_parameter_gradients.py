@@ -118,3 +118,12 @@ def test_hooks_of_the_program_see_and_change_gradients(host_memory: int, nvme: P
             else:
                 assert gradient is not None
                 assert same_bits(gradient, theirs.grad)
+
+
+def test_a_gradient_can_be_deleted(host_memory: int, nvme: Path) -> None:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=host_memory):
+        weight = model.layer(0).weight
+        vector_loss(model, 0).backward()
+        del weight.grad
+        assert weight.grad is None

@@ -142,15 +142,15 @@ def _weighted(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 JIT: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
-    "trace": (_traced, r"called by torch\.jit\.trace: .* outside of the block"),
-    "trace of a layer": (lambda model: _traced(model[1]), r"called by torch\.jit\.trace"),
+    "trace": (_traced, r"used in torch\.jit\.trace: .* outside of the block"),
+    "trace of a layer": (lambda model: _traced(model[1]), r"used in torch\.jit\.trace"),
     "trace of a function": (
         lambda model: torch.jit.trace(lambda x: model(x) * 2, torch.ones(2, 8)),
-        r"called by torch\.jit\.trace",
+        r"used in torch\.jit\.trace",
     ),
     "trace of a weight": (
         lambda model: torch.jit.trace(_weighted(model), torch.ones(2, 8)),
-        r"called by torch\.jit\.trace",
+        r"used in torch\.jit\.trace",
     ),
     "script": (_scripted, r"an offloaded Sequential was given to torch\.jit\.script: .* outside"),
     "script of what it is in": (
