@@ -18,7 +18,6 @@ import errno
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,13 +27,13 @@ from aio import Engine
 from checkpoint.directory.destination import PathLike, checkpoint_path, resolved_stripes
 from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.directory.relocation import Relocation
-from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
 from checkpoint.loading.api import load
 from checkpoint.loading.manifest_cache import KnownManifests
-from checkpoint.loading.verdicts import Verdict, is_directory, pass_over, verdict_of, weakest
-from checkpoint.ranks.coordinator import Coordinator, Operation, ranks_of, unaccompanied
-from checkpoint.ranks.turn import Turn, turn
+from checkpoint.loading.verdicts import Verdict, is_directory, verdict_of, warned, weakest
+from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accompanied, ranks_of
+from checkpoint.ranks.turn import Turn, in_turn
 from checkpoint.saving.api import save_after, start_save
 from checkpoint.saving.guard import Guard
 from checkpoint.saving.pending import PendingSave
@@ -91,8 +90,9 @@ class Manager:
             check_engine(engine)
             return checkpoint_path(root, "root"), resolved_stripes(stripe_dirs)
 
-        with turn(self._ranks, Operation.MAKE) as made:
-            self.root, self._stripe_dirs = made.apart(check)
+        self.root, self._stripe_dirs = in_turn(
+            self._ranks, Operation.MAKE, lambda made: made.apart(check)
+        )
         self._keep = keep
         self._keep_every = keep_every
         self._engine = engine
@@ -117,16 +117,15 @@ class Manager:
         Raises as `save`, and instead of saving the error of this manager's last `save_async`, if
         nobody has been told of it.
         """
-        path, previous = self._before_save(step)
-        info = save_after(
-            self._last_saved,
-            state,
-            path,
-            self._stripe_dirs,
-            self._engine,
-            self._ranks,
-            previous=previous,
-        )
+
+        def way(arrival: Arrival) -> SaveInfo:
+            path, previous = self.path(step), self._settle()
+            stripes, engine, ranks = self._stripe_dirs, self._engine, self._ranks
+            return save_after(
+                self._last_saved, state, path, stripes, engine, ranks, arrival, previous=previous
+            )
+
+        info = accompanied(self._ranks, Operation.SAVE, way)
         self._retire_after_save()
         return info
 
@@ -138,21 +137,26 @@ class Manager:
         removed when the new one is durable. Without a guard, the memory for the copy is kept for
         the next one, which is then made at the speed of memory, until the manager is gone.
         """
-        path, previous = self._before_save(step)
-        self._pending = start_save(
-            state,
-            path,
-            self._stripe_dirs,
-            guard,
-            self._engine,
-            after=self._retire_after_save,
-            previous=previous,
-            memory=self._memory,
-            on_committed=partial(self._known.add, path),
-            coordinator=self._ranks,
-            before=self._last_saved,
-        )
-        return self._pending
+
+        def way(arrival: Arrival) -> PendingSave:
+            path, previous = self.path(step), self._settle()
+            self._pending = start_save(
+                state,
+                path,
+                self._stripe_dirs,
+                guard,
+                self._engine,
+                self._ranks,
+                arrival,
+                after=self._retire_after_save,
+                previous=previous,
+                memory=self._memory,
+                on_committed=partial(self._known.add, path),
+                before=self._last_saved,
+            )
+            return self._pending
+
+        return accompanied(self._ranks, Operation.SAVE, way)
 
     def steps(self) -> list[int]:
         """Steps that can be loaded, ascending: their manifests are valid, their files are there.
@@ -160,16 +164,22 @@ class Manager:
         Others are passed over with a warning that says what is wrong with them, be it damage or
         that they cannot be read.
         """
-        with turn(self._ranks, Operation.STEPS) as looking:
+
+        def look(looking: Turn) -> list[int]:
             verdicts = dict(self._judged(looking, self._judge, is_all=False))
             listing = self._candidates(looking, lambda _: True)
             return sorted(step for step in listing if verdicts.get(step) is Verdict.WHOLE)
 
+        return in_turn(self._ranks, Operation.STEPS, look)
+
     def latest(self) -> int | None:
         """The step that was saved last, of those that can be loaded; None if there is none."""
-        with turn(self._ranks, Operation.LATEST) as looking:
+
+        def look(looking: Turn) -> int | None:
             judged = self._judged(looking, self._judge)
             return next((step for step, verdict in judged if verdict is Verdict.WHOLE), None)
+
+        return in_turn(self._ranks, Operation.LATEST, look)
 
     def load(self, step: int | None = None, **options: Any) -> Any:
         """Loads a step, or of those that are whole the one that was saved last; `options` are those
@@ -181,22 +191,24 @@ class Manager:
         FileNotFoundError, which says what was passed over, if there is none to load, and what
         `load` raises.
         """
-        with turn(self._ranks, Operation.LOAD) as loading:
-            self._check_same(loading, step)
-            if step is not None:
-                path = self.path(step)
-                state = loading.apart(lambda: self._load(path, options))
-                self._tell(step, [])
-                return state
-            found: list[Any] = []
-            passed_over: list[int] = []
-            for candidate, verdict in self._judged(loading, partial(self._attempt, options, found)):
-                if verdict is Verdict.WHOLE:
-                    self._tell(candidate, passed_over)
-                    return found[-1]
-                found.clear()
-                if verdict is Verdict.DAMAGED and candidate not in passed_over:
-                    passed_over.append(candidate)
+        return in_turn(self._ranks, Operation.LOAD, partial(self._find, step, options))
+
+    def _find(self, step: int | None, options: dict[str, Any], loading: Turn) -> Any:
+        self._check_same(loading, step)
+        if step is not None:
+            path = self.path(step)
+            state = loading.apart(lambda: self._load(path, options))
+            self._tell(step, [])
+            return state
+        found: list[Any] = []
+        passed_over: list[int] = []
+        for candidate, verdict in self._judged(loading, partial(self._attempt, options, found)):
+            if verdict is Verdict.WHOLE:
+                self._tell(candidate, passed_over)
+                return found[-1]
+            found.clear()
+            if verdict is Verdict.DAMAGED and candidate not in passed_over:
+                passed_over.append(candidate)
         what = "there is no checkpoint to load"
         if passed_over:
             what += f"; damaged or unreadable: steps {', '.join(map(str, passed_over))}"
@@ -224,10 +236,6 @@ class Manager:
             logger.info("%s: step %d was loaded", self.root, step)
 
     # Agreeing with the other ranks.
-
-    def _before_save(self, step: int) -> tuple[Path, PendingSave | None]:
-        """Where a step goes, and the background save before it, which has ended."""
-        return unaccompanied(self._ranks, Operation.SAVE, lambda: (self.path(step), self._settle()))
 
     def _check_same(self, loading: Turn, step: int | None) -> None:
         """Raises on every rank for what is no step on one, and for steps that differ."""
@@ -345,7 +353,7 @@ class Manager:
             path = self.path(step)
             if path.is_symlink():
                 continue
-            with _warned(path):
+            with warned(path):
                 try:
                     manifest = self._known.check(path)
                 except IncompleteCheckpointError:
@@ -359,12 +367,12 @@ class Manager:
 
     def _retire_after_save(self) -> None:
         """The save itself is done, whatever becomes of old ones."""
-        with _warned(self.root):
+        with warned(self.root):
             self.retire()
 
     def _remove(self, step: int, uuid: str | None) -> None:
         path = self.path(step)
-        with _warned(path):
+        with warned(path):
             if remove_checkpoint(path, uuid, self._searched):
                 self._known.forget(path)
 
@@ -385,16 +393,3 @@ def _check_kept(keep: int | None, keep_every: int | None) -> None:
         raise ValueError(f"keep={keep} would remove what was just saved; give 1 or more")
     if keep_every is not None and keep_every < 1:
         raise ValueError(f"keep_every={keep_every} is not a number of steps")
-
-
-@contextmanager
-def _warned(path: Path) -> Iterator[None]:
-    """Of what is in the way of removing a checkpoint."""
-    try:
-        yield
-    except (BlockingIOError, FileNotFoundError):  # it is being saved; or somebody removed it
-        pass
-    except CorruptCheckpointError as error:
-        pass_over(path, error)
-    except OSError as error:
-        logger.warning("%s: cannot be removed: %s", path, error)

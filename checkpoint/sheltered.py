@@ -69,7 +69,7 @@ class Worker(Generic[T]):
         self.ended = Latch()
         self.was_withdrawn = False
         """It has not begun and never will."""
-        self._work: Callable[[Cancellation], T] | None = work
+        self._work = [work]  # taken by whoever does it
         self._name = name
         self._claim: dict[str, str] = {}  # by who begins the work or withdraws it, for ever
         self._launched = Latch()
@@ -80,7 +80,8 @@ class Worker(Generic[T]):
     def start(self) -> None:
         """Begins. Raises OSError (EAGAIN) if there is no thread to be had.
 
-        After any other exception, an interrupt, it may have begun: see `withdraw`.
+        After any other exception, an interrupt, it may have begun: see `withdraw`. Called again, it
+        begins if it has not.
         """
         # `Thread.start` is many steps, between which an interrupt would leave half a thread. This
         # is one: either it has been made or it has not. It makes the thread that counts.
@@ -99,7 +100,7 @@ class Worker(Generic[T]):
         """
         self.cancellation.request()
         if self._claimed_for("nothing"):
-            self._work = None
+            self._work.clear()
             self.was_withdrawn = True
             self.ended.set()
 
@@ -117,8 +118,11 @@ class Worker(Generic[T]):
         self._launched.set()
 
     def _run(self) -> None:
-        work, self._work = self._work, None
-        if work is None or not self._claimed_for("work"):
+        try:
+            work = self._work.pop()
+        except IndexError:
+            return
+        if not self._claimed_for("work"):
             return
         try:
             self._result = work(self.cancellation)

@@ -6,7 +6,8 @@ import enum
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
@@ -91,3 +92,16 @@ def is_directory(path: Path) -> bool:
 def pass_over(path: Path, error: Exception) -> None:
     """Says why a step is not loaded."""
     logger.warning("%s is passed over: %s", path, error)
+
+
+@contextmanager
+def warned(path: Path) -> Iterator[None]:
+    """Of what is in the way of removing a checkpoint."""
+    try:
+        yield
+    except (BlockingIOError, FileNotFoundError):  # it is being saved; or somebody removed it
+        pass
+    except CorruptCheckpointError as error:
+        pass_over(path, error)
+    except OSError as error:
+        logger.warning("%s: cannot be removed: %s", path, error)

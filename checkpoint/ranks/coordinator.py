@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from checkpoint.sheltered import Worker, wait_for
+from checkpoint.sheltered import Worker
 
 T = TypeVar("T")
 
@@ -106,20 +106,34 @@ def ranks_of(coordinator: Coordinator | None) -> Coordinator:
     return coordinator
 
 
-def unaccompanied(ranks: Coordinator, operation: Operation, step: Callable[[], T]) -> T:
-    """Takes a step that comes before the first meeting of an operation. If it fails or is
-    interrupted the operation fails, on every rank: that is what this one brings to the meeting.
+class Arrival(dict[str, str]):
+    """What this rank brings to the first meeting of an operation: what comes first, for ever. (A
+    dict, so that making one is a single step for signal handlers.)
     """
+
+    def is_for(self, what: str) -> bool:
+        return self.setdefault("what", what) == what
+
+
+def accompanied(ranks: Coordinator, operation: Operation, way: Callable[[Arrival], T]) -> T:
+    """Goes the way to the first meeting of an operation, and on. Where it ends before, because it
+    fails or is interrupted at whatever line, that is what this rank brings to the meeting: the
+    operation fails on every rank.
+
+    Whoever meets for the operation says so before: the arrival is for "meeting" then.
+    """
+    arrival = Arrival()
     try:
-        return step()
+        return way(arrival)
     except BaseException as error:
-        tell(ranks, operation, error)
+        if arrival.is_for("error"):
+            tell(ranks, operation, error)
         raise
 
 
 def tell(ranks: Coordinator, operation: Operation, error: BaseException) -> None:
     """Brings an error to the first meeting of an operation, and raises it. The others may be long
-    in coming: further interrupts end the waiting for them.
+    in coming: the second interrupt ends the waiting for them, and they are told all the same.
     """
     if ranks.world_size == 1:
         raise error
@@ -133,9 +147,14 @@ def tell(ranks: Coordinator, operation: Operation, error: BaseException) -> None
 
     worker = Worker(meet, "checkpoint-tell")
     try:
-        wait_for(worker, worker.ended)
+        worker.start()
+        worker.ended.wait()
     except OSError:  # there is no thread to be had
         meet(worker)
+    except BaseException:
+        worker.start()  # it may not have begun
+        worker.ended.wait()
+        raise
     worker.outcome()
 
 

@@ -9,8 +9,7 @@ Invariant: whatever ends a turn is known to every rank, unless it was over: its 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 from checkpoint.ranks.coordinator import Coordinator, Operation, tell
@@ -20,13 +19,13 @@ T = TypeVar("T")
 
 
 class Turn:
-    """The meetings of one operation, see `turn`."""
+    """The meetings of one operation, see `in_turn`."""
+
+    _has_begun = False
+    _is_over = False
 
     def __init__(self, ranks: Coordinator, operation: Operation) -> None:
-        self._ranks = ranks
-        self._operation = operation
-        self._has_begun = False
-        self._is_over = False
+        self._ranks, self._operation = ranks, operation
 
     def together(
         self, step: Callable[[], T], ends: Callable[[list[T]], bool] = lambda _: False
@@ -71,7 +70,6 @@ class Turn:
         """Lets the others know, if they do not and there is a meeting to come."""
         if self._is_over:
             return
-        self._is_over = True
         if self._has_begun:
             self._meet(error)
         else:
@@ -109,19 +107,22 @@ class Turn:
         return worker.outcome()
 
 
-@contextmanager
-def turn(ranks: Coordinator, operation: Operation) -> Iterator[Turn]:
-    """The coordinator's use for one operation, on every rank."""
-    taken = Turn(ranks, operation)
+def in_turn(ranks: Coordinator, operation: Operation, look: Callable[[Turn], T]) -> T:
+    """Does what `look` does with the coordinator, which is this operation's meanwhile, on every
+    rank.
+
+    A function and no context manager: an interrupt may meet the very call of `__exit__`, or the
+    steps of `contextlib` around a generator, and then nothing would be told nor ended.
+    """
+    turn = Turn(ranks, operation)
     try:
         try:
-            taken.begin()
-            yield taken
+            turn.begin()
+            return look(turn)
         except BaseException as error:
-            taken.tell(error)
+            turn.tell(error)
             raise
-    finally:
-        try:
-            taken.end()
         finally:
-            taken.end()
+            turn.end()
+    finally:
+        turn.end()  # an interrupt may have met the first

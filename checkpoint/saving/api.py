@@ -28,12 +28,13 @@ from checkpoint.plan.write_runs import (
     plan_slots,
 )
 from checkpoint.ranks.coordinator import (
+    Arrival,
     Coordinator,
     Operation,
+    accompanied,
     apart,
     ranks_of,
     together,
-    unaccompanied,
 )
 from checkpoint.saving.commit import SavePlan
 from checkpoint.saving.guard import Guard, gate_of
@@ -86,12 +87,17 @@ def save(
     when everything that it made is removed, or when it is done, if it had got so far.
     """
     ranks = ranks_of(coordinator)
-    return save_after(
-        _at_any_time, state, path, stripe_dirs, engine, ranks, staging_bytes=staging_bytes
-    )
+
+    def way(arrival: Arrival) -> SaveInfo:
+        return save_after(
+            at_any_time, state, path, stripe_dirs, engine, ranks, arrival, staging_bytes
+        )
+
+    return accompanied(ranks, Operation.SAVE, way)
 
 
-def _at_any_time() -> int:
+def at_any_time() -> int:
+    """Of a save that need not be later than any other, see `save_after`."""
     return 0
 
 
@@ -102,32 +108,32 @@ def save_after(
     stripe_dirs: Sequence[PathLike] | None,
     engine: Engine | None,
     ranks: Coordinator,
-    *,
+    arrival: Arrival,
     staging_bytes: int = STAGING_BYTES,
+    *,
     previous: PendingSave | None = None,
 ) -> SaveInfo:
     """`save`, of which the manifest says that it was later than `before` (nanoseconds since 1970),
     whatever the clock says; rank 0 asks for it. `previous` is a background save whose error this
-    one raises.
+    one raises. For the `arrival` see `accompanied`, in which it is called.
     """
 
     def plan(cancellation: Cancellation) -> SavePlan:
         return plan_save(state, path, stripe_dirs, ranks, staging_bytes, cancellation, before)
 
-    target = _target(path, ranks, staging_bytes, engine)
-    return save_now(Order(path=target, ranks=ranks, engine=engine, plan=plan, previous=previous))
+    target = _target(path, staging_bytes, engine)
+    order = Order(
+        path=target, ranks=ranks, arrival=arrival, engine=engine, plan=plan, previous=previous
+    )
+    return save_now(order)
 
 
-def _target(path: PathLike, ranks: Coordinator, staging_bytes: int, engine: Engine | None) -> Path:
+def _target(path: PathLike, staging_bytes: int, engine: Engine | None) -> Path:
     """Where to save to, once the tensors are what the program has computed."""
-
-    def find() -> Path:
-        check_staging_bytes(staging_bytes)
-        check_engine(engine)
-        finish_device_work()
-        return checkpoint_path(path)
-
-    return unaccompanied(ranks, Operation.SAVE, find)
+    check_staging_bytes(staging_bytes)
+    check_engine(engine)
+    finish_device_work()
+    return checkpoint_path(path)
 
 
 def save_async(
@@ -165,15 +171,14 @@ def save_async(
 
     Raises TypeError and ValueError as `save`, and TypeError for a guard that cannot wait.
     """
-    return start_save(
-        state,
-        path,
-        stripe_dirs,
-        guard,
-        engine,
-        staging_bytes=staging_bytes,
-        coordinator=coordinator,
-    )
+    ranks = ranks_of(coordinator)
+
+    def way(arrival: Arrival) -> PendingSave:
+        return start_save(
+            state, path, stripe_dirs, guard, engine, ranks, arrival, staging_bytes=staging_bytes
+        )
+
+    return accompanied(ranks, Operation.SAVE, way)
 
 
 def start_save(
@@ -182,20 +187,20 @@ def start_save(
     stripe_dirs: Sequence[PathLike] | None,
     guard: Guard | None,
     engine: Engine | None,
+    ranks: Coordinator,
+    arrival: Arrival,
     *,
     staging_bytes: int | None = None,
     after: Callable[[], None] | None = None,
     previous: PendingSave | None = None,
     memory: KeptMemory | None = None,
     on_committed: Callable[[Manifest], None] | None = None,
-    coordinator: Coordinator | None = None,
-    before: Callable[[], int] = _at_any_time,
+    before: Callable[[], int] = at_any_time,
 ) -> PendingSave:
     """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
     for its copies that is kept for the next one. `on_committed` is given the manifest of a save by
-    one process. `before` and `previous` are as in `save_after`.
+    one process. `before`, `previous` and `arrival` are as in `save_after`.
     """
-    ranks = ranks_of(coordinator)
     staging = STAGING_BYTES if staging_bytes is None else staging_bytes
 
     def plan(cancellation: Cancellation) -> SavePlan:
@@ -215,8 +220,9 @@ def start_save(
         )
 
     order = Order(
-        path=_target(path, ranks, staging, engine),
+        path=_target(path, staging, engine),
         ranks=ranks,
+        arrival=arrival,
         engine=engine,
         plan=plan,
         snapshot=snapshot if guard is None else None,

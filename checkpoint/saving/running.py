@@ -21,11 +21,11 @@ from aio import Engine
 from aio.threads import Latch
 from checkpoint.directory.lock import end_given_up
 from checkpoint.format.records import Manifest, SaveInfo
-from checkpoint.ranks.coordinator import Coordinator, Operation, apart, tell
+from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, apart
 from checkpoint.saving.commit import SavePlan, commit
 from checkpoint.saving.guard import Gate
 from checkpoint.saving.pending import PendingSave, settle
-from checkpoint.sheltered import Cancellation, Worker, wait_for
+from checkpoint.sheltered import Cancellation, StoppedError, Worker, wait_for
 from checkpoint.threads import started
 from checkpoint.transfer.memory import machine
 from checkpoint.transfer.snapshot import Snapshot
@@ -36,11 +36,13 @@ class Order:
     """What is to be saved and how. `snapshot` takes the memory for a copy, on a machine with so
     many ranks; without it the tensors are read as they are written. `gate` is that of the guard.
     `previous` is a save that this one belongs with. `plan`, `snapshot` and `gate` are called on the
-    thread of the save.
+    thread of the save. A rank that does not begin, because it finds no thread or is interrupted,
+    has an error for its `arrival`: see `accompanied`.
     """
 
     path: Path
     ranks: Coordinator
+    arrival: Arrival
     engine: Engine | None
     plan: Callable[[Cancellation], SavePlan]
     snapshot: Callable[[SavePlan, int], Snapshot] | None = None
@@ -69,17 +71,8 @@ def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
 
 
 def _start(order: Order, worker: Worker[None], latch: Latch) -> None:
-    """`wait_for`; a rank that does not begin, because it finds no thread or is interrupted, says so
-    to those that wait for it.
-    """
-    try:
-        end_given_up(order.path)
-        wait_for(worker, latch)
-    except BaseException as error:
-        worker.withdraw()
-        if worker.was_withdrawn:
-            tell(order.ranks, Operation.SAVE, error)
-        raise
+    end_given_up(order.path)
+    wait_for(worker, latch)
 
 
 def _carry_out(
@@ -88,6 +81,8 @@ def _carry_out(
     started = time.perf_counter()
     outcome: SaveInfo | BaseException
     try:
+        if not order.arrival.is_for("meeting"):
+            raise StoppedError("interrupted before it began")
         with ExitStack() as turn:
             order.ranks.begin(Operation.SAVE)
             turn.callback(order.ranks.end)

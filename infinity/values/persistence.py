@@ -32,7 +32,14 @@ from torch import nn
 
 import checkpoint
 from checkpoint.directory.generations import remove_checkpoint
-from checkpoint.ranks.coordinator import Operation, SingleProcess, together, unaccompanied
+from checkpoint.ranks.coordinator import (
+    Arrival,
+    Operation,
+    SingleProcess,
+    accompanied,
+    together,
+)
+from checkpoint.saving.api import at_any_time, save_after, start_save
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.rule import OptimizerRule
@@ -89,24 +96,21 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
 
     Several ranks save one checkpoint, each what it keeps, see ``rank_state``.
     """
-    _warn_of_gradients(training, path)
-    training.reference.saved(path)
-    coordinator = training.rank_context.coordinator
-    own = {} if coordinator is None else own_states(coordinator, training.model, extra)
-    state = unaccompanied(
-        coordinator or SingleProcess(),
-        Operation.SAVE,
-        lambda: _state(training, own, extra, how),
-    )
-    where: dict[str, Any] = {
-        "stripe_dirs": how.stripe_dirs,
-        "staging_bytes": training.checkpoint_bytes,
-    }
-    if how.block:
-        return checkpoint.save(state, path, coordinator=coordinator, **where)
-    return checkpoint.save_async(
-        state, path, guard=training.optimizer, coordinator=coordinator, **where
-    )
+    ranks = training.rank_context.coordinator or SingleProcess()
+
+    def way(arrival: Arrival) -> Any:
+        _warn_of_gradients(training, path)
+        training.reference.saved(path)
+        # What fails in there fails on all ranks, which then all say so in the next meeting.
+        own = {} if ranks.world_size == 1 else own_states(ranks, training.model, extra)
+        state, staging_bytes = _state(training, own, extra, how), training.checkpoint_bytes
+        to = (state, path, how.stripe_dirs)
+        if how.block:
+            return save_after(at_any_time, *to, None, ranks, arrival, staging_bytes)
+        guard = training.optimizer
+        return start_save(*to, guard, None, ranks, arrival, staging_bytes=staging_bytes)
+
+    return accompanied(ranks, Operation.SAVE, way)
 
 
 def _state(

@@ -22,7 +22,8 @@ from torch import nn
 
 from checkpoint.directory.locate import peek_saved
 from checkpoint.interop.packing import pack, unpack
-from checkpoint.ranks.coordinator import Coordinator, Operation, apart, together
+from checkpoint.ranks.coordinator import Coordinator, Operation, together
+from checkpoint.ranks.turn import Turn, in_turn
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.ranks.context import RankContext
 from infinity.values.component_bytes import BytesOfRank
@@ -47,16 +48,21 @@ def own_states(coordinator: Coordinator, model: nn.Module, extra: Any) -> dict[s
         parts.update({_MODULE + name: state for name, state in module_states(model).items()})
         return {name: _digest(part) for name, part in parts.items()}
 
-    coordinator.begin(Operation.OWN)
-    try:
-        every = together(coordinator, digests_of_parts)
+    def compare(turn: Turn) -> tuple[torch.Tensor | None, list[int]]:
+        every = turn.together(digests_of_parts)
         first = every[0]
         digests = every[coordinator.rank]
         mine = {name: p for name, p in parts.items() if digests[name] != first.get(name)}
-        packed = apart(coordinator, lambda: pack(mine) if mine else None)
-        sizes = coordinator.exchange(0 if packed is None else packed.numel())
-    finally:
-        coordinator.end()
+        packed: list[torch.Tensor | None] = []
+
+        def packed_size() -> int:
+            packed.append(pack(mine) if mine else None)
+            return 0 if packed[0] is None else packed[0].numel()
+
+        sizes = turn.together(packed_size, ends=lambda _: True)
+        return packed[0], sizes
+
+    packed, sizes = in_turn(coordinator, Operation.OWN, compare)
     return {
         str(rank): BytesOfRank(size, packed if rank == coordinator.rank else None)
         for rank, size in enumerate(sizes)

@@ -42,8 +42,14 @@ def test_ranks_save_keep_and_load_a_series_of_checkpoints_together(
         assert every[0][name].startswith("RankFailedError: rank 1 failed: OSError: [Errno 28]")
 
 
-def test_rank_that_is_interrupted_anywhere_in_a_look_tells_the_others(tmp_path: Path) -> None:
-    told, lines = run_ranks(rank_managers.interrupted_looks, tmp_path, 2, wanted=12)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("wanted", "seed"), matrix([(12, 0), *[(40, seed) for seed in (1, 5, 9)]], usual=[(12, 0)])
+)
+def test_rank_that_is_interrupted_anywhere_in_a_look_tells_the_others(
+    tmp_path: Path, wanted: int, seed: int
+) -> None:
+    told, lines = run_ranks(rank_managers.interrupted_looks, tmp_path, 2, wanted=wanted, seed=seed)
     for name, heard in told.items():
         assert len(heard) == len(lines[name])
         for complaint, line in zip(heard, lines[name], strict=True):
@@ -51,6 +57,21 @@ def test_rank_that_is_interrupted_anywhere_in_a_look_tells_the_others(tmp_path: 
             assert is_told or complaint == "", f"{name} interrupted at {line}: {complaint}"
         assert any(lines[name]), name
         assert any(heard), name
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("wanted", "seed"), matrix([(6, 0), *[(25, seed) for seed in range(6)]], usual=[(6, 0)])
+)
+def test_rank_that_is_interrupted_anywhere_in_a_save_tells_the_others_or_all_have_saved(
+    tmp_path: Path, wanted: int, seed: int
+) -> None:
+    told, lines = run_ranks(rank_managers.interrupted_saves, tmp_path, 2, wanted=wanted, seed=seed)
+    for name, points in told.items():
+        for (_, heard, is_there), (line, *_) in zip(points, lines[name], strict=True):
+            is_told = heard.startswith("RankFailedError: rank 1 failed: ")
+            assert is_told or (heard, is_there) == ("", "True"), f"{name} at {line}: {heard}"
+        assert any(heard for _, heard, _ in points), name
 
 
 def test_constructor_that_raises_on_one_rank_raises_on_all_by_name(tmp_path: Path) -> None:

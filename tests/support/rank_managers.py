@@ -21,7 +21,8 @@ from tests.support.interrupts import interrupt, sampled
 from tests.support.rank_jobs import complaint
 
 NUMEL = 100_000
-_FIRST_LINES = 9
+_FIRST_LINES = 8
+"""Of a call of ours: before its guard a rank has not come yet, and does not say so."""
 
 
 class Part:
@@ -144,7 +145,9 @@ def _small_disk() -> Any:
     return mock.patch("os.statvfs", return_value=Room(1, 4096, 99))
 
 
-def interrupted_looks(rank: int, folder: Path, *, wanted: int) -> dict[str, list[str]]:
+def interrupted_looks(
+    rank: int, folder: Path, *, wanted: int, seed: int = 0
+) -> dict[str, list[str]]:
     """Rank 1 is interrupted at lines of what both do; what each is told, and that all goes on."""
     manager = checkpoint.Manager(folder / "run", coordinator=checkpoint.GroupCoordinator())
     for step in (1, 2):
@@ -156,14 +159,17 @@ def interrupted_looks(rank: int, folder: Path, *, wanted: int) -> dict[str, list
         counts: list[Any] = [None, None]
         dist.all_gather_object(counts, lines)
         told[name] = []
-        # Before its turn has begun a rank has not come yet, and does not say so.
-        for number in (_FIRST_LINES + n for n in sampled(counts[1] - _FIRST_LINES, wanted)):
+        for number in _points(counts[1], wanted, seed):
             if rank:
                 told[name].append(interrupt(act, number).line)
             else:
                 told[name].append(complaint(act))
             assert manager.load()["w"][0] == 2
     return told
+
+
+def _points(total: int, wanted: int, seed: int) -> list[int]:
+    return [_FIRST_LINES + n for n in sampled(total - _FIRST_LINES, wanted, seed)]
 
 
 def _look(manager: checkpoint.Manager, name: str) -> Callable[[], object]:
@@ -174,6 +180,49 @@ def _look(manager: checkpoint.Manager, name: str) -> Callable[[], object]:
         "steps": manager.steps,
     }
     return looks[name]
+
+
+def interrupted_saves(
+    rank: int, folder: Path, *, wanted: int, seed: int
+) -> dict[str, list[list[str]]]:
+    """Rank 1 is interrupted at lines of the main thread in saves; for each point the line, what
+    this rank is told, and whether the save is there for both.
+    """
+    coordinator = checkpoint.GroupCoordinator()
+    manager = checkpoint.Manager(folder / "run", coordinator=coordinator)
+    value = [0]
+
+    def saves() -> dict[str, Callable[[], object]]:
+        state, path = {"w": torch.full((100,), value[0])}, folder / "one"
+        return {
+            "save": lambda: checkpoint.save(state, path, coordinator=coordinator),
+            "save_async": lambda: checkpoint.save_async(
+                state, path, coordinator=coordinator
+            ).result(),
+            "Manager.save": lambda: manager.save(7, state),
+            "Manager.save_async": lambda: manager.save_async(7, state).result(),
+        }
+
+    told: dict[str, list[list[str]]] = {}
+    for name in saves():
+        path = manager.path(7) if name.startswith("Manager") else folder / "one"
+        saves()[name]()  # what comes with the first of its kind
+        lines = interrupt(saves()[name], None).seen if rank else saves()[name]() and 0
+        counts: list[Any] = [None, None]
+        dist.all_gather_object(counts, lines)
+        told[name] = []
+        for number in _points(counts[1], wanted, seed):
+            value[0] += 1
+            act, line, heard = saves()[name], "", ""
+            if rank:
+                line = interrupt(act, number).line
+            else:
+                heard = complaint(act)
+            dist.barrier()
+            is_there = int(checkpoint.load(path)["w"][0]) == value[0]
+            told[name].append([line, heard, str(is_there)])
+            saves()[name]()
+    return told
 
 
 def refused_constructors(rank: int, folder: Path) -> dict[str, str]:
