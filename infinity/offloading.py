@@ -240,8 +240,8 @@ def _open_state(
             device=options.device,
             device_bytes=options.budget.device_bytes,
             overlap=options.overlap,
+            undo=undo,
         )
-        undo.callback(state.close)
     return state
 
 

@@ -34,6 +34,7 @@ from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE
 from infinity.ranks.context import RankContext
 from swap.tiered import TieredState
+from swap.undo import Closing
 
 _log = logging.getLogger(__name__)
 
@@ -145,6 +146,8 @@ class Restoring:
         self._pauses: Sequence[float] = _PAUSES_SECONDS
         self._is_partitioned = False
         self._is_told = False
+        self._closing: Closing | None = None
+        """Of the swap files, once they are kept for errors."""
 
     def add(self, record: Record) -> None:
         """From now on the parameter is not itself, and is to be restored."""
@@ -217,6 +220,7 @@ class Restoring:
     def _verdict(self) -> BaseException | None:
         if self._missing:
             self._state.is_kept = True
+            self._closing = self._closing or Closing(self, partial(_close_kept, self._state))
             error = self._error(self._failures[0])
             error.__cause__ = self._failures[0]
             return error
@@ -238,8 +242,8 @@ class Restoring:
             again = (partial(self._restore, record) for record in self._missing.values())
             self._agenda = deque([self._finish_step, *again])
         self.run()
-        self._state.is_kept = False
-        self._state.close()
+        if self._closing is not None:
+            self._closing.now()
 
     def _found_at_places(self, index: int) -> Iterator[tuple[nn.Module, str, nn.Parameter | None]]:
         for module, name in self._places.get(index, ()):
@@ -381,6 +385,12 @@ class Restoring:
             for name, own in module._parameters.items()
             if own is parameter
         ]
+
+
+def _close_kept(state: TieredState) -> None:
+    """The swap files go: nobody can ask for a retry any more, or it has worked."""
+    state.is_kept = False
+    state.close()
 
 
 def _listed(names: Sequence[str]) -> str:

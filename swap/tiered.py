@@ -45,7 +45,9 @@ class TieredState:
 
     ``directories`` are folders on the SSDs, ``shares`` the part of the load that each takes
     (bandwidths do). Raises ``OSError`` subclasses naming a directory that cannot be used and
-    ``AioError`` (ENOSPC) when the swap files do not fit; nothing is left behind then.
+    ``AioError`` (ENOSPC) when the swap files do not fit; nothing is left behind then. ``undo`` is
+    told to ``close`` before anything is made: an interrupt may come before the caller has this
+    object. One that nobody closes runs nothing as it goes, see ``SwapDirectory``.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class TieredState:
         device_bytes: int | None = None,
         overlap: bool = True,
         link: Link | None = None,
+        undo: Undo | None = None,
     ) -> None:
         self.placement = placement
         self._rule = rule
@@ -68,6 +71,8 @@ class TieredState:
         self._process = os.getpid()
         self.is_kept = False  # whether ``close`` does nothing, as values are still to be read
         self._undo = Undo()
+        if undo is not None:
+            undo.callback(self.close)
         try:
             self._build(rule, directories, shares, device_bytes, overlap, link)
         except BaseException:
@@ -324,12 +329,6 @@ class TieredState:
         """
         if not self.is_kept and os.getpid() == self._process:
             self._undo.close()
-
-    def __del__(self) -> None:
-        # For whoever was interrupted before it had taken note of this object.
-        if hasattr(self, "_undo"):
-            self.is_kept = False
-            self.close()
 
     def _touched(self, step: Step) -> Iterator[Subgroup]:
         for group in self.layout.subgroups:

@@ -1,12 +1,22 @@
-"""Undoing what a block did, completely, also when an interrupt comes in between.
+"""Undoing what a block did, completely, also when an interrupt comes in between; and closing what
+nobody closed.
 
 ``contextlib.ExitStack`` takes an entry off its list and then calls it; ``Undo`` calls it first, so
 an entry during or right after which an interrupt came is called again. Every entry can therefore be
 called twice, and the second call does what the first has left.
+
+What is let go of goes anywhere: on any thread, at any line, with any lock held, in the place of a
+signal's handler. Closing takes locks and waits for threads. So C starts a thread there, which
+closes, and nothing else runs: ``Closing``.
 """
 
 from __future__ import annotations
 
+import _thread
+import atexit
+import os
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -118,3 +128,50 @@ def _chain(error: BaseException) -> list[BaseException]:
     while (context := chain[-1].__context__) is not None and context not in chain:
         chain.append(context)
     return chain
+
+
+class Closing:
+    """Calls ``close``, which does not refer to ``owner``: by ``now``, or when ``owner`` is gone, or
+    as the interpreter ends. What has been closed by ``now`` without an error is not closed again.
+    In a forked child nothing is: it is the parent's.
+    """
+
+    def __init__(self, owner: object, close: Callable[[], object]) -> None:
+        self.is_done = False
+        self._close = close
+        self._process = os.getpid()
+        self._turn = threading.RLock()
+        _left.add(self)
+        self._when_gone = weakref.finalize(owner, _thread.start_new_thread, self.now, ())
+        self._when_gone.atexit = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the owner is gone."""
+        return not self._when_gone.alive
+
+    def now(self) -> None:
+        """Closes, and waits for another thread that does. Idempotent."""
+        if os.getpid() == self._process:
+            with self._turn:
+                if not self.is_done:
+                    self._close()
+                self.is_done = True
+        self._when_gone.detach()
+        _left.discard(self)
+
+
+_left: set[Closing] = set()
+
+
+def close_gone() -> None:
+    """Closes that of which the owner is gone, unless another thread has; waits for that."""
+    for closing in list(_left):
+        if closing.is_due:
+            closing.now()
+
+
+@atexit.register
+def _close_all() -> None:
+    for closing in list(_left):
+        closing.now()

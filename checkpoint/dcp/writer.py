@@ -106,7 +106,8 @@ class StorageWriter(TorchStorageWriter):
 
     DCP does not tell a writer that it gave a save up because another rank failed. What that save
     made and its lock, which keeps other processes from saving to `path`, go with the next save of
-    this process to `path` or by this writer, with `reset`, or when nobody has the writer any more.
+    this process to `path` or by this writer, or with `reset`. When nobody has the writer any more
+    the lock goes, and what was made with the next save to `path`, of whichever process.
     """
 
     def __init__(
@@ -274,11 +275,6 @@ class StorageWriter(TorchStorageWriter):
         save.generation.end()
         if self._save() is save:
             del self._running[_SAVE]
-
-    def __del__(self) -> None:
-        save = self._save() if hasattr(self, "_running") else None
-        if save is not None:
-            self._end(save)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=str(self._path_here()), save_id=self._save_id)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from aio import sync_directory
 from checkpoint.directory.locate import is_finished, read_head, read_manifest
-from checkpoint.directory.lock import locked
+from checkpoint.directory.lock import Lock
 from checkpoint.directory.owners import OWNER_NAME, opened_directory, owner_at, read_owner
 from checkpoint.directory.relocation import folders_of
 from checkpoint.directory.stripe_list import STRIPES_NAME, encode_stripes, listed_stripes
@@ -247,7 +247,7 @@ def remove_checkpoint(checkpoint: Path, uuid: str | None, stripes: Sequence[Path
     no checkpoint. Raises BlockingIOError if a save to it is running, FileNotFoundError if it is
     gone, CorruptCheckpointError if its manifest is damaged by now, OSError for what will not go.
     """
-    with locked(checkpoint):
+    with Lock(checkpoint):
         if _uuid_of(checkpoint) != uuid:
             return False
         (checkpoint / MANIFEST_NAME).unlink(missing_ok=True)

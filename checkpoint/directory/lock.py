@@ -11,8 +11,7 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import weakref
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -27,12 +26,13 @@ class _Held:
     def __init__(self) -> None:
         self.forking = threading.Lock()
         """Held while descriptors come and go, and while a child is forked."""
-        self._descriptors: set[Descriptor] = set()
+        self._descriptors: set[weakref.ref[Descriptor]] = set()
 
     def open(self, descriptor: Descriptor, path: Path) -> None:
-        """Opens the descriptor of a caller that will `close` it, however this ends."""
+        """Opens the descriptor of a caller that will `close` it or let go of it."""
         with self.forking:
-            self._descriptors.add(descriptor)
+            self._descriptors = {one for one in self._descriptors if one() is not None}
+            self._descriptors.add(weakref.ref(descriptor))
             descriptor.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def close(self, descriptor: Descriptor) -> None:
@@ -43,14 +43,15 @@ class _Held:
                     fcntl.flock(descriptor.number, fcntl.LOCK_UN)
             finally:
                 descriptor.close()
-                self._descriptors.discard(descriptor)
 
     def forget(self) -> None:
         """In a forked child: closes them and leaves the locks alone, which are the parent's."""
         self.forking.release()
-        for descriptor in self._descriptors:
-            with contextlib.suppress(OSError):
-                descriptor.close()
+        for one in self._descriptors:
+            descriptor = one()
+            if descriptor is not None:
+                with contextlib.suppress(OSError):
+                    descriptor.close()
         self._descriptors = set()
 
 
@@ -85,33 +86,46 @@ def end_given_up(path: Path) -> None:
         holder.end_if_given_up()
 
 
-@contextmanager
-def locked(
-    path: Path, *, make: bool = False, by: str = "save to this checkpoint"
-) -> Iterator[None]:
-    """Keeps a second save to the same place away, of this process or another, until the end.
+class Lock:
+    """Keeps a second save to the same place away, of this process or another, inside a `with`. One
+    that is let go of is open again, and runs no Python as it goes.
 
     The directory may be removed before the lock on it is had; with `make` it is made again then.
-    Raises BlockingIOError if another one, which `by` calls what it is, has the lock, and
+    Entering raises BlockingIOError if another one, which `by` calls what it is, has the lock, and
     FileNotFoundError without `make`.
     """
-    with ExitStack() as stack:
-        while True:
-            stack.close()
-            descriptor = Descriptor()
-            stack.callback(_held.close, descriptor)
-            try:
-                _held.open(descriptor, path)
-            except FileNotFoundError:
-                if not make:
-                    raise
-                path.mkdir(exist_ok=True)
-                sync_directory(path.parent)
-                continue
-            _lock(descriptor.number, path, by)
-            if _is_at(descriptor.number, path):
-                break
-        yield
+
+    def __init__(
+        self, path: Path, *, make: bool = False, by: str = "save to this checkpoint"
+    ) -> None:
+        self._path, self._make, self._by = path, make, by
+        self._descriptor = Descriptor()
+
+    def __enter__(self) -> None:
+        try:
+            while not self._has_it():
+                self._unlock()
+        except BaseException:
+            self._unlock()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._unlock()
+
+    def _unlock(self) -> None:
+        _held.close(self._descriptor)
+
+    def _has_it(self) -> bool:
+        try:
+            _held.open(self._descriptor, self._path)
+        except FileNotFoundError:
+            if not self._make:
+                raise
+            self._path.mkdir(exist_ok=True)
+            sync_directory(self._path.parent)
+            return False
+        _lock(self._descriptor.number, self._path, self._by)
+        return _is_at(self._descriptor.number, self._path)
 
 
 def _lock(descriptor: int, path: Path, by: str) -> None:

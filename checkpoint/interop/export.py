@@ -14,7 +14,7 @@ from typing import Any
 
 from aio import Engine
 from checkpoint.directory.destination import PathLike, checkpoint_path
-from checkpoint.directory.lock import locked
+from checkpoint.directory.lock import Lock
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.format.datafile import Entry, plan_packed_file
 from checkpoint.format.names import METADATA_KEY, ROOT_NAME, natural_name
@@ -153,7 +153,7 @@ def _write(
     shard_of = {name: number for number, names in enumerate(shards) for name in names}
     total_bytes = sum(source.nbytes for source in sources.values())
     make_directory(folder)
-    with locked(folder, by="export to this folder"):
+    with Lock(folder, by="export to this folder"):
         target = ShardFolder(folder, len(shards))
         try:
             with Engine() as engine:

@@ -20,7 +20,7 @@ from checkpoint.directory.generations import (
     write_durably,
 )
 from checkpoint.directory.locate import is_own_manifest
-from checkpoint.directory.lock import Holder, hold, locked
+from checkpoint.directory.lock import Holder, Lock, hold
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 
@@ -51,7 +51,7 @@ class Generation:
         path = self.destination.path
         self._missing = missing_directories(path)
         make_directory(path)
-        self._lock.enter_context(locked(path, make=True))
+        self._lock.enter_context(Lock(path, make=True))
         if holder is not None:
             hold(path, holder)
         check_replaceable(path)

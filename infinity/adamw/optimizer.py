@@ -13,7 +13,6 @@ master of its own, which follows weights that were changed exactly.
 from __future__ import annotations
 
 import os
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -32,10 +31,10 @@ from infinity.adamw.member import check_distinct, check_same_decay, options_of, 
 from infinity.adamw.names import lengths_of, named_groups, names_of
 from infinity.adamw.state_view import ParameterState, TieredStateView, refuse_change
 from infinity.adamw.step import Step, makes_state_only
-from infinity.adamw.tiers.store import StateStore
 from infinity.arguments import Directories, budget_of_rank, directories_of
 from infinity.optim.adamw import AdamW
 from swap.timeline import busy_seconds
+from swap.undo import Closing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._view = TieredStateView(self)
         self._packed: defaultdict[torch.Tensor, Any] | None = None
         self._engine = StateEngine(directories_of(nvme), budget_of_rank(host_memory))
-        self._close = weakref.finalize(self, _close_in, self._process, self._engine.store)
+        self._closing = Closing(self, self._engine.store.close)
         try:
             super().__init__(params, torch_defaults() | options.defaults())
             self._place(p for p in self._parameters() if p.requires_grad)
@@ -192,8 +191,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove the swap files, and the state with them. Idempotent."""
         if os.getpid() == self._process:
-            self._engine.end(self._close)
-        self._close()  # in a forked child, which has nothing to remove
+            self._engine.end(self._closing.now)
+        self._closing.is_done = True  # in a forked child, which has nothing to remove
 
     def __enter__(self) -> OffloadedAdamW:
         return self
@@ -359,7 +358,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._engine.place(parameters, self.param_groups)
 
     def _check_open(self) -> None:
-        if not self._close.alive:
+        if self._closing.is_done:
             raise RuntimeError("the optimizer is closed, and its state is gone")
         if os.getpid() != self._process and self._engine.store.extents is not None:
             raise RuntimeError(
@@ -367,9 +366,3 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 f"process {os.getpid()} was forked; use the optimizer there, or make another one "
                 "here and load what optimizer.save(path) saved there"
             )
-
-
-def _close_in(pid: int, store: StateStore) -> None:
-    """Close, unless this is a forked child: the files are its parent's."""
-    if os.getpid() == pid:
-        store.close()

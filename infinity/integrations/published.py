@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from aio import sync_directory
-from checkpoint.directory.lock import locked
+from checkpoint.directory.lock import Lock
 
 _WRITING = re.compile(r"\.saving-[0-9a-f]{8}")
 _WRITTEN = ".saved"
@@ -53,7 +53,7 @@ def _staged_in(folder: Path, stack: ExitStack) -> Path:
         staged.mkdir()
         # Until it is locked another process may take it for abandoned.
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
-            stack.enter_context(locked(staged))
+            stack.enter_context(Lock(staged))
             return staged
 
 
@@ -64,7 +64,7 @@ def remove_abandoned(folder: Path) -> None:
         entries.extend(folder.iterdir())
     for entry in entries:
         if _WRITING.fullmatch(entry.name):
-            with contextlib.suppress(BlockingIOError, FileNotFoundError), locked(entry):
+            with contextlib.suppress(BlockingIOError, FileNotFoundError), Lock(entry):
                 shutil.rmtree(entry, ignore_errors=True)
 
 
@@ -164,7 +164,7 @@ def _turn(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(locked(folder, by="save that gives names in this folder"))
+                stack.enter_context(Lock(folder, by="save that gives names in this folder"))
                 break
             except BlockingIOError:
                 if time.monotonic() > end:

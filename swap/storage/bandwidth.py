@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from aio import (
 from aio.descriptors import Descriptor
 from aio.errors import is_no_room
 from swap.storage.directory import FOLDER, SwapDirectory, make_shared
+from swap.undo import Undo
 
 _PROBE_BYTES = 256 * 1024 * 1024
 _REQUEST_BYTES = 8 * 1024 * 1024
@@ -142,11 +143,10 @@ def measure(directories: Sequence[str | os.PathLike[str]]) -> Bandwidth:
 
 
 def _measure_one(directory: str | os.PathLike[str]) -> Bandwidth:
-    with ExitStack() as stack:
-        engine = stack.enter_context(Engine())
+    with Undo() as undo:
+        engine = undo.enter_context(Engine())
         # As a swap file it is reclaimed by the next process, should this one be killed.
-        place = SwapDirectory(directory, engine)
-        stack.callback(place.close)
+        place = SwapDirectory(directory, engine, undo)
         file = place.file
         nbytes = _allocated(file)
         buffer = Slab(_REQUEST_BYTES).allocate(_REQUEST_BYTES)

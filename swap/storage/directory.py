@@ -34,6 +34,7 @@ from aio import Engine, File
 from aio.descriptors import Descriptor
 from aio.errors import let_go
 from swap.forks import note
+from swap.undo import Undo, close_gone
 
 FOLDER = ".infinity"
 """Where everything of ours is, in each directory."""
@@ -48,19 +49,29 @@ _log = logging.getLogger(__name__)
 
 
 class SwapDirectory:
-    """One process's folder on one SSD; ``close`` removes it.
+    """One process's folder on one SSD; ``close`` removes it, which ``undo`` is told to do before
+    anything is made: an interrupt may come before the caller has this object.
+
+    One that nobody closes runs nothing as it goes, for that may be anywhere. Its lock goes with it,
+    so the next process that opens the same SSD removes the folder; a ``ResourceWarning`` names the
+    file.
 
     Raises ``FileNotFoundError``, ``NotADirectoryError`` or ``PermissionError`` naming ``nvme`` when
     it cannot be used, before anything is changed, and ``TimeoutError`` when another process keeps
     it locked.
     """
 
-    def __init__(self, nvme: str | os.PathLike[str], engine: Engine) -> None:
+    def __init__(
+        self, nvme: str | os.PathLike[str], engine: Engine, undo: Undo | None = None
+    ) -> None:
         self.root = Path(nvme)
         self.path = self.root / FOLDER / uuid.uuid4().hex[:12]
         self._lock: Descriptor | None = None
         self._is_open = True
+        self._makes_shared = False
         note(self)
+        if undo is not None:
+            undo.callback(self.close)
         try:
             self._make(engine)
         except BaseException:
@@ -70,7 +81,8 @@ class SwapDirectory:
     def _make(self, engine: Engine) -> None:
         check_usable(self.root)
         with _locked(self.root):
-            make_shared(self.root / FOLDER)
+            self._makes_shared = not self.path.parent.exists()
+            make_shared(self.path.parent)
             _reclaim(self.root)
             self.path.mkdir(mode=0o700)
             self._lock = Descriptor(
@@ -110,7 +122,7 @@ class SwapDirectory:
     def _remove(self) -> None:
         """Of a folder that is not there, or whose turn does not come, the lock alone."""
         try:
-            if self._lock is not None or self.path.exists():
+            if self._lock is not None or self._makes_shared or self.path.exists():
                 with _locked(self.root):
                     _remove_tree(self.path)
                     self._unlock()
@@ -129,14 +141,13 @@ class SwapDirectory:
         if self._lock is not None:
             self._lock.close()
 
-    def __del__(self) -> None:
-        # For whoever was interrupted before it had taken note of this object.
-        if vars(self).get("_is_open", False):
-            self.close()
-
 
 def reclaim(nvme: str | os.PathLike[str]) -> list[Path]:
-    """Remove what dead processes left in ``nvme``; return the folders that were removed."""
+    """Remove what dead processes left in ``nvme``; return the folders that were removed.
+
+    What this one let go of without closing it is closed before.
+    """
+    close_gone()
     with _locked(Path(nvme)):
         return _reclaim(Path(nvme))
 

@@ -27,6 +27,5 @@ def open_extents(
     engine = undo.enter_context(Engine(lanes=lanes, **options))
     opened = []
     for directory in directories:
-        opened.append(SwapDirectory(directory, engine))
-        undo.callback(opened[-1].close)
+        opened.append(SwapDirectory(directory, engine, undo))
     return engine, ExtentStore(opened, engine, shares=shares)

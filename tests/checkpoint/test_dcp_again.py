@@ -111,7 +111,8 @@ def test_a_forked_child_that_drops_a_writer_leaves_the_save_alone(tmp_path: Path
     assert sorted((tmp_path / "s").rglob("*")) == before
     writers.clear()
     gc.collect()
-    assert not (tmp_path / "s").exists()
+    checkpoint.save(state(2), tmp_path / "s")  # has the lock, and clears what is left
+    assert len(list((tmp_path / "s").iterdir())) == 2
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint.directory.generations import remove_generation, write_durably
 from checkpoint.directory.locate import read_head
-from checkpoint.directory.lock import locked
+from checkpoint.directory.lock import Lock
 from checkpoint.directory.owners import OWNER_NAME, opened_directory, read_owner
 from checkpoint.directory.replacing import replace_durably
 from tests.aio.conftest import open_descriptors
@@ -20,7 +20,7 @@ from tests.support.interrupts import interrupt_behind_call
 
 
 def lock(folder: Path) -> None:
-    with locked(folder):
+    with Lock(folder):
         pass
 
 
@@ -54,7 +54,7 @@ def test_descriptor_that_an_interrupt_meets_does_not_stay_open(
     for number in range(interrupt_behind_call(lambda: act(tmp_path), None).seen):
         came = interrupt_behind_call(lambda: act(tmp_path), number)
         assert open_descriptors() == before, came.line
-    with locked(tmp_path):
+    with Lock(tmp_path):
         pass
 
 
@@ -77,6 +77,6 @@ def test_error_of_a_lock_names_the_checkpoint(
     monkeypatch.setattr("fcntl.flock", refuse)
     with (
         pytest.raises(OSError, match=f"No locks available: '{tmp_path}'"),
-        locked(tmp_path),
+        Lock(tmp_path),
     ):
         pass

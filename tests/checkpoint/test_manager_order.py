@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import checkpoint
-from checkpoint.directory.lock import locked
+from checkpoint.directory.lock import Lock
 from checkpoint.format.manifest import MANIFEST_NAME
 from tests.checkpoint.test_manager import damage_data, state
 
@@ -181,7 +181,7 @@ def before_the_lock(monkeypatch: pytest.MonkeyPatch, path: Path, action: Any) ->
     def late(checkpoint: Path, **options: Any) -> Any:
         if checkpoint == path and waiting:
             waiting.pop()()
-        return locked(checkpoint, **options)
+        return Lock(checkpoint, **options)
 
     monkeypatch.setattr("checkpoint.directory.generations.locked", late)
 

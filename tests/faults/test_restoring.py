@@ -18,6 +18,7 @@ import infinity
 from aio import AioError
 from infinity import restoring
 from swap.storage.components import ComponentStore
+from swap.undo import close_gone
 from swap.update.stages import Stages
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget, same_bits, values_of
@@ -111,6 +112,7 @@ def test_swap_files_go_with_the_error_that_keeps_them(tmp_path: Path) -> None:
         assert Path(caught.value.folders[0]).is_dir()
     del caught
     gc.collect()
+    close_gone()
     assert list(tmp_path.iterdir()) == []
     with infinity.offload(model, tmp_path):  # what is on meta is initialised, as ever
         pass

@@ -16,6 +16,7 @@ from aio import AioError, Engine
 from aio.backends import MemoryBackend
 from infinity import OffloadedAdamW
 from swap.storage import opening
+from swap.undo import close_gone
 from tests.support.adamw_model import (
     AMPLE,
     DTYPES,
@@ -136,6 +137,7 @@ def test_close_leaves_no_file_and_refuses_further_use(opened: list[OffloadedAdam
 def test_collected_optimizer_leaves_no_file(opened: list[OffloadedAdamW]) -> None:
     opened.clear()
     gc.collect()
+    close_gone()
 
 
 def test_exception_in_the_block_leaves_no_file(opened: list[OffloadedAdamW]) -> None:

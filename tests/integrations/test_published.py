@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.directory.lock import locked
+from checkpoint.directory.lock import Lock
 from infinity.integrations import published
 
 
@@ -91,7 +91,7 @@ def test_folder_that_a_killed_process_wrote_is_removed_by_the_next(tmp_path: Pat
     left, kept = tmp_path / ".saving-00c0ffee", tmp_path / ".saving-mine"
     for folder in (left, kept):
         (folder / "new").mkdir(parents=True)
-    with locked(left):
+    with Lock(left):
         _write(tmp_path / "run", "first")
         assert left.is_dir()
     _write(tmp_path / "run", "second")
@@ -102,6 +102,6 @@ def test_writer_that_never_ends_is_told_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(published, "_TURN_SECONDS", 0.0)
-    with locked(tmp_path), pytest.raises(BlockingIOError, match="gives names in this folder"):
+    with Lock(tmp_path), pytest.raises(BlockingIOError, match="gives names in this folder"):
         _write(tmp_path / "run", "first")
     assert _hidden(tmp_path) == []
