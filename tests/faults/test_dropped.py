@@ -55,7 +55,7 @@ def at_line(action: Callable[[], object], file: str, number: int, then: Callable
         action()
     finally:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
     return seen
 
 
