@@ -20,6 +20,7 @@ from swap.apart import run_apart
 from swap.cache.arena import Arena, HostArena
 from swap.cache.device_arena import CudaLink, DeviceArena, GradientInbox, Link, register_with_cuda
 from swap.cache.weight_cache import WeightCache
+from swap.forks import check_process
 from swap.gradients.store import GradientStore
 from swap.masters import components_from, values_from
 from swap.plan.layout import Layout, Subgroup, neighbours
@@ -218,6 +219,8 @@ class TieredState:
         lost then, and so is one that fails on its way behind this call: until it is cleared, no
         step is taken.
         """
+        # What gradients go through is not there in a child, whose graph may be its parent's.
+        check_process(self._process, "the offloaded model")
         for other in self._neighbours[parameter]:
             self.weights.wait_until_updated(other)
         if self.speculation.is_surplus(parameter):
