@@ -119,6 +119,7 @@ class Slab:
         # and runs no Python, which would swallow an interrupt.
         self._ranges: dict[weakref.ref[_Owner], tuple[int, int]] = {}
         self._apart_bytes = 0  # of those that are mappings of their own
+        self._is_in_small_pages = False  # as long as there are some
         self._ended: SimpleQueue[weakref.ref[_Owner]] = SimpleQueue()
         self._waiters: list[weakref.ref[_Waiter]] = []
         self._lock = threading.Lock()  # guards the allocator, all of this and closing
@@ -178,13 +179,22 @@ class Slab:
         return owner
 
     def _map_apart(self, nbytes: int) -> Any:
-        """A mapping in place of the pages that free ranges have; None if there is none."""
+        """A mapping in place of the pages that free ranges have; None if there is none.
+
+        Huge pages would come back with all that is free around what is touched.
+        """
+        self._is_in_small_pages = True
+        self._wish_for(huge_pages=False)
         if not self._discard_free():
             return None
         try:
             return _map(self._allocator.rounded(nbytes), *self._kind)
         except MemoryError:
             return None
+
+    def _wish_for(self, *, huge_pages: bool) -> None:
+        """Ask for pages of that kind; a kernel without huge ones has no choice."""
+        lib.aio_memory_huge(self._mapping.address, self._nbytes, huge_pages)
 
     def _discard_free(self) -> bool:
         """Free ranges give their pages back; False if the system keeps them."""
@@ -244,8 +254,14 @@ class Slab:
                 self._num_releases += 1
                 has_freed = True
             self._is_consistent = True
-        if has_freed and self._apart_bytes and self._mapping is not None:
+        if self._mapping is None:
+            return
+        if has_freed and self._apart_bytes:
             self._discard_free()
+        if self._is_in_small_pages and not self._apart_bytes:
+            if self._kind[0]:
+                self._wish_for(huge_pages=True)
+            self._is_in_small_pages = False
 
     def _take_back(self, offset: int, nbytes: int) -> None:
         if offset == _APART:

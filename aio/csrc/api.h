@@ -147,6 +147,8 @@ void aio_mapping_drop(aio_mapping *mapping);
 /* Gives whole pages back to the system; they are zero when they are touched next. 0, or -errno for
  * pages that are locked. */
 int aio_memory_discard(uint8_t *address, uint64_t nbytes);
+/* Whether huge pages are wished for where memory is touched from now on. 0 or -errno. */
+int aio_memory_huge(uint8_t *address, uint64_t nbytes, int32_t huge_pages);
 /* Faults all pages in and keeps them in memory. */
 int aio_lock_memory(uint8_t *address, uint64_t nbytes);
 /* cffi: end */

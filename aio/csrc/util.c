@@ -109,6 +109,10 @@ int aio_memory_discard(uint8_t *address, uint64_t nbytes) {
     return madvise(address, nbytes, MADV_DONTNEED) ? -errno : 0;
 }
 
+int aio_memory_huge(uint8_t *address, uint64_t nbytes, int32_t huge_pages) {
+    return madvise(address, nbytes, huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE) ? -errno : 0;
+}
+
 int aio_lock_memory(uint8_t *address, uint64_t nbytes) {
     return mlock(address, aio_round_up(nbytes, aio_page_bytes())) ? -errno : 0;
 }

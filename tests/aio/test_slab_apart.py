@@ -57,6 +57,25 @@ def test_range_that_lies_apart_takes_the_place_of_pages_that_are_free() -> None:
     assert slab.largest_free_bytes == 8 * PAGE
 
 
+def test_huge_pages_do_not_come_back_with_what_is_free_while_something_lies_apart() -> None:
+    pages = (2 << 20) // PAGE
+    slab = Slab(4 * pages * PAGE)
+    arrays = [slab.allocate(pages * PAGE) for _ in range(4)]
+    for array in arrays:
+        array[:] = 1
+    del arrays[0], arrays[1], array  # the first and the third
+    apart = slab.allocate(pages * PAGE + 1, apart=True)
+    assert pages_of(slab) == 2 * pages
+    small = slab.allocate(1)
+    small[:] = 1
+    assert pages_of(slab) == 2 * pages + 1
+    del apart, small
+    assert slab.free_bytes == 2 * pages * PAGE
+    slab.allocate(pages * PAGE)[:] = 1
+    assert pages_of(slab) >= 3 * pages
+    assert not slab._is_in_small_pages
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_free_bytes_are_enough_wherever_they_are_and_memory_is_never_more(
