@@ -67,6 +67,7 @@ class Staging(Generic[S]):
         """Take a slot, and start the reads that the work needs. Raises ``AioError``; the slot is
         free again then.
         """
+        assert staged.slot is None
         if self._needs_slot(staged.subgroup):
             staged.slot = self._slots.popleft()
         try:

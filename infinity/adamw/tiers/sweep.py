@@ -103,15 +103,17 @@ class Sweeps:
             group.staging.undo_write(group.staged)
 
     def _order(self, groups: Iterable[StateGroup]) -> list[StateGroup]:
-        """What is kept first, then along the direction of this pass."""
-        sign = 1 if self._ascending else -1
-        return sorted(groups, key=lambda group: (group not in self._kept, sign * group.number))
+        """What is in slots first, then along the direction of this pass."""
+        sign, in_slots = 1 if self._ascending else -1, {*self._kept, *self._writing}
+        return sorted(groups, key=lambda group: (group not in in_slots, sign * group.number))
 
     def _start_reads(
         self, ahead: deque[StateGroup], reading: deque[StateGroup], *, wait: bool
     ) -> None:
         while ahead:
             group = ahead[0]
+            if group in self._writing:  # since the pass before
+                self._take_back(group)
             if group not in self._kept:
                 if not self._has_room(reading, wait=wait and not reading):
                     return
@@ -154,6 +156,12 @@ class Sweeps:
             raise
         self._kept.remove(group)
         self._writing.append(group)
+
+    def _take_back(self, group: StateGroup) -> None:
+        """It stays in its slot, and is written when it was worked on again."""
+        group.staging.undo_write(group.staged)
+        self._writing.remove(group)
+        self._kept.append(group)
 
     def _publish(self, group: StateGroup) -> None:
         """Raises ``AioError`` where it could not be written; it is kept then, to be written
