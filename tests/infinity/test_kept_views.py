@@ -157,3 +157,46 @@ def test_view_of_a_weight_is_differentiated_by(host_memory: int, nvme: Path) -> 
         row = model.layer(0).weight.t()[0]
         (gradient,) = torch.autograd.grad((row * 3).sum(), row)
         assert gradient.eq(3).all()
+
+
+class _Counting(nn.Module):
+    def __init__(self, mean: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mean", mean)
+
+    mean: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean += 1.5
+        y: torch.Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_view_of_a_buffer_from_before_the_block_has_its_values_after(
+    compute_dtype: torch.dtype | None, nvme: Path
+) -> None:
+    mean = torch.zeros(4)
+    view = mean[:2]
+    model = nn.Sequential(_Counting(mean), _Counting(mean))
+    options: dict[str, Any] = {"host_memory": "64MiB", "compute_dtype": compute_dtype}
+    with infinity.offload(model, nvme, **options) as offloaded:
+        inside = model.get_buffer("0.mean")[:2]
+        for passes in (1, 2):
+            model(torch.ones(2, 8)).sum().backward()
+            offloaded.step()
+            assert inside.tolist() == [3.0 * passes] * 2, "a buffer of two modules is one"
+    assert view.tolist() == [6.0] * 2
+    assert model[0].mean is mean
+    assert model[1].mean is mean
+
+
+def test_buffer_that_a_program_put_in_place_of_another_leaves_that_alone(nvme: Path) -> None:
+    mean = torch.zeros(4)
+    model = _Counting(mean)
+    options: dict[str, Any] = {"host_memory": "64MiB", "compute_dtype": torch.bfloat16}
+    with infinity.offload(model, nvme, **options):
+        model.mean = torch.ones(4)
+    assert mean.tolist() == [0.0] * 4
+    assert model.mean.tolist() == [1.0] * 4
