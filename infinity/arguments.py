@@ -16,7 +16,7 @@ from checkpoint.transfer.memory import available_bytes, machine_bytes
 from infinity.activations.tiers import ActivationShare, mode_of
 from infinity.optim.optimizer import OptimizerFactory
 from infinity.optim.rule import NativeOptimizer
-from infinity.parameters.records import RESIDENT_ELEMENTS, Record
+from infinity.parameters.records import ALWAYS_ON_HOST_ELEMENTS, Record
 from infinity.tiling.layers import MIN_TILE_BYTES
 from swap.storage.directory import check_usable
 from swap.tiers import Budget, format_bytes, parse_bytes
@@ -153,7 +153,7 @@ def parameter_bound(max_parameter_bytes: int | str | None) -> int | None:
     if bound < MIN_TILE_BYTES:
         raise ValueError(
             f"max_parameter_bytes={bound} is less than {MIN_TILE_BYTES}: parameters of up to "
-            f"{RESIDENT_ELEMENTS} elements always stay in memory, smaller tiles would as well"
+            f"{ALWAYS_ON_HOST_ELEMENTS} elements always stay in memory, smaller tiles would as well"
         )
     return bound
 

@@ -291,10 +291,10 @@ class TieredState:
         self.gradients.capture()
         self.weights.schedule.end_cycle()
         touched = list(self._touched(step))
-        resident = [group for group in touched if group.resident]
-        self.weights.begin_update(parts_of(resident), step.updates)
-        self.stages.update_now(step, resident)
-        moving = [group for group in touched if not group.resident]
+        small = [group for group in touched if group.always_on_host]
+        self.weights.begin_update(parts_of(small), step.updates)
+        self.stages.update_now(step, small)
+        moving = [group for group in touched if not group.always_on_host]
         if not self.speculation.validate(step, done, moving) and moving:
             self.pipeline.wait()
             self.pipeline.submit(step, moving)

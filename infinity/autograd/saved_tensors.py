@@ -168,7 +168,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         """
         if (
             record.numel != tensor.numel()
-            or record.spec.resident
+            or record.spec.always_on_host
             or record.spec.dtype == tensor.dtype
             or not record.spec.dtype.is_floating_point
         ):

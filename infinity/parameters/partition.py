@@ -70,7 +70,7 @@ class Share:
     numel: int
     bytes_per_element: int
     row: int
-    resident: bool
+    always_on_host: bool
 
 
 def partition(shares: Sequence[Share], world_size: int) -> list[Cut]:
@@ -88,7 +88,7 @@ def partition(shares: Sequence[Share], world_size: int) -> list[Cut]:
 
 def _cut(share: Share, held: Sequence[int]) -> Cut:
     world_size = len(held)
-    if share.resident or world_size == 1 or share.numel < world_size * PIECE:
+    if share.always_on_host or world_size == 1 or share.numel < world_size * PIECE:
         return Cut(share.numel)
     unit = _unit(share, world_size)
     units, rest = divmod(share.numel, unit)

@@ -16,7 +16,7 @@ from infinity.parameters.shared_memory import check_sharing, reach_bytes
 from swap.plain import check_memory
 from swap.plan.layout import ParameterSpec, pad
 
-RESIDENT_ELEMENTS = 16 * 1024
+ALWAYS_ON_HOST_ELEMENTS = 16 * 1024
 """Parameters of up to this many elements (norms, biases) always stay in memory with their state."""
 
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -101,7 +101,7 @@ def records_of(
             numel=cut.length(rank),
             dtype=dtypes[index],
             trainable=parameter.requires_grad,
-            resident=share.resident,
+            always_on_host=share.always_on_host,
         )
         records.append(
             Record(
@@ -134,7 +134,7 @@ def _share(parameter: nn.Parameter, dtype: torch.dtype) -> Share:
         # Trained elements have a master and moments beside them.
         bytes_per_element=dtype.itemsize + (12 if parameter.requires_grad else 0),
         row=numel // max(1, parameter.shape[0]) if parameter.dim() else 1,
-        resident=numel <= RESIDENT_ELEMENTS,
+        always_on_host=numel <= ALWAYS_ON_HOST_ELEMENTS,
     )
 
 
@@ -189,7 +189,7 @@ def least_arena_bytes(model: nn.Module, records: Sequence[Record]) -> int:
     sizes = {
         id(record.parameter): record.longest_spec.padded_numel * record.spec.dtype.itemsize
         for record in records
-        if not record.spec.resident
+        if not record.spec.always_on_host
     }
     return _least_bytes(model, sizes)
 

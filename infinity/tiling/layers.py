@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from infinity.parameters.first_values import StoredValues, Values
-from infinity.parameters.records import RESIDENT_ELEMENTS, Record, compute_dtype_of
+from infinity.parameters.records import ALWAYS_ON_HOST_ELEMENTS, Record, compute_dtype_of
 from infinity.tiling import cut_weights
 from infinity.tiling.belongings import give_back, reason_against, share
 from infinity.tiling.cut_weights import CutWeight, Owner
@@ -26,7 +26,7 @@ from infinity.tiling.tile import RowRange, Tile, kept_whole_of
 from infinity.tiling.tiled_linear import TiledLinear, tiles_within
 from swap.tiers import format_bytes
 
-MIN_TILE_BYTES = 4 * RESIDENT_ELEMENTS * torch.float32.itemsize
+MIN_TILE_BYTES = 4 * ALWAYS_ON_HOST_ELEMENTS * torch.float32.itemsize
 """Least bound: near-equal tiles within it are larger than what always stays in memory."""
 
 _log = logging.getLogger(__name__)

@@ -168,14 +168,14 @@ class WeightCache:
                 self._stale.pop(parameter, None)
         return True
 
-    def offer(self, segment: Segment, weight: torch.Tensor) -> None:
+    def insert(self, segment: Segment, weight: torch.Tensor) -> None:
         """New weights of ``segment``: keep a copy if there is room that is not needed sooner."""
         if self.at_home(segment.parameter) is not None:
             return
         with self._workers.working():
-            self._offer(segment, weight)
+            self._insert(segment, weight)
 
-    def _offer(self, segment: Segment, weight: torch.Tensor) -> None:
+    def _insert(self, segment: Segment, weight: torch.Tensor) -> None:
         with self._lock:
             entry = self._entries.get(segment.parameter)
             if entry is None and segment.start == 0:
@@ -200,7 +200,7 @@ class WeightCache:
                 self._stale.pop(parameter, None)
                 entry = self._entries.get(parameter)
                 if entry is not None and entry.missing:
-                    del self._entries[parameter]  # a part was not offered, and never will be
+                    del self._entries[parameter]  # a part was not inserted, and never will be
             self._changes.tell()
 
     def fail(self, failure: BaseException | None) -> None:

@@ -46,7 +46,7 @@ class ParameterSpec:
     numel: int
     dtype: torch.dtype
     trainable: bool
-    resident: bool = False
+    always_on_host: bool = False
     state_only: bool = False
 
     @property
@@ -103,7 +103,7 @@ class Subgroup:
     unit: int
     dtype: torch.dtype
     trainable: bool
-    resident: bool
+    always_on_host: bool
     state_only: bool
     numel: int
     segments: tuple[Segment, ...]
@@ -122,7 +122,7 @@ class Unit:
     parameters: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
-    resident: bool
+    always_on_host: bool
     state_only: bool
     sizes: tuple[tuple[int, int], ...]
 
@@ -242,7 +242,7 @@ class _Packer:
         self._closed: list[list[ParameterSpec]] = []
 
     def add(self, spec: ParameterSpec) -> None:
-        kind = (spec.dtype, spec.trainable, spec.resident, spec.state_only)
+        kind = (spec.dtype, spec.trainable, spec.always_on_host, spec.state_only)
         used = sum(other.padded_numel for other in self._open.get(kind, ()))
         if used + spec.padded_numel > self._capacity:
             self._close(kind)
@@ -274,7 +274,7 @@ class _Packer:
             parameters=tuple(member.index for member in members),
             dtype=spec.dtype,
             trainable=spec.trainable,
-            resident=spec.resident,
+            always_on_host=spec.always_on_host,
             state_only=spec.state_only,
             sizes=_sizes(spec.numel, self._capacity) if is_split else ((numel, 1),),
         )
@@ -292,7 +292,7 @@ def _subgroup(unit: Unit, index: int, parts: list[tuple[ParameterSpec, int, int]
         unit=unit.index,
         dtype=unit.dtype,
         trainable=unit.trainable,
-        resident=unit.resident,
+        always_on_host=unit.always_on_host,
         state_only=unit.state_only,
         numel=offset,
         segments=tuple(segments),

@@ -224,7 +224,7 @@ def element_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> float:
     each.
     """
     elements = least_elements(specs, rule)
-    kinds = {(s.dtype, s.state_only) for s in specs if s.trainable and not s.resident}
+    kinds = {(s.dtype, s.state_only) for s in specs if s.trainable and not s.always_on_host}
     per_element = (
         nbytes_of(rule.components(dtype), elements) / elements
         + (0 if state_only else 2 * dtype.itemsize)
@@ -245,8 +245,8 @@ def least_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
 
 def _fixed_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
     """Bytes of the small parameters, which stay in host memory with all their state."""
-    resident = (spec for spec in specs if spec.resident)
-    renumbered = [replace(spec, index=index) for index, spec in enumerate(resident)]
+    small = (spec for spec in specs if spec.always_on_host)
+    renumbered = [replace(spec, index=index) for index, spec in enumerate(small)]
     layout = pack(renumbered, MAX_SUBGROUP_ELEMENTS)
     return sum(unit_state_bytes(unit, rule) + gradient_bytes(unit) for unit in layout.units)
 
@@ -277,9 +277,9 @@ def _fill(
 ) -> Placement:
     states = {unit.index: unit_state_bytes(unit, rule) for unit in layout.units}
     gradients = {unit.index: gradient_bytes(unit) for unit in layout.units}
-    in_host = {unit.index for unit in layout.units if unit.resident}
+    in_host = {unit.index for unit in layout.units if unit.always_on_host}
     fixed = sum(states[unit] + gradients[unit] for unit in in_host)
-    moving = [unit for unit in layout.units if not unit.resident]
+    moving = [unit for unit in layout.units if not unit.always_on_host]
     slot_bytes = max((slot_bytes_of(unit, rule) for unit in moving if unit.trainable), default=0)
     scratch = scratch_bytes_of(layout, rule)
     chunk = _spill_chunk_bytes(spare)

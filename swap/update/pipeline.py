@@ -276,7 +276,7 @@ class UpdatePipeline:
         job = next((job for job in work.reading if self._stages.is_read(job)), work.reading[0])
         self._stages.run_kernel(job)
         if work.is_validated:
-            self._stages.offer(job)
+            self._stages.insert_weights(job)
         self._stages.start_write(job)
         work.reading.remove(job)
         work.writing.append(job)

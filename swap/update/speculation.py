@@ -1,7 +1,7 @@
 """Speculative updates: those of a step that is expected, begun while gradients still arrive.
 
 A speculation is *idle* until a subgroup has all the gradients that the step before had for it. Then
-the step to come is *proposed*, and subgroups are updated for it on new extents as they become
+a step is *expected*, and subgroups are updated for it on new extents as they become
 complete. As the step is taken, what was done is *validated*, if it is what the step asks for; else
 it is *rolled back*, as it is where other gradients arrive, or gradients are cleared. An error of
 the speculative pass turns speculation *off*: steps then begin when they are taken.
@@ -24,7 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 class Speculation:
-    """What is proposed, and what was fed to the pipeline for it. ``overlap=False``: never any."""
+    """The step that is expected, and what was fed to the pipeline for it. ``overlap=False``: never
+    any.
+    """
 
     def __init__(
         self, layout: Layout, components: ComponentStore, pipeline: UpdatePipeline, *, overlap: bool
@@ -37,7 +39,7 @@ class Speculation:
         """The step that is likely to be taken next, None where that is not known. Without this
         speculation is off.
         """
-        self._proposed: Step | None = None
+        self._expected: Step | None = None
         self._fed: list[Subgroup] = []
         self._waiting: list[Subgroup] = []
         """Complete, while the step before is still under way."""
@@ -73,12 +75,12 @@ class Speculation:
         self._waiting += [group for group in found if self._can_be_speculative(group)]
         if not self._waiting:
             return
-        if self._proposed is None:
+        if self._expected is None:
             # The step before may still be under way: then these wait for the next arrival.
-            self._proposed = self.expect_step() if self._pipeline.is_idle else None
-            if self._proposed is None:
+            self._expected = self.expect_step() if self._pipeline.is_idle else None
+            if self._expected is None:
                 return
-            self._pipeline.speculate(self._proposed)
+            self._pipeline.speculate(self._expected)
         self._pipeline.feed(self._waiting)
         self._fed += self._waiting
         self._waiting = []
@@ -92,7 +94,7 @@ class Speculation:
     def done_for(self, step: Step) -> list[Subgroup]:
         """What was fed and is as ``step`` asks for it. If nothing: roll back."""
         is_known = not self._arrivals.is_adding
-        is_valid = is_known and is_as_expected(step, self._proposed, self._fed)
+        is_valid = is_known and is_as_expected(step, self._expected, self._fed)
         return self._fed if is_valid else []
 
     def taken(self) -> None:
@@ -117,16 +119,16 @@ class Speculation:
 
     def end(self) -> None:
         """The step is under way: be idle."""
-        self._proposed, self._fed, self._waiting = None, [], []
+        self._expected, self._fed, self._waiting = None, [], []
 
     def roll_back(self) -> None:
         """Undo what was done for a step that will not be taken as expected."""
         self._waiting.clear()
-        if self._proposed is not None:
+        if self._expected is not None:
             self._pipeline.roll_back()
-            self._proposed, self._fed = None, []
+            self._expected, self._fed = None, []
 
     def _can_be_speculative(self, group: Subgroup) -> bool:
         """Only what has extents to hold back: arrays in HOST are updated in place."""
-        on_nvme = not group.resident and not self._components.is_host(group.index)
+        on_nvme = not group.always_on_host and not self._components.is_host(group.index)
         return on_nvme and self._arrivals.is_predictable

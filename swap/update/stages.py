@@ -37,7 +37,7 @@ class Job(Staged):
     """One subgroup on its way through the pipeline."""
 
     step: Step = field(kw_only=True)
-    offered: bool = False
+    inserted: bool = False
     gradient: torch.Tensor | None = None
 
 
@@ -65,7 +65,7 @@ class Stages(Staging[Job]):
             for subgroup in subgroups:
                 job = self.start_read(step, subgroup)
                 self.run_kernel(job)
-                self.offer(job)
+                self.insert_weights(job)
                 self.publish(job)
         finally:
             # After an error, too: no thread must wait for an update that is not going on.
@@ -87,21 +87,21 @@ class Stages(Staging[Job]):
             for segment, update in _updated(group, job.step):
                 self._apply(job, segment, update, job.step.gradient_scale)
 
-    def offer(self, job: Job) -> None:
+    def insert_weights(self, job: Job) -> None:
         """Pass the new weights on to the arena, once, if the job still has them in its slot."""
-        if job.offered or not job.components:
+        if job.inserted or not job.components:
             return
-        job.offered = True
+        job.inserted = True
         for segment, _ in _updated(job.subgroup, job.step):
             stop = segment.offset + segment.length
-            self._weights.offer(segment, job.components["weight"][segment.offset : stop])
+            self._weights.insert(segment, job.components["weight"][segment.offset : stop])
 
     def publish(self, job: Job) -> None:
         """Wait for the writes; then the new extents replace the old ones, and slot and gradients
         are free.
         """
         self.finish_write(job)
-        self.offer(job)
+        self.insert_weights(job)
         super().publish(job)
         group = job.subgroup
         self._gradients.release(group.index)

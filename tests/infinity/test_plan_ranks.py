@@ -56,7 +56,8 @@ def test_a_model_is_cut_as_it_is_when_it_is_offloaded(tmp_path: Path) -> None:
 
 def test_level_cuts_are_those_that_were_made_one_by_one() -> None:
     shares = [
-        Share(numel=n * PIECE, bytes_per_element=14, row=PIECE, resident=False) for n in (8, 9, 8)
+        Share(numel=n * PIECE, bytes_per_element=14, row=PIECE, always_on_host=False)
+        for n in (8, 9, 8)
     ]
     lengths = [cut.lengths for cut in partition(shares, 4)]
     assert lengths[0] == lengths[2] == [2 * PIECE] * 4

@@ -11,7 +11,7 @@ from infinity.parameters.partition import Cut, Share, joined, partition
 from swap.plan.layout import PIECE
 
 shares = st.builds(
-    lambda rows, row, width, resident: Share(rows * row, width, row, resident),
+    lambda rows, row, width, always_on_host: Share(rows * row, width, row, always_on_host),
     st.integers(0, 3000),
     st.sampled_from([1, 3, 64, 300, 1501, 4096]),
     st.sampled_from([4, 12, 14]),
@@ -25,7 +25,7 @@ def test_partition_of_any_shares_covers_each_once_at_whole_pieces(
 ) -> None:
     for share, cut in zip(wanted, partition(wanted, world_size), strict=True):
         assert cut.numel == share.numel
-        if share.resident or world_size == 1:
+        if share.always_on_host or world_size == 1:
             assert cut.is_replicated
         if cut.is_replicated:
             assert [cut.length(rank) for rank in range(world_size)] == [share.numel] * world_size

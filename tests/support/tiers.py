@@ -32,9 +32,9 @@ def specs_of(
     dtype: torch.dtype = torch.float32,
     *,
     frozen: Iterable[int] = (),
-    resident: Iterable[int] = (),
+    always_on_host: Iterable[int] = (),
 ) -> list[ParameterSpec]:
-    frozen, resident = set(frozen), set(resident)
+    frozen, always_on_host = set(frozen), set(always_on_host)
     return [
         ParameterSpec(
             index=index,
@@ -42,7 +42,7 @@ def specs_of(
             numel=numel,
             dtype=dtype,
             trainable=index not in frozen,
-            resident=index in resident,
+            always_on_host=index in always_on_host,
         )
         for index, numel in enumerate(sizes)
     ]
@@ -58,11 +58,11 @@ def placement_of(
     spill_chunk_bytes: int = 4 * PIECE,
     inbox_bytes: int = 0,
 ) -> Placement:
-    """Homes as the two functions say (by unit, by subgroup); resident subgroups are in HOST."""
+    """Homes as the two functions say (by unit, by subgroup); some are always in HOST."""
     groups = layout.subgroups
-    state = [not g.resident and state_on_nvme(g.unit) for g in groups]
-    gradient = [g.trainable and not g.resident and gradient_on_nvme(g.index) for g in groups]
-    moving = [g for g in groups if g.trainable and not g.resident]
+    state = [not g.always_on_host and state_on_nvme(g.unit) for g in groups]
+    gradient = [g.trainable and not g.always_on_host and gradient_on_nvme(g.index) for g in groups]
+    moving = [g for g in groups if g.trainable and not g.always_on_host]
     slot_bytes = max((state_bytes(g, RULE) + gradient_bytes(g) for g in moving), default=0)
 
     def total(cost: Callable[[Any], int], chosen: Sequence[bool], wanted: bool) -> int:

@@ -30,7 +30,12 @@ def parameters(draw: st.DrawFn) -> list[ParameterSpec]:
     )
     return [
         ParameterSpec(
-            index=index, name=f"p{index}", numel=n, dtype=dtype, trainable=train, resident=stay
+            index=index,
+            name=f"p{index}",
+            numel=n,
+            dtype=dtype,
+            trainable=train,
+            always_on_host=stay,
         )
         for index, (n, dtype, train, stay) in enumerate(drawn)
     ]
@@ -86,7 +91,7 @@ def test_subgroups_keep_to_the_capacity_and_to_one_kind(
         for segment in group.segments:
             spec = specs[segment.parameter]
             assert (spec.dtype, spec.trainable) == (group.dtype, group.trainable)
-            assert spec.resident is group.resident
+            assert spec.always_on_host is group.always_on_host
 
 
 @given(specs=parameters(), capacity=capacities)

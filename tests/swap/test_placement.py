@@ -81,11 +81,11 @@ def cases(draw: st.DrawFn) -> Case:
             numel=numel,
             dtype=dtype,
             trainable=train,
-            resident=numel <= 16 * 1024,
+            always_on_host=numel <= 16 * 1024,
         )
         for index, (numel, dtype, train) in enumerate(drawn)
     ]
-    moving = [s.padded_numel * s.dtype.itemsize for s in specs if not s.resident]
+    moving = [s.padded_numel * s.dtype.itemsize for s in specs if not s.always_on_host]
     largest = max(moving, default=0)
     arena = draw(st.integers(largest, 3 * largest + draw(st.sampled_from([0, 1, 5000]))))
     return Case(specs, RULES[rule], arena, draw(st.booleans()))
@@ -133,7 +133,7 @@ def test_homes_hold_exactly_what_is_counted(placed: tuple[Case, int, Placement])
     for group, state, gradient in homes:
         held[state, "state"] += state_bytes(group, case.rule)
         held[gradient, "gradient"] += gradient_bytes(group)
-        if group.resident:
+        if group.always_on_host:
             assert (state, gradient) == (Tier.HOST, Tier.HOST)
     assert placement.state_host_bytes == held[Tier.HOST, "state"]
     assert placement.state_nvme_bytes == held[Tier.NVME, "state"]
@@ -216,7 +216,7 @@ def test_traffic_falls_and_homes_fill_as_the_budget_grows() -> None:
             numel=MIB,
             dtype=torch.bfloat16,
             trainable=True,
-            resident=False,
+            always_on_host=False,
         )
         for i in range(64)
     ]
@@ -241,7 +241,12 @@ def test_traffic_falls_and_homes_fill_as_the_budget_grows() -> None:
 def test_device_budget_bounds_the_arena_on_a_cpu() -> None:
     specs = [
         ParameterSpec(
-            index=i, name=f"p{i}", numel=MIB, dtype=torch.float32, trainable=True, resident=False
+            index=i,
+            name=f"p{i}",
+            numel=MIB,
+            dtype=torch.float32,
+            trainable=True,
+            always_on_host=False,
         )
         for i in range(32)
     ]

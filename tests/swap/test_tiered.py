@@ -48,7 +48,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             *,
             dtype: torch.dtype = torch.float32,
             frozen: Any = (),
-            resident: Any = (),
+            always_on_host: Any = (),
             seed: int | None = 0,
             faults: Faults | None = None,
             num_directories: int = 1,
@@ -58,7 +58,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         ) -> tuple[TieredState, Plain]:
             if seed is not None:
                 stack.enter_context(late_engines(seed, faults))
-            specs = specs_of(sizes, dtype, frozen=frozen, resident=resident)
+            specs = specs_of(sizes, dtype, frozen=frozen, always_on_host=always_on_host)
             largest = max(spec.padded_numel for spec in specs) * dtype.itemsize
             homes.setdefault("arena_bytes", 2 * largest)
             folders = [tmp_path / f"ssd{number}" for number in range(num_directories)]
@@ -107,12 +107,12 @@ def test_training_on_nvme_is_bit_identical_to_training_in_memory(
     assert_same(state, plain)
 
 
-@pytest.mark.parametrize("resident", [(), (2,), (1, 2, 3, 7)])
+@pytest.mark.parametrize("always_on_host", [(), (2,), (1, 2, 3, 7)])
 @pytest.mark.parametrize("frozen", [(), (0, 7), tuple(range(len(MIXED)))])
 def test_frozen_empty_and_tiny_parameters_are_like_others(
-    make: Make, resident: tuple[int, ...], frozen: tuple[int, ...]
+    make: Make, always_on_host: tuple[int, ...], frozen: tuple[int, ...]
 ) -> None:
-    state, plain = make(resident=resident, frozen=frozen)
+    state, plain = make(always_on_host=always_on_host, frozen=frozen)
     train(state, plain)
     assert_same(state, plain)
 
@@ -143,11 +143,11 @@ def test_step_without_gradients_changes_nothing(make: Make) -> None:
     assert_same(state, plain)
 
 
-@pytest.mark.parametrize("resident", [(), (0,)])
+@pytest.mark.parametrize("always_on_host", [(), (0,)])
 def test_options_that_cannot_be_are_refused_before_anything_is_changed(
-    make: Make, resident: tuple[int, ...]
+    make: Make, always_on_host: tuple[int, ...]
 ) -> None:
-    state, plain = make((100, PIECE, 3 * PIECE), resident=resident)
+    state, plain = make((100, PIECE, 3 * PIECE), always_on_host=always_on_host)
     for parameter in range(3):
         add_to_both(state, plain, parameter, seed=parameter)
     with pytest.raises(ValueError, match="lr"):
@@ -159,7 +159,7 @@ def test_options_that_cannot_be_are_refused_before_anything_is_changed(
 
 @pytest.mark.timeout(60)
 def test_update_that_raises_in_memory_leaves_nobody_waiting(make: Make) -> None:
-    state, plain = make((100, 100, PIECE), resident=(0, 1))
+    state, plain = make((100, 100, PIECE), always_on_host=(0, 1))
     for parameter in range(2):
         add_to_both(state, plain, parameter, seed=parameter)
     with (
@@ -233,7 +233,7 @@ def test_several_threads_may_fetch_while_an_update_is_under_way(make: Make) -> N
 
 def test_whatever_the_budget_the_bits_are_the_same(tmp_path: Path) -> None:
     """Placements by the planner itself, from the least budget to everything in memory."""
-    specs = specs_of([300_000, 3000, 140_000, 180_000, 200], torch.bfloat16, resident=(1, 4))
+    specs = specs_of([300_000, 3000, 140_000, 180_000, 200], torch.bfloat16, always_on_host=(1, 4))
     arena = 2 * max(spec.padded_numel for spec in specs) * 2
     with pytest.raises(BudgetError) as caught:
         place(specs, RULE, Budget(host_bytes=1), least_arena_bytes=arena)

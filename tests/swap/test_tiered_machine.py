@@ -59,7 +59,7 @@ class TiersMachine(RuleBasedStateMachine):
         numels=st.lists(sizes, min_size=NUM, max_size=NUM),
         dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
         frozen=st.sets(parameters, max_size=2),
-        resident=st.sets(parameters, max_size=2),
+        always_on_host=st.sets(parameters, max_size=2),
         state_on_host=st.sets(st.integers(0, NUM)),
         gradient_on_host=st.sets(st.integers(0, 3 * NUM)),
         room=st.sampled_from([1.0, 1.5, 3.0, 10.0]),
@@ -77,7 +77,7 @@ class TiersMachine(RuleBasedStateMachine):
         numels: list[int],
         dtype: torch.dtype,
         frozen: set[int],
-        resident: set[int],
+        always_on_host: set[int],
         state_on_host: set[int],
         gradient_on_host: set[int],
         room: float,
@@ -89,8 +89,8 @@ class TiersMachine(RuleBasedStateMachine):
         speculative: bool,
     ) -> None:
         self.stack = ExitStack()
-        small = {index for index in resident if numels[index] <= PIECE}
-        specs = specs_of(numels, dtype, frozen=frozen, resident=small)
+        small = {index for index in always_on_host if numels[index] <= PIECE}
+        specs = specs_of(numels, dtype, frozen=frozen, always_on_host=small)
         layout = pack(specs, 2 * PIECE)
         self.arena_bytes = int(room * max(s.padded_numel for s in specs) * dtype.itemsize)
         self.arena_bytes = -(-self.arena_bytes // PIECE) * PIECE

@@ -249,13 +249,13 @@ def test_reader_does_not_keep_the_update_from_letting_go_of_memory(
 def test_entry_that_the_update_did_not_complete_makes_room(make: Make) -> None:
     rig = make(num=2, pieces=2, capacity=1, room=2)
     add_to_both(rig.state, rig.plain, 0, seed=1)
-    offer = rig.weights.offer
+    insert = rig.weights.insert
 
-    def offer_first(segment: Any, weight: torch.Tensor) -> None:
+    def insert_first(segment: Any, weight: torch.Tensor) -> None:
         if segment.start == 0:
-            offer(segment, weight)
+            insert(segment, weight)
 
-    with patch.object(rig.weights, "offer", offer_first):
+    with patch.object(rig.weights, "insert", insert_first):
         step_both(rig.state, rig.plain, [0])
         rig.state.flush()
     assert rig.weights._entries == {}
