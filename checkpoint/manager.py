@@ -6,7 +6,8 @@ say when they were saved; there is no file that points to it and could point wro
 A run that goes back to an earlier step and saves from there has its newest checkpoint at a lower
 step than others have. The latest is the one that was saved last, and what is kept are those that
 were saved last. So a save is never removed by its own retention, and the steps that were given up
-are removed as they become old.
+are removed as they become old. Clocks do not matter: whatever saves at `<root>/step-<step>`, this
+class or not, gives its manifest a later time than those beside it have, see `checkpoint.series`.
 
 Invariants over ranks: a step counts where every rank finds it whole, so all load the same one; rank
 0 alone removes, after the commit.
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,16 +34,22 @@ from checkpoint.loading.manifest_cache import KnownManifests
 from checkpoint.loading.verdicts import Verdict, is_directory, verdict_of, warned, weakest
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accompanied, ranks_of
 from checkpoint.ranks.turn import Turn, in_turn
-from checkpoint.saving.api import save_after, start_save
+from checkpoint.saving.api import save_on, start_save
 from checkpoint.saving.guard import Guard
 from checkpoint.saving.pending import PendingSave
+from checkpoint.series import (
+    MAX_DIGITS,
+    Finished,
+    changed,
+    outdated,
+    step_path,
+    steps_in,
+    warn_if_ahead,
+)
 from checkpoint.transfer.memory import KeptMemory, check_engine
 
 logger = logging.getLogger(__name__)
 
-_MAX_DIGITS = 19
-"""Of a step: nanoseconds since 1970 are one too."""
-_NAME = re.compile(rf"step-(0|[1-9][0-9]{{0,{_MAX_DIGITS - 1}}})")
 _MAX_LISTINGS = 100
 """Of a root in which another process saves and removes while this one looks."""
 
@@ -107,9 +113,9 @@ class Manager:
         """Where the checkpoint of a step is or would be. Raises ValueError for what is no step."""
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r} is not a number of steps; give an int, 0 or more")
-        if step >= 10**_MAX_DIGITS:
-            raise ValueError(f"step={step} has more than {_MAX_DIGITS} digits")
-        return self.root / f"step-{step}"
+        if step >= 10**MAX_DIGITS:
+            raise ValueError(f"step={step} has more than {MAX_DIGITS} digits")
+        return step_path(self.root, step)
 
     def save(self, step: int, state: object) -> SaveInfo:
         """Saves the state of a step, then removes what is not to be kept.
@@ -121,9 +127,7 @@ class Manager:
         def way(arrival: Arrival) -> SaveInfo:
             path, previous = self.path(step), self._settle()
             stripes, engine, ranks = self._stripe_dirs, self._engine, self._ranks
-            return save_after(
-                self._last_saved, state, path, stripes, engine, ranks, arrival, previous=previous
-            )
+            return save_on(state, path, stripes, engine, ranks, arrival, previous=previous)
 
         info = accompanied(self._ranks, Operation.SAVE, way)
         self._retire_after_save()
@@ -152,7 +156,6 @@ class Manager:
                 previous=previous,
                 memory=self._memory,
                 on_committed=partial(self._known.add, path),
-                before=self._last_saved,
             )
             return self._pending
 
@@ -315,9 +318,7 @@ class Manager:
         """Every step there is something of. What is no directory is no step."""
         if not self.root.is_dir():
             return []
-        matches = [_NAME.fullmatch(entry.name) for entry in self.root.iterdir()]
-        steps = sorted(int(match[1]) for match in matches if match is not None)
-        return [step for step in steps if is_directory(self.path(step))]
+        return [step for step in steps_in(self.root) if is_directory(self.path(step))]
 
     def _ordered(self) -> list[int]:
         """Every step there is something of, those first that do not say when they were saved: they
@@ -325,14 +326,11 @@ class Manager:
         """
 
         def order(step: int) -> tuple[bool, int, int]:
-            saved = self._known.saved(self.path(step))
+            saved = self._known.saved(path := self.path(step))
+            warn_if_ahead(path, saved or 0)
             return saved is None, saved or 0, step
 
         return sorted(self._found(), key=order, reverse=True)
-
-    def _last_saved(self) -> int:
-        """When the newest checkpoint was saved, in nanoseconds since 1970; a clock may be wrong."""
-        return self._known.last_saved(map(self.path, self._found()))
 
     def _judge(self, step: int) -> Verdict:
         path = self.path(step)
@@ -343,27 +341,29 @@ class Manager:
 
         Saves of this manager do so themselves. It is for checkpoints that something else saves at
         `path(step)`, as `OffloadedModel.save` does; call it when none of these saves is running.
+        A step that is newer than its manifest says (it was saved here last, and one from a host
+        whose clock is ahead was copied in) stays with a warning until the next save.
         Damaged checkpoints stay, for somebody to look at; they do not count as kept. What cannot be
         removed is a warning. Of several ranks the first one removes, and nobody waits for it.
         """
         if self._ranks.rank:
             return
-        finished: list[tuple[int, int, str]] = []
+        finished: list[Finished] = []
         for step in self._found():
             path = self.path(step)
             if path.is_symlink():
                 continue
             with warned(path):
                 try:
-                    manifest = self._known.check(path)
+                    manifest, since = self._known.check(path), changed(path)
                 except IncompleteCheckpointError:
                     self._remove(step, None)
                 else:
-                    finished.append((manifest.saved, step, manifest.uuid))
-        old = [] if self._keep is None else sorted(finished)[: -self._keep]
-        for _, step, uuid in old:
-            if not self._keep_every or step % self._keep_every:
-                self._remove(step, uuid)
+                    finished.append(Finished(manifest.saved, step, manifest.uuid, since))
+        if self._keep is None:
+            return
+        for one in outdated(self.root, finished, self._keep, self._keep_every):
+            self._remove(one.step, one.uuid)
 
     def _retire_after_save(self) -> None:
         """The save itself is done, whatever becomes of old ones."""

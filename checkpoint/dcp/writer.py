@@ -37,6 +37,7 @@ from checkpoint.plan.readable import check_files, check_tree
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.saving.entries import manifest_of
 from checkpoint.saving.generation import Generation
+from checkpoint.series import time_of_save
 from checkpoint.sheltered import sheltered
 from checkpoint.tensors.sources import finish_device_work
 
@@ -260,7 +261,10 @@ class StorageWriter(TorchStorageWriter):
             destination = save.destination
             names = metadata.state_dict_metadata
             tree_of = partial(build_tree, paths=metadata.planner_data)
-            manifest = manifest_of(destination, written, names, tree_of, world_size=len(results))
+            saved = time_of_save(destination.path, destination.uuid)
+            manifest = manifest_of(
+                destination, written, names, tree_of, world_size=len(results), saved=saved
+            )
             check_tree(manifest.tree, manifest.tensors, manifest.storages)
             check_files(manifest, destination.path)
             raw = encode_manifest(manifest)

@@ -6,7 +6,6 @@ changed would take the interpreter from the training beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -61,17 +60,6 @@ class KnownManifests:
         if stamp is not None:
             self._known[checkpoint] = stamp, manifest
         return manifest
-
-    def last_saved(self, checkpoints: Iterable[Path]) -> int:
-        """When the newest of some checkpoints was saved, those with damaged manifests aside; 0 if
-        there is none. Of manifests that have not been seen before few are read.
-        """
-        claimed = [(self.saved(checkpoint) or 0, checkpoint) for checkpoint in checkpoints]
-        for _, checkpoint in sorted(claimed, reverse=True):
-            # A damaged manifest may claim any time, and what is saved next has to be later.
-            with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
-                return self._valid(checkpoint, _stamp(checkpoint)).saved
-        return 0
 
     def saved(self, checkpoint: Path) -> int | None:
         """When a checkpoint was saved, as the beginning of its manifest claims if it says anything;

@@ -6,7 +6,6 @@ import errno
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,6 @@ from checkpoint.collector import paused_collector
 from checkpoint.directory.destination import Destination, PathLike, checkpoint_path, stripe_paths
 from checkpoint.format.manifest import check_limits
 from checkpoint.format.records import Manifest, SaveInfo
-from checkpoint.format.rules import MAX_SIZE
 from checkpoint.plan.state_plan import FilePlan, StatePlan, plan_files, plan_state
 from checkpoint.plan.write_runs import (
     LARGE_SLOT_BYTES,
@@ -42,6 +40,7 @@ from checkpoint.saving.pending import PendingSave
 from checkpoint.saving.rank_plan import account_of, check_whole, plan_rank
 from checkpoint.saving.running import Order, save_behind, save_now
 from checkpoint.saving.unguarded import copied
+from checkpoint.series import time_of_save
 from checkpoint.sheltered import Cancellation
 from checkpoint.tensors.sources import Source, finish_device_work
 from checkpoint.transfer.filling import Filler
@@ -89,20 +88,12 @@ def save(
     ranks = ranks_of(coordinator)
 
     def way(arrival: Arrival) -> SaveInfo:
-        return save_after(
-            at_any_time, state, path, stripe_dirs, engine, ranks, arrival, staging_bytes
-        )
+        return save_on(state, path, stripe_dirs, engine, ranks, arrival, staging_bytes)
 
     return accompanied(ranks, Operation.SAVE, way)
 
 
-def at_any_time() -> int:
-    """Of a save that need not be later than any other, see `save_after`."""
-    return 0
-
-
-def save_after(
-    before: Callable[[], int],
+def save_on(
     state: object,
     path: PathLike,
     stripe_dirs: Sequence[PathLike] | None,
@@ -113,13 +104,12 @@ def save_after(
     *,
     previous: PendingSave | None = None,
 ) -> SaveInfo:
-    """`save`, of which the manifest says that it was later than `before` (nanoseconds since 1970),
-    whatever the clock says; rank 0 asks for it. `previous` is a background save whose error this
-    one raises. For the `arrival` see `accompanied`, in which it is called.
+    """`save` on these ranks. `previous` is a background save whose error this one raises. For the
+    `arrival` see `accompanied`, in which it is called.
     """
 
     def plan(cancellation: Cancellation) -> SavePlan:
-        return plan_save(state, path, stripe_dirs, ranks, staging_bytes, cancellation, before)
+        return plan_save(state, path, stripe_dirs, ranks, staging_bytes, cancellation)
 
     target = _target(path, staging_bytes, engine)
     order = Order(
@@ -195,19 +185,16 @@ def start_save(
     previous: PendingSave | None = None,
     memory: KeptMemory | None = None,
     on_committed: Callable[[Manifest], None] | None = None,
-    before: Callable[[], int] = at_any_time,
 ) -> PendingSave:
     """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
     for its copies that is kept for the next one. `on_committed` is given the manifest of a save by
-    one process. `before`, `previous` and `arrival` are as in `save_after`.
+    one process. `previous` and `arrival` are as in `save_on`.
     """
     staging = STAGING_BYTES if staging_bytes is None else staging_bytes
 
     def plan(cancellation: Cancellation) -> SavePlan:
         memory_bytes = STAGING_BYTES if staging_bytes is None else staging_bytes
-        planned = plan_save(
-            state, path, stripe_dirs, ranks, memory_bytes, cancellation, before, guard
-        )
+        planned = plan_save(state, path, stripe_dirs, ranks, memory_bytes, cancellation, guard)
         return planned if guard is None else _with_large_slots(planned, memory_bytes)
 
     def snapshot(plan: SavePlan, num_here: int) -> Snapshot:
@@ -251,15 +238,14 @@ def plan_save(
     coordinator: Coordinator,
     staging_bytes: int,
     cancellation: Cancellation,
-    before: Callable[[], int],
     guard: Guard | None = None,
 ) -> SavePlan:
     """Decides everything about a save and touches nothing; raises what `save` does before that."""
     if coordinator.world_size == 1:
         target, stripes, state_plan = _checked(state, path, stripe_dirs, guard)
         check_whole(state_plan)
-        saved = _later_than(before)
         uuid, weights = _new_uuid(target), [1.0] * max(len(stripes), 1)
+        saved = time_of_save(path, uuid)
         files = plan_files(state_plan, uuid=uuid, rank=0, weights=weights)
         sources = [state_plan.sources_of(file) for file in files]
         return _save_plan(
@@ -276,8 +262,10 @@ def plan_save(
 
     def check() -> dict[str, Any]:
         target, stripes, state_plan = _checked(state, path, stripe_dirs, guard)
-        found.append((target, stripes, state_plan, _later_than(before) if is_first else 0))
-        return account_of(state_plan, target, stripes, _new_uuid(target) if is_first else None)
+        uuid = _new_uuid(target) if is_first else None
+        saved = 0 if uuid is None else time_of_save(path, uuid)
+        found.append((target, stripes, state_plan, saved))
+        return account_of(state_plan, target, stripes, uuid)
 
     every = together(coordinator, check)
     target, stripes, state_plan, saved = found[0]
@@ -292,16 +280,6 @@ def plan_save(
         return replace(plan, ranks=ranks)
 
     return apart(coordinator, decide)
-
-
-def _later_than(before: Callable[[], int]) -> int:
-    saved = max(time.time_ns(), before() + 1)
-    if saved > MAX_SIZE:
-        raise ValueError(
-            f"saved {saved} ns after 1970 is more than the {MAX_SIZE} that a manifest can say; set "
-            "the clock, and remove checkpoints of the series that were saved while it was wrong"
-        )
-    return saved
 
 
 def _checked(

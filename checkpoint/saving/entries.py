@@ -4,7 +4,6 @@ rank writes of them, and the manifest of what all ranks wrote.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -105,9 +104,10 @@ def manifest_of(
     tree_of: Callable[[Mapping[str, Node]], Node],
     *,
     world_size: int,
+    saved: int,
 ) -> Manifest:
     """The manifest of what all ranks wrote of entries with these `names`; `tree_of` makes the tree
-    of their nodes by name.
+    of their nodes by name. `saved`: when, see `time_of_save`.
 
     Raises ValueError naming an entry that no rank wrote, or several with other dtypes or shapes.
     """
@@ -135,7 +135,7 @@ def manifest_of(
         storages=(),
         tensors=tuple(tensors),
         tree=tree_of(leaves),
-        saved=time.time_ns(),
+        saved=saved,
     )
 
 

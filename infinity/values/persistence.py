@@ -39,7 +39,7 @@ from checkpoint.ranks.coordinator import (
     accompanied,
     together,
 )
-from checkpoint.saving.api import at_any_time, save_after, start_save
+from checkpoint.saving.api import save_on, start_save
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.rule import OptimizerRule
@@ -106,7 +106,7 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
         state, staging_bytes = _state(training, own, extra, how), training.checkpoint_bytes
         to = (state, path, how.stripe_dirs)
         if how.block:
-            return save_after(at_any_time, *to, None, ranks, arrival, staging_bytes)
+            return save_on(*to, None, ranks, arrival, staging_bytes)
         guard = training.optimizer
         return start_save(*to, guard, None, ranks, arrival, staging_bytes=staging_bytes)
 

@@ -1,0 +1,215 @@
+"""The order of saves beside each other, whatever saves them and whatever the clocks say."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import checkpoint
+import infinity
+from checkpoint.dcp import StorageWriter
+from checkpoint.directory.locate import peek_saved
+from tests.checkpoint.test_manager import state
+
+HOUR = 3600 * 10**9
+real_time = time.time_ns
+
+Save = Callable[[Path, int], None]
+
+
+def save_now(path: Path, step: int) -> None:
+    checkpoint.save(state(step), path)
+
+
+def save_behind(path: Path, step: int) -> None:
+    checkpoint.save_async(state(step), path).result()
+
+
+def save_by_dcp(path: Path, step: int) -> None:
+    writer = StorageWriter(path)
+    dcp.save({"w": torch.ones(4) * step}, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
+
+
+DOORS: list[Save] = [save_now, save_behind, save_by_dcp]
+
+
+@pytest.fixture
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the clock so many nanoseconds ahead."""
+
+    def set_to(ahead: int) -> None:
+        monkeypatch.setattr("time.time_ns", lambda: real_time() + ahead)
+
+    return set_to
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("save", DOORS)
+def test_a_save_to_a_step_after_the_clock_is_set_back_is_the_latest_and_stays(
+    tmp_path: Path, set_clock: Callable[[int], None], save: Save
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in (1, 2, 3, 4, 5):
+        set_clock(0 if step < 3 else -HOUR)
+        save(manager.path(step), step)
+        manager.retire()
+        assert manager.latest() == step
+    assert manager.steps() == [4, 5]
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_an_offloaded_save_to_a_step_after_the_clock_is_set_back_stays(
+    tmp_path: Path, set_clock: Callable[[int], None], block: bool
+) -> None:
+    manager = checkpoint.Manager(tmp_path / "run", keep=1)
+    model = torch.nn.Linear(8, 8)
+    (tmp_path / "nvme").mkdir()
+    with infinity.offload(
+        model, tmp_path / "nvme", optimizer=infinity.AdamW(lr=1e-3), host_memory="64MiB"
+    ) as offloaded:
+        for step in (1, 2):
+            set_clock(0 if step < 2 else -HOUR)
+            saved = offloaded.save(manager.path(step), block=block)
+            if isinstance(saved, checkpoint.PendingSave):
+                saved.result()
+            manager.retire()
+    assert manager.steps() == [2]
+
+
+def test_saves_beside_a_step_of_a_host_whose_clock_is_ahead_are_later_and_it_is_told(
+    tmp_path: Path, set_clock: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    set_clock(HOUR)
+    checkpoint.save(state(5), tmp_path / "there" / "step-5")
+    set_clock(0)
+    shutil.copytree(tmp_path / "there", tmp_path / "run")
+    manager = checkpoint.Manager(tmp_path / "run", keep=1)
+    for step in (6, 7):
+        checkpoint.save(state(step), manager.path(step))
+        manager.retire()
+        assert manager.steps() == [step]
+    (said,) = [r.getMessage() for r in caplog.records if "the clock says now" in r.getMessage()]
+    assert "step-5" in said
+
+
+def test_a_save_that_still_runs_is_earlier_than_the_next_one(
+    tmp_path: Path, set_clock: Callable[[int], None]
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = checkpoint.save_async(model.state_dict(), tmp_path / "step-1", guard=optimizer)
+    set_clock(-HOUR)
+    checkpoint.save(state(2), tmp_path / "step-2")
+    first.result()
+    assert checkpoint.Manager(tmp_path).latest() == 2
+
+
+def test_a_save_through_a_link_or_a_relative_path_is_later_than_the_steps_there(
+    tmp_path: Path, set_clock: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(state(1), tmp_path / "run" / "step-1")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "step-4").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path / "run")
+    set_clock(-HOUR)
+    for step, path in ((2, tmp_path / "link" / "step-2"), (3, Path("step-3")), (4, Path("step-4"))):
+        checkpoint.save(state(step), path)
+        assert checkpoint.Manager(tmp_path / "run").latest() == step
+
+
+def test_a_save_elsewhere_has_the_time_of_the_clock(
+    tmp_path: Path, set_clock: Callable[[int], None]
+) -> None:
+    checkpoint.save(state(1), tmp_path / "step-1")
+    set_clock(-HOUR)
+    checkpoint.save(state(2), tmp_path / "best")
+    saved = peek_saved(tmp_path / "best")
+    assert saved is not None
+    assert saved < real_time() - HOUR // 2
+
+
+def test_the_step_saved_here_last_stays_where_one_from_ahead_is_copied_in_after_it(
+    tmp_path: Path, set_clock: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    set_clock(HOUR)
+    checkpoint.save(state(5), tmp_path / "there" / "step-5")
+    set_clock(0)
+    manager = checkpoint.Manager(tmp_path / "run", keep=1)
+    manager.save(6, state(6))
+    shutil.copytree(tmp_path / "there" / "step-5", manager.path(5))
+    manager.retire()
+    assert manager.steps() == [5, 6]
+    assert [r for r in caplog.records if f"{manager.path(6)} stays" in r.getMessage()]
+    manager.save(7, state(7))
+    assert manager.steps() == [7]
+
+
+def test_what_was_saved_under_another_name_and_renamed_to_a_step_stays(
+    tmp_path: Path, set_clock: Callable[[int], None]
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        set_clock(-step * HOUR)
+        checkpoint.save(state(step), tmp_path / "new")
+        (tmp_path / "new").rename(manager.path(step))
+        manager.retire()
+    assert manager.load(3)["step"] == 3
+
+
+def test_what_came_last_stays_where_another_process_saved_it_by_a_clock_behind(
+    tmp_path: Path,
+    set_clock: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        set_clock(-step * HOUR)
+        checkpoint.save(state(step), tmp_path / "new")
+        (tmp_path / "new").rename(manager.path(step))
+    monkeypatch.setattr("checkpoint.series._given", [])
+    for step in (3, 1, 2):  # the file system notes when
+        os.utime(manager.path(step) / "manifest.json")
+        time_of = (manager.path(step) / "manifest.json").stat().st_ctime_ns
+        while step != 2 and time_of == _touched(tmp_path / "probe"):
+            pass
+    manager.retire()
+    assert manager.steps() == [1, 2], "1 is the last by its time, 2 came last"
+    assert [r for r in caplog.records if f"{manager.path(2)} stays" in r.getMessage()]
+
+
+def _touched(path: Path) -> int:
+    path.write_text("")
+    return path.stat().st_ctime_ns
+
+
+def test_steps_that_keep_every_keeps_stay_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    manager = checkpoint.Manager(tmp_path, keep=1, keep_every=10)
+    for step in (10, 11, 20, 21):
+        checkpoint.save(state(step), manager.path(step))
+        manager.retire()
+    assert manager.steps() == [10, 20, 21]
+    assert not caplog.records
+
+
+def test_a_time_ahead_of_the_clock_is_told_of_by_who_looks_for_the_latest(
+    tmp_path: Path, set_clock: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    set_clock(HOUR)
+    checkpoint.save(state(5), tmp_path / "step-5")
+    set_clock(0)
+    assert checkpoint.Manager(tmp_path).load()["step"] == 5
+    (said,) = [r.getMessage() for r in caplog.records if "the clock says now" in r.getMessage()]
+    assert "step-5" in said
