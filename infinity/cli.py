@@ -159,14 +159,20 @@ def _import(options: argparse.Namespace, console: Console) -> int:
         raise UsageError(f"--model {options.model}: there is nothing at that path")
     files = WeightFolder(options.model)
     with told(f"importing {options.source} to {options.path}"):
-        info, taken = import_state(
+        found = import_state(
             options.source, model, files, options.path, is_ordered=has_config(options.model)
         )
+    info, taken = found.info, found.taken
     console.print(f"{info.path}: {format_bytes(info.nbytes)}; go on with offloaded.load")
     if taken:
         console.print(
             f"weights of {len(taken)} parameters are those of {options.model}, which has to be of "
             f"the same step: {', '.join(taken[:3])}{', ...' if len(taken) > 3 else ''}"
+        )
+    if not found.has_options:
+        console.print(
+            f"{options.source} names no options of the optimizer: those that you give to "
+            "infinity.offload (learning rate, betas, eps, weight decay) are used"
         )
     return DONE
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import infinity
-from tests.infinity.test_foreign_state import AT, OPTIONS, Model, after, batches, run, train
+from tests.support.foreign_runs import AT, OPTIONS, Model, after, batches, run, train
 from tests.support.models import seeded
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,105 +12,29 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict_saver import save
 
 import checkpoint
 import infinity
 from infinity.cli import main
+from tests.support.foreign_runs import (
+    AT,
+    OPTIONS,
+    WIDTH,
+    Model,
+    Plain,
+    after,
+    assert_goes_on_as,
+    batches,
+    run,
+    saved_by_torch,
+    train,
+)
 from tests.support.models import seeded
-
-WIDTH = 96
-AT = 3
-"""Steps before the state moves; as many come after."""
-OPTIONS: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.02}
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.unused = nn.Linear(8, 8)
-        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x))) * self.scale
-
-
-def batches() -> Iterator[torch.Tensor]:
-    rng = torch.Generator().manual_seed(5)
-    while True:
-        yield torch.randn(4, WIDTH, generator=rng)
-
-
-def train(model: nn.Module, step: Callable[[], Any], data: Iterator[torch.Tensor]) -> list[float]:
-    losses = []
-    for _ in range(AT):
-        x = next(data)
-        loss = F.mse_loss(model(x), x)
-        loss.backward()
-        step()
-        losses.append(loss.item())
-    return losses
-
-
-class Plain:
-    """A run of torch's AdamW: what it saved amid it, and how it went on."""
-
-    def __init__(self, folder: Path, named: bool = True) -> None:
-        self.model = seeded(Model)
-        given: Any = self.model.named_parameters() if named else self.model.parameters()
-        self.optimizer = torch.optim.AdamW(given, fused=True, **OPTIONS)
-        data = batches()
-        train(self.model, self.step, data)
-        self.weights = folder / "model.safetensors"
-        save_file(self.model.state_dict(), self.weights)
-        self.folder = folder
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def rest(self) -> list[float]:
-        return train(self.model, self.step, after(AT))
-
-
-def after(count: int) -> Iterator[torch.Tensor]:
-    data = batches()
-    for _ in range(count):
-        next(data)
-    return data
 
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Plain:
     return Plain(tmp_path)
-
-
-def goes_on(path: Path, nvme: Path, **options: Any) -> tuple[list[float], nn.Module]:
-    model = Model()
-    with infinity.offload(
-        model, nvme, optimizer=infinity.AdamW(**options), host_memory="256MiB"
-    ) as offloaded:
-        offloaded.load(path)
-        return train(model, offloaded.step, after(AT)), model
-
-
-def run(*words: object) -> None:
-    assert main([str(word) for word in words]) == 0
-
-
-def assert_goes_on_as(plain: Plain, path: Path, nvme: Path, **options: Any) -> None:
-    losses, model = goes_on(path, nvme, **options)
-    assert losses == plain.rest()
-    expected = plain.model.state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
-
-
-def saved_by_torch(state: dict[str, Any], path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save(state, checkpoint_id=path)
 
 
 @pytest.mark.parametrize("place", [None, "optimizer", "optimizer_states"])
@@ -144,16 +67,6 @@ def test_universal_checkpoint_of_deepspeed_goes_on_with_its_masters(
     save_file(rounded, tmp_path / "rounded.safetensors")
     model = tmp_path / "rounded.safetensors"
     run("import", tmp_path / "run", tmp_path / "ours", "--model", model)
-    assert_goes_on_as(plain, tmp_path / "ours", nvme, **OPTIONS)
-
-
-@pytest.mark.parametrize("names", [("model", "optim"), ("app.model", "app.optimizer")])
-def test_distributed_checkpoint_goes_on(
-    names: tuple[str, str], plain: Plain, nvme: Path, tmp_path: Path
-) -> None:
-    weights, state = get_state_dict(plain.model, plain.optimizer)
-    saved_by_torch(dict(zip(names, (weights, state), strict=True)), tmp_path / "dcp")
-    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
     assert_goes_on_as(plain, tmp_path / "ours", nvme, **OPTIONS)
 
 
@@ -223,54 +136,6 @@ def test_state_of_another_optimizer_is_refused(
     words[1] = tmp_path / "dcp"
     assert main([str(word) for word in words]) == 1
     assert not (tmp_path / "ours").exists()
-
-
-def test_parameters_of_another_name_are_refused(
-    plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    weights, state = get_state_dict(plain.model, plain.optimizer)
-    trees: list[Any] = [weights, state["state"]]
-    for tree in trees:
-        tree["renamed.weight"] = tree.pop("up.weight")
-    saved_by_torch({"model": weights, "optim": {"state": state["state"]}}, tmp_path / "dcp")
-    words = ["import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights]
-    assert main([str(word) for word in words]) == 1
-    assert "the model has no parameter renamed.weight" in capsys.readouterr().err
-
-
-class Clashing(nn.Module):
-    """Whose names are those of each other behind `model.`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.Linear(8, 8)
-        self.model = nn.Module()
-        self.model.norm = nn.Linear(8, 8)
-
-
-def test_names_that_begin_as_their_place_are_told_apart(tmp_path: Path) -> None:
-    model = seeded(Clashing)
-    optimizer = torch.optim.AdamW(model.named_parameters())
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    weights, state = get_state_dict(model, optimizer)
-    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", tmp_path / "model.safetensors")
-    ours = checkpoint.load(tmp_path / "ours")
-    for name, p in model.named_parameters():
-        assert torch.equal(ours["model"][name], p), name
-        assert torch.equal(ours["optimizer"]["exp_avg"][name], optimizer.state[p]["exp_avg"])
-
-
-def test_buffers_come_from_the_source_that_has_them(plain: Plain, tmp_path: Path) -> None:
-    weights, state = get_state_dict(plain.model, plain.optimizer)
-    scale = torch.full((WIDTH,), 0.25)
-    weights["scale"] = scale
-    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
-    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
-    assert torch.equal(checkpoint.load(tmp_path / "ours")["model"]["scale"], scale)
 
 
 def test_imported_state_goes_on_with_the_optimizer_of_torch(

@@ -7,9 +7,10 @@ index of such a checkpoint (`.metadata`) as a pickle: read those alone that you 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from infinity.commands.foreign.state import (
     ForeignState,
     Shelf,
     Shelved,
-    check_decay,
     check_kept,
+    check_options,
 )
 
 METADATA = ".metadata"
+_GROUPS = "param_groups."
+_PARAMS = re.compile(r"[0-9]+\.params")
 
 
 class _Checkpoint:
@@ -54,15 +57,13 @@ class _Checkpoint:
         self._load(target)
         return target[name]
 
-    def value(self, name: str) -> Any:
-        """What is no tensor: a number or a flag of the options. None where it is not there."""
-        if name not in self.entries:
-            return None
-        if self.shape(name) is not None:
-            return self.read(name).item()
-        target: dict[str, Any] = {name: None}
-        self._load(target)
-        return target[name]
+    def values(self, names: Sequence[str]) -> dict[str, Any]:
+        """Options of groups, which are numbers, flags and names, or tensors of one number."""
+        target: dict[str, Any] = {name: None for name in names if self.shape(name) is None}
+        if target:
+            self._load(target)
+        tensors = {name: self.read(name) for name in names if name not in target}
+        return target | {n: t.item() if t.numel() == 1 else t for n, t in tensors.items()}
 
     def _load(self, target: dict[str, Any]) -> None:
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -82,6 +83,7 @@ def read_distributed(path: Path, model: nn.Module) -> ForeignState:
     """Raises ``ValueError`` where it cannot be told by their names which tensors are meant."""
     found = _Checkpoint(path)
     names = [name for name, _ in model.named_parameters()]
+    _check_named(_first_moments(found), path)
     of_state = _prefix(_first_moments(found), names, path)
     of_model = _prefix(_weights(found), names, path)
     kept = _kept(found)
@@ -93,7 +95,6 @@ def read_distributed(path: Path, model: nn.Module) -> ForeignState:
             first, second = (found.source(f"{key}.{part}") for part in MOMENTS)
             moments[name] = (first, second)
             steps[name] = _step(found, f"{key}.step", path)
-    _check_decay(found, path)
     wanted = [*names, *(name for name, _ in model.named_buffers())]
     weights = {
         n: found.source(of_model + n) for n in wanted if found.shape(of_model + n) is not None
@@ -106,6 +107,7 @@ def read_distributed(path: Path, model: nn.Module) -> ForeignState:
         buffers={name: weights[name] for name in weights if name not in names},
         moments=moments,
         steps=steps,
+        groups=_groups(found, of_state, path),
         is_whole=bool(weights),
         others=sorted(there - {*names}),
     )
@@ -154,16 +156,53 @@ def _kept(found: _Checkpoint) -> dict[str, set[str]]:
     return kept
 
 
-def _check_decay(found: _Checkpoint, path: Path) -> None:
-    """By the options of the groups, where they are there."""
-    for key in found.entries:
-        if key.endswith(".decoupled_weight_decay"):
-            decay = f"{key.removesuffix('decoupled_weight_decay')}weight_decay"
-            options = {
-                "decoupled_weight_decay": found.value(key),
-                "weight_decay": found.value(decay),
-            }
-            check_decay(options, path)
+def _groups(found: _Checkpoint, of_state: str, path: Path) -> list[dict[str, Any]]:
+    """The groups of the optimizer whose state is under ``of_state``, with their options; none where
+    there are no options. Raises ``ValueError`` for those of another optimizer.
+    """
+    root, inside, prefix = of_state.rpartition("state.")
+    first = f"{root}{_GROUPS}"
+    keys = [key for key in found.entries if inside and key.startswith(first)]
+    values = {key.removeprefix(first): value for key, value in found.values(keys).items()}
+    is_listed = any(_PARAMS.fullmatch(key) for key in values)
+    groups = _listed(values) if is_listed else _by_options(values)
+    for group in groups:
+        check_options(group, path)
+        group["params"] = [name.removeprefix(prefix) for name in group["params"]]
+    return groups
+
+
+def _listed(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`0.lr`, `0.params`: an option of a group by its number."""
+    groups: dict[int, dict[str, Any]] = {}
+    for key, value in values.items():
+        number, _, option = key.partition(".")
+        groups.setdefault(int(number), {})[option] = value
+    return [groups[number] for number in sorted(groups)]
+
+
+def _by_options(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`up.weight.lr`: an option of a parameter. Those with the same ones are a group."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        name, _, option = key.rpartition(".")
+        by_name.setdefault(name, {})[option] = value
+    groups: list[dict[str, Any]] = []
+    for name, options in by_name.items():
+        group = next((g for g in groups if {**g, "params": 0} == {**options, "params": 0}), None)
+        if group is None:
+            groups.append(group := {**options, "params": []})
+        group["params"].append(name)
+    return groups
+
+
+def _check_named(keys: Sequence[str], path: Path) -> None:
+    if keys and all(key.rpartition(".")[2].isdecimal() for key in keys):
+        raise ValueError(
+            f"{path} numbers the parameters of the optimizer; save what "
+            "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) gives, which "
+            "names them"
+        )
 
 
 def _step(found: _Checkpoint, key: str, path: Path) -> int:

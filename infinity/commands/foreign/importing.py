@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,21 @@ def read_foreign(source: Path, model: nn.Module, *, is_ordered: bool) -> Foreign
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A checkpoint that was written: what ``checkpoint.save`` says of it, the parameters whose
+    weights came from the model's files, and whether the source had options of the optimizer.
+    """
+
+    info: checkpoint.SaveInfo
+    taken: list[str]
+    has_options: bool
+
+
 def import_state(
     source: Path, model: nn.Module, files: WeightFolder, path: Path, *, is_ordered: bool
-) -> tuple[Any, list[str]]:
-    """Write a checkpoint at ``path``; returns what ``checkpoint.save`` returns, and the parameters
-    whose weights came from ``files``.
+) -> Imported:
+    """Write a checkpoint at ``path``.
 
     Weights that ``source`` has not come from ``files``. Where ``model`` was made of these alone
     (``is_ordered=False``), which of its tensors are buffers is told when it is loaded. Raises as
@@ -55,7 +66,8 @@ def import_state(
     state = read_foreign(source, model, is_ordered=is_ordered)
     state.check(model, source)
     taken = [name for name, _ in model.named_parameters() if name not in state.weights]
-    return checkpoint.save(_tree(state, model, files), path), taken
+    info = checkpoint.save(_tree(state, model, files), path)
+    return Imported(info, taken, has_options=bool(state.groups))
 
 
 def _tree(state: ForeignState, model: nn.Module, files: WeightFolder) -> dict[str, Any]:

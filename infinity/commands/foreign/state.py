@@ -15,7 +15,9 @@ from swap.storage.components import as_bytes
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SHOWN = 5
 """Names that a message lists."""
+NOT_OPTIONS = ("params", "param_names")
 _KEPT = {"step", *MOMENTS}
+_ADAMW = {"lr", "betas", "eps", "weight_decay", "amsgrad"}
 
 
 def check_kept(kept: Iterable[str], name: object, source: object) -> None:
@@ -28,7 +30,17 @@ def check_kept(kept: Iterable[str], name: object, source: object) -> None:
         )
 
 
-def check_decay(options: Mapping[str, Any], source: object) -> None:
+def check_options(group: Mapping[str, Any], source: object) -> None:
+    """Raises ``ValueError`` for another optimizer that keeps what AdamW keeps, by its options."""
+    if not group.keys() >= _ADAMW or group["amsgrad"] or "momentum_decay" in group:
+        raise ValueError(
+            f"{source} is not of AdamW without amsgrad: its options are "
+            f"{', '.join(sorted(key for key in group if key not in NOT_OPTIONS))}"
+        )
+    _check_decay(group, source)
+
+
+def _check_decay(options: Mapping[str, Any], source: object) -> None:
     """Raises ``ValueError`` for the options of another optimizer that keeps the same."""
     if options.get("decoupled_weight_decay") is False and options.get("weight_decay"):
         raise ValueError(

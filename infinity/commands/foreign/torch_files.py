@@ -14,16 +14,15 @@ import torch
 from torch import nn
 
 from infinity.commands.foreign.state import (
+    NOT_OPTIONS,
     ForeignState,
     as_float32,
-    check_decay,
     check_kept,
+    check_options,
 )
 
 PLACES = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 """Where loops keep it in the dict that they save."""
-_NOT_STATE = ("params", "param_names")
-_ADAMW = {"lr", "betas", "eps", "weight_decay", "amsgrad"}
 
 
 def load_mapped(path: Path) -> Any:
@@ -45,7 +44,7 @@ def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> Foreig
     state = _optimizer_in(load_mapped(path), path)
     groups = state["param_groups"]
     for group in groups:
-        _check_options(group, path)
+        check_options(group, path)
     names = dict(_names_by_key(groups, model, path, is_ordered=is_ordered))
     moments, steps = {}, {}
     for key, kept in state["state"].items():
@@ -57,21 +56,11 @@ def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> Foreig
         moments=moments,
         steps=steps,
         groups=[
-            {k: v for k, v in group.items() if k not in _NOT_STATE}
+            {k: v for k, v in group.items() if k not in NOT_OPTIONS}
             | {"params": [names.get(key, str(key)) for key in group["params"]]}
             for group in groups
         ],
     )
-
-
-def _check_options(group: Mapping[str, Any], path: Path) -> None:
-    """An optimizer that keeps what AdamW keeps is told by its options."""
-    if not group.keys() >= _ADAMW or group["amsgrad"] or "momentum_decay" in group:
-        raise ValueError(
-            f"{path} is not of AdamW without amsgrad: its options are "
-            f"{', '.join(sorted(key for key in group if key not in _NOT_STATE))}"
-        )
-    check_decay(group, path)
 
 
 def _optimizer_in(found: Any, path: Path) -> Mapping[str, Any]:

@@ -1,0 +1,133 @@
+"""AdamW's state in checkpoints of ``torch.distributed.checkpoint`` goes on here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import checkpoint
+from infinity.cli import main
+from tests.support.foreign_runs import (
+    OPTIONS,
+    WIDTH,
+    Plain,
+    assert_goes_on_as,
+    batches,
+    run,
+    saved_by_torch,
+    train,
+)
+from tests.support.models import seeded
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Plain:
+    return Plain(tmp_path)
+
+
+@pytest.mark.parametrize("names", [("model", "optim"), ("app.model", "app.optimizer")])
+def test_distributed_checkpoint_goes_on(
+    names: tuple[str, str], plain: Plain, nvme: Path, tmp_path: Path
+) -> None:
+    weights, state = get_state_dict(plain.model, plain.optimizer)
+    saved_by_torch(dict(zip(names, (weights, state), strict=True)), tmp_path / "dcp")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
+    assert_goes_on_as(plain, tmp_path / "ours", nvme, **OPTIONS)
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_groups_and_options_of_a_distributed_checkpoint_come_along(
+    is_flat: bool, plain: Plain, nvme: Path, tmp_path: Path
+) -> None:
+    model = plain.model
+    groups = [
+        {"params": [model.up.weight, model.down.weight], "weight_decay": 0.5},
+        {"params": [model.up.bias, model.down.bias, *model.unused.parameters()], "lr": 1e-4},
+    ]
+    optimizer = torch.optim.AdamW(groups, fused=True, **OPTIONS)
+    train(model, lambda: (optimizer.step(), optimizer.zero_grad()), batches())
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
+    found = checkpoint.load(tmp_path / "ours", only="infinity.*")["infinity"]["groups"]
+    assert len(found) == 2
+    for group, one in zip(optimizer.param_groups, found, strict=True):
+        names = [
+            name for name, p in model.named_parameters() if any(p is q for q in group["params"])
+        ]
+        assert sorted(one["params"]) == sorted(names)
+        assert all(one[key] == value for key, value in group.items() if key != "params")
+
+
+def test_a_source_without_options_says_so(
+    plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, state = get_state_dict(plain.model, plain.optimizer)
+    saved_by_torch({"model": weights, "optim": {"state": state["state"]}}, tmp_path / "dcp")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
+    assert "names no options of the optimizer" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_distributed_checkpoint_that_numbers_parameters_is_refused_with_what_names_them(
+    plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"model": plain.model.state_dict(), "optimizer": plain.optimizer.state_dict()}
+    saved_by_torch(state, tmp_path / "dcp")
+    words = ["import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights]
+    assert main([str(word) for word in words]) == 1
+    assert "get_state_dict(model, optimizer)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_parameters_of_another_name_are_refused(
+    plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, state = get_state_dict(plain.model, plain.optimizer)
+    trees: list[Any] = [weights, state["state"]]
+    for tree in trees:
+        tree["renamed.weight"] = tree.pop("up.weight")
+    saved_by_torch({"model": weights, "optim": {"state": state["state"]}}, tmp_path / "dcp")
+    words = ["import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights]
+    assert main([str(word) for word in words]) == 1
+    assert "the model has no parameter renamed.weight" in capsys.readouterr().err
+
+
+class Clashing(nn.Module):
+    """Whose names are those of each other behind `model.`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Linear(8, 8)
+        self.model = nn.Module()
+        self.model.norm = nn.Linear(8, 8)
+
+
+def test_names_that_begin_as_their_place_are_told_apart(tmp_path: Path) -> None:
+    model = seeded(Clashing)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", tmp_path / "model.safetensors")
+    ours = checkpoint.load(tmp_path / "ours")
+    for name, p in model.named_parameters():
+        assert torch.equal(ours["model"][name], p), name
+        assert torch.equal(ours["optimizer"]["exp_avg"][name], optimizer.state[p]["exp_avg"])
+
+
+def test_buffers_come_from_the_source_that_has_them(plain: Plain, tmp_path: Path) -> None:
+    weights, state = get_state_dict(plain.model, plain.optimizer)
+    scale = torch.full((WIDTH,), 0.25)
+    weights["scale"] = scale
+    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
+    assert torch.equal(checkpoint.load(tmp_path / "ours")["model"]["scale"], scale)
