@@ -222,11 +222,14 @@ def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]
     for leaf in checkpoint_tensors_of(training.model, training.records):
         components = components_of_tensor(training.state, leaf, Saving(rank, world_size))
         weights[leaf.name] = components[0]
-    coordinator = training.rank_context.coordinator
+    coordinator, staging = training.rank_context.coordinator, training.checkpoint_bytes
     if coordinator is None:
-        return [os.fspath(file) for file in checkpoint.write_safetensors(weights, folder)]
+        files = checkpoint.write_safetensors(weights, folder, staging_bytes=staging)
+        return [os.fspath(file) for file in files]
     parts = Path(folder).absolute().with_name(f".{Path(folder).name}.parts")
-    info = checkpoint.save({"model": weights}, parts, coordinator=coordinator)
+    info = checkpoint.save(
+        {"model": weights}, parts, coordinator=coordinator, staging_bytes=staging
+    )
 
     def merge() -> list[str]:
         if rank:

@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import infinity
+from checkpoint.plan.write_runs import Slots, plan_slots
 from swap.storage import heap
 from tests.support.training import budgets
 
@@ -126,3 +127,19 @@ def test_heap_is_held_small_where_all_that_is_kept_fits_but_not_what_is_freed(
         assert (plan.host_bytes, plan.nvme_bytes) == (taken, 0)
         with infinity.offload(make(), tmp_path, host_memory=taken + room):
             assert bool(heap._entered) == is_held
+
+
+def test_export_takes_the_memory_that_the_budget_has_for_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def noted(nbytes: int, budget_bytes: int) -> Slots:
+        taken.append(budget_bytes)
+        return plan_slots(nbytes, budget_bytes)
+
+    monkeypatch.setattr("checkpoint.interop.export.plan_slots", noted)
+    host_memory = budgets(make, tmp_path)["least"]
+    with infinity.offload(make(), tmp_path, host_memory=host_memory) as offloaded:
+        offloaded.export(tmp_path / "export")
+        assert taken == [offloaded._training.checkpoint_bytes]
