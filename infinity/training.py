@@ -191,6 +191,7 @@ class Training:
             self.steps[index] += 1
             self._saved.generations[index] += 1
         self._versions.count_updates(present)
+        self.residency.outdate(present)
         self._views.expire(present)
         self.rank_context.end_step(present)
         self.reference.stepped()
@@ -235,6 +236,8 @@ class Training:
         """Other values are at home, and other state."""
         self.optimizer.zero_grad()
         self.residency.reset()
+        self.rank_context.weights.drop()  # threads may have read while values were written
+        self.residency.outdate(range(len(self.records)))
         self._views.expire_all()
         run_apart(partial(self._versions.count_updates, range(len(self.records))), "infinity-load")
 

@@ -1,13 +1,15 @@
-"""Wrappers and hooks of others that an offloaded model cannot have, refused by name."""
+"""Wrappers, hooks and parameters of others that an offloaded model cannot have, refused by name."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from infinity.parameters.parameter import OffloadedParameter, cannot_be_copied
 from swap.undo import Undo
 
 _AVERAGING = "offload the plain model and pass process_group=torch.distributed.group.WORLD"
@@ -94,3 +96,44 @@ def _get_eval_frame_callback() -> Any:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     return get_eval_frame_callback()
+
+
+class WatchedParameters(dict[str, Any]):
+    """A module's parameters; looking one up by name makes its weights resident. They can be neither
+    replaced nor removed.
+    """
+
+    def __init__(self, parameters: dict[str, Any], visit: Callable[[int], None]) -> None:
+        """``visit`` is told who is looked up."""
+        super().__init__(parameters)
+        self._visit = visit
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if isinstance(parameter, OffloadedParameter):
+            self._visit(parameter.offload_index)
+        return parameter
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is not dict.get(self, name):
+            raise RuntimeError(
+                f"{self._full_name(name)} cannot be replaced while the model is offloaded; change "
+                "its values inside `with offloaded.gathered([parameter], modify=True)`, or replace "
+                "it (resize_token_embeddings does) before the block"
+            )
+
+    def __delitem__(self, name: str) -> None:
+        raise RuntimeError(
+            f"{self._full_name(name)} cannot be removed while the model is offloaded; change the "
+            "model before the block"
+        )
+
+    def _full_name(self, name: str) -> str:
+        """Of a parameter that is here now; a new one has no other than its own."""
+        parameter = dict.get(self, name)
+        if isinstance(parameter, OffloadedParameter):
+            return parameter.offload_owner.name_of(parameter.offload_index)
+        return f"parameter {name!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_copied()

@@ -12,11 +12,14 @@ Whoever gets hold of a parameter in another way, or outside of all forward passe
 each operation (see ``parameter``), or waited for, where they are at home in host memory.
 
 Forward passes may run on several threads at once. A parameter has its weights in place for as long
-as one of them holds it; no lock is held while weights are waited for.
+as one of them holds it; no lock is held while weights are waited for. Who holds it while its values
+change (by a step) goes on with the memory that it has, which gets the new values, as in memory,
+when somebody asks for them: it may see old ones until then, and nobody who comes later does.
 
 Invariants, between any two instructions, for an interrupt may come there:
-- A parameter that has the class ``OffloadedParameter`` has its weights. Whatever an interrupt has
-  left has the class ``AbsentParameter``: each operation fetches them.
+- A parameter that has the class ``OffloadedParameter`` has its weights, with the values that they
+  have now. Whatever an interrupt or a change has left has the class ``AbsentParameter``: each
+  operation fetches them.
 - What is held, in place or on its way belongs to a ``_Hold`` that a frame has; frames come before
   what they hold, and go after it. Nothing is counted; giving up a hold can be done again.
 - A frame whose forward was ended by what goes past torch's hooks (they see an ``Exception`` alone)
@@ -37,16 +40,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.autograd.refusals import WatchedParameters
 from infinity.backward_passes import has_ended
+from infinity.parameters.becoming import overwrite_data
 from infinity.parameters.parameter import (
     AbsentParameter,
     OffloadedParameter,
-    cannot_be_copied,
     mark_absent,
     put_data,
 )
 from infinity.parameters.placeholders import (
     end_lending,
+    is_placeholder,
     lend,
     placeholder,
     refusal_of_weights,
@@ -96,6 +101,8 @@ class ModuleResidency:
         self._lock = threading.Lock()
         self._holds: dict[int, set[_Hold]] = {}
         """By parameter: who has its weights in place. None is empty, but for an interrupt."""
+        self._num_changes = 0
+        """How often values have changed: what was fetched before the last time may be old."""
         self._kept_out: set[int] = set()
         self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
         self._placeholders = [
@@ -115,7 +122,7 @@ class ModuleResidency:
         for module in model.modules():
             if module._parameters:
                 self._watched.append((module, module._parameters))
-                module._parameters = WatchedParameters(module._parameters, self)
+                module._parameters = WatchedParameters(module._parameters, self.visit)
 
     def detach(self) -> None:
         """Give every module its own dictionary of parameters back. Idempotent; can be called again
@@ -259,6 +266,7 @@ class ModuleResidency:
         let_in = list(indices)
         self._kept_out.difference_update(let_in)
         self._put_out(let_in)
+        self.outdate(let_in)
 
     def put(self, index: int, data: torch.Tensor) -> None:
         """Let a parameter that is kept out hold ``data``, which is the program's to change."""
@@ -292,22 +300,52 @@ class ModuleResidency:
                 mark_absent(self._parameter(record.index))
 
     def _take(self, hold: _Hold) -> None:
-        """The weights of what ``hold`` holds are in place now, all or none but for an interrupt."""
+        """The weights of what ``hold`` holds are in place now, with the values that they have now;
+        all or none but for an interrupt.
+        """
         if hold.indices:
             name = self._records[hold.indices[0]].name
             check_process(self._process, f"the offloaded {name}")
         wanted = [index for index in hold.indices if index not in self._kept_out]
         # Tensors made in inference mode count no versions, and changes in them would go unseen.
         with torch.inference_mode(False):
-            weights = self._weights.acquire(wanted, hold)
-        with self._lock, torch.inference_mode(False):
-            for index, weight in zip(wanted, weights, strict=True):
-                parameter = self._parameter(index)
-                self._holds.setdefault(index, set()).add(hold)
-                if isinstance(parameter, AbsentParameter):
-                    home = self.at_home[index]
-                    data = weight.view(self._records[index].shape) if home is None else home
-                    put_data(parameter, data, absent=False)
+            while True:
+                seen = self._num_changes
+                weights = self._weights.acquire(wanted, hold)
+                with self._lock:
+                    if seen == self._num_changes:
+                        for index, weight in zip(wanted, weights, strict=True):
+                            self._put_in(index, weight, hold)
+                        return
+                del weights  # or they would keep the room of those that came since
+                self._weights.release(hold)
+
+    def _put_in(self, index: int, weight: torch.Tensor, hold: _Hold) -> None:
+        parameter = self._parameter(index)
+        holds = self._holds.setdefault(index, set())
+        is_shared = bool(holds - {hold})
+        holds.add(hold)
+        if not isinstance(parameter, AbsentParameter):
+            return
+        home = self.at_home[index]
+        data = weight.view(self._records[index].shape) if home is None else home
+        if is_shared and not is_placeholder(parameter):
+            # Somebody computes with the memory that is there, which must stay where it is.
+            memory = overwrite_data(parameter, data)
+            if home is None:
+                self._weights.renew(index, memory.view(-1))
+        else:
+            put_data(parameter, data, absent=False)
+
+    def outdate(self, indices: Collection[int]) -> None:
+        """The values of these parameters are others from now on: where they are in place, whoever
+        uses one next gets the new ones first.
+        """
+        with self._lock:
+            self._num_changes += 1
+            for index in self._holds.keys() & set(indices) - self._kept_out:
+                if isinstance(self._records[index].parameter, OffloadedParameter):
+                    mark_absent(self._parameter(index))
 
     def _drop(self, hold: _Hold) -> list[int]:
         """Give up ``hold``. Returns parameters that are no offloaded ones any more. Idempotent."""
@@ -360,41 +398,3 @@ class ModuleResidency:
                 "values inside `with offloaded.gathered([parameter], modify=True):`"
             )
         return parameter
-
-
-class WatchedParameters(dict[str, Any]):
-    """A module's parameters; looking one up by name makes its weights resident."""
-
-    def __init__(self, parameters: dict[str, Any], residency: ModuleResidency) -> None:
-        super().__init__(parameters)
-        self._residency = residency
-
-    def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
-        if isinstance(parameter, OffloadedParameter):
-            self._residency.visit(parameter.offload_index)
-        return parameter
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if value is not dict.get(self, name):
-            raise RuntimeError(
-                f"{self._full_name(name)} cannot be replaced while the model is offloaded; change "
-                "its values inside `with offloaded.gathered([parameter], modify=True)`, or replace "
-                "it (resize_token_embeddings does) before the block"
-            )
-
-    def __delitem__(self, name: str) -> None:
-        raise RuntimeError(
-            f"{self._full_name(name)} cannot be removed while the model is offloaded; change the "
-            "model before the block"
-        )
-
-    def _full_name(self, name: str) -> str:
-        """Of a parameter that is here now; a new one has no other than its own."""
-        parameter = dict.get(self, name)
-        if isinstance(parameter, OffloadedParameter):
-            return parameter.offload_owner.name_of(parameter.offload_index)
-        return f"parameter {name!r}"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise cannot_be_copied()

@@ -113,3 +113,15 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
         for name, parameter in module._parameters.items():
             if parameter is old:
                 module._parameters[name] = new
+
+
+def overwrite_data(parameter: OffloadedParameter, data: torch.Tensor) -> torch.Tensor:
+    """Let the memory that ``parameter`` holds have the values of ``data``, which are its weights.
+    Returns that memory.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        memory: torch.Tensor = _DATA.__get__(parameter)  # with a version of its own
+        if memory.data_ptr() != data.data_ptr():
+            memory.copy_(data)
+    parameter.__class__ = OffloadedParameter
+    return memory

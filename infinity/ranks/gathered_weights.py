@@ -47,6 +47,8 @@ class Weights(Protocol):
 
     def owner(self, storage: int) -> int | None: ...
 
+    def renew(self, parameter: int, weight: torch.Tensor) -> None: ...
+
     def at_home(self, parameter: int) -> torch.Tensor | None: ...
 
     def drop(self) -> None: ...
@@ -188,6 +190,15 @@ class GatheredWeights:
         """
         found = self._owners.of(storage)
         return self._slices.owner(storage) if found is None else found
+
+    def renew(self, parameter: int, weight: torch.Tensor) -> None:
+        """Flat ``weight``, a copy of the current ones, is in their place from now on."""
+        if not self._records[parameter].is_partitioned:
+            self._slices.renew(parameter, weight)
+            return
+        self._owners.note(weight, parameter)
+        if parameter in self._entries:
+            self._entries[parameter].weight = weight
 
     def at_home(self, parameter: int) -> torch.Tensor | None:
         """The weights, flat, if they are whole on this rank and computed with where they live."""

@@ -50,6 +50,15 @@ class CacheEntries:
         self.stale.clear()
         self.owners.clear()
 
+    def renew(self, parameter: int, weight: torch.Tensor) -> None:
+        """Who holds weights from before a step gave them the current values: they are the entry
+        now, if there is one, and the memory that it had comes back.
+        """
+        self.owners.note(weight, parameter)
+        entry = self.entries.get(parameter)
+        if entry is not None and not entry.missing and not entry.is_reading:
+            entry.weight, entry.landing = weight, None
+
     def make_room(self, parameter: int, *, ahead: bool, landing: bool) -> Entry | None:
         """A new entry, evicting for what is needed now whatever is not pinned, for what is wanted
         ``ahead`` of its use only what is worth less. None if that does not make room enough; for

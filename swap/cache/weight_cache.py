@@ -94,6 +94,11 @@ class WeightCache:
         """Whose weights have the storage of that ``_cdata``, be they evicted and held still."""
         return self._cached.owners.of(storage)
 
+    def renew(self, parameter: int, weight: torch.Tensor) -> None:
+        """Flat ``weight``, a copy of the current ones, is in their place from now on."""
+        with self._lock:
+            self._cached.renew(parameter, weight)
+
     def release(self, holder: Hashable) -> None:
         """Undo what ``holder`` acquired. Idempotent."""
         with self._lock:

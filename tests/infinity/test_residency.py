@@ -38,6 +38,9 @@ class _Weights:
     def owner(self, storage: int) -> None:
         return None
 
+    def renew(self, parameter: int, weight: torch.Tensor) -> None:
+        return None
+
     def at_home(self, parameter: int) -> None:
         return None
 

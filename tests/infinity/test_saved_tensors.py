@@ -50,6 +50,9 @@ class _Weights:
     def owner(self, storage: int) -> int | None:
         return self.owners.get(storage)
 
+    def renew(self, parameter: int, weight: torch.Tensor) -> None:
+        return None
+
     def at_home(self, parameter: int) -> torch.Tensor | None:
         numel = WIDTH * WIDTH
         return self.memory[parameter * numel :][:numel] if self._is_home else None
