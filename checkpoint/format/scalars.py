@@ -95,7 +95,7 @@ def decode_dtype(node: Node) -> np.dtype[Any]:
     return dtype
 
 
-def _tuples(node: Node, depth: int, *, fields: bool = True) -> Any:
+def _tuples(node: Node, depth: int) -> Any:
     """Brings back the tuples that JSON made lists: a list of fields, each a tuple."""
     if depth > _MAX_DESCR_DEPTH:
         raise ValueError("a numpy dtype nested too deep")

@@ -39,6 +39,7 @@ _NOT_HERE = "the state of an offloaded optimizer is not in memory; call offloade
 # Without the wrapper that keeps torch.compile, which offloaded models never meet, from tracing it:
 # that loads torch._dynamo, some 70 MiB, which inference in plain PyTorch does not take.
 _add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+_zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
 
 
 def check_in_model(parameter: torch.Tensor) -> None:
@@ -125,8 +126,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients (they are always set to None)."""
-        self._owner.clear_gradients()
+        """Forget all gradients; or, with ``set_to_none=False``, give those that are there values of
+        zero: the next step is taken for these parameters whether the next pass reaches them or not.
+        """
+        if set_to_none:
+            self._owner.clear_gradients()
+        else:
+            _zero_grad(self, set_to_none=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Groups and options as ever, and which state it is: where the state is stays, see
