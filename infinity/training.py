@@ -294,6 +294,12 @@ class Training:
     def name_of(self, index: int) -> str:
         return self.records[index].name
 
+    def watch_gradients(self, index: int) -> None:
+        parameter = self.records[index].parameter
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if not any(getattr(hook, "__self__", None) is self for hook in hooks.values()):
+            parameter.register_post_accumulate_grad_hook(self._take_gradient)
+
     def changes_told(self, index: int) -> int:
         return self._versions.changes_told(index)
 
@@ -335,7 +341,7 @@ class Training:
         undo.callback(self._leave_gradients)
         for record in self.records:
             if record.spec.trainable:
-                record.parameter.register_post_accumulate_grad_hook(self._take_gradient)
+                self.watch_gradients(record.index)
         undo.callback(self.residency.reset)
         undo.push(self.rank_context.leaving)
         for index, gradient in self._restoring.gradients.items():

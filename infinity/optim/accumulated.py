@@ -19,7 +19,7 @@ from aio.errors import let_go
 from infinity.backward_passes import BackwardPasses
 from infinity.optim.loss_scale import GradientScale, LossScale
 from infinity.parameters.gradient import ChangeCount
-from infinity.parameters.parameter import take_grad
+from infinity.parameters.parameter import came_frozen, take_grad
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.tiling.deferred import taken
@@ -167,13 +167,15 @@ class Accumulated:
         """Move what autograd accumulated into ``parameter`` to those that are kept; False if there
         is nothing.
 
-        Raises ``RuntimeError`` naming a parameter whose gradient was used and not cleared, and for
-        a pass beside another; then no step is taken before all gradients are cleared.
+        Raises ``RuntimeError`` naming a parameter whose gradient was used and not cleared, or that
+        came frozen, and for a pass beside another; then no step is taken before all gradients are
+        cleared.
         """
         gradient = take_grad(parameter)
         if gradient is None:
             return False
         try:
+            self._check_trained(index)
             self.passes.brings()
         except RuntimeError as refusal:
             self._state.gradients.lose(index, refusal)
@@ -188,6 +190,11 @@ class Accumulated:
         with self._adding:  # autograd has several threads for several devices
             self.add(index, taken(gradient))
         return True
+
+    def _check_trained(self, index: int) -> None:
+        record = self._records[index]
+        if not record.spec.trainable:
+            raise came_frozen(record.name, "cannot keep the gradient that a backward pass brought")
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """A gradient that arrives, of the pass that runs now."""
@@ -227,8 +234,7 @@ class Accumulated:
     def take_left(self) -> None:
         """Take what an interrupted backward pass left on parameters, where autograd has put it."""
         for record in self._records:
-            if record.spec.trainable:
-                self.take(record.index, record.parameter)
+            self.take(record.index, record.parameter)
 
     def clear(self) -> None:
         """Forget all."""

@@ -56,6 +56,9 @@ class Owner(GradientOwner, CopyOwner, Protocol):
     def gave_view(self, index: int, view: torch.Tensor) -> None:
         """A program has got this view with a history, which lies in the weights of the moment."""
 
+    def watch_gradients(self, index: int) -> None:
+        """From now on autograd may bring some to a parameter that came frozen. Idempotent."""
+
 
 class OffloadedParameter(nn.Parameter):
     """Class that a parameter has inside the block. Its gradient is not a tensor of its own: see
@@ -86,7 +89,8 @@ class OffloadedParameter(nn.Parameter):
         if isinstance(gradient, OffloadedGradient) and gradient.stands_for(*own):
             return  # ``p.grad += x`` has changed it already
         if gradient is not None:
-            self._check_trainable("cannot be given a gradient")
+            if not self.offload_trainable:
+                raise came_frozen(self._name, "cannot be given a gradient")
             check_assigned(self._name, self, gradient)
         is_arriving = _GRAD.__get__(self) is not None
         _GRAD.__set__(self, gradient if is_arriving else None)
@@ -136,27 +140,22 @@ class OffloadedParameter(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """As ever, but what came in frozen stays frozen: it has no optimizer state."""
+        """As ever: what came in frozen can be flagged, and used where no gradients are computed
+        (adapters of PEFT are, when one is made active). It has no optimizer state, and a gradient
+        that arrives there is refused.
+        """
         required: bool = _REQUIRES_GRAD.__get__(self)
         return required
 
     @requires_grad.setter
     def requires_grad(self, required: bool) -> None:
-        if required:
-            self._check_trainable("cannot be trained")
         _REQUIRES_GRAD.__set__(self, required)
+        if required and not self.offload_trainable:
+            self.offload_owner.watch_gradients(self.offload_index)
 
     def requires_grad_(self, requires_grad: bool = True) -> OffloadedParameter:
         self.requires_grad = requires_grad
         return self
-
-    def _check_trainable(self, refusal: str) -> None:
-        if not self.offload_trainable:
-            raise RuntimeError(
-                f"{self._name} was frozen when it was offloaded, has no optimizer state and "
-                f"{refusal}; call requires_grad_(True) before the block, and requires_grad_(False) "
-                "inside it for as long as it is not to be trained"
-            )
 
     def detach(self) -> torch.Tensor:
         """As ever, but to ``nn.Parameter(self)``, which would share the memory."""
@@ -383,6 +382,16 @@ def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
         gradient: torch.Tensor | None = _GRAD.__get__(parameter)
         _GRAD.__set__(parameter, None)
     return gradient
+
+
+def came_frozen(name: str, refusal: str) -> RuntimeError:
+    """What a gradient for a parameter that was frozen before the block ends in."""
+    return RuntimeError(
+        f"{name} was frozen when it was offloaded, has no optimizer state and {refusal}; to train "
+        "it, call requires_grad_(True) before the block (of a trainer: before it offloads the "
+        "model, or after its close()), and requires_grad_(False) inside it for as long as it is "
+        "not to be trained; where it is not to be trained now, compute under torch.no_grad()"
+    )
 
 
 def cannot_be_copied() -> RuntimeError:

@@ -46,7 +46,7 @@ class Structure:
             raise RuntimeError(
                 f"{name} was put into the model while it was offloaded (by an assignment, a new "
                 "module, an adapter, or resize_token_embeddings): no optimizer and no budget knows "
-                "it; change the model before the block"
+                "it; change the model before the block, or after it (a trainer ends it by close())"
             )
 
 

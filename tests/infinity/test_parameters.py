@@ -232,27 +232,6 @@ def test_conversions_that_change_nothing_are_let_through(host_memory: int, nvme:
         offloaded.step()
 
 
-def test_frozen_parameters_cannot_be_thawed_inside(nvme: Path) -> None:
-    model = Stack()
-    model.layer(0).requires_grad_(False)
-    with infinity.offload(model, nvme) as offloaded:
-        for thaw in (
-            model.requires_grad_,
-            model.layer(0).weight.requires_grad_,
-            lambda: setattr(model.layer(0).weight, "requires_grad", True),
-        ):
-            with pytest.raises(RuntimeError, match=r"frozen.*requires_grad_\(True\) before"):
-                thaw()
-        model.requires_grad_(False)
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-        model.layer(5).requires_grad_()
-        vector_loss(model, 0).backward()
-        with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
-        assert with_gradient == {"layers.5.weight", "layers.5.bias"}
-        offloaded.step()
-    assert model.layer(5).weight.requires_grad
-
-
 def test_parameters_cannot_be_replaced_or_removed(nvme: Path) -> None:
     model = Stack()
     with infinity.offload(model, nvme) as offloaded:

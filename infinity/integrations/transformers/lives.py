@@ -8,7 +8,7 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -128,6 +128,16 @@ def make_way(models: Sequence[nn.Module]) -> None:
     """
     for life in list(_lives):
         life.give_way(models)
+
+
+def make_way_early(trainer: type, mixin: type, given: Iterable[Any]) -> None:
+    """``make_way`` of the models among ``given``, if a constructor that ``mixin`` calls in
+    ``trainer`` is not transformers' own: those of TRL add adapters, or resize embeddings.
+    """
+    bases = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
+    makers = [base for base in bases if "__init__" in vars(base) and base is not object]
+    if any(base.__module__.partition(".")[0] != "transformers" for base in makers):
+        make_way([model for model in given if isinstance(model, nn.Module)])
 
 
 def models_beside(trainer: Any) -> list[nn.Module]:

@@ -21,7 +21,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import infinity
 from infinity.integrations import takeover
-from infinity.integrations.transformers import folders
+from infinity.integrations.transformers import folders, lives
 from infinity.integrations.transformers.arguments import NAMES, options_of
 from infinity.integrations.transformers.lives import Life, make_way, models_beside
 from infinity.integrations.transformers.model_files import weights
@@ -86,6 +86,7 @@ class OffloadMixin(_Base):
         self._offload_saves: Saves | None = None
         self._offload_is_making = False
         optimizers: tuple[Any, Any] = passed.get("optimizers") or (None, None)
+        lives.make_way_early(type(self), OffloadMixin, passed.values())
         super().__init__(*bound.args, **bound.kwargs)
         self._offload_streamed.settle(self.model)
         check_arguments(self.args)  # some trainers make their own
