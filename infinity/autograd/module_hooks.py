@@ -153,7 +153,8 @@ class ModelHooks:
             raise RuntimeError(
                 "state_dict() of an offloaded model would hold placeholders; call "
                 "offloaded.save(path) or offloaded.export(folder), which writes the weights that "
-                "save_pretrained does, or ask inside `with offloaded.gathered():`"
+                "save_pretrained does, or ask inside `with offloaded.gathered():`; adapters are "
+                "loaded into the model before the block, or after it (a trainer ends it by close())"
             )
 
     def _refuse_load_state_dict(self, module: nn.Module, *_: Any) -> None:

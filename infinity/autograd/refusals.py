@@ -119,13 +119,14 @@ class WatchedParameters(dict[str, Any]):
             raise RuntimeError(
                 f"{self._full_name(name)} cannot be replaced while the model is offloaded; change "
                 "its values inside `with offloaded.gathered([parameter], modify=True)`, or replace "
-                "it (resize_token_embeddings does) before the block"
+                "it (resize_token_embeddings does) before the block, or after it (a trainer ends "
+                "it by close())"
             )
 
     def __delitem__(self, name: str) -> None:
         raise RuntimeError(
             f"{self._full_name(name)} cannot be removed while the model is offloaded; change the "
-            "model before the block"
+            "model before the block, or after it (a trainer ends it by close())"
         )
 
     def _full_name(self, name: str) -> str:

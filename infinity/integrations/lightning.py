@@ -237,6 +237,7 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
 
 
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
+_UNFREEZING = "BaseFinetuning"
 
 
 def _check(trainer: Any, precision: Any, checkpoint_io: Any) -> None:
@@ -255,6 +256,13 @@ def _check(trainer: Any, precision: Any, checkpoint_io: Any) -> None:
                 f"the callback {type(callback).__name__} cannot be honoured with offloading: it "
                 "keeps a second model in memory and writes it over this one; leave it out, and "
                 "average the weights of checkpoints after (ModelCheckpoint(save_top_k=-1))"
+            )
+        if any(kind.__name__ == _UNFREEZING for kind in type(callback).__mro__):
+            raise ValueError(
+                f"the callback {type(callback).__name__} cannot be honoured with offloading: it "
+                "unfreezes parameters in the midst of fit, and what is frozen as fit begins has no "
+                "optimizer state; leave it out, fit with requires_grad_(False) on what is to be "
+                "frozen first, then fit again (without ckpt_path) with requires_grad_(True)"
             )
     is_mixed = type(precision) is MixedPrecision and precision.precision == "bf16-mixed"
     if not is_mixed and type(precision) is not Precision:

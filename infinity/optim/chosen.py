@@ -70,8 +70,10 @@ def _check_groups(optimizer: torch.optim.Optimizer, trained: Sequence[Record]) -
             )
     for parameter in grouped.values():
         raise ValueError(
-            f"the optimizer that the factory made has a parameter of shape "
-            f"{tuple(parameter.shape)}, which is not one of those that it was given"
+            f"the {type(optimizer).__name__} that the factory made has a parameter of shape "
+            f"{tuple(parameter.shape)}, which is not one of those that it was given; give it those "
+            "alone, `[p for p in model.parameters() if p.requires_grad]` (one that has frozen "
+            "parameters in its groups, as that of LoRA-FA, cannot be honoured: use AdamW)"
         )
 
 

@@ -21,6 +21,7 @@ from infinity.parameters.changes import Changes, CopyOwner, copy_of, wait_for, w
 from infinity.parameters.differentiated import PASSES, by_edges, is_by_inputs_alone
 from infinity.parameters.gradient import METADATA, GradientOwner, OffloadedGradient, check_assigned
 from infinity.parameters.placeholders import (
+    came_frozen,
     is_placeholder,
     lender_of,
     placeholder,
@@ -382,16 +383,6 @@ def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
         gradient: torch.Tensor | None = _GRAD.__get__(parameter)
         _GRAD.__set__(parameter, None)
     return gradient
-
-
-def came_frozen(name: str, refusal: str) -> RuntimeError:
-    """What a gradient for a parameter that was frozen before the block ends in."""
-    return RuntimeError(
-        f"{name} was frozen when it was offloaded, has no optimizer state and {refusal}; to train "
-        "it, call requires_grad_(True) before the block (of a trainer: before it offloads the "
-        "model, or after its close()), and requires_grad_(False) inside it for as long as it is "
-        "not to be trained; where it is not to be trained now, compute under torch.no_grad()"
-    )
 
 
 def cannot_be_copied() -> RuntimeError:

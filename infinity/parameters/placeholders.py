@@ -179,3 +179,13 @@ def check_not_transformed(name: str) -> None:
                 "inside `with offloaded.gathered():`, pass parameter.detach(), or differentiate "
                 "with torch.autograd.grad"
             )
+
+
+def came_frozen(name: str, refusal: str) -> RuntimeError:
+    """What a gradient for a parameter that was frozen before the block ends in."""
+    return RuntimeError(
+        f"{name} was frozen when it was offloaded, has no optimizer state and {refusal}; to train "
+        "it, call requires_grad_(True) before the block (of a trainer: before it offloads the "
+        "model, or after its close()), and requires_grad_(False) inside it for as long as it is "
+        "not to be trained; where it is not to be trained now, compute under torch.no_grad()"
+    )

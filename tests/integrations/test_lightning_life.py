@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
 import checkpoint
@@ -151,12 +156,34 @@ def _lbfgs(folder: Path, nvme: Path) -> None:
     trainer.fit(Closure(), loader(0, 4), loader(5, 4))
 
 
+class _Unfreezes(BaseFinetuning):
+    """After the first epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+def _finetunes(callback: BaseFinetuning) -> Callable[[Path, Path], None]:
+    def fits(folder: Path, nvme: Path) -> None:
+        module: Any = Lit()
+        module.backbone = module.gpt
+        trainer = trainer_of(folder, OffloadStrategy(nvme, host_memory=WHOLE), callbacks=[callback])
+        trainer.fit(module, loader(0, 4), loader(5, 4))
+
+    return fits
+
+
 REFUSED: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "two devices": (_fits(devices=2), r"devices=2.*devices=1.*process_group="),
     "bf16-true": (_fits(precision="bf16-true"), r"precision='bf16-true'.*compute_dtype=torch\.bf"),
     "16-true": (_fits(precision="16-true"), "precision='16-true'"),
     "averaging": (_fits(callbacks=[StochasticWeightAveraging(1e-3)]), "StochasticWeightAveraging"),
     "an average": (_fits(callbacks=[WeightAveraging()]), r"WeightAveraging .*save_top_k=-1"),
+    "finetuning": (_finetunes(BackboneFinetuning(1)), r"BackboneFinetuning .*fit again"),
+    "own finetuning": (_finetunes(_Unfreezes()), r"_Unfreezes .*requires_grad_\(False\)"),
     "another io": (_fits(plugins=[AsyncCheckpointIO()]), "plugin AsyncCheckpointIO"),
     "two optimizers": (_two_optimizers, "2 optimizers.*several groups"),
     "LBFGS": (_lbfgs, "LBFGS"),
