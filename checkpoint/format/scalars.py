@@ -73,7 +73,13 @@ def encode_dtype(dtype: np.dtype[Any]) -> Node:
     """
     if dtype.kind not in _NUMPY_KINDS or dtype.hasobject:
         raise TypeError(f"numpy dtype {dtype} does not hold plain bytes")
-    descr = dtype.str if dtype.fields is None else np.lib.format.dtype_to_descr(dtype)
+    try:
+        descr = dtype.str if dtype.fields is None else np.lib.format.dtype_to_descr(dtype)
+    except ValueError as error:
+        raise TypeError(
+            f"numpy dtype {str(dtype)[:200]} cannot be described, as its fields overlap or are not "
+            "in the order of their offsets; save numpy.lib.recfunctions.repack_fields of it"
+        ) from error
     try:
         node: Node = json.loads(json.dumps(descr))
         found = decode_dtype(node)

@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.lib.recfunctions import repack_fields
 
 import checkpoint
 
@@ -110,3 +112,29 @@ def test_a_state_of_long_values_is_refused_with_what_to_do(
     monkeypatch.setattr(f"checkpoint.format.manifest.{name}", 90)
     with pytest.raises(ValueError, match="long lists, texts and bytes into arrays or tensors"):
         checkpoint.save({"x": leaf}, tmp_path / "step")
+
+
+FIELDS = np.dtype([("a", "i1"), ("b", "i4"), ("c", "f8")])
+ODD_FIELDS = {
+    "out of order": np.zeros(2, FIELDS)[["c", "a"]],
+    "overlapping": np.zeros(
+        2, {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2], "itemsize": 8}
+    ),
+    "within": np.zeros(2, [("n", np.zeros(0, FIELDS)[["b", "a"]].dtype), ("x", "i1")]),
+    "a scalar": np.zeros(1, FIELDS)[["c", "a"]][0],
+}
+
+
+@pytest.mark.parametrize("kind", ODD_FIELDS)
+def test_fields_out_of_order_are_refused_by_their_path_with_what_helps(
+    tmp_path: Path, kind: str
+) -> None:
+    with pytest.raises(TypeError, match=r"\['deep'\]\['x'\].*repack_fields"):
+        checkpoint.save({"deep": {"x": ODD_FIELDS[kind]}}, tmp_path / "step")
+    assert not (tmp_path / "step").exists()
+
+
+def test_fields_out_of_order_that_were_repacked_are_saved(tmp_path: Path) -> None:
+    packed = repack_fields(ODD_FIELDS["out of order"])
+    checkpoint.save({"x": packed}, tmp_path / "step")
+    assert checkpoint.load(tmp_path / "step")["x"].dtype == packed.dtype
