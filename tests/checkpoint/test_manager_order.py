@@ -183,7 +183,7 @@ def before_the_lock(monkeypatch: pytest.MonkeyPatch, path: Path, action: Any) ->
             waiting.pop()()
         return Lock(checkpoint, **options)
 
-    monkeypatch.setattr("checkpoint.directory.generations.locked", late)
+    monkeypatch.setattr("checkpoint.directory.generations.Lock", late)
 
 
 def test_a_load_beside_a_writer_that_keeps_one_finds_one(
