@@ -11,7 +11,10 @@ import contextlib
 import errno
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any
 
 from aio.errors import AioError
@@ -86,21 +89,103 @@ class Latch:
                 return
 
 
-class Thread(threading.Thread):
+class _Start(threading.Event):
+    """What `threading.Thread.start` waits for, without end: here as long as the thread lives."""
+
+    def __init__(self, has_died: Callable[[], bool], name: str) -> None:
+        super().__init__()
+        self._has_died, self._name = has_died, name
+
+    def wait(self, timeout: float | None = None) -> bool:
+        while not super().wait(LOOK_SECONDS if timeout is None else timeout):
+            if timeout is not None:
+                return False
+            if self._has_died() and not self.is_set():
+                raise _died(self._name)
+        return True
+
+
+class WatchedThread(threading.Thread):
+    """A thread whose `start` returns when it runs, and raises MemoryError where it ended before.
+
+    The system gives a thread, and Python finds no memory for its first step: it ends with a line on
+    stderr, and whoever waits for what it was to set waits for ever. What is called in it is let go
+    of at its end, and is known by that. Where `threading` calls something else one day, it waits.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., object],
+        name: str,
+        args: tuple[Any, ...] = (),
+        *,
+        daemon: bool = False,
+    ) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=daemon)
+        self.has_begun = Latch()
+        self._called: list[weakref.ref[object]] = []
+        self._started = _Start(partial(_are_gone, self._called), name)
+
+    @property
+    def _bootstrap(self) -> Callable[[], None]:
+        bound: Callable[[], None] = MethodType(_BOOTSTRAP, self)
+        self._called[:] = [weakref.ref(bound)]
+        return bound
+
+    def start(self) -> None:
+        """Raises RuntimeError if there is no thread to be had, and MemoryError."""
+        try:
+            super().start()
+            wait_while(self.has_begun, lambda: not self.has_died(), self.name)
+        except MemoryError:
+            getattr(threading, "_limbo", {}).pop(self, None)  # it is no thread that is to come
+            raise
+
+    def run(self) -> None:
+        self.has_begun.set()
+        super().run()
+
+    def has_died(self) -> bool:
+        """Whether it was started and has ended, in whatever way."""
+        return _are_gone(self._called)
+
+
+_BOOTSTRAP: Callable[..., Any] = vars(threading.Thread).get("_bootstrap", threading.Thread.run)
+"""What `threading` has the new thread call."""
+
+
+def _are_gone(called: Sequence[weakref.ref[object]]) -> bool:
+    return bool(called) and called[0]() is None
+
+
+def wait_while(latch: Latch, is_alive: Callable[[], bool], name: str) -> None:
+    """Waits for a latch that thread `name` sets. Raises MemoryError where it ended without."""
+    while not latch.wait(LOOK_SECONDS):
+        if not is_alive() and not latch.is_set():
+            raise _died(name)
+
+
+def _died(name: str) -> MemoryError:
+    return MemoryError(
+        f"the thread {name} had no memory to begin with and has ended: raise the limit of the"
+        " process (RLIMIT_AS, `ulimit -v`; vm.overcommit_memory=2 counts all of the machine), or"
+        " use less memory"
+    )
+
+
+class Thread(WatchedThread):
     """For `start_thread` and `join_thread`. The interpreter does not wait for it at its end."""
 
     def __init__(
         self, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()
     ) -> None:
-        super().__init__(target=target, name=name, args=args, daemon=True)
+        super().__init__(target, name, args, daemon=True)
         self._claim: dict[str, str] = {}
-        self.has_begun = Latch()
         self.has_ended = Latch()
 
     def run(self) -> None:
         if not self.claimed_for("work"):
             return
-        self.has_begun.set()
         try:
             super().run()
         finally:
@@ -111,27 +196,39 @@ class Thread(threading.Thread):
         return self._claim.setdefault("what", what) == what
 
 
-def start_thread(thread: Thread) -> None:
-    """Starts `thread`, which its owner has recorded already, and returns when it runs.
+def start_apart(thread: WatchedThread) -> None:
+    """Starts a thread from another one, which has no handlers; that is one step of this thread.
 
-    So an interrupt while it starts leaves its owner able to end it, whether or not it runs. Raises
-    AioError (EAGAIN) when the process may have no more threads; nothing was started then.
+    Raises RuntimeError if there is no thread to be had, and MemoryError as `WatchedThread.start`.
     """
     is_launched = Latch()
     refusals: list[BaseException] = []
 
-    def launch() -> None:
+    def launch(_: object) -> None:
         try:
             thread.start()
         except BaseException as error:
             refusals.append(error)
         is_launched.set()
 
+    held = _thread.allocate_lock()
+    launcher = weakref.ref(held)  # it is gone when the thread that holds it is
+    _thread.start_new_thread(launch, (held,))
+    del held
+    wait_while(is_launched, lambda: launcher() is not None, thread.name)
+    if refusals:
+        raise refusals[0]
+
+
+def start_thread(thread: Thread) -> None:
+    """Starts `thread`, which its owner has recorded already, and returns when it runs.
+
+    So an interrupt while it starts leaves its owner able to end it, whether or not it runs. Raises
+    AioError (EAGAIN) when the process may have no more threads, and MemoryError where the new one
+    finds no memory to begin with; nothing runs then.
+    """
     try:
-        _thread.start_new_thread(launch, ())
-        is_launched.wait()
-        if refusals:
-            raise refusals[0]
+        start_apart(thread)
     except RuntimeError as error:
         raise AioError(
             f"cannot start the thread {thread.name}: {error}; the process or its user has as many"
@@ -139,7 +236,6 @@ def start_thread(thread: Thread) -> None:
             " use fewer workers",
             errno=errno.EAGAIN,
         ) from error
-    thread.has_begun.wait()
 
 
 def join_thread(thread: Thread) -> None:
@@ -148,7 +244,8 @@ def join_thread(thread: Thread) -> None:
     Called again after an interrupt, it waits again.
     """
     if not thread.claimed_for("nothing"):
-        thread.has_ended.wait()
+        while not thread.has_ended.wait(LOOK_SECONDS) and not thread.has_died():
+            continue
         threading.Thread.join(thread)
 
 

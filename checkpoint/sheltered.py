@@ -13,14 +13,13 @@ all, is ever waited for by the work.
 
 from __future__ import annotations
 
-import _thread
 import errno
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from aio.errors import let_go
-from aio.threads import Latch
+from aio.threads import Latch, WatchedThread, start_apart
 
 T = TypeVar("T")
 
@@ -45,7 +44,7 @@ class Cancellation:
             raise StoppedError("interrupted")
 
 
-class _Thread(threading.Thread):
+class _Thread(WatchedThread):
     """The thread of a worker."""
 
 
@@ -72,13 +71,12 @@ class Worker(Generic[T]):
         self._work = [work]  # taken by whoever does it
         self._name = name
         self._claim: dict[str, str] = {}  # by who begins the work or withdraws it, for ever
-        self._launched = Latch()
-        self._refusal: BaseException | None = None
         self._result: T | None = None
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Begins. Raises OSError (EAGAIN) if there is no thread to be had.
+        """Begins. Raises OSError (EAGAIN) if there is no thread to be had, and MemoryError if that
+        has no memory to begin with.
 
         After any other exception, an interrupt, it may have begun: see `withdraw`. Called again, it
         begins if it has not.
@@ -86,12 +84,9 @@ class Worker(Generic[T]):
         # `Thread.start` is many steps, between which an interrupt would leave half a thread. This
         # is one: either it has been made or it has not. It makes the thread that counts.
         try:
-            _thread.start_new_thread(self._launch, ())
+            start_apart(_Thread(self._run, self._name))
         except RuntimeError as error:
             raise no_thread(self._name) from error
-        self._launched.wait()
-        if self._refusal is not None:
-            raise no_thread(self._name) from self._refusal
 
     def withdraw(self) -> None:
         """Asks it to stop; if it has not begun, it never will. Then `ended` will be set.
@@ -109,13 +104,6 @@ class Worker(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
-
-    def _launch(self) -> None:
-        try:
-            _Thread(target=self._run, name=self._name, daemon=False).start()
-        except BaseException as error:
-            self._refusal = error
-        self._launched.set()
 
     def _run(self) -> None:
         try:

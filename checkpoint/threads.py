@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import TypeVar
 
+from aio.threads import WatchedThread
 from checkpoint.sheltered import StoppedError, no_thread
 
 T = TypeVar("T")
@@ -54,8 +55,10 @@ def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: st
 
 
 def started(run: Callable[[], None], name: str) -> threading.Thread:
-    """A thread that does this. Raises OSError (EAGAIN) if there is none to be had."""
-    thread = threading.Thread(target=run, name=name)
+    """A thread that does this. Raises OSError (EAGAIN) if there is none to be had, and MemoryError
+    if that has no memory to begin with.
+    """
+    thread = WatchedThread(run, name)
     try:
         thread.start()
     except RuntimeError as error:

@@ -104,24 +104,37 @@ class PendingSave:
         self.has_staged.set()
 
     def finish(self, outcome: SaveInfo | BaseException, *, is_told: bool = False) -> None:
-        """For the save itself: how it ended; `is_told` if its caller knows of an error anyhow."""
+        """For the save itself: how it ended; `is_told` if its caller knows of an error anyhow.
+
+        Whatever becomes of that, those who wait go on: memory may end here too.
+        """
         if isinstance(outcome, BaseException):
-            self._error = let_go(outcome)
-            self._is_refused = not self.has_begun.is_set()
-            self._is_told = is_told or self._is_refused
-            if not self._is_refused:
-                outcome.add_note(f"raised by the background save to {self.path}")
+            self._error = outcome
         else:
             self._info = outcome
-        self.has_staged.set()
-        if self._after is not None and self._error is None:
-            try:
-                self._after()
-            except BaseException:  # as below: somebody waits for the end
-                say(logger.exception, "after the background save to %s", self.path)
-        _registry.ended(self)
-        self._done.set()
-        self.has_begun.set()
+        try:
+            self._note(is_told)
+            self.has_staged.set()
+            if self._after is not None and self._error is None:
+                try:
+                    self._after()
+                except BaseException:  # as below: somebody waits for the end
+                    say(logger.exception, "after the background save to %s", self.path)
+            _registry.ended(self)
+        finally:
+            self.has_staged.set()
+            self._done.set()
+            self.has_begun.set()
+
+    def _note(self, is_told: bool) -> None:
+        """What is known of an error, and who knows."""
+        if self._error is None:
+            return
+        self._is_refused = not self.has_begun.is_set()
+        self._is_told = is_told or self._is_refused
+        let_go(self._error)
+        if not self._is_refused:
+            self._error.add_note(f"raised by the background save to {self.path}")
 
     @property
     def error(self) -> BaseException | None:

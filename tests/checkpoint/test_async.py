@@ -270,3 +270,18 @@ def test_a_save_that_begins_after_the_end_of_the_script_is_made(tmp_path: Path, 
     assert (done.returncode, done.stderr) == (0, "")
     assert checkpoint.verify(tmp_path / "step").ok
     assert checkpoint.Manager(tmp_path / "run").latest() == 1
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_of_which_no_memory_is_left_to_take_note_has_ended_for_those_who_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("checkpoint.saving.pending._Registry.ended", fails)
+    save = checkpoint.save_async if background else checkpoint.save
+    saved = save({"x": torch.ones(3)}, tmp_path / "step")
+    if isinstance(saved, checkpoint.PendingSave):
+        saved = saved.result(timeout=60)
+    assert saved.num_tensors == 1

@@ -1,0 +1,102 @@
+"""Threads that the system gives and that end before their first step, as memory has."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aio.threads import Thread, WatchedThread, join_thread, start_apart, start_thread
+from checkpoint.sheltered import Worker, sheltered
+from checkpoint.threads import Workers, run_all, started
+
+
+def dies(*_: object) -> None:
+    raise MemoryError
+
+
+@pytest.fixture(params=["launcher", "thread", "run"])
+def no_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Has the thread that launches, the one that is launched, or its work end at once."""
+
+    def start_dying(*_: object) -> int:
+        return _thread.start_new_thread(_thread.exit, ())
+
+    monkeypatch.setattr("aio.threads.LOOK_SECONDS", 0.01)
+    where: str = request.param
+    if where == "launcher":
+        launches = SimpleNamespace(**{**vars(_thread), "start_new_thread": start_dying})
+        monkeypatch.setattr("aio.threads._thread", launches)
+    elif where == "thread":
+        monkeypatch.setattr(threading, "_start_new_thread", start_dying)
+    else:
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        monkeypatch.setattr(WatchedThread, "run", dies)
+    return where
+
+
+def start_worker() -> None:
+    Worker(lambda _: None, "a-thread").start()
+
+
+def start_own() -> None:
+    thread = Thread(lambda: None, "a-thread")
+    try:
+        start_thread(thread)
+    finally:
+        join_thread(thread)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        start_worker,
+        start_own,
+        lambda: sheltered(lambda _: None, "a-thread"),
+        lambda: start_apart(WatchedThread(lambda: None, "a-thread")),
+    ],
+    ids=["worker", "own", "sheltered", "apart"],
+)
+def test_a_thread_that_ends_before_it_begins_is_an_error_that_names_it(
+    no_memory: str, start: Callable[[], Any]
+) -> None:
+    with pytest.raises(MemoryError, match="the thread a-thread had no memory to begin with"):
+        start()
+    assert "a-thread" not in [thread.name for thread in threading.enumerate()]
+
+
+def use_workers() -> None:
+    with Workers(2, "a-thread") as workers:
+        workers.submit(lambda: None).result()
+
+
+@pytest.mark.parametrize("no_memory", ["thread", "run"], indirect=True)
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: started(lambda: None, "a-thread"),
+        lambda: run_all([lambda: 1, lambda: 2], lambda: None, "a-thread"),
+        use_workers,
+    ],
+    ids=["started", "run_all", "workers"],
+)
+def test_work_whose_thread_ends_before_it_begins_is_an_error_that_names_it(
+    no_memory: str, start: Callable[[], Any]
+) -> None:
+    with pytest.raises(MemoryError, match=r"the thread a-thread.* had no memory to begin with"):
+        start()
+
+
+def test_a_watched_thread_that_ran_has_died_and_one_that_runs_has_not() -> None:
+    ends = threading.Event()
+    thread = WatchedThread(ends.wait, "a-thread")
+    assert not thread.has_died()
+    thread.start()
+    assert not thread.has_died()
+    ends.set()
+    thread.join()
+    assert not thread.is_alive()
