@@ -61,6 +61,8 @@ class Core:
         self.open_files: set[weakref.ref[File]] = set()
         self._tokens = count()
         self._in_flight: dict[int, tuple[Ticket, Any]] = {}
+        # Here, where an error has somebody to be raised to.
+        self._completions = ffi.new("aio_completion[]", _REAP_MAX)
         self._thread = Thread(_reap, "aio-reaper", (self,))
         try:
             start_thread(self._thread)
@@ -182,7 +184,7 @@ class Core:
 
     def reap(self) -> None:
         """The reaper thread: returns when the engine is stopped and has drained."""
-        completions = ffi.new("aio_completion[]", _REAP_MAX)
+        completions = self._completions
         while num_reaped := lib.aio_engine_reap(self._slot[0], completions, _REAP_MAX):
             for native in completions[0:num_reaped]:
                 outcome = Outcome(native.transferred, native.error, native.started, native.finished)
