@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -98,24 +97,37 @@ def _get_eval_frame_callback() -> Any:
     return get_eval_frame_callback()
 
 
+class _Host(Protocol):
+    def visit(self, index: int) -> None:
+        """A parameter is looked up."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward runs on this thread."""
+
+
 class WatchedParameters(dict[str, Any]):
     """A module's parameters; looking one up by name makes its weights resident. They can be neither
-    replaced nor removed.
+    replaced nor removed, but inside forward, for as long as they have a parametrization (PEFT gives
+    experts one there): it has them then.
     """
 
-    def __init__(self, parameters: dict[str, Any], visit: Callable[[int], None]) -> None:
-        """``visit`` is told who is looked up."""
+    def __init__(self, parameters: dict[str, Any], host: _Host) -> None:
         super().__init__(parameters)
-        self._visit = visit
+        self._host = host
+        self._parametrized: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
         if isinstance(parameter, OffloadedParameter):
-            self._visit(parameter.offload_index)
+            self._host.visit(parameter.offload_index)
         return parameter
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if value is not dict.get(self, name):
+        if value is self._parametrized.get(name, self):
+            super().__setitem__(name, value)
+            del self._parametrized[name]
+        elif value is not dict.get(self, name):
             raise RuntimeError(
                 f"{self._full_name(name)} cannot be replaced while the model is offloaded; change "
                 "its values inside `with offloaded.gathered([parameter], modify=True)`, or replace "
@@ -124,6 +136,10 @@ class WatchedParameters(dict[str, Any]):
             )
 
     def __delitem__(self, name: str) -> None:
+        if self._host.is_computing and name in self:
+            self._parametrized[name] = dict.get(self, name)
+            super().__delitem__(name)
+            return
         raise RuntimeError(
             f"{self._full_name(name)} cannot be removed while the model is offloaded; change the "
             "model before the block, or after it (a trainer ends it by close())"

@@ -122,7 +122,7 @@ class ModuleResidency:
         for module in model.modules():
             if module._parameters:
                 self._watched.append((module, module._parameters))
-                module._parameters = WatchedParameters(module._parameters, self.visit)
+                module._parameters = WatchedParameters(module._parameters, self)
 
     def detach(self) -> None:
         """Give every module its own dictionary of parameters back. Idempotent; can be called again

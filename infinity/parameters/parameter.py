@@ -158,6 +158,10 @@ class OffloadedParameter(nn.Parameter):
         self.requires_grad = requires_grad
         return self
 
+    def set_(self, *source: Any) -> torch.Tensor:
+        """As ever; to itself, as parametrizations set what they take over, it changes nothing."""
+        return self if source and source[0] is self else super().set_(*source)
+
     def detach(self) -> torch.Tensor:
         """As ever, but to ``nn.Parameter(self)``, which would share the memory."""
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:

@@ -10,10 +10,18 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer
 
 from infinity.integrations.transformers import OffloadTrainer
-from tests.support.trainers import VOCABULARY, arguments, assert_same, tiny_llama, train
+from tests.support.trainers import (
+    VOCABULARY,
+    arguments,
+    assert_same,
+    least_of,
+    some_texts,
+    tiny_llama,
+    train,
+)
 from tests.support.training import same_bits
 
 BUDGET = "64MiB"
@@ -92,3 +100,29 @@ def test_best_adapters_are_loaded_where_weights_alone_are_saved(tmp_path: Path, 
         args = arguments(folder, **options)
         runs.append(train(kind, args, model=lambda: _adapted(_lora()), **more))
     assert_same(*runs, except_logged=("grad_norm",))
+
+
+def _experts() -> Any:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        max_position_embeddings=64,
+    )
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return _adapted(_lora(target_modules=[], target_parameters=names), MixtralForCausalLM(config))
+
+
+def test_adapters_of_experts_train_as_in_memory(tmp_path: Path, nvme: Path) -> None:
+    """PEFT gives their weights a parametrization in every forward pass."""
+    options: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
+    plain = train(Trainer, arguments(tmp_path / "plain", **options), model=_experts)
+    args = arguments(tmp_path / "ours", **options)
+    least = least_of(OffloadTrainer, model=_experts(), args=args, nvme=nvme, **some_texts())
+    ours = train(OffloadTrainer, args, model=_experts, nvme=nvme, host_memory=least)
+    assert_same(plain, ours, except_logged=("grad_norm",))
