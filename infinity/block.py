@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
-from infinity.autograd.modes import own_modes
 from infinity.model import OffloadedModel
+from infinity.parameters.modes import own_modes
 from infinity.training import Training
 from swap.undo import Undo
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from checkpoint.directory.destination import check_place
 from checkpoint.directory.relocation import StripeDirs
-from infinity.autograd.modes import own_modes
 from infinity.autograd.modifying import Parameters, records_of
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.stepping import as_norm, clip_coefficient
+from infinity.parameters.modes import own_modes
 from infinity.parameters.parameter import cannot_be_copied
 from infinity.ranks.collectives import LOAD, SAVE
 from infinity.report import Report, make_report, write_trace

@@ -27,8 +27,8 @@ from aio import AioError
 from aio.errors import let_go
 from checkpoint.errors import RankFailedError
 from infinity.autograd.lost_values import refuse_calls
-from infinity.autograd.modes import own_modes
 from infinity.parameters.becoming import become_plain, replace_parameter
+from infinity.parameters.modes import own_modes
 from infinity.parameters.parameter import take_grad
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from infinity.activations.offloading import Activations
-from infinity.autograd.modes import own_modes
 from infinity.autograd.modifying import Loans
 from infinity.autograd.module_hooks import ModelHooks
 from infinity.autograd.phases import Passes, Phases
@@ -33,6 +32,7 @@ from infinity.optim.state_reference import StateReference
 from infinity.optim.stepping import as_norm, clip_coefficient, options_of, updates_for
 from infinity.parameters.becoming import become_offloaded
 from infinity.parameters.gradient import ChangeCount
+from infinity.parameters.modes import own_modes, unseen
 from infinity.parameters.parameter import take_grad
 from infinity.parameters.placeholders import check_not_transformed
 from infinity.parameters.records import Record
@@ -249,13 +249,13 @@ class Training:
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         self.gradients.set(index, gradient)
 
-    @own_modes()
     def gradient_values(self, index: int, age: int) -> torch.Tensor:
         self.check_open(self.records[index].name)
         name = f"the gradient of {self.records[index].name}"
         check_not_traced(f"{name}, which is offloaded,")
         check_not_transformed(name)
-        return self.gradients.values(index, age)
+        with own_modes():
+            return self.gradients.values(index, age)
 
     def gradient_age(self, index: int) -> int:
         return self.gradients.age(index)
@@ -307,6 +307,7 @@ class Training:
         if self._open:
             self._versions.changed_copy(index, told)
 
+    @unseen()
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         """Autograd accumulated into ``parameter``: move that to the gradient store."""
         if self.gradients.take(self.index_of(parameter), parameter):

@@ -71,6 +71,11 @@ def check_not_traced(what: str = "an offloaded model") -> None:
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if tracing is not None and tracing.get_proxy_mode() is not None:
         raise RuntimeError(f"{what} was used in make_fx: {_SCRIPTED}")
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise RuntimeError(
+            f"{what} was used under FakeTensorMode, which computes without values, while weights "
+            "are fetched with theirs; do that with the model outside of the block"
+        )
 
 
 def check_not_compiled(name: str) -> None:

@@ -43,6 +43,7 @@ from torch import nn
 from infinity.autograd.refusals import WatchedParameters
 from infinity.backward_passes import has_ended
 from infinity.parameters.becoming import overwrite_data
+from infinity.parameters.modes import unseen
 from infinity.parameters.parameter import (
     AbsentParameter,
     OffloadedParameter,
@@ -173,9 +174,7 @@ class ModuleResidency:
         self._take(frame.own)
 
     def leave(self, module: nn.Module) -> bool:
-        """``module`` ended its forward, or failed in it, or ``enter`` failed. Returns whether
-        another one runs on this thread.
-        """
+        """``module`` ended its forward, or failed; True if another one runs on this thread."""
         frames = self._frames_of.get(threading.get_ident(), [])
         if any(frame.module is module for frame in frames):
             while self._end_last(frames).module is not module:
@@ -237,9 +236,7 @@ class ModuleResidency:
         self.check_faces(strangers)
 
     def reset(self) -> None:
-        """Forget the frames of this thread and of those that ended, after an exception that went
-        past the hooks.
-        """
+        """Forget frames of this thread and of those that ended: exceptions went past the hooks."""
         alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         for stacks in (self._frames_of, self._operations_of):
             for thread in stacks.keys() - alive:
@@ -308,7 +305,7 @@ class ModuleResidency:
             check_process(self._process, f"the offloaded {name}")
         wanted = [index for index in hold.indices if index not in self._kept_out]
         # Tensors made in inference mode count no versions, and changes in them would go unseen.
-        with torch.inference_mode(False):
+        with unseen(), torch.inference_mode(False):
             while True:
                 seen = self._num_changes
                 weights = self._weights.acquire(wanted, hold)
@@ -347,6 +344,7 @@ class ModuleResidency:
                 if isinstance(self._records[index].parameter, OffloadedParameter):
                     mark_absent(self._parameter(index))
 
+    @unseen()
     def _drop(self, hold: _Hold) -> list[int]:
         """Give up ``hold``. Returns parameters that are no offloaded ones any more. Idempotent."""
         strangers = []
@@ -368,6 +366,7 @@ class ModuleResidency:
         weight = self._weights.at_home(record.index)
         return None if weight is None else weight.view(record.shape)
 
+    @unseen()
     def _put_out(self, indices: Iterable[int]) -> None:
         """Whatever data these parameters have, they have their offloaded face now.
 

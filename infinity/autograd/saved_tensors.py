@@ -33,6 +33,7 @@ from infinity.activations.offloading import Activations
 from infinity.activations.storage import SavedActivation
 from infinity.autograd.phases import Phases
 from infinity.autograd.views import View, bytes_of, is_whole
+from infinity.parameters.modes import unseen
 from infinity.parameters.parameter import OffloadedParameter
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
@@ -120,6 +121,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if hooks is not None:
             hooks.__exit__()
 
+    @unseen()
     def _pack(self, tensor: torch.Tensor) -> Any:
         for hooks in _in_use:
             weight = hooks.find(tensor)
@@ -132,6 +134,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         # A leaf comes as the parameter itself, whose data may be swapped under it.
         return _SavedTensor(tensor.detach() if tensor.requires_grad else tensor, version)
 
+    @unseen()
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _SavedTensor):
             self._phases.backward_works()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence, Set
 import torch
 from torch import nn
 
+from infinity.parameters.modes import unseen
 from infinity.parameters.placeholders import placeholder, refusal_of_view
 from infinity.parameters.records import Record
 from infinity.parameters.structure import Structure
@@ -36,7 +37,7 @@ class Versions:
         if indices is None:
             self._noted = self._now()
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with unseen(), torch._C.DisableTorchFunctionSubclass():
             for index in indices:
                 self._noted[index] = self._records[index].parameter._version
 
@@ -96,7 +97,7 @@ class Versions:
             )
 
     def _now(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():
+        with unseen(), torch._C.DisableTorchFunctionSubclass():
             return [record.parameter._version for record in self._records]
 
 

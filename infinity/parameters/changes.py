@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from checkpoint.format.checksum import crc32c
+from infinity.parameters.modes import unseen
 from infinity.parameters.placeholders import as_they_are
 
 
@@ -26,18 +27,21 @@ class Changes:
         """``counts``: whether it counts its changes, if that is known."""
         self._tensor, self._version = tensor, tensor._version
         counts = _counts_changes(func) if counts is None else counts
-        self._before = None if counts else tensor.detach().clone()
+        with unseen():
+            self._before = None if counts else tensor.detach().clone()
 
     @property
     def is_counted(self) -> bool:
         """Whether the version of the tensor tells of them."""
         return self._before is None
 
+    @unseen()
     def are_there(self) -> bool:
         if self._tensor._version != self._version:
             return True
         return self._before is not None and not _same_bits(self._before, self._tensor.detach())
 
+    @unseen()
     def undo(self) -> None:
         """Give the tensor the values that it had, which are there for ``func`` that counts none."""
         if self._before is not None:
@@ -101,7 +105,7 @@ def copy_of(
     view: torch.Tensor, parameter: torch.Tensor, index: int, owner: CopyOwner
 ) -> torch.Tensor:
     """A copy of ``view``, which lies in the weights of ``parameter``, with the version of that."""
-    with torch.inference_mode(False), torch.no_grad():
+    with unseen(), torch.inference_mode(False), torch.no_grad():
         with as_they_are():  # for the version alone
             copy = parameter.detach()
         if view.is_cpu and view.numel():

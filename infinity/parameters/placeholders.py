@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from infinity.parameters.modes import own_modes
+
 _functorch: Any = torch._C._functorch
 _NAME = "TESTING_ONLY_GenericWrapper"
 """A key that torch gives to no tensor by itself, and that has no kernels."""
@@ -71,7 +73,7 @@ def placeholder(
     """A tensor of that shape that takes no memory to speak of; ``refusal`` says why it has no
     values.
     """
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
+    with own_modes(), torch._C._DisableTorchDispatch():
         memory = _memory(dtype, refusal).to(device).untyped_storage()
         face = torch.empty(0, dtype=dtype, device=device)
         if _libraries and not face.is_meta:
