@@ -30,6 +30,7 @@ from infinity.autograd.lost_values import refuse_calls
 from infinity.parameters.becoming import become_plain, replace_parameter
 from infinity.parameters.modes import own_modes
 from infinity.parameters.parameter import take_grad
+from infinity.parameters.placeholders import lost, reason_of, refusal_of_gone, refusal_of_lost
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE
 from infinity.ranks.context import RankContext
@@ -48,10 +49,10 @@ T = TypeVar("T")
 class RestoreError(AioError):
     """Parameters could not be given their trained values as the block ended; all others have them.
 
-    ``parameters`` are their names. They are on the meta device, and calls of modules that have them
-    are refused, or, where it was the last step that could not be finished, they have their values
-    from before it. What they should have is still in the
-    swap files (``folders``) for as long as this exception is kept: ``retry`` reads it when the disk
+    ``parameters`` are their names. They are on the meta device, and what is computed with them or
+    with modules that have them is refused, or, where it was the last step that could not be
+    finished, they have their values from before it. What they should have is still in the swap
+    files (``folders``) for as long as this exception is kept: ``retry`` reads it when the disk
     works again.
     """
 
@@ -136,9 +137,9 @@ class Restoring:
         self._records: dict[int, Record] = {}
         self._now: dict[int, nn.Parameter] = {}
         self._missing: dict[int, Record] = {}
-        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
-        """Where the model has those, as it left the block."""
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}  # of those, as the block was left
         self._refusals: list[RemovableHandle] = []
+        self._came_without: dict[int, str | None] = {}  # why, of those lost in an earlier block
         self.gradients: dict[int, torch.Tensor] = {}
         """Those that parameters came with; what is in here is given back with the values."""
         self._failures: list[BaseException] = []
@@ -153,6 +154,7 @@ class Restoring:
         """From now on the parameter is not itself, and is to be restored."""
         self._records[record.index] = record
         self._now[record.index] = record.parameter
+        self._came_without[record.index] = reason_of(record.parameter)
         if record.parameter.grad is not None:
             self.gradients[record.index] = record.parameter.grad
         self._is_partitioned = self._is_partitioned or record.is_partitioned
@@ -298,11 +300,11 @@ class Restoring:
     def _values_of(self, record: Record) -> torch.Tensor:
         """On the meta device if they cannot be had."""
         stride = record.stride or torch.empty(record.shape, device="meta").stride()
-        nothing = torch.empty_strided(record.shape, stride, dtype=record.dtype, device="meta")
+        nothing = partial(lost, record.shape, stride, record.dtype)
         if record.device.type == "meta":
-            return nothing
+            return nothing(self._came_without[record.index])
         if record.is_partitioned and not self._rank_context.is_whole:
-            return nothing
+            return nothing(refusal_of_gone(record.name))
         try:
             return self._insist(partial(self._read, record))
         except RankFailedError as failure:
@@ -313,7 +315,7 @@ class Restoring:
                 self._rank_context.leaving(type(failure), failure, failure.__traceback__)
             else:
                 self._missing[record.index] = record
-        return nothing
+        return nothing((refusal_of_gone if record.is_partitioned else refusal_of_lost)(record.name))
 
     def _read(self, record: Record) -> torch.Tensor:
         data = torch.empty(record.shape, dtype=record.dtype, device=record.device)

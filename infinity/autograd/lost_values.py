@@ -1,8 +1,9 @@
 """Parameters that left a block on the meta device, because their values could not be read: a model
 that has them is not computed with.
 
-On the CPU torch refuses not every use of such a weight: ``F.linear`` without a bias reads memory
-that is nobody's in its place.
+No operator takes such a weight, see ``placeholders.lost``. A module that has one refuses its call
+before anything is computed, also in another process, where such a weight arrives as a plain one of
+the meta device: on the CPU torch refuses not every use of those.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from infinity.parameters.placeholders import is_placeholder, refusal_of_lost, refuse
 
 
 class _Refusal:
@@ -28,12 +31,9 @@ class _Refusal:
         for owner, own, name in self._places:
             parameter = owner._parameters.get(own)
             if parameter is not None and parameter.is_meta:
-                raise RuntimeError(
-                    f"{name} has no values: they could not be read back as an offload block ended, "
-                    "and it is on the meta device since, where torch may compute with anything. "
-                    "Call retry() of the RestoreError, or give it values: to_empty and "
-                    "load_state_dict, or another block with weights= or offloaded.load"
-                )
+                if is_placeholder(parameter):
+                    refuse(parameter)
+                raise RuntimeError(refusal_of_lost(name))
 
 
 def refuse_calls(model: nn.Module, lost: Collection[nn.Parameter]) -> list[RemovableHandle]:

@@ -4,6 +4,7 @@ be.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import nn
 from infinity.parameters.parameter import OffloadedParameter, Owner
 from infinity.parameters.placeholders import (
     as_they_are,
+    is_lost,
     placeholder,
     refusal_of_weights,
+    refuse,
 )
 
 _DATA: Any = torch.Tensor.data
@@ -51,18 +54,21 @@ def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -
     changes last.
     """
     if data.is_meta != parameter.is_meta:
-        fresh = _like(parameter, data)
+        with as_they_are():
+            fresh = _like(parameter, data)
         try:
             with as_they_are():
                 _swap(parameter, fresh)
         except RuntimeError:
             _let_hook(fresh, parameter)
             _forget_owner(fresh)
+            _let_refuse_pickling(fresh)
             return fresh
     elif not data.is_meta:
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
             _DATA.__set__(parameter, data)
     _forget_owner(parameter)
+    _let_refuse_pickling(parameter)
     parameter.__class__ = kind
     return parameter  # type: ignore[no-any-return]
 
@@ -99,12 +105,21 @@ def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(parameter).items() if name not in _OF_OWNER}
 
 
-_OF_OWNER = ("offload_index", "offload_trainable", "offload_owner")
+_STATE = "__getstate__"
+_OF_OWNER = ("offload_index", "offload_trainable", "offload_owner", _STATE)
 
 
 def _forget_owner(parameter: torch.Tensor) -> None:
     for name in _OF_OWNER:
         vars(parameter).pop(name, None)
+
+
+def _let_refuse_pickling(parameter: torch.Tensor) -> None:
+    """Where it has lost its values: what torch would write of it comes back as a tensor on meta
+    like any other.
+    """
+    if is_lost(parameter):
+        vars(parameter)[_STATE] = partial(refuse, parameter.data)
 
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -14,11 +14,13 @@ read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
+from weakref import finalize
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from infinity.parameters.modes import own_modes
 
@@ -34,6 +36,17 @@ _libraries: list[Any] = []
 
 _lenders: dict[int, torch.Tensor] = {}
 """By the storage of a placeholder, while the model is offloaded."""
+
+_texts: dict[int, str] = {}
+"""Why a tensor on the meta device has no values, by its storage, which has no memory for that."""
+_FACTORIES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+)
+"""Operators that ask a tensor for its shape, dtype and device alone."""
 
 Serve = Callable[[Any, Any, Any], Any]
 
@@ -56,8 +69,16 @@ def serve_placeholders(serve: Serve) -> None:
     name = "_has_compatible_shallow_copy_type"  # asks for no values, whenever data are replaced
     of_data.impl(name, torch.library.fallthrough_kernel, _NAME)
     of_all = torch.library.Library("_", "IMPL")
-    of_all.fallback(lambda op, *args, **kwargs: serve(op, args, kwargs), _NAME)
+    of_all.fallback(lambda op, *args, **kwargs: _run(serve, op, args, kwargs), _NAME)
     _libraries.extend((of_data, of_all))
+
+
+def _run(serve: Serve, operator: Any, args: Any, kwargs: Any) -> Any:
+    asks_for_no_values = operator._schema.name in _FACTORIES
+    if asks_for_no_values and any(map(is_lost, tree_leaves((args, kwargs)))):
+        with as_they_are():
+            return operator(*args, **kwargs)
+    return serve(operator, args, kwargs)
 
 
 @contextmanager
@@ -85,6 +106,40 @@ def placeholder(
     if not face.is_meta:
         torch._C._set_throw_on_mutable_data_ptr(face)
     return face
+
+
+def lost(
+    shape: torch.Size, stride: Sequence[int], dtype: torch.dtype, refusal: str | None
+) -> torch.Tensor:
+    """A tensor on the meta device that no operator computes with: they raise ``RuntimeError`` with
+    ``refusal``. What asks for no values works (``empty_like``, on which ``to_empty`` rests). With
+    None it is one of torch's own.
+    """
+    if refusal is None or not _libraries:
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    with own_modes(), torch._C._DisableTorchDispatch():
+        face: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+            _Keyed,
+            shape,
+            stride,
+            dtype=dtype,
+            device=torch.device("meta"),
+            _extra_dispatch_keys=_KEYS,
+        ).data
+    storage = face.untyped_storage()
+    _texts[storage._cdata] = refusal
+    finalize(storage, _texts.pop, storage._cdata, None)
+    return face
+
+
+def is_lost(leaf: Any) -> bool:
+    """Whether it is one of ``lost``."""
+    return is_placeholder(leaf) and _unwrapped(leaf).is_meta
+
+
+def reason_of(leaf: torch.Tensor) -> str | None:
+    """Why one of ``lost`` has no values; None for any other tensor."""
+    return _refusal_of(leaf) if is_lost(leaf) else None
 
 
 def _memory(dtype: torch.dtype, refusal: str) -> torch.Tensor:
@@ -117,10 +172,16 @@ def lender_of(leaf: torch.Tensor) -> torch.Tensor | None:
 
 def refuse(leaf: torch.Tensor) -> NoReturn:
     """Raise ``RuntimeError`` saying why a placeholder has no values."""
+    raise RuntimeError(_refusal_of(leaf))
+
+
+def _refusal_of(leaf: torch.Tensor) -> str:
     face = _unwrapped(leaf)
+    if face.is_meta:
+        return _texts[face.untyped_storage()._cdata]
     memory: Any = torch.empty(0, dtype=torch.uint8, device=face.device)
     memory.set_(face.untyped_storage())
-    raise RuntimeError(bytes(memory.clone().tolist())[_TEXT_FROM:].decode())
+    return bytes(memory.clone().tolist())[_TEXT_FROM:].decode()
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,6 +224,24 @@ def refusal_of_tiled(name: str = "a layer") -> str:
     return (
         f"the weight of {name} is in tiles while the model is offloaded, and this memory is not "
         "where they are; reach it through the model, or take its values by clone()"
+    )
+
+
+def refusal_of_lost(name: str) -> str:
+    """What is said about the parameter ``name`` after a block at whose end nobody could read it."""
+    return (
+        f"{name} has no values: they could not be read back as an offload block ended, and it is "
+        "on the meta device since. Call retry() of the RestoreError, or give it values: to_empty "
+        "and load_state_dict, or another block with weights= or offloaded.load"
+    )
+
+
+def refusal_of_gone(name: str) -> str:
+    """The same where it was partitioned, and a rank failed."""
+    return (
+        f"{name} has no values: a rank failed in the offload block, with its part of them, "
+        "and it is on the meta device since. Give it values: to_empty and load_state_dict, or "
+        "another block with weights= or offloaded.load of the last checkpoint"
     )
 
 
