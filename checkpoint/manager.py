@@ -125,7 +125,7 @@ class Manager:
         """
 
         def way(arrival: Arrival) -> SaveInfo:
-            path, previous = self.path(step), self._settle()
+            path, previous = self.path(step), self._wait_for_previous()
             stripes, engine, ranks = self._stripe_dirs, self._engine, self._ranks
             return save_on(state, path, stripes, engine, ranks, arrival, previous=previous)
 
@@ -143,7 +143,7 @@ class Manager:
         """
 
         def way(arrival: Arrival) -> PendingSave:
-            path, previous = self.path(step), self._settle()
+            path, previous = self.path(step), self._wait_for_previous()
             self._pending = start_save(
                 state,
                 path,
@@ -308,7 +308,7 @@ class Manager:
 
     # What this rank sees.
 
-    def _settle(self) -> PendingSave | None:
+    def _wait_for_previous(self) -> PendingSave | None:
         """Waits for the last background save, whose error is the next one's to raise."""
         if self._pending is not None:
             self._pending.wait_done()

@@ -84,7 +84,7 @@ class Workers:
         with self._lock:
             if len(self._threads) < self._count:
                 self._threads.append(started(self._run, f"{self._name}-{len(self._threads)}"))
-        self._work.put(partial(_settle, done, work))
+        self._work.put(partial(_complete, done, work))
         return done
 
     def _run(self) -> None:
@@ -108,7 +108,7 @@ class Workers:
             thread.join()
 
 
-def _settle(done: Future[T], work: Callable[[], T]) -> None:
+def _complete(done: Future[T], work: Callable[[], T]) -> None:
     try:
         result = work()
     except BaseException as error:

@@ -306,7 +306,7 @@ class TieredState:
         it again.
         """
         self.finish_step()
-        self.gradients.settle()
+        self.gradients.flush()
 
     def finish_step(self) -> None:
         """As ``flush``, of values alone: spilled gradients may still be on their way."""

@@ -199,7 +199,9 @@ _registry = _Registry()
 os.register_at_fork(after_in_child=_registry.forget)
 
 
-def settle(path: Path, cancellation: Cancellation, before: PendingSave | None = None) -> None:
+def wait_for_earlier(
+    path: Path, cancellation: Cancellation, before: PendingSave | None = None
+) -> None:
     """Waits for the background save to this path; `before` is one that belongs with it.
 
     Raises the error of either if nobody has been told of it; those of saves to other paths are no

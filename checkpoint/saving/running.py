@@ -24,7 +24,7 @@ from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, apart
 from checkpoint.saving.commit import SavePlan, commit
 from checkpoint.saving.guard import Gate
-from checkpoint.saving.pending import PendingSave, settle
+from checkpoint.saving.pending import PendingSave, wait_for_earlier
 from checkpoint.sheltered import Cancellation, StoppedError, Worker, wait_for
 from checkpoint.threads import started
 from checkpoint.transfer.memory import machine
@@ -87,7 +87,7 @@ def _carry_out(
             order.ranks.begin(Operation.SAVE)
             turn.callback(order.ranks.end)
             plan = order.plan(cancellation)
-            num_here = _settle(order, cancellation)
+            num_here = _wait_for_earlier(order, cancellation)
             engine, snapshot = apart(
                 order.ranks, lambda: _take(order, plan, num_here, pending, turn)
             )
@@ -106,12 +106,12 @@ def _carry_out(
     pending.finish(outcome, is_told=not is_background or cancellation.is_requested)
 
 
-def _settle(order: Order, cancellation: Cancellation) -> int:
-    """`settle`; an error that one rank has not been told yet ends the save on all of them. Gives
-    how many ranks are on this machine.
+def _wait_for_earlier(order: Order, cancellation: Cancellation) -> int:
+    """`wait_for_earlier`; an error that one rank has not been told yet ends the save on all of
+    them. Gives how many ranks are on this machine.
     """
     try:
-        settle(order.path, cancellation, order.previous)
+        wait_for_earlier(order.path, cancellation, order.previous)
         here = machine()
     except BaseException as error:
         order.ranks.exchange(error)

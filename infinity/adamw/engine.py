@@ -116,7 +116,7 @@ class StateEngine:
         if self.unfinished is not None:
             self.unfinished.check_repeatable()
             self._run(self.unfinished)
-        self.store.settle()
+        self.store.flush()
 
     def _begin_with_zeros(self) -> None:
         for member in self.members:
@@ -142,7 +142,7 @@ class StateEngine:
 
     def begin_loading(self) -> None:
         """From now on nothing but loading is allowed, until it has ended."""
-        self._changes.make(self.store.settle)
+        self._changes.make(self.store.flush)
         self.is_mixed = True
 
     def take_states(self, states: States) -> None:

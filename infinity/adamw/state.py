@@ -190,7 +190,7 @@ def save(
     groups: list[dict[str, Any]],
     extra: Any,
 ) -> Any:
-    """Write a checkpoint of a settled store. ``groups`` have the names of ``members``."""
+    """Write a checkpoint of a flushed store. ``groups`` have the names of ``members``."""
     stepped = {name: member for name, member in members.items() if member.held is Held.VALUES}
     state = {
         "optimizer": _leaves(stepped, store),
@@ -268,7 +268,7 @@ def load(
     store: StateStore,
     parameters: Mapping[str, Mapping[str, Any]],
 ) -> Any:
-    """Read into a settled store what ``save`` wrote of ``parameters``; returns ``extra``."""
+    """Read into a flushed store what ``save`` wrote of ``parameters``; returns ``extra``."""
     leaves = _leaves({name: members[name] for name in parameters}, store)
     if leaves:
         checkpoint.load(path, into={"optimizer": leaves}, staging_bytes=store.checkpoint_bytes)

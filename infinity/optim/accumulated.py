@@ -135,7 +135,7 @@ class Accumulated:
         self.changed = True
         self._counts[index].changes += 1
         with self._or_lost(index):
-            self._settle()
+            self._clip_now()
             record = self._records[index]
             flat = values.detach().cpu().reshape(-1)
             part = flat[record.first : record.first + record.spec.numel]
@@ -159,7 +159,7 @@ class Accumulated:
         self._counts[index] = ChangeCount()
         if gradient is not None:
             with self._or_lost(index):
-                self._settle()
+                self._clip_now()
                 self._rank_context.add_gradient(index, self.scale.assigned(gradient))
         elif not self._has_any():
             self._forget_factors()
@@ -201,7 +201,7 @@ class Accumulated:
         """A gradient that arrives, of the pass that runs now."""
         self._counts[index].changes += 1
         with self._or_lost(index):
-            self._settle()
+            self._clip_now()
             self._rank_context.add_gradient(index, self.scale.taken(gradient))
 
     def check_unused(self) -> None:
@@ -262,7 +262,7 @@ class Accumulated:
                 self._state.gradients.lose(index, let_go(failure))
             raise
 
-    def _settle(self) -> None:
+    def _clip_now(self) -> None:
         """Clip the gradients now, in their own dtype, as ``torch.nn.utils`` does."""
         if self.clip_factor == 1.0:
             return

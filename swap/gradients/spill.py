@@ -75,16 +75,16 @@ class SpillWriter:
         with self._lock:
             self._extents.run_drained(begin)
 
-    def settle(self, subgroup: int) -> None:
+    def wait_for(self, subgroup: int) -> None:
         """Wait until all chunks of ``subgroup`` are on the SSD; raises ``AioError``."""
         _raise_first(self._finish_all(lambda segment: segment.subgroup == subgroup))
 
-    def settle_segment(self, segment: Segment) -> None:
-        """As ``settle``, for one parameter's part of a subgroup."""
+    def wait_for_segment(self, segment: Segment) -> None:
+        """As ``wait_for``, for one parameter's part of a subgroup."""
         _raise_first(self._finish_all(lambda other: other == segment))
 
-    def settle_all(self) -> None:
-        """As ``settle``, for every subgroup."""
+    def wait_for_all(self) -> None:
+        """As ``wait_for``, for every subgroup."""
         _raise_first(self._finish_all(lambda _: True))
 
     def discard(self, segment: Segment) -> None:

@@ -152,7 +152,7 @@ class GradientStore:
                 home = self._host[segment.subgroup]
                 part.copy_(home[segment.offset : segment.offset + segment.length])
             else:
-                self._settle(segment.subgroup)
+                self._wait_for_spills(segment.subgroup)
                 start = segment.offset * part.dtype.itemsize
                 self._read(segment.subgroup, start, part).result()
         return out
@@ -184,23 +184,23 @@ class GradientStore:
 
     def stage(self, subgroup: int, out: torch.Tensor) -> list[Operation]:
         """Start reading the spilled gradients of a whole subgroup into ``out``."""
-        self._settle(subgroup)
+        self._wait_for_spills(subgroup)
         return [self._read(subgroup, 0, out)] if subgroup in self._spilled else []
 
     def release(self, subgroup: int) -> None:
         """The update of ``subgroup`` is done: its spilled gradients are not needed any more."""
         self._spilled.discard(subgroup)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until every spill is on the SSD; raises ``AioError``, and waits for a second try
         then.
         """
         if self._spills is not None:
-            self._spills.settle_all()
+            self._spills.wait_for_all()
 
-    def _settle(self, subgroup: int) -> None:
+    def _wait_for_spills(self, subgroup: int) -> None:
         assert self._spills is not None
-        self._spills.settle(subgroup)
+        self._spills.wait_for(subgroup)
 
     def _spill_segment(
         self, segment: Segment, part: torch.Tensor, accumulate: bool, squares: _Squares
@@ -209,7 +209,7 @@ class GradientStore:
         self._spilled.add(segment.subgroup)
         # Writes to the same bytes must not be in flight together: either could come last.
         if accumulate:
-            self._spills.settle_segment(segment)
+            self._spills.wait_for_segment(segment)
         else:
             self._spills.discard(segment)
         dtype = self._layout.subgroups[segment.subgroup].dtype

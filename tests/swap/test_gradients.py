@@ -70,7 +70,7 @@ class Rig:
         elif action == "read" and parameter in self.plain.gradients:
             self.check(parameter)
         elif action == "release":
-            self.store.settle()
+            self.store.flush()
             for subgroup in self.layout.subgroups_of(parameter):
                 for segment in self.layout.subgroups[subgroup].segments:
                     self._forget(segment.parameter)
@@ -187,7 +187,7 @@ def test_gradient_added_after_an_interrupt_survives_the_writes_of_the_one_before
     assert rig.engine.num_in_flight == 0
     rig.act("clear", 5, seed=0)
     rig.add(5, seed=2)
-    rig.store.settle()
+    rig.store.flush()
     rig.engine.carry_out_all()
     rig.check_all()
 
@@ -217,11 +217,11 @@ def test_spill_that_failed_is_raised_and_written_by_the_next_who_needs_it(
         rig.plain.add_gradient(parameter, random_values(parameter, SIZES[parameter]))
     if not raised:
         with pytest.raises(AioError) as caught:
-            rig.store.settle()
+            rig.store.flush()
         raised.append(caught.value)
     assert [error.errno for error in raised] == [errno.EIO]
     assert raised[0].filename == str(rig.directory.path / "state.swap")
-    rig.store.settle()
+    rig.store.flush()
     rig.check_all()
 
 
@@ -252,7 +252,7 @@ def test_disk_that_stays_broken_is_an_error_not_a_wait(make: Make) -> None:
 def test_accumulation_that_fails_leaves_no_gradient(make: Make, kind: Kind, after: int) -> None:
     rig = make(eager=0.0)
     rig.add(5, seed=1)
-    rig.store.settle()
+    rig.store.flush()
     rig.faults.arm(kind, errno.EIO, after=after)
     with pytest.raises(AioError):
         rig.add(5, seed=2)
@@ -268,7 +268,7 @@ def test_extents_are_taken_at_the_start_and_kept(make: Make) -> None:
     assert rig.extents.used_bytes == expected
     for parameter in range(len(SIZES)):
         rig.add(parameter, seed=parameter)
-    rig.store.settle()
+    rig.store.flush()
     for group in rig.layout.subgroups:
         rig.store.release(group.index)
         assert rig.store.stage(group.index, torch.empty(group.numel)) == []

@@ -104,15 +104,15 @@ class StateStore:
         """
         self._sweeps.sweep([self._groups[number] for number in left], left, work)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Bring everything home. Raises ``AioError``; a further call tries again."""
-        self._sweeps.settle()
+        self._sweeps.flush()
 
     def read(self, parameter: int, name: str, start: int, out: torch.Tensor) -> None:
         """Copy elements ``[start, start + len(out))`` of a component into ``out``, flat, on the
         CPU.
 
-        For a settled store; several threads may call. Raises ``AioError``.
+        For a flushed store; several threads may call. Raises ``AioError``.
         """
         room = self._rooms[parameter]
         room.components.read(room.index, name, start, out)
@@ -120,7 +120,7 @@ class StateStore:
     def write(self, parameter: int, name: str, start: int, values: torch.Tensor) -> None:
         """Set elements ``[start, start + len(values))`` of a component.
 
-        For a settled store; several threads may write different elements. Raises ``AioError``.
+        For a flushed store; several threads may write different elements. Raises ``AioError``.
         """
         room = self._rooms[parameter]
         room.components.write(room.index, name, start, values)

@@ -61,7 +61,7 @@ class Sweeps:
 
     def replace_slots(self, slots: Iterable[np.ndarray]) -> None:
         """Use ``slots`` from now on. Raises ``AioError`` where the old ones cannot be written."""
-        self.settle()
+        self.flush()
         self.free_slots.clear()
         self.free_slots.extend(slots)
 
@@ -90,7 +90,7 @@ class Sweeps:
                     group.staging.abandon(group.staged)
         self._ascending = not self._ascending
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Bring everything home. Raises ``AioError``; a further call tries again."""
         for group in [*self._kept]:
             self._start_write(group)

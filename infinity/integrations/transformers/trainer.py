@@ -88,7 +88,7 @@ class OffloadMixin(_Base):
         optimizers: tuple[Any, Any] = passed.get("optimizers") or (None, None)
         lives.make_way_early(type(self), OffloadMixin, passed.values())
         super().__init__(*bound.args, **bound.kwargs)
-        self._offload_streamed.settle(self.model)
+        self._offload_streamed.complete(self.model)
         check_arguments(self.args)  # some trainers make their own
         self._offload_given, self._offload_scheduler = optimizers
         if self._offload_given is not None:

@@ -63,12 +63,12 @@ class Streamed:
         return model
 
     def prepare_to_wrap(self) -> None:
-        """Let adapters be put around the model, until ``settle``."""
+        """Let adapters be put around the model, until ``complete``."""
         ((model, folder),) = self._models
         self._plain = (copy.deepcopy(model), folder)  # on meta, where it takes no memory
         put_placeholders(model)
 
-    def settle(self, model: nn.Module) -> None:
+    def complete(self, model: nn.Module) -> None:
         """``model`` is what the trainer has made. Raises ``ValueError`` naming what would have
         needed the weights to be made.
         """
