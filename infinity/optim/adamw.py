@@ -233,7 +233,8 @@ def check_moments(saved: SavedState, state_dtype: torch.dtype) -> None:
     if saved.state_dtype != state_dtype:
         raise ValueError(
             f"{saved.path} has the moments of {saved.name} in {saved.state_dtype}, the optimizer "
-            f"keeps {state_dtype}; pass optimizer=infinity.AdamW(state_dtype={saved.state_dtype})"
+            f"keeps {state_dtype}; pass state_dtype={saved.state_dtype} to infinity.AdamW, or "
+            "to the trainer, accelerator or strategy"
         )
     if state_dtype == torch.uint8 and not saved.is_tiled_alike:
         raise ValueError(

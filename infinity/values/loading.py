@@ -103,12 +103,12 @@ def _load(
 ) -> Any:
     saved, targets = together(training.rank_context, lambda: _checked(training, path, read, fits))
     training.rank_context.weights.drop()
-    for component in _absent_state(training, saved):
+    for component in absent_state(training, saved):
         training.state.components.zero(component)
     extra, states = together(
         training.rank_context, lambda: _load_values(training, saved, targets, read)
     )
-    _restore_scalars(training, saved, path)
+    restore_scalars(training, saved, path)
     then()
     try:
         together(training.rank_context, lambda: set_module_states(training.model, states))
@@ -126,7 +126,7 @@ def _checked(
     return saved, targets
 
 
-def _absent_state(training: TrainingState, saved: Mapping[str, Any]) -> set[str]:
+def absent_state(training: TrainingState, saved: Mapping[str, Any]) -> set[str]:
     """Components of state that the checkpoint has not of every parameter that has them here."""
     return {
         component
@@ -158,13 +158,15 @@ def _read_scalars(
     if saved.get("is_foreign"):
         tell_buffers(training.model, saved)
     saved["buffers"] = saved_buffers(saved, path)
-    _check(training, saved, path)
+    check_fits(training, saved, path)
     if training.rank_context.rank == 0:  # those of other ranks may have other names
         check_modules(training.model, saved, saved["buffers"], path)
     return saved
 
 
-def _check(training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def check_fits(
+    training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]
+) -> None:
     if saved["format"] != FORMAT:
         raise ValueError(f"{path} has format {saved['format']}; this version reads {FORMAT}")
     shapes = saved["shapes"]
@@ -302,7 +304,7 @@ def _master(read: Read, name: str, components: Sequence[str]) -> torch.Tensor:
     return out.view(weight.shape)
 
 
-def _restore_scalars(
+def restore_scalars(
     training: TrainingState, saved: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> None:
     is_taken = _takes_state(training, saved, path)

@@ -22,7 +22,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "infinity": (
         *("parameters", "activations", "ranks", "tiling", "optim", "autograd"),
         *("values.initial", "values", "planning", "adamw"),
-        *("integrations", "commands"),
+        *("commands", "integrations"),
     ),
 }
 MOST_FLOORS = 8

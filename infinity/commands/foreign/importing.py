@@ -13,15 +13,13 @@ from torch import nn
 import checkpoint
 from infinity.commands.foreign.distributed import METADATA, read_distributed
 from infinity.commands.foreign.state import MOMENTS, SHOWN, ForeignState, Shelf, Shelved
+from infinity.commands.foreign.taking import KEPT_BY
 from infinity.commands.foreign.torch_files import read_torch_file
 from infinity.commands.foreign.universal import read_universal, universal_folder
 from infinity.optim.torch_state import IN_COMPONENTS
 from infinity.values.initial.weight_files import WeightFolder
 from infinity.values.initial.weight_names import Recipe, recipes_for
 from infinity.values.persistence import FORMAT
-
-KEPT_BY = "torch.optim.adamw.AdamW"
-"""Whose state all of these mean."""
 
 
 def read_foreign(source: Path, model: nn.Module, *, is_ordered: bool) -> ForeignState:

@@ -41,7 +41,7 @@ def load_mapped(path: Path) -> Any:
 
 def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> ForeignState:
     """``is_ordered``: whether the model lists its parameters in the order of the real one."""
-    state = _optimizer_in(load_mapped(path), path)
+    state = optimizer_in(load_mapped(path), path)
     groups = state["param_groups"]
     for group in groups:
         check_options(group, path)
@@ -63,7 +63,7 @@ def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> Foreig
     )
 
 
-def _optimizer_in(found: Any, path: Path) -> Mapping[str, Any]:
+def optimizer_in(found: Any, path: Path) -> Mapping[str, Any]:
     candidates = [found]
     if isinstance(found, Mapping):
         candidates += [found[place] for place in PLACES if place in found]

@@ -61,16 +61,28 @@ class Life:
         self._has_values_elsewhere = any(p.is_meta for p in model.parameters())
         self.trains = optimizer is not None
         self.is_saved = True
+        self.numbered: list[list[str]] = []
+        """Names of all parameters of the optimizer in memory, in the order of its groups."""
         stack = ExitStack()
         self._blocks: list[OffloadBlock] = []
         with stack:
             enter = partial(_enter, stack, self._blocks, weights)
-            self.offloaded = _within(enter, model, beside, options, device, optimizer)
+            make = None if optimizer is None else partial(self._made, model, optimizer)
+            self.offloaded = _within(enter, model, beside, options, device, make)
             serve_methods(stack, self.offloaded)
             stack = stack.pop_all()
         self._leave = weakref.finalize(self, stack.close)
         self._leave.atexit = False  # there, it would read whole models into memory for nothing
         _lives.add(self)
+
+    def _made(self, model: nn.Module, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        """The optimizer; made first of the model as it is outside, maybe again of its tiles."""
+        made = optimizer()
+        if not self.numbered:
+            names = {id(p): name for name, p in model.named_parameters()}
+            groups = made.param_groups
+            self.numbered = [[names.get(id(p), "") for p in g["params"]] for g in groups]
+        return made
 
     def close(self) -> None:
         """Give all models their values back. Idempotent. Raises as leaving a block does."""

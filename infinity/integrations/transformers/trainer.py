@@ -21,7 +21,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import infinity
 from infinity.integrations import takeover
-from infinity.integrations.transformers import folders, lives
+from infinity.integrations.transformers import folders, lives, memory_checkpoints
 from infinity.integrations.transformers.arguments import NAMES, options_of
 from infinity.integrations.transformers.lives import Life, make_way, models_beside
 from infinity.integrations.transformers.model_files import weights
@@ -351,23 +351,25 @@ class OffloadMixin(_Base):
         folder = Path(resume_from_checkpoint)
         if (folder / STATE).is_dir():
             return
-        if (folder / "optimizer.pt").exists():
-            raise ValueError(
-                f"{folder} was saved by a trainer that keeps its optimizer in memory; to go on "
-                f"from it, `infinity import {folder}/optimizer.pt {folder}/{STATE} --model "
-                f"{folder}` first; or train on from its weights alone: pass "
-                f"weights={str(folder)!r} and leave resume_from_checkpoint out"
-            )
         if not weights.has_weights(self.model, folder):
             raise ValueError(f"Can't find a valid checkpoint at {folder}")
         self._open(trains=True)
-        self._read_folder(folder)
+        if self._offload_life is not None and memory_checkpoints.is_of_memory(folder):
+            memory_checkpoints.check_and_read_weights(self._offload_life, folder)
+        else:
+            self._read_folder(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (Path(checkpoint) / STATE).is_dir():
+        folder, life = Path(checkpoint or ""), self._offload_life
+        if checkpoint is None or life is None:
             return
-        self.offloaded.load(Path(checkpoint) / STATE)
-        state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        if (folder / STATE).is_dir():
+            life.offloaded.load(folder / STATE)
+        elif memory_checkpoints.is_of_memory(folder):
+            memory_checkpoints.take_state(life, folder)
+        else:
+            return
+        state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
     def _load_best_model(self) -> None:

@@ -60,12 +60,14 @@ def fill(
 def set_values(
     offloaded: infinity.OffloadedModel, leaf: CheckpointTensor, values: torch.Tensor
 ) -> None:
-    """One tile at a time."""
+    """One tile at a time; with all the precision that a master of it keeps."""
     flat, at = values.reshape(-1), 0
     for part in leaf.parts:
-        parameter = part.parameter
+        parameter, own = part.parameter, flat[at : at + part.numel]
         with offloaded.gathered([parameter], modify=True), torch.no_grad():
-            parameter.copy_(flat[at : at + part.numel].view(parameter.shape))
+            parameter.copy_(own.view(parameter.shape))
+        if own.dtype.itemsize > parameter.dtype.itemsize and part.spec.trainable:
+            training_of(offloaded).state.fill(part.index, own)
         at += part.numel
 
 

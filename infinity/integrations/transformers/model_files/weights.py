@@ -121,6 +121,18 @@ def read_folder(offloaded: infinity.OffloadedModel, folder: Path) -> list[str]:
     return [name for name, target in targets.items() if id(target) not in done]
 
 
+def absent_from(offloaded: infinity.OffloadedModel, folder: Path) -> list[str]:
+    """Names of weights and buffers that ``read_folder`` would find no values for."""
+    if adapter_files(folder, adapters_of(offloaded.model)):
+        return []
+    targets, there = targets_by_name(offloaded), set()
+    for file in _files_of(folder):
+        if file.is_file():
+            with safe_open(file, framework="pt") as opened:
+                there |= {id(targets[name]) for name in targets.keys() & {*opened.keys()}}
+    return [name for name, target in targets.items() if id(target) not in there]
+
+
 def _tensors_in(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for file in _files_of(folder):
         with safe_open(file, framework="pt") as opened:
