@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 
 import checkpoint
-from checkpoint.loading.manifest_cache import KnownManifests
 from tests.support.rank_jobs import complaint
 
 _NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "the disk of this rank")
@@ -20,7 +19,7 @@ _FAILING: dict[str, tuple[str, BaseException]] = {
     "plan": ("checkpoint.saving.rank_plan.plan_part_files", ValueError("the header is too long")),
     "engine": ("checkpoint.saving.running.Engine", OSError(errno.EAGAIN, "no more requests")),
     "memory": ("checkpoint.transfer.memory.KeptMemory.take", MemoryError("for the copy")),
-    "thread": ("checkpoint.sheltered._thread.start_new_thread", RuntimeError("no more threads")),
+    "thread": ("checkpoint.sheltered.start_apart", RuntimeError("no more threads")),
     "copy": ("checkpoint.transfer.snapshot.Workers", RuntimeError("no more threads")),
     "staging": ("checkpoint.saving.commit.filling_supplies", MemoryError("for the buffers")),
     "write": ("checkpoint.saving.data_files.RankFiles.write", _NO_SPACE),
@@ -89,7 +88,7 @@ def differing_calls(rank: int, folder: Path) -> dict[str, str]:
         "stripes on 0": complaint(lambda: save(None if odd else [stripe])),
     }
     unreadable = OSError(errno.EIO, "Input/output error", "a manifest")
-    looking = mock.patch.object(KnownManifests, "saved", side_effect=unreadable)
+    looking = mock.patch("checkpoint.saving.api.time_of_save", side_effect=unreadable)
     with nullcontext() if odd else looking:
         told["order"] = complaint(lambda: manager.save(2, {"x": 2}))
         told["order, behind"] = complaint(lambda: manager.save_async(2, {"x": 2}))
