@@ -21,6 +21,7 @@ class Operation(enum.IntEnum):
     LATEST = 104
     OWN = 105
     MAKE = 106
+    EXPORT = 107
 
 
 def doing(kind: int) -> str | None:
@@ -35,6 +36,7 @@ _DOING: dict[int, str] = {
     Operation.STEPS: "asks for the steps that can be loaded",
     Operation.LATEST: "asks for the latest step",
     Operation.MAKE: "makes a Manager",
+    Operation.EXPORT: "exports weights",
     Operation.OWN: "compares what each rank has for itself",
 }
 

@@ -114,12 +114,31 @@ def in_turn(ranks: Coordinator, operation: Operation, look: Callable[[Turn], T])
     A function and no context manager: an interrupt may meet the very call of `__exit__`, or the
     steps of `contextlib` around a generator, and then nothing would be told nor ended.
     """
+
+    def begin_and_look(turn: Turn) -> T:
+        turn.begin()
+        return look(turn)
+
+    return before_turn(ranks, operation, begin_and_look)
+
+
+def before_turn(
+    ranks: Coordinator,
+    operation: Operation,
+    look: Callable[[Turn], T],
+    tell_before: Callable[[BaseException], None] = lambda _: None,
+) -> T:
+    """As `in_turn`, for a `look` that does something else with the coordinator on every rank before
+    it calls `turn.begin()`. It may fail there, on this rank alone or on all: in either case every
+    rank comes to the first meeting of the turn with its error. `tell_before` is called first with
+    that, for ranks that are on their way to what comes before.
+    """
     turn = Turn(ranks, operation)
     try:
         try:
-            turn.begin()
             return look(turn)
         except BaseException as error:
+            tell_before(error)
             turn.tell(error)
             raise
         finally:

@@ -23,8 +23,10 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,8 +39,9 @@ from checkpoint.ranks.coordinator import (
     Operation,
     SingleProcess,
     accompanied,
-    together,
+    tell,
 )
+from checkpoint.ranks.turn import Turn, before_turn
 from checkpoint.saving.api import save_on, start_save
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer
@@ -215,30 +218,46 @@ def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]
     """Weights and persistent buffers as Hugging Face shards with an index; returns the paths.
 
     Several ranks first save the weights together, in a folder beside, from which rank 0 makes the
-    shards: no rank ever has the model. Buffers are those of rank 0.
+    shards: no rank ever has the model. Buffers are those of rank 0. What ends that on one rank,
+    wherever it is, ends it on all.
     """
+    coordinator, staging = training.rank_context.coordinator, training.checkpoint_bytes
+    if coordinator is None:
+        weights = _weights_of_rank(training)
+        files = checkpoint.write_safetensors(weights, folder, staging_bytes=staging)
+        return [os.fspath(file) for file in files]
+    ranks, arrival = coordinator, Arrival()
+
+    def tell_before(error: BaseException) -> None:
+        if arrival.is_for("error"):
+            with suppress(type(error)):
+                tell(ranks, Operation.SAVE, error)
+
+    def look(turn: Turn) -> list[str]:
+        parts = Path(folder).absolute().with_name(f".{Path(folder).name}.parts")
+        state = {"model": _weights_of_rank(training)}
+        info = save_on(state, parts, None, None, ranks, arrival, staging)
+        turn.begin()
+        is_first = training.rank_context.rank == 0
+        merge: Callable[[], list[str]] = partial(_merge, info, folder) if is_first else list
+        return turn.together(merge, ends=lambda _: True)[0]
+
+    return before_turn(ranks, Operation.EXPORT, look, tell_before)
+
+
+def _weights_of_rank(training: TrainingState) -> dict[str, Any]:
     rank, world_size = training.rank_context.rank, training.rank_context.world_size
     weights: dict[str, Any] = dict(persistent_buffers(training.model)) if rank == 0 else {}
     for leaf in checkpoint_tensors_of(training.model, training.records):
         components = components_of_tensor(training.state, leaf, Saving(rank, world_size))
         weights[leaf.name] = components[0]
-    coordinator, staging = training.rank_context.coordinator, training.checkpoint_bytes
-    if coordinator is None:
-        files = checkpoint.write_safetensors(weights, folder, staging_bytes=staging)
-        return [os.fspath(file) for file in files]
-    parts = Path(folder).absolute().with_name(f".{Path(folder).name}.parts")
-    info = checkpoint.save(
-        {"model": weights}, parts, coordinator=coordinator, staging_bytes=staging
-    )
+    return weights
 
-    def merge() -> list[str]:
-        if rank:
-            return []
-        try:
-            files = checkpoint.export_safetensors(parts, folder, prefix="model.")
-        finally:
-            remove_checkpoint(info.path, info.uuid)
-        return [os.fspath(file) for file in files]
 
-    every: list[list[str]] = together(coordinator, merge)
-    return every[0]
+def _merge(info: checkpoint.SaveInfo, folder: str | os.PathLike[str]) -> list[str]:
+    """Shards of what ranks saved, which is removed then."""
+    try:
+        files = checkpoint.export_safetensors(info.path, folder, prefix="model.")
+    finally:
+        remove_checkpoint(info.path, info.uuid)
+    return [os.fspath(file) for file in files]

@@ -13,11 +13,16 @@ from safetensors.torch import load_file
 import checkpoint
 import infinity
 from checkpoint.loading.opened import OpenCheckpoint
+from infinity.model import training_of
+from infinity.values import persistence
+from tests.support.interrupts import interrupt, sampled
 from tests.support.models import Stack, vector_loss
-from tests.support.rank_jobs import stack, world
+from tests.support.rank_jobs import complaint, stack, world
 from tests.support.training import same_values, values_of
 
 WIDTH = 400
+_FIRST_LINES = 14
+"""Of an export: before its guard a rank has not come yet, and does not say so."""
 
 
 def weights_of_a_checkpoint(rank: int, folder: Path) -> dict[str, Any]:
@@ -128,3 +133,35 @@ def save_counted(rank: int, folder: Path) -> None:
     parts = {f"w{k}": Counted(rank, coordinator.world_size, k) for k in range(COUNT)}
     state = {"model": parts, "optimizer": {"step": torch.ones(3)}}
     checkpoint.save(state, folder / "checkpoint", coordinator=coordinator)
+
+
+def interrupted_exports(
+    rank: int, folder: Path, *, wanted: int, seed: int
+) -> dict[str, list[list[str]]]:
+    """Rank 1, then rank 0, is interrupted at lines of the main thread in an export; for each point
+    the line, or what this rank is told. After each an export of both works.
+    """
+    told: dict[str, list[list[str]]] = {}
+    out = folder / "out"
+    with infinity.offload(
+        Stack(), folder, host_memory="256MiB", process_group=world()
+    ) as offloaded:
+        for interrupted in (1, 0):
+
+            def export() -> object:
+                return persistence.export(training_of(offloaded), out)
+
+            export()
+            lines = interrupt(export, None).seen if rank == interrupted else export() and 0
+            counts: list[Any] = [None, None]
+            dist.all_gather_object(counts, lines)
+            points = told[f"rank {interrupted}"] = []
+            for number in sampled(counts[interrupted] - _FIRST_LINES, wanted, seed):
+                if rank == interrupted:
+                    points.append([interrupt(export, _FIRST_LINES + number).line])
+                else:
+                    points.append([complaint(export)])
+                dist.barrier()
+                export()
+                assert not out.with_name(".out.parts").exists()
+    return told
