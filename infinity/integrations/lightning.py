@@ -224,10 +224,21 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
         if folder is None:
             set_values(self.offloaded, checkpoint["state_dict"])
         elif (folder / STATE).is_dir():
-            self.offloaded.load(folder / STATE)
-            self._random = torch.get_rng_state()
+            self._load_state(folder / STATE)
         else:
             set_values(self.offloaded, WeightsFolder(folder / WEIGHTS))
+
+    def _load_state(self, saved: Path) -> None:
+        """Torch's random state is that of the checkpoint where ``fit`` goes on, as it was where
+        weights are evaluated.
+        """
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self.offloaded.load(saved)
+            self._random = torch.get_rng_state()
+            return
+        device = self.root_device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            self.offloaded.load(saved)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Within an epoch, what made iterators anew has drawn numbers that were drawn before."""

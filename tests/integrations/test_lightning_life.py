@@ -68,6 +68,22 @@ def test_best_weights_are_tested_and_old_checkpoints_removed(nvme: Path, tmp_pat
     assert best[0]["test"] == pytest.approx(float(saves.best_model_score or 0), rel=1e-6)
 
 
+@pytest.mark.parametrize("run", ["validate", "test", "predict"])
+def test_weights_of_a_checkpoint_are_evaluated_and_random_numbers_go_on(
+    run: str, nvme: Path, tmp_path: Path
+) -> None:
+    module, saves = seeded(Lit), checkpoints(tmp_path / "saved")
+    trainer = _trainer(tmp_path, nvme, callbacks=[saves], max_epochs=1)
+    trainer.fit(module, loader(0, 16), loader(5, 4))
+    folder = tmp_path / "saved" / "epoch=0.ckpt"
+    drawn = []
+    for given in (None, folder):
+        torch.manual_seed(77)
+        getattr(trainer, run)(module, loader(6, 4), ckpt_path=given)
+        drawn.append(torch.rand(2))
+    assert torch.equal(*drawn)
+
+
 def test_weights_alone_are_saved_and_loaded(nvme: Path, tmp_path: Path) -> None:
     saves = checkpoints(tmp_path / "saved", save_weights_only=True)
     module = seeded(Lit)
