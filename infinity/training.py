@@ -253,6 +253,7 @@ class Training:
         self.check_open(self.records[index].name)
         name = f"the gradient of {self.records[index].name}"
         check_not_traced(f"{name}, which is offloaded,")
+        check_not_compiled(name)
         check_not_transformed(name)
         with own_modes():
             return self.gradients.values(index, age)

@@ -209,7 +209,7 @@ def _with_weights(func: Any, args: Any, kwargs: Any) -> Any:
             stack.enter_context(owner.in_place(indices))
         if any(owner.is_computing for owner in by_owner):
             return _unchanged(func, args, kwargs, absent)
-        if func is torch.Tensor.share_memory_:
+        if func is torch.Tensor.share_memory_ or (func in _SETS and not _is_absent(args[0])):
             raise RuntimeError(
                 f"{absent[0]._name} is offloaded and its memory cannot be shared; share "
                 "parameter.detach(), a copy"
@@ -345,6 +345,7 @@ SHOWS_MEMORY = frozenset(
     getattr(torch.Tensor, name) for name in ("numpy", "__array__", "__dlpack__")
 )
 """What gives the memory of a tensor in another form than a tensor."""
+_SETS = frozenset([torch.Tensor.set_, torch.ops.aten.set_.source_Tensor])
 
 _ABOUT_METADATA = frozenset(
     getattr(torch.Tensor, name)

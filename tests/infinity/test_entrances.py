@@ -271,6 +271,31 @@ def test_what_takes_a_weight_is_not_compiled(host_memory: int, nvme: Path) -> No
         torch._dynamo.reset()
 
 
+def test_what_takes_a_gradient_is_not_compiled(host_memory: int, nvme: Path) -> None:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=host_memory):
+        vector_loss(model, 0).backward()
+        compiled = torch.compile(lambda gradient: gradient * 2, backend="eager")
+        with pytest.raises(Exception, match=r"gradient of layers\.0\.weight.*torch\.compile"):
+            compiled(model.layer(0).weight.grad)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("set_to", [torch.Tensor.set_, torch.ops.aten.set_.source_Tensor])
+def test_tensor_is_not_set_to_the_memory_of_a_weight(
+    set_to: Any, host_memory: int, nvme: Path
+) -> None:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+        weight = model.layer(0).weight
+        with pytest.raises(RuntimeError, match=r"layers\.0\.weight.*parameter\.detach\(\)"):
+            set_to(torch.empty(0), weight)
+        kept = set_to(torch.empty(0), weight.detach())
+        vector_loss(model, 0).backward()
+        offloaded.step()
+        assert not kept.equal(weight.detach())
+
+
 @pytest.mark.parametrize("entrance", ["parameter", "module"])
 def test_parameter_over_an_offloaded_one_is_refused(entrance: str, nvme: Path) -> None:
     model = seeded(Stack)
