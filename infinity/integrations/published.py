@@ -40,21 +40,27 @@ def staging(folder: Path) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder)
     with ExitStack() as stack:
-        staged = _staged_in(folder, stack)
-        try:
-            yield staged
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
+        yield _staged_in(folder, stack)
 
 
 def _staged_in(folder: Path, stack: ExitStack) -> Path:
     while True:
         staged = folder / f".saving-{secrets.token_hex(4)}"
+        stack.callback(_remove_staged, staged)  # before there is something to remove
         staged.mkdir()
         # Until it is locked another process may take it for abandoned.
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             stack.enter_context(Lock(staged))
             return staged
+
+
+def _remove_staged(staged: Path) -> None:
+    """An interrupt comes after."""
+    try:
+        shutil.rmtree(staged, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
 
 
 def remove_abandoned(folder: Path) -> None:

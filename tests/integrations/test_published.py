@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,31 @@ def test_writer_that_never_ends_is_told_by_name(
     with Lock(tmp_path), pytest.raises(BlockingIOError, match="gives names in this folder"):
         _write(tmp_path / "run", "first")
     assert _hidden(tmp_path) == []
+
+
+def test_interrupt_while_what_was_written_is_removed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, interrupts = shutil.rmtree, [KeyboardInterrupt()]
+
+    def interrupted_once(path: Path, **options: bool) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        removed(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted_once)
+    with pytest.raises(KeyboardInterrupt), published.staging(tmp_path) as staged:
+        (staged / "half").write_text("")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupt_before_a_folder_is_locked_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(published, "Lock", interrupted)
+    with pytest.raises(KeyboardInterrupt), published.staging(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
