@@ -128,6 +128,41 @@ def test_log_probabilities_before_training_are_refused_of_a_named_model(
         offloaded_trl.OffloadDPOTrainer(named, **given, nvme=nvme, host_memory="64MiB")
 
 
+@pytest.mark.parametrize("adapters", [None, _lora])
+def test_chat_template_that_resizes_a_named_model_is_refused_with_the_remedy(
+    adapters: Callable[[], Any] | None, tmp_path: Path, nvme: Path, named: str
+) -> None:
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    words.chat_template = (
+        "{% for m in messages %}<|im_start|> {{m['content']}} <|im_end|>{% endfor %}"
+    )
+    words.save_pretrained(tmp_path / "template")
+    given = _given(tmp_path, chat_template_path=str(tmp_path / "template"))
+    with pytest.raises(ValueError, match=r"cannot be resized .*chat_template_path.* load the mod"):
+        offloaded_trl.OffloadSFTTrainer(
+            named,
+            **given,
+            peft_config=adapters and adapters(),
+            nvme=nvme,
+            host_memory="64MiB",
+        )
+
+
+def test_resizing_a_named_model_before_training_is_refused_with_the_remedy(
+    tmp_path: Path, nvme: Path, named: str
+) -> None:
+    trainer = offloaded_trl.OffloadSFTTrainer(
+        named, **_given(tmp_path), nvme=nvme, host_memory="64MiB"
+    )
+    model: Any = trainer.model
+    size = model.config.vocab_size
+    assert model.resize_token_embeddings(size) is model.get_input_embeddings()
+    for options in ({"new_num_tokens": size + 1}, {"pad_to_multiple_of": size + 1}):
+        with pytest.raises(ValueError, match=rf"of {size} tokens, cannot .* {size + 1} .* load th"):
+            model.resize_token_embeddings(**options)
+
+
 @pytest.mark.parametrize(
     "options",
     [

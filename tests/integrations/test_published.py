@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,8 @@ def test_writer_that_never_ends_is_told_by_name(
 def test_interrupt_while_what_was_written_is_removed_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    removed, interrupts = shutil.rmtree, [KeyboardInterrupt()]
+    removed: Any = shutil.rmtree
+    interrupts = [KeyboardInterrupt()]
 
     def interrupted_once(path: Path, **options: bool) -> None:
         if interrupts:

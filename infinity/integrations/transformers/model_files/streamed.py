@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import huggingface_hub
@@ -59,6 +60,7 @@ class Streamed:
         """A model without values."""
         model = made_of(folder, options)
         model.name_or_path = model.config.name_or_path = name
+        model.resize_token_embeddings = MethodType(_resize_token_embeddings, model)
         self._models.append((model, folder))
         return model
 
@@ -161,6 +163,32 @@ def made_of(folder: Path, options: Mapping[str, Any]) -> Any:
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()  # as models that are loaded are
+
+
+def _resize_token_embeddings(
+    model: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> nn.Module:
+    """That of a model which is given by name: to the size that it has. Raises ``ValueError`` for
+    another, whose new rows are computed from the others, or have to be in the files.
+    """
+    found: Any = model.get_input_embeddings()
+    size = wanted = int(found.weight.shape[0])
+    embeddings: nn.Module = found
+    if new_num_tokens is not None:
+        wanted = new_num_tokens
+    if pad_to_multiple_of:
+        wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+    if wanted != size:
+        raise ValueError(
+            f"its embeddings, of {size} tokens, cannot be resized to {wanted} (as "
+            "chat_template_path= does for a template that adds tokens): new rows are computed from "
+            "the weights of the model, and one that is given by name has none before training "
+            f"begins: {REMEDY}"
+        )
+    return embeddings
 
 
 def _refused(name: str) -> ValueError:
