@@ -4,6 +4,7 @@ dtype, inside the block.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import torch
@@ -13,9 +14,11 @@ from infinity.parameters.first_values import Values
 
 
 class BufferConversion:
-    """Context manager: converts on entry as ``module.to(device, dtype)`` does, back on exit with
-    the values they have. What nothing changed meanwhile, or what was changed in place, is then the
-    tensor that it was, so that views of it from before the block have these values, too.
+    """Context manager: converts on entry as ``module.to(device, dtype)`` does, but that buffers
+    which lie in one another's memory still do inside; back on exit with the values they have.
+    Elements that nothing changed meanwhile have the bits that they had, and what was changed in
+    place is then the tensor that it was, so that views of it from before the block have these
+    values, too.
     """
 
     def __init__(
@@ -29,20 +32,17 @@ class BufferConversion:
         """Module, name there, the buffer as it was, and what stood for it inside."""
 
     def __enter__(self) -> None:
-        converted: dict[int, torch.Tensor] = {}
-        """By buffer: one that several modules have stays one."""
+        found: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
         for prefix, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                full = f"{prefix}.{name}" if prefix else name
-                real = self._values.buffer(full, buffer)
-                inside = converted.get(id(buffer)) if real is buffer else None
-                if inside is None:
-                    inside = real.to(self._device, self._target_dtype(real))
-                    converted[id(buffer)] = inside
-                self._before.append((module, name, buffer, inside))
-                module._buffers[name] = inside
+                if buffer is not None:
+                    full = f"{prefix}.{name}" if prefix else name
+                    found.append((module, name, buffer, self._values.buffer(full, buffer)))
+        converted = _converted([real for *_, real in found], self._convert)
+        for module, name, buffer, real in found:
+            inside = converted[id(real)]
+            self._before.append((module, name, buffer, inside))
+            module._buffers[name] = inside
 
     def __exit__(
         self,
@@ -50,39 +50,134 @@ class BufferConversion:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for module, name, before, inside in self._before:
-            buffer = module._buffers.get(name)
-            if buffer is not None and buffer is not before:
-                module._buffers[name] = self._given_back(buffer, before, buffer is inside)
+        ended = [
+            (module, name, before, buffer, buffer is inside)
+            for module, name, before, inside in self._before
+            if (buffer := module._buffers.get(name)) is not None and buffer is not before
+        ]
+        # All before the first is written: one may lie in the memory of another.
+        changes = [self._changes(before, buffer) for _, _, before, buffer, _ in ended]
+        written = {
+            id(before)
+            for (_, _, before, buffer, is_ours), changed in zip(ended, changes, strict=True)
+            if is_ours and changed is not None and _write(before, buffer, changed)
+        }
+        for (module, name, before, buffer, is_ours), changed in zip(ended, changes, strict=True):
+            is_back = (is_ours and id(before) in written) or _is_none(changed)
+            if not is_back and is_ours:  # or by what was written into another
+                is_back = _is_none(self._changes(before, buffer))
+            module._buffers[name] = before if is_back else buffer.to(before.device, before.dtype)
 
-    def _given_back(
-        self, buffer: torch.Tensor, before: torch.Tensor, is_ours: bool
-    ) -> torch.Tensor:
-        """What the module has after the block; ``is_ours``: not a tensor that a program put in."""
-        if not before.is_meta and self._is_as_it_came(buffer, before):
-            return before
-        is_writable = (
-            is_ours
-            and not (before.is_meta or before.is_inference())
-            and buffer.shape == before.shape
-            and before.layout == torch.strided
-            and bool(torch.ops.aten.is_non_overlapping_and_dense(before))
-        )
-        if not is_writable:
-            return buffer.to(before.device, before.dtype)
-        with torch.no_grad():
-            return before.copy_(buffer)
+    def _changes(self, before: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
+        """Which elements of ``buffer`` are not what those of ``before`` are converted to, bit for
+        bit, as a mask; None where that cannot be told.
+        """
+        if before.is_meta:
+            return None
+        came = self._convert(before)
+        if _kind(buffer) != _kind(came) or came.layout != torch.strided:
+            return None
+        return (_bits(buffer) != _bits(came)).any(-1).view(came.shape)
 
-    def _is_as_it_came(self, buffer: torch.Tensor, before: torch.Tensor) -> bool:
-        """Whether ``buffer`` is what ``before`` is converted to, bit for bit."""
-        came = before.to(self._device, self._target_dtype(before))
-        if buffer.shape != came.shape or buffer.dtype != came.dtype or came.layout != torch.strided:
+    def _convert(self, buffer: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtype if self._dtype and buffer.is_floating_point() else buffer.dtype
+        return buffer.to(self._device, dtype)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _is_none(changed: torch.Tensor | None) -> bool:
+    return changed is not None and not bool(changed.any())
+
+
+def _write(before: torch.Tensor, buffer: torch.Tensor, changed: torch.Tensor) -> bool:
+    """Whether ``before`` has the elements of ``buffer`` that were ``changed`` now."""
+    if before.is_inference() or not _has_each_element_once(before):
+        return False
+    with torch.no_grad():
+        values = buffer.to(before.device, before.dtype)
+        before.copy_(torch.where(changed.to(before.device), values, before))
+    return True
+
+
+def _has_each_element_once(tensor: torch.Tensor) -> bool:
+    """Whether no two of its elements lie at the same address, as those of ``expand`` do."""
+    reach = 0
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in sizes if size > 1):
+        if stride <= reach:
             return False
-        return torch.equal(_bits(buffer), _bits(came))
-
-    def _target_dtype(self, buffer: torch.Tensor) -> torch.dtype:
-        return self._dtype if self._dtype and buffer.is_floating_point() else buffer.dtype
+        reach += stride * (size - 1)
+    return True
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    """Of shape [elements, bytes of one]."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.view(torch.uint8).view(-1, tensor.dtype.itemsize)
+
+
+def _converted(
+    buffers: Iterable[torch.Tensor], convert: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """What ``convert`` gives, by ``id``; of those that share memory, views of one tensor."""
+    found: dict[int, torch.Tensor] = {}
+    by_memory: dict[object, list[torch.Tensor]] = {}
+    for buffer in {id(buffer): buffer for buffer in buffers}.values():
+        if _can_be_view(buffer):
+            memory = buffer.untyped_storage()._cdata, buffer.dtype
+            by_memory.setdefault(memory, []).append(buffer)
+        else:
+            found[id(buffer)] = convert(buffer)
+    for sharing in by_memory.values():
+        for group in _overlapping(sharing):
+            found.update(_converted_together(group, convert))
+    return found
+
+
+def _can_be_view(buffer: torch.Tensor) -> bool:
+    is_plain = type(buffer) is torch.Tensor and buffer.layout == torch.strided
+    if not is_plain or buffer.is_meta or buffer.is_nested or buffer.is_quantized:
+        return False
+    return bool(buffer.numel()) and not (
+        buffer.requires_grad or buffer.is_conj() or buffer.is_neg() or buffer.is_inference()
+    )
+
+
+def _overlapping(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those of one storage, put together where the ranges that they lie in overlap."""
+    groups: list[list[torch.Tensor]] = []
+    reach = 0
+    for buffer in sorted(buffers, key=torch.Tensor.storage_offset):
+        if not groups or buffer.storage_offset() >= reach:
+            groups.append([])
+        groups[-1].append(buffer)
+        reach = max(reach, _end(buffer))
+    return groups
+
+
+def _end(buffer: torch.Tensor) -> int:
+    """The place in its storage, in elements, after that of its last element."""
+    sizes = zip(buffer.shape, buffer.stride(), strict=True)
+    return int(buffer.storage_offset() + 1 + sum((size - 1) * stride for size, stride in sizes))
+
+
+def _converted_together(
+    group: list[torch.Tensor], convert: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    first = group[0]
+    if len(group) == 1:
+        return {id(first): convert(first)}
+    start = first.storage_offset()
+    span = first.as_strided([max(map(_end, group)) - start], [1], start)
+    memory = convert(span)
+    if memory is span:
+        return {id(buffer): buffer for buffer in group}
+    return {
+        id(buffer): memory.as_strided(
+            buffer.shape, buffer.stride(), buffer.storage_offset() - start
+        )
+        for buffer in group
+    }

@@ -1,0 +1,95 @@
+"""Buffers that lie in one another's memory: what is written into one is in the others, inside the
+block and after it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "row": lambda whole: whole[1],
+    "columns": lambda whole: whole[:, 1:3],
+    "flat": lambda whole: whole.view(-1),
+    "transposed": lambda whole: whole.t(),
+    "expanded": lambda whole: whole[:1].expand(3, 4),
+    "bytes": lambda whole: whole.view(torch.uint8),
+}
+
+
+class _Statistics(nn.Module):
+    whole: torch.Tensor
+    part: torch.Tensor
+
+    def __init__(self, part: Callable[[torch.Tensor], torch.Tensor], is_first: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        whole = torch.arange(8.0).view(2, 4) / 3
+        if is_first:
+            self.register_buffer("part", part(whole))
+        self.register_buffer("whole", whole)
+        self.register_buffer("part", part(whole))
+
+    def forward(self, x: torch.Tensor, written: str) -> torch.Tensor:
+        with torch.no_grad():
+            getattr(self, written).add_(1)
+        y: torch.Tensor = self.layer(x)
+        return y
+
+
+def _trained(model: _Statistics, dtype: torch.dtype | None, nvme: Path, written: str) -> None:
+    with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=dtype):
+        for _ in range(3):
+            model(torch.ones(2, 8), written)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("name", PARTS)
+def test_update_of_a_buffer_is_in_the_parts_of_it_after_the_block(
+    name: str, is_first: bool, nvme: Path
+) -> None:
+    model = _Statistics(PARTS[name], is_first)
+    whole, part = model.whole, model.part
+    expected = (whole.bfloat16() + 1 + 1 + 1).float()
+    _trained(model, torch.bfloat16, nvme, "whole")
+    assert model.whole is whole
+    assert model.part is part
+    assert torch.equal(whole, expected)
+    assert torch.equal(part, PARTS[name](expected))
+
+
+@pytest.mark.parametrize("name", ["row", "columns", "flat", "transposed"])
+def test_update_of_a_part_of_a_buffer_leaves_the_rest_its_bits(name: str, nvme: Path) -> None:
+    model = _Statistics(PARTS[name], is_first=False)
+    whole, part = model.whole, model.part
+    expected = whole.clone()
+    PARTS[name](expected).copy_(part.bfloat16() + 1 + 1 + 1)
+    _trained(model, torch.bfloat16, nvme, "part")
+    assert model.whole is whole
+    assert torch.equal(whole, expected)
+    assert torch.equal(model.part, PARTS[name](expected))
+
+
+def test_parts_of_a_buffer_are_parts_of_it_inside(nvme: Path) -> None:
+    model = _Statistics(PARTS["row"], is_first=True)
+    options = {"host_memory": "64MiB", "compute_dtype": torch.bfloat16}
+    with infinity.offload(model, nvme, **options):  # type: ignore[arg-type]
+        model.whole.fill_(5)
+        model.part.mul_(2)
+        assert model.whole.tolist() == [[5.0] * 4, [10.0] * 4]
+    assert model.whole.tolist() == [[5.0] * 4, [10.0] * 4]
+
+
+def test_columns_of_a_tensor_keep_lying_in_it(nvme: Path) -> None:
+    table = torch.zeros(4, 4)
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_buffer("cos", table[:, ::2])
+    model.register_buffer("sin", table[:, 1::2])
+    with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):
+        model.get_buffer("cos").add_(1)
+        model.get_buffer("sin").add_(2)
+    assert table.tolist() == [[1.0, 2.0, 1.0, 2.0]] * 4
