@@ -185,13 +185,15 @@ def outdated(
 
 
 def _newer_than_said(old: Sequence[Finished], kept: Sequence[Finished]) -> list[Finished]:
-    """Of what is `old` by its time: the last one that this process saved, and what it saved after
-    one that is kept; where it has saved none of them all, the one that came last.
+    """Of what is `old` by its time: what this process saved after one that is kept, and what came
+    to be here last of all. Others that are kept for a time that has not come yet do not count.
     """
-    turns = {one.uuid: turn for turn, one in enumerate(list(_given), 1)}
-    last = max((turns.get(one.uuid, 0) for one in [*old, *kept]), default=0)
-    if last:
-        first_kept = min((turns[one.uuid] for one in kept if one.uuid in turns), default=last - 1)
-        return [one for one in old if turns.get(one.uuid, 0) > first_kept]
-    newest = max((one.changed for one in kept), default=0)
-    return [one for one in sorted(old, key=lambda one: one.changed)[-1:] if one.changed > newest]
+    given = list(_given)
+    turns = {one.uuid: turn for turn, one in enumerate(given)}
+    now = time.time_ns() + _TOLERANCE
+    told = [one for one in kept if one.saved <= now or one.uuid in turns]
+    first = min((turns[one.uuid] for one in told if one.uuid in turns), default=len(given))
+    newest = max((one.changed for one in told), default=0)
+    last = sorted(old, key=lambda one: (one.changed, one.saved))[-1:]
+    staying = [one for one in old if turns.get(one.uuid, -1) > first]
+    return staying + [one for one in last if one.changed > newest]

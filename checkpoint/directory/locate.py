@@ -126,7 +126,7 @@ def _read_regular_file(path: Path, limit: int) -> bytes:
             raise CorruptCheckpointError(
                 f"{nbytes} bytes, more than the {limit} that a manifest may have", path=path
             )
-        return file.read(limit + 1)
+        return file.read(nbytes + 1)  # not the limit: so much memory is asked for at once
 
 
 @contextmanager

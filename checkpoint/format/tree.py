@@ -247,6 +247,15 @@ def decode_tree(
         raise CorruptCheckpointError("the state tree is nested too deep") from error
 
 
+def empty_tree(node: Node) -> Any:
+    """What is left of a tree of which nothing was asked for: its outermost container, or None."""
+    if isinstance(node, list):
+        return []
+    tag = next(iter(node), None) if isinstance(node, dict) else None
+    empty = {"tuple": tuple, "set": set, "dict": dict, "items": dict, "ordereddict": OrderedDict}
+    return empty[tag]() if tag in empty else None
+
+
 class _Decoder:
     def __init__(
         self,

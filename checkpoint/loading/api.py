@@ -17,13 +17,13 @@ from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import with_current_manifest
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.format.records import Manifest
-from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree
+from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree, empty_tree
 from checkpoint.loading.into import IntoPlan, count_whole_targets, plan_into
 from checkpoint.loading.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.plan.selection import Selection
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
-from checkpoint.tensors.assembly import Assembler, view_of
+from checkpoint.tensors.assembly import Assembler, converts, view_of
 from checkpoint.tensors.parts import PartsTarget, Window, targets_of, windows_of
 from checkpoint.tensors.sources import finish_device_work
 from checkpoint.tensors.targets import Target
@@ -126,6 +126,8 @@ def _check_dtype(dtype: torch.dtype | None) -> None:
         raise ValueError(
             f"dtype={dtype} is none of floating-point numbers; load without it, and convert then"
         )
+    if dtype is not None and not converts(torch.float32, dtype):
+        raise ValueError(f"torch does not convert numbers to dtype={dtype}; load without it")
 
 
 def list_tensors(path: PathLike) -> list[str]:
@@ -174,6 +176,8 @@ def _assemble(manifest: Manifest, wanted: _Wanted) -> tuple[Any, dict[int, Targe
     wants = None if selection.is_everything else selection.wants
     tree = decode_tree(manifest.tree, data, wants)
     selection.check_matched()
+    if tree is MISSING:
+        tree = empty_tree(manifest.tree)
     return tree, targets_of(manifest, assembler.tensors, windows)
 
 

@@ -27,7 +27,8 @@ def open_lazily(
 ) -> LazyCheckpoint:
     """Opens a checkpoint without reading any of its tensors: `open(path)["model.h.0.weight"][:8]`.
 
-    It stands for the save that was there when it was opened, also when another one takes its place.
+    It stands for the save that was there when it was opened, also when another one takes its place:
+    data files that are gone then are read where they are open, as the 64 are that were used last.
     `verify=False` skips the checksums of data; `stripe_dirs` is as in `load`.
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint.
@@ -62,6 +63,9 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
             raise KeyError(f"{name!r} is no tensor of {self._path}{hint}")
         path, node = self._nodes[name]
         return LazyTensor(name, self, node, view_of(self.opened.manifest, path, node))
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __contains__(self, name: object) -> bool:
         return name in self._nodes

@@ -154,15 +154,15 @@ class OpenCheckpoint:
         first_row = chunk.start[axis]
         low = max(start // row_bytes - first_row, 0)
         high = min(-(-(start + len(out)) // row_bytes) - first_row, chunk.shape[axis])
-        if low >= high:
-            return
-        begin, shape = list(chunk.start), list(chunk.shape)
-        begin[axis], shape[axis] = first_row + low, high - low
         chunk_row_bytes = math.prod(chunk.shape[axis + 1 :]) * itemsize
-        data = np.empty((high - low) * chunk_row_bytes, np.uint8)
-        self._read_chunk(record, chunk, low * chunk_row_bytes, data.data)
-        box = data.reshape(*shape, itemsize)
-        _copy_box((*record.shape, itemsize), (*begin, 0), box, start, out)
+        step = max(CRC_BLOCK_BYTES // max(chunk_row_bytes, 1), 1)
+        for row in range(low, high, step):  # a block's worth at a time is in memory
+            begin, shape = list(chunk.start), list(chunk.shape)
+            begin[axis], shape[axis] = first_row + row, min(step, high - row)
+            data = np.empty(shape[axis] * chunk_row_bytes, np.uint8)
+            self._read_chunk(record, chunk, row * chunk_row_bytes, data.data)
+            box = data.reshape(*shape, itemsize)
+            _copy_box((*record.shape, itemsize), (*begin, 0), box, start, out)
 
     def span(self, record: TensorRecord, first: int, nbytes: int) -> Block:
         """Bytes of a stored tensor in memory of their own. The last ones that were asked for are

@@ -89,4 +89,4 @@ def _range(place: slice, size: int, where: str) -> tuple[int, int, slice]:
         )
     count = len(range(first, last, step))
     touched = (count - 1) * step + 1 if count else 0
-    return first, touched, slice(None, None, step)
+    return first, touched, slice(None, None, step if count > 1 else None)

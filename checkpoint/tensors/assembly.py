@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -212,6 +213,11 @@ class Assembler:
         is_converted = is_tensor and dtype.is_floating_point and dtype != self._dtype
         stored = self._manifest.tensors[index].element.torch
         first = self._seen_as.setdefault(self._memory_of(index), (dtype, is_converted))
+        if is_converted and not converts(dtype, self._dtype):
+            raise ValueError(
+                f"{render(path)} is {dtype}, which torch does not convert to {self._dtype}; load "
+                "it without dtype="
+            )
         is_mixed = first != (dtype, is_converted) and (first[1] or is_converted)
         if is_mixed or (is_converted and dtype != stored):
             raise ValueError(
@@ -287,6 +293,16 @@ class Assembler:
         if device == _CPU and nbytes >= MIN_MAPPED_BYTES:
             return self._mapped(nbytes)
         return torch.zeros(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+
+@lru_cache
+def converts(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether torch converts numbers of one dtype to another."""
+    try:
+        torch.empty(1, dtype=to, device="cpu").copy_(torch.empty(1, dtype=dtype, device="cpu"))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _typed(

@@ -138,6 +138,16 @@ def test_a_name_that_is_not_there_is_refused_with_similar_ones(
     assert lazy.get("transpose") is None
 
 
+def test_a_step_of_any_size_is_one(lazy: checkpoint.LazyCheckpoint) -> None:
+    assert torch.equal(lazy["whole"][:: 1 << 70], STATE["whole"][:1])
+
+
+def test_an_open_checkpoint_is_itself_alone(path: Path, lazy: checkpoint.LazyCheckpoint) -> None:
+    with checkpoint.open(path) as other:
+        assert lazy == lazy
+        assert lazy != other
+
+
 def test_rows_are_counted_and_gone_through_as_of_a_tensor(lazy: checkpoint.LazyCheckpoint) -> None:
     assert len(lazy["whole"]) == 6
     assert torch.equal(torch.stack(list(lazy["whole"])), STATE["whole"])

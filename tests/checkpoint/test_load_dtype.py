@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,22 @@ def test_a_tree_that_has_nothing_of_the_checkpoint_is_refused(tmp_path: Path) ->
     checkpoint.save({"model": {"a": torch.ones(3)}}, tmp_path / "step")
     with pytest.raises(ValueError, match=r"none of the 1 tensors of into.*'model.a'"):
         checkpoint.load(tmp_path / "step", into={"module.a": torch.zeros(3)}, strict=False)
+
+
+@pytest.mark.parametrize("root", [{"a": 1}, [1], (1,), OrderedDict(a=1), torch.ones(2)])
+def test_nothing_of_a_tree_is_its_empty_container(tmp_path: Path, root: Any) -> None:
+    checkpoint.save(root, tmp_path / "step")
+    found = checkpoint.load(tmp_path / "step", only="none.*", strict=False)
+    assert found is None if isinstance(root, torch.Tensor) else found == type(root)()
+
+
+def test_numbers_that_torch_does_not_convert_are_refused_by_their_path(tmp_path: Path) -> None:
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    checkpoint.save({"a": torch.ones(2), "b": packed}, tmp_path / "step")
+    with pytest.raises(ValueError, match=r"\['b'\] is torch.float4_e2m1fn_x2"):
+        checkpoint.load(tmp_path / "step", dtype=torch.float32)
+    with pytest.raises(ValueError, match="does not convert"):
+        checkpoint.load(tmp_path / "step", dtype=torch.float4_e2m1fn_x2)
 
 
 def test_patterns_may_match_nothing_where_that_is_allowed(tmp_path: Path) -> None:

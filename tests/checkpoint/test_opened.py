@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,36 @@ def test_a_range_of_an_array_gets_of_a_box_what_is_in_it(data: st.DataObject) ->
     out = bytearray(last - first)
     opened._copy_box(whole, tuple(begin), values[box], first, memoryview(out))
     assert bytes(out) == expected.reshape(-1)[first:last].tobytes()
+
+
+def test_columns_that_ranks_saved_are_read_a_block_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = np.arange(512 * 64, dtype=np.float32).reshape(512, 64)
+    sizes: list[int] = []
+
+    def read_chunk(_: Any, record: Any, chunk: Any, first: int, out: memoryview) -> None:
+        sizes.append(len(out))
+        low, columns = chunk.start[1], chunk.shape[1]
+        box = np.ascontiguousarray(weight[:, low : low + columns]).view(np.uint8).reshape(-1)
+        out[:] = box[first : first + len(out)].data
+
+    monkeypatch.setattr(opened, "CRC_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(OpenCheckpoint, "_read_chunk", read_chunk)
+    chunks = [
+        SimpleNamespace(start=(0, low), shape=(512, columns))
+        for low, columns in ((0, 40), (40, 24))
+    ]
+    record: Any = SimpleNamespace(
+        shape=weight.shape, element=SimpleNamespace(itemsize=4), chunks=chunks
+    )
+    checkpoint.save({"w": torch.ones(1)}, tmp_path / "step")
+    with open_current(tmp_path / "step") as held:
+        for first, last in ((0, weight.nbytes), (1000, 70_000), (256, 260)):
+            found = bytearray(last - first)
+            held.read(record, first, memoryview(found))
+            assert bytes(found) == weight.tobytes()[first:last]
+    assert max(sizes) <= 4096
 
 
 def test_a_checkpoint_that_is_forgotten_open_is_closed_without_running_python(

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import checkpoint
 import infinity
+from checkpoint import series
 from checkpoint.dcp import StorageWriter
 from checkpoint.directory.locate import peek_saved
 from tests.checkpoint.test_manager import state
@@ -185,6 +186,35 @@ def test_what_came_last_stays_where_another_process_saved_it_by_a_clock_behind(
     manager.retire()
     assert manager.steps() == [1, 2], "1 is the last by its time, 2 came last"
     assert [r for r in caplog.records if f"{manager.path(2)} stays" in r.getMessage()]
+
+
+def test_a_step_saved_here_once_goes_when_others_have_saved_later_ones(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    manager.save(0, state(0))
+    for step in (1, 2, 3):
+        _save_elsewhere(manager.path(step), step)
+        manager.retire()
+    assert manager.steps() == [2, 3]
+
+
+def test_what_another_process_saved_last_stays_where_one_from_ahead_is_copied_in(
+    tmp_path: Path, set_clock: Callable[[int], None]
+) -> None:
+    set_clock(HOUR)
+    _save_elsewhere(tmp_path / "there" / "step-1", 1)
+    set_clock(0)
+    manager = checkpoint.Manager(tmp_path / "run", keep=1)
+    manager.save(0, state(0))
+    _save_elsewhere(manager.path(5), 5)
+    shutil.copytree(tmp_path / "there" / "step-1", manager.path(1))
+    manager.retire()
+    assert manager.steps() == [1, 5]
+
+
+def _save_elsewhere(path: Path, step: int) -> None:
+    """As another process does, of whose saves this one knows nothing."""
+    checkpoint.save(state(step), path)
+    series._given.pop()
 
 
 def _touched(path: Path) -> int:
