@@ -4,6 +4,8 @@ Invariants:
 - What changes weights, state or the tables of both is a change that is made whole, see ``changes``.
 - A step is counted as done by ``num_steps`` when all of it is; until then it is ``unfinished``.
 - ``is_mixed`` from before the first value of another state comes in until the last one has.
+- Values are read in the turn in which they were brought home, or under a hold from that turn on. A
+  step is taken and carried out in one turn, a state loaded under one hold.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 
 from checkpoint.tensors.changes import count_changes
 from infinity.adamw import state as offloaded_state
-from infinity.adamw.changes import Changes
+from infinity.adamw.changes import Changes, Hold
 from infinity.adamw.member import Held, Member, check_distinct, options_of
 from infinity.adamw.members import Members
 from infinity.adamw.names import names_of
@@ -46,10 +48,26 @@ class StateEngine:
     def check_whole(self) -> None:
         """Raises ``RuntimeError`` where the loading of a state was stopped."""
         self._changes.wait()
+        self._check_whole()
+
+    def check_ready(self) -> None:
+        """Raises ``RuntimeError`` where no step can be taken."""
+        self._changes.wait()
+        self._check_ready()
+
+    def _check_whole(self) -> None:
         if self.is_mixed:
             raise RuntimeError(
                 "loading was stopped, and the state is in part that of before; load again, or make "
                 "the optimizer anew"
+            )
+
+    def _check_ready(self) -> None:
+        self._check_whole()
+        if self.unfinished is not None:
+            raise RuntimeError(
+                "the step before was stopped by an error and is not finished; call "
+                "optimizer.flush() to finish it, or optimizer.load(path)"
             )
 
     def place(self, parameters: Iterable[torch.Tensor], groups: Groups) -> None:
@@ -63,10 +81,25 @@ class StateEngine:
 
     # Steps.
 
-    def take(self, groups: Groups) -> Step:
-        """Fix the step for all that has a gradient. All checks come before the first change."""
+    def step(self, groups: Groups, makes_state: Callable[[Step], bool]) -> None:
+        """Take a step for all that has a gradient, and carry it out; it is ``unfinished`` if that
+        fails. All checks come before the first change. One that ``makes_state`` only has every
+        member have that of before the first step.
+        """
         check_distinct(groups)
         self.place((p for group in groups for p in group["params"] if p.grad is not None), groups)
+        self._make(partial(self._step, groups, makes_state))
+
+    def _step(self, groups: Groups, makes_state: Callable[[Step], bool]) -> None:
+        self._check_ready()
+        taken = self._take(groups)
+        if makes_state(taken):
+            for member in self.members:
+                member.held = Held.ZEROS
+        elif taken.updates:
+            self._run(taken)
+
+    def _take(self, groups: Groups) -> Step:
         updates: dict[int, MemberUpdate] = {}
         for group in groups:
             options = options_of(group)
@@ -77,17 +110,9 @@ class StateEngine:
         left = {group for number in updates for group in self.store.groups_of(number)}
         return Step(updates=updates, left=left)
 
-    def run(self, taken: Step) -> None:
-        """Carry ``taken`` out; it is ``unfinished`` if that fails."""
-        self._make(partial(self._run, taken))
-
     def finish(self) -> None:
         """Carry the rest of an unfinished step out, and bring all state home."""
-        self._make(self._finish)
-
-    def begin_with_zeros(self) -> None:
-        """Every member has the state of before the first step."""
-        self._changes.make(self._begin_with_zeros)
+        self._look(lambda: None)
 
     def _run(self, taken: Step) -> None:
         left = [
@@ -113,25 +138,22 @@ class StateEngine:
         self.num_steps += 1
 
     def _finish(self) -> None:
+        self._check_whole()
         if self.unfinished is not None:
             self.unfinished.check_repeatable()
             self._run(self.unfinished)
         self.store.flush()
 
-    def _begin_with_zeros(self) -> None:
-        for member in self.members:
-            member.held = Held.ZEROS
-
     # Values of a finished step out, and of another state in.
 
     def read(self, member: Member, name: str) -> torch.Tensor:
         """One entry of the state of a parameter, as a tensor of its shape on the CPU."""
-        return self._make(partial(offloaded_state.tensor_of, member, self.store, name))
+        return self._look(partial(offloaded_state.tensor_of, member, self.store, name))
 
     def read_all(self, members: Sequence[Member]) -> defaultdict[torch.Tensor, Any]:
         """The state of those ``members`` that have one, by parameter. Raises ``MemoryError``."""
         offloaded_state.check_memory(members)
-        states = self._make(
+        states = self._look(
             lambda: {
                 member.parameter: offloaded_state.tensors_of(member, self.store)
                 for member in members
@@ -140,9 +162,29 @@ class StateEngine:
         )
         return defaultdict(dict, states)
 
-    def begin_loading(self) -> None:
+    def reading(self, read: Callable[[], T]) -> T:
+        """What ``read`` gives, which streams from a store that is flushed; nobody alters it."""
+        hold = Hold(is_loading=False)
+
+        def work() -> T:
+            self._changes.give_way()
+            self._look(partial(self._changes.begin, hold))
+            return read()
+
+        return self._changes.holding(hold, work)
+
+    def loading(self, load: Callable[[Hold], T]) -> T:
+        """What ``load`` gives, which begins loading with that hold, and ends it; others wait."""
+        hold = Hold(is_loading=True)
+        return self._changes.holding(hold, partial(load, hold))
+
+    def begin_loading(self, hold: Hold) -> None:
         """From now on nothing but loading is allowed, until it has ended."""
-        self._changes.make(self.store.flush)
+        self._changes.make(partial(self._begin_loading, hold))
+
+    def _begin_loading(self, hold: Hold) -> None:
+        self.store.flush()
+        self._changes.begin(hold)
         self.is_mixed = True
 
     def take_states(self, states: States) -> None:
@@ -176,3 +218,14 @@ class StateEngine:
     def _make(self, change: Callable[[], T]) -> T:
         """A change that may have to do with weights on other devices."""
         return self._changes.make(change, self.members.devices)
+
+    def _look(self, look: Callable[[], T]) -> T:
+        """What ``look`` gives of a state that is whole and at home, see ``finish``. All of it is,
+        and stays so, while somebody reads it under a hold: this alters nothing then.
+        """
+
+        def change() -> T:
+            self._finish()
+            return look()
+
+        return self._changes.make(change, self.members.devices, alters=False)

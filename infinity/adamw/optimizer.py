@@ -13,6 +13,7 @@ master of its own, which follows weights that were changed exactly.
 from __future__ import annotations
 
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ import torch
 from checkpoint.directory.destination import check_place
 from checkpoint.saving.guard import wait_for_saves
 from infinity.adamw import state as offloaded_state
+from infinity.adamw.changes import Hold
 from infinity.adamw.engine import StateEngine
 from infinity.adamw.local_tensors import local
 from infinity.adamw.member import check_distinct, check_same_decay, options_of, torch_defaults
 from infinity.adamw.names import lengths_of, named_groups, names_of
 from infinity.adamw.state_view import ParameterState, TieredStateView, refuse_change
-from infinity.adamw.step import Step, makes_state_only
+from infinity.adamw.step import Step, is_asked_by_torch, makes_state_only, never
 from infinity.arguments import Directories, budget_of_rank, directories_of
 from infinity.optim.adamw import AdamW
 from swap.timeline import busy_seconds
@@ -51,6 +53,12 @@ class StateReport:
     write_seconds: float
     kernel_seconds: float
     stall_seconds: float
+
+
+class _Packed(threading.local):
+    """State that ``state_dict`` has read for torch to find: on that thread, no other."""
+
+    state: defaultdict[torch.Tensor, Any] | None = None
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -102,7 +110,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         options = AdamW(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._process, self._is_built = os.getpid(), False
         self._view = TieredStateView(self)
-        self._packed: defaultdict[torch.Tensor, Any] | None = None
+        self._packed = _Packed()
         self._engine = StateEngine(directories_of(nvme), budget_of_rank(host_memory))
         self._closing = Closing(self, self._engine.store.close)
         try:
@@ -124,22 +132,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         with (do not zero them in place before); until then ``step`` raises ``RuntimeError``.
         """
         self._check_open()
-        self._engine.check_whole()
-        if self._engine.unfinished is not None:
-            raise RuntimeError(
-                "the step before was stopped by an error and is not finished; call "
-                "optimizer.flush() to finish it, or optimizer.load(path)"
-            )
+        self._engine.check_ready()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        makes_state = self._makes_state_only if is_asked_by_torch() else never
         with torch.no_grad():
-            taken = self._engine.take(self.param_groups)
-            if self._makes_state_only(taken):
-                self._engine.begin_with_zeros()
-            elif taken.updates:
-                self._engine.run(taken)
+            self._engine.step(self.param_groups, makes_state)
         return loss
 
     def flush(self) -> None:
@@ -148,10 +148,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         As a step, it waits for the saves that the optimizer guards. Raises ``AioError`` when that
         fails again; a further call tries again.
         """
-        self._check_open()
-        self._engine.check_whole()
-        if self._engine.unfinished is not None:
-            wait_for_saves(self)
+        self._wait_for_turn()
         self._engine.finish()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -219,14 +216,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         Raises ``MemoryError`` when that is more than the memory that is free; see ``save``.
         """
-        self.flush()
+        self._wait_for_turn()
         members = self._engine.members.named(names_of(self.param_groups))
-        # Where torch looks for it, for as long as it takes.
-        self._packed = self._engine.read_all([*members.values()])
+        # Where torch looks for it, on this thread, for as long as it takes.
+        self._packed.state = self._engine.read_all([*members.values()])
         try:
             return super().state_dict()
         finally:
-            self._packed = None
+            self._packed.state = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state dict of this class or of ``torch.optim.AdamW``; an unfinished step is given
@@ -235,13 +232,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
         state mixed, and all but loading again is refused.
         """
         self._check_open()
+        self._engine.loading(partial(self._load_state_dict, state_dict))
+
+    def _load_state_dict(self, state_dict: dict[str, Any], hold: Hold) -> None:
         states: list[tuple[torch.Tensor, Any]] = []
 
         def take_states(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             states.extend(self._states_in(final))
             if lengths_of(final["param_groups"]) == lengths_of(self.param_groups):
                 self._place(parameter for parameter, _ in states)
-                self._engine.begin_loading()
+                self._engine.begin_loading(hold)
             return final | {"state": {}}
 
         # After every hook that changes the state dict; before torch copies it.
@@ -256,18 +256,22 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Stream the state to a checkpoint at ``path``; returns what ``checkpoint.save`` returns.
 
         Parameters are not in it: save the model's state dict, in ``extra`` if you like. ``extra``
-        is any state tree; ``load`` returns it. Each rank saves to a path of its own. Raises as
-        ``checkpoint.save``.
+        is any state tree; ``load`` returns it. Each rank saves to a path of its own. Steps, loads
+        and ``close`` of other threads wait until it has ended. Raises as ``checkpoint.save``.
         """
-        self.flush()
-        members = self._engine.members.named(names_of(self.param_groups))
-        groups = named_groups(self.param_groups)
-        return offloaded_state.save(path, members, self._engine.store, groups, extra)
+        self._wait_for_turn()
+
+        def save() -> Any:
+            members = self._engine.members.named(names_of(self.param_groups))
+            groups = named_groups(self.param_groups)
+            return offloaded_state.save(path, members, self._engine.store, groups, extra)
+
+        return self._engine.reading(save)
 
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Stream the state back that ``save`` wrote; returns its ``extra``. The model must have
         the parameters of then. An unfinished step is given up. Where somebody saves over ``path``
-        meanwhile, all of it is of the later save.
+        meanwhile, all of it is of the later save. Other threads wait until it has ended.
 
         Raises as ``checkpoint.load``, and ``ValueError`` for groups or parameters that differ,
         before anything is changed. A failure later leaves the state mixed, and all but loading
@@ -275,17 +279,21 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         self._check_open()
         check_place(path)
-        extra = offloaded_state.of_one_save(path, partial(self._load, path))
-        self._engine.is_mixed = False
-        return extra
 
-    def _load(self, path: str | os.PathLike[str]) -> Any:
+        def load(hold: Hold) -> Any:
+            extra = offloaded_state.of_one_save(path, partial(self._load, path, hold))
+            self._engine.is_mixed = False
+            return extra
+
+        return self._engine.loading(load)
+
+    def _load(self, path: str | os.PathLike[str], hold: Hold) -> Any:
         header = offloaded_state.read_header(path, named_groups(self.param_groups))
         names, saved = names_of(self.param_groups), header["parameters"]
         self._place(p for p in self._parameters() if names[id(p)] in saved)
         members = self._engine.members.named(names)
         offloaded_state.check_described(path, members, saved)
-        self._engine.begin_loading()
+        self._engine.begin_loading(hold)
         extra = offloaded_state.load(path, members, self._engine.store, saved)
         self._engine.take_steps(saved, self.param_groups)
         for group, values in zip(self.param_groups, header["groups"], strict=True):
@@ -297,7 +305,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """True if there is some, and ``state[parameter]`` reads it; it takes nothing."""
-        return self._view if self._packed is None else self._packed  # type: ignore[return-value]
+        packed = self._packed.state
+        return self._view if packed is None else packed  # type: ignore[return-value]
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -319,7 +328,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         names = ("step", *offloaded_state.component_dtypes(member))
 
         def read(name: str) -> torch.Tensor:
-            self.flush()
+            self._wait_for_turn()
             return self._engine.read(member, name)
 
         return ParameterState(names, read)
@@ -356,6 +365,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _place(self, parameters: Iterable[torch.Tensor]) -> None:
         self._engine.place(parameters, self.param_groups)
+
+    def _wait_for_turn(self) -> None:
+        """To finish a step changes weights, for which the saves that the optimizer guards are
+        waited for.
+        """
+        self._check_open()
+        self._engine.check_whole()
+        if self._engine.unfinished is not None:
+            wait_for_saves(self)
 
     def _check_open(self) -> None:
         if self._closing.is_done:

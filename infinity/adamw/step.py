@@ -50,11 +50,11 @@ class MemberUpdate:
 
 
 def makes_state_only(updates: Iterable[MemberUpdate]) -> bool:
-    """Whether a step is that by which ``torch.distributed.checkpoint.state_dict`` makes the state
-    of an optimizer that has none: the first of all, with learning rates and gradients of zero, from
-    there. Training may begin with such a step, too, and it counts.
+    """Whether a step that ``is_asked_by_torch`` is that by which it makes the state of an optimizer
+    that has none: the first of all, with learning rates and gradients of zero. Training may begin
+    with such a step, too, and it counts.
     """
-    return _is_asked_by_torch() and all(
+    return all(
         update.member.held is Held.NOTHING
         and update.update.options["lr"] == 0.0
         and not update.gradient.any()
@@ -62,8 +62,14 @@ def makes_state_only(updates: Iterable[MemberUpdate]) -> bool:
     )
 
 
-def _is_asked_by_torch() -> bool:
-    """Whether a caller is torch's function that makes state. Nothing else tells its step."""
+def never(_: object) -> bool:
+    return False
+
+
+def is_asked_by_torch() -> bool:
+    """Whether a caller is the function of ``torch.distributed.checkpoint.state_dict`` that makes
+    state. Nothing else tells its step.
+    """
     asking = sys.modules.get("torch.distributed.checkpoint.state_dict")
     code = getattr(getattr(asking, "_init_optim_state", None), "__code__", None)
     frame = sys._getframe() if code is not None else None
