@@ -249,6 +249,7 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
 
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 _UNFREEZING = "BaseFinetuning"
+_PRUNING = "ModelPruning"
 
 
 def _check(trainer: Any, precision: Any, checkpoint_io: Any) -> None:
@@ -274,6 +275,12 @@ def _check(trainer: Any, precision: Any, checkpoint_io: Any) -> None:
                 "unfreezes parameters in the midst of fit, and what is frozen as fit begins has no "
                 "optimizer state; leave it out, fit with requires_grad_(False) on what is to be "
                 "frozen first, then fit again (without ckpt_path) with requires_grad_(True)"
+            )
+        if any(kind.__name__ == _PRUNING for kind in type(callback).__mro__):
+            raise ValueError(
+                f"the callback {type(callback).__name__} cannot be honoured with offloading: it "
+                "replaces parameters in the midst of fit; leave it out, and prune the model "
+                "between two fits"
             )
     is_mixed = type(precision) is MixedPrecision and precision.precision == "bf16-mixed"
     if not is_mixed and type(precision) is not Precision:

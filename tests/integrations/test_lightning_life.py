@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -196,6 +197,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "two devices": (_fits(devices=2), r"devices=2.*devices=1.*process_group="),
     "bf16-true": (_fits(precision="bf16-true"), r"precision='bf16-true'.*compute_dtype=torch\.bf"),
     "16-true": (_fits(precision="16-true"), "precision='16-true'"),
+    "pruning": (_fits(callbacks=[ModelPruning("l1_unstructured")]), "ModelPruning .*two fits"),
     "averaging": (_fits(callbacks=[StochasticWeightAveraging(1e-3)]), "StochasticWeightAveraging"),
     "an average": (_fits(callbacks=[WeightAveraging()]), r"WeightAveraging .*save_top_k=-1"),
     "finetuning": (_finetunes(BackboneFinetuning(1)), r"BackboneFinetuning .*fit again"),

@@ -95,15 +95,6 @@ def test_callback_that_is_told_of_a_save_finds_it(tmp_path: Path, nvme: Path) ->
     assert (tmp_path / "run" / "checkpoint-4" / "tokenizer.json").is_file()
 
 
-def test_checkpoint_of_a_trainer_in_memory_is_refused_with_the_remedy(
-    tmp_path: Path, nvme: Path
-) -> None:
-    train(Trainer, arguments(tmp_path / "run", max_steps=2))
-    args = arguments(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"infinity import .*optimizer\.pt .* weights="):
-        train(OffloadTrainer, args, resume=True, nvme=nvme, host_memory=BUDGET)
-
-
 def test_resuming_from_weights_alone_is_what_it_is_in_memory(tmp_path: Path, nvme: Path) -> None:
     runs = []
     kinds: Any = (
@@ -173,7 +164,7 @@ def _saves_into_the_checkpoint(trainer: Any) -> None:
 
 def _trains_another(trainer: Any) -> None:
     args = arguments(Path(trainer.args.output_dir), max_steps=1, eval_strategy="no", save_steps=9)
-    nvme = trainer._offload_settings.nvme
+    nvme = trainer._offload_options.nvme
     with OffloadTrainer(tiny_llama(), args, nvme=nvme, host_memory=BUDGET, **some_texts()) as other:
         other.train()
 
