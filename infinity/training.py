@@ -304,6 +304,12 @@ class Training:
     def changes_told(self, index: int) -> int:
         return self._versions.changes_told(index)
 
+    def updates_counted(self, index: int) -> int:
+        return self._versions.updates_counted(index)
+
+    def version_beside_updates(self, index: int, tensor: torch.Tensor) -> int:
+        return self._versions.beside_updates(index, tensor)
+
     def changed_copy(self, index: int, told: int) -> None:
         if self._open:
             self._versions.changed_copy(index, told)

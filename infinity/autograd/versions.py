@@ -4,6 +4,7 @@ becomes of views that lie where values were before a change.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence, Set
 
@@ -25,6 +26,9 @@ class Versions:
         self._lent = lent
         self._noted: list[int] = []
         self._told = [0] * len(records)
+        self._updates = [0] * len(records)
+        self._counting = threading.RLock()
+        """Held while versions and what is known of them go apart."""
         self._structure: Structure | None = None
 
     def watch(self, model: nn.Module) -> None:
@@ -43,8 +47,22 @@ class Versions:
 
     def count_updates(self, indices: Sequence[int]) -> None:
         """Tell autograd, as an in-place update would: a graph from before it is refused."""
-        torch.autograd.graph.increment_version([self._records[i].parameter for i in indices])
-        self.note(indices)
+        with self._counting:
+            torch.autograd.graph.increment_version([self._records[i].parameter for i in indices])
+            for index in indices:
+                self._updates[index] += 1
+            self.note(indices)
+
+    def updates_counted(self, index: int) -> int:
+        """How often ``count_updates`` was told of this parameter."""
+        return self._updates[index]
+
+    def beside_updates(self, index: int, tensor: torch.Tensor) -> int:
+        """The version of ``tensor``, which is that of the parameter, less those updates: on any
+        thread it tells of the changes that others make.
+        """
+        with self._counting:
+            return tensor._version - self._updates[index]
 
     def changes_told(self, index: int) -> int:
         """How often a change in place of a parameter was told as an error."""
@@ -74,7 +92,8 @@ class Versions:
 
     def check_values(self) -> None:
         """The part of ``check`` that is about changes in place."""
-        expected, now = self._noted, self._now()
+        with self._counting:
+            expected, now = [*self._noted], self._now()
         if expected == now:
             return
         changed = [

@@ -10,6 +10,7 @@ memory; on other devices nothing tells when that is.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,9 +24,18 @@ from infinity.parameters.placeholders import as_they_are
 class Changes:
     """Those that ``func``, which is about to run, makes in ``tensor``."""
 
-    def __init__(self, func: Any, tensor: torch.Tensor, counts: bool | None = None) -> None:
-        """``counts``: whether it counts its changes, if that is known."""
+    def __init__(
+        self,
+        func: Any,
+        tensor: torch.Tensor,
+        counts: bool | None = None,
+        updates: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``counts``: whether it counts its changes, if that is known. ``updates`` tells how often
+        ``tensor`` has been given other values by others, on other threads maybe.
+        """
         self._tensor, self._version = tensor, tensor._version
+        self._updates, self._updates_before = updates, updates()
         counts = _counts_changes(func) if counts is None else counts
         with unseen():
             self._before = None if counts else tensor.detach().clone()
@@ -37,8 +47,14 @@ class Changes:
 
     @unseen()
     def are_there(self) -> bool:
-        if self._tensor._version != self._version:
-            return True
+        """False where others have changed it meanwhile: what ``func`` did cannot be told then."""
+        if self._updates() != self._updates_before:
+            return False
+        return self._tensor._version != self._version or self.are_in_bytes()
+
+    @unseen()
+    def are_in_bytes(self) -> bool:
+        """Those of a function that does not count them."""
         return self._before is not None and not _same_bits(self._before, self._tensor.detach())
 
     @unseen()
@@ -91,11 +107,23 @@ def _is_distributed(func: Any) -> bool:
     return str(getattr(func, "__module__", "")).startswith("torch.distributed")
 
 
+def weight_changes(func: Any, parameter: Any) -> Changes:
+    """``Changes`` in an offloaded parameter, whose weights are in place."""
+    owner, index = parameter.offload_owner, parameter.offload_index
+    return Changes(func, parameter, updates=lambda: owner.updates_counted(index))
+
+
 class CopyOwner(Protocol):
     """Who is told of changes in copies."""
 
     def changes_told(self, index: int) -> int:
         """How often a change of the parameter, or of a copy of it, was told as an error."""
+
+    def updates_counted(self, index: int) -> int:
+        """How often a step or load gave the parameter other values."""
+
+    def version_beside_updates(self, index: int, tensor: torch.Tensor) -> int:
+        """The version of ``tensor``, which is that of the parameter, less those updates."""
 
     def changed_copy(self, index: int, told: int) -> None:
         """Something was written into a copy of the parameter, made when that many were told."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from infinity.parameters.changes import Changes, CopyOwner, copy_of, wait_for, writes_later
+from infinity.parameters.changes import CopyOwner, copy_of, wait_for, weight_changes, writes_later
 from infinity.parameters.differentiated import PASSES, by_edges, is_by_inputs_alone
 from infinity.parameters.gradient import METADATA, GradientOwner, OffloadedGradient, check_assigned
 from infinity.parameters.placeholders import (
@@ -258,7 +258,7 @@ def _unchanged(func: Any, args: Any, kwargs: Any, parameters: Sequence[AbsentPar
     """
     if writes_later(func):
         _refuse_change(func, parameters[0])
-    changes = [Changes(func, parameter) for parameter in parameters]
+    changes = [weight_changes(func, parameter) for parameter in parameters]
     result = func(*args, **kwargs)
     wait_for(func, result)
     for parameter, change in zip(parameters, changes, strict=True):

@@ -193,6 +193,7 @@ def on_wholes(func: Any, args: Any, kwargs: Any, found: Mapping[int, Any]) -> An
     changed of them is brought to the tiles. Raises ``RuntimeError`` for changes of copies that
     torch does not count.
     """
+    counting = {key: _first_absent(weight.tiles) for key, weight in found.items()}
     wholes = {key: weight.whole() for key, weight in found.items()}
     parts = {whole.untyped_storage()._cdata: found[key].tiles for key, whole in wholes.items()}
     if func in SHOWS_MEMORY:
@@ -201,7 +202,7 @@ def on_wholes(func: Any, args: Any, kwargs: Any, found: Mapping[int, Any]) -> An
     if absent and (func is torch.Tensor.share_memory_ or writes_later(func)):
         _refuse_change(func, absent[0])
     changes = {id(weight): Changes(func, wholes[id(weight)]) for weight in absent}
-    versions = {key: whole._version for key, whole in wholes.items()}
+    versions = {key: _version_of(whole, counting[key]) for key, whole in wholes.items()}
 
     def put(value: Any) -> Any:
         return wholes[id(value)] if id(value) in found else value
@@ -209,10 +210,10 @@ def on_wholes(func: Any, args: Any, kwargs: Any, found: Mapping[int, Any]) -> An
     result = func(*tree_map(put, args), **tree_map(put, kwargs))
     wait_for(func, result)
     for key, change in changes.items():
-        if not change.is_counted and change.are_there():
+        if change.are_in_bytes():
             _refuse_change(func, found[key])
     for key, whole in wholes.items():
-        if whole._version != versions[key]:
+        if _version_of(whole, counting[key]) != versions[key]:
             found[key].bring_back(whole)
     by_whole = {id(whole): found[key] for key, whole in wholes.items()}
 
@@ -220,6 +221,16 @@ def on_wholes(func: Any, args: Any, kwargs: Any, found: Mapping[int, Any]) -> An
         return by_whole[id(value)] if id(value) in by_whole else watched(value, parts)
 
     return tree_map(seen, result)
+
+
+def _version_of(whole: torch.Tensor, absent: Any) -> int:
+    """Of a whole with the version of ``absent``, if that is one: less the updates, which other
+    threads may make meanwhile, and which are none of the whole.
+    """
+    if absent is None:
+        return whole._version
+    version: int = absent.offload_owner.version_beside_updates(absent.offload_index, whole)
+    return version
 
 
 def _refuse_change(func: Any, weight: Any) -> NoReturn:
