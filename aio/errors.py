@@ -48,6 +48,12 @@ class AioError(OSError):
         return _rebuild, (self.message, *fields)
 
 
+def advise(error: BaseException, remedy: str) -> None:
+    """Have an `AioError` end in `remedy`, once; nothing happens to any other error."""
+    if isinstance(error, AioError) and not error.message.endswith(remedy):
+        error.message = f"{error.message}; {remedy}"
+
+
 def _rebuild(
     message: str,
     errno: int,

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from aio.errors import AioError, advise
 from checkpoint.tensors.changes import count_changes
 from infinity.adamw import state as offloaded_state
 from infinity.adamw.changes import Changes, Hold
@@ -28,6 +29,7 @@ from infinity.adamw.tiers.store import StateStore
 from infinity.optim.adamw import AdamRule
 
 T = TypeVar("T")
+_REMEDY = "the step is not finished: mend that, then call optimizer.flush() to finish it"
 Groups = Sequence[Mapping[str, Any]]
 States = Iterable[tuple[torch.Tensor, Mapping[str, Any]]]
 
@@ -131,6 +133,9 @@ class StateEngine:
                 update.member.held = Held.VALUES
         try:
             self.store.sweep(taken.left, partial(self._updater.work, taken))
+        except AioError as error:
+            advise(error, _REMEDY)
+            raise
         finally:
             self._updater.end_step()
             count_changes(changed)  # again, for saves of other threads that began meanwhile

@@ -63,7 +63,8 @@ def place_state(
         raise BudgetError(
             f"host_memory={format_bytes(budget.host_bytes)} is too small: at least "
             f"{format_bytes(least)} ({least} bytes) are needed for the optimizer state to pass "
-            f"through and to be saved, of which {format_bytes(taken.host_bytes)} are given out; "
+            f"through and to be saved, of which {format_bytes(taken.host_bytes)} are given out "
+            "(also to parameters that have left the groups: their state is kept); "
             f"{format_bytes(whole)} would hold all of it",
             least_host_bytes=least,
         )

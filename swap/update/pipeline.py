@@ -26,12 +26,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from aio.errors import is_no_room, let_go
+from aio.errors import advise, is_no_room, let_go
 from aio.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.weight_cache import WeightCache
 from swap.plan.layout import Subgroup
 from swap.processors import stay_in_background
 from swap.update.stages import Job, Stages, Step
+
+_REMEDY = "the step is not finished: mend that, then call offloaded.flush() to finish it"
 
 
 @dataclass(slots=True, eq=False)
@@ -323,6 +325,7 @@ class UpdatePipeline:
             left = self._bring_home(work)
             if isinstance(failure, OSError):
                 self._left = (work.step, left)
+                advise(failure, _REMEDY)
         finally:
             self._weights.fail(failure)
 

@@ -247,6 +247,7 @@ def test_failed_write_back_is_raised_by_the_next_step_and_changes_nothing_else(
         with pytest.raises(AioError) as caught:
             training.state.step({}, 1.0)
         training.check_error(caught.value)
+        assert str(caught.value).count("call offloaded.flush() to finish it") == 1
         training.check_subgroups()
     training.mend()
     training.check_all()

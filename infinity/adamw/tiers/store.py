@@ -45,12 +45,12 @@ class StateStore:
         self.budget_bytes = host_bytes
         self.checkpoint_bytes = MIN_CHECKPOINT_BYTES
         self.nvme_bytes = 0
+        """What is reserved on the SSDs, new versions of what is written included."""
         self.extents: ExtentStore | None = None
         """Where state is on the SSDs; None while all of it is at home in host memory."""
         self._rule = rule
         self._directories = directories
         self._taken = Taken()
-        self._reserved_bytes = 0
         self._groups: list[StateGroup] = []
         self._rooms: list[_Room] = []
         self._sweeps = Sweeps(self.timeline)
@@ -90,7 +90,6 @@ class StateStore:
             slot_bytes=placement.slot_bytes or taken.slot_bytes,
         )
         self.checkpoint_bytes = placement.checkpoint_bytes
-        self.nvme_bytes += placement.state_nvme_bytes
 
     def groups_of(self, parameter: int) -> tuple[int, ...]:
         """The subgroups that hold the state of ``parameter``, by number."""
@@ -136,10 +135,9 @@ class StateStore:
         """Returns the bytes of memory that it takes. What can fail comes before what is noted."""
         opened = self.extents
         if placement.nvme_bytes:
-            reserved = self._reserved_bytes + placement.nvme_bytes
             if opened is None:
                 opened = open_extents(undo, self._directories, shares(self._directories))[1]
-            opened.reserve(reserved)
+            opened.reserve(self.nvme_bytes + placement.nvme_bytes)
         sizes = slab_sizes(placement)
         if self._passage is not None:
             sizes.pop("passage", None)  # one serves all
@@ -150,7 +148,7 @@ class StateStore:
         components = ComponentStore(placement, self._rule, slabs.get("home"), opened, passage)
         if placement.num_slots:
             self._sweeps.replace_slots(slots_of(slabs["staging"], placement))
-        self._reserved_bytes += placement.nvme_bytes
+        self.nvme_bytes += placement.nvme_bytes
         self.extents, self._passage = opened, passage
         self._note(components, Staging(components, opened, self._sweeps.free_slots, self.timeline))
         return sum(sizes.values())
