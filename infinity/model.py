@@ -169,6 +169,7 @@ class OffloadedModel:
         and the end of the block until it is saved, and raises its error if nobody has. As those.
 
         ``stripe_dirs``: directories that take the data instead, as in ``checkpoint.save``.
+        A step or load of another thread meanwhile is a ``ChangedTensorError``.
         ``only_trainable`` leaves frozen weights out (checkpoints of adapters); ``load`` takes such
         a one over the same frozen weights, and refuses it over others.
         """

@@ -70,6 +70,8 @@ class TieredState:
         self.timeline = Timeline()
         self.device = device or torch.device("cpu")
         self._process = os.getpid()
+        self.num_changes = 0
+        """Grows before a step or somebody who writes values changes any."""
         self.is_kept = False  # whether ``close`` does nothing, as values are still to be read
         self._undo = Undo()
         if undo is not None:
@@ -172,6 +174,7 @@ class TieredState:
         """Set elements from ``start``, with all the precision that the master of ``parameter``
         keeps.
         """
+        self.num_changes += 1
         self.weights.drop()  # or what is cached would hide these values
         dtype = self.layout.specs[parameter].dtype
         components = components_from(values.to("cpu"), dtype, self.component_names(parameter))
@@ -287,6 +290,7 @@ class TieredState:
             self.pipeline.join()  # what stopped it is raised by the next call, as ever
 
     def _take(self, step: Step, done: list[Subgroup], then: Callable[[], None]) -> None:
+        self.num_changes += 1
         self.speculation.taken()
         self.gradients.capture()
         self.weights.schedule.end_cycle()

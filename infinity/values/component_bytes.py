@@ -5,12 +5,13 @@ piece by piece, wherever their bytes are. Of a partitioned parameter this rank h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 import torch
 
+from checkpoint import ChangedTensorError
 from infinity.parameters.partition import joined
 from infinity.values.checkpoint_tensors import CheckpointTensor
 from swap.plan.layout import Component
@@ -28,6 +29,8 @@ class ComponentBytes:
     state: TieredState
     leaf: CheckpointTensor
     component: Component
+    since: int | None = field(default=None, kw_only=True)
+    """What ``state.num_changes`` has to be still when something was read."""
 
     thread_safe: ClassVar[bool] = True
     """Transfers are at offsets, and stripes want several of them at once."""
@@ -41,14 +44,19 @@ class ComponentBytes:
         return self.leaf.shape if self.component.per == 1 else (self.leaf.count(self.component),)
 
     def read(self, start: int, out: memoryview) -> None:
-        """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
+        """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``, and
+        ``ChangedTensorError`` where another thread took a step, or loaded, since it was to be.
+        """
         for index, first, values in self._kept(start, out):
             self.state.components.read(index, self.component.name, first, values)
+        if self.since is not None and self.since != self.state.num_changes:
+            raise ChangedTensorError(self.leaf.name)
 
     def write(self, start: int, data: memoryview) -> None:
         """Take ``data`` as the bytes from byte ``start``; whole elements. What other ranks keep is
         ignored. Raises ``AioError``.
         """
+        self.state.num_changes += 1
         for index, first, values in self._kept(start, data):
             self.state.components.write(index, self.component.name, first, values)
 
@@ -101,6 +109,8 @@ class Saving:
 
     rank: int
     world_size: int
+    since: int
+    """``num_changes`` of the state that is saved."""
 
     def takes_whole(self, position: int) -> bool:
         """Of a part that every rank has all of, though others of its leaf are partitioned."""
@@ -118,10 +128,11 @@ def components_of_tensor(
         state.components.component(subgroup, name)
         for name in state.component_names(leaf.first.index)
     ]
+    since = None if saving is None else saving.since
     if not any(part.is_partitioned for part in leaf.parts):
-        return [ComponentBytes(state, leaf, component) for component in components]
+        return [ComponentBytes(state, leaf, component, since=since) for component in components]
     return [
-        PartBytes(state, leaf, component, _ranges(leaf, component, saving))
+        PartBytes(state, leaf, component, _ranges(leaf, component, saving), since=since)
         for component in components
     ]
 

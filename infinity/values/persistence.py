@@ -174,13 +174,20 @@ def _sources(training: TrainingState, *, only_trainable: bool) -> dict[str, Any]
             raise ValueError("only_trainable=True, and no parameter of the model is trained")
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    rank, world_size = training.rank_context.rank, training.rank_context.world_size
+    saving = _saving(training)
     for leaf in leaves:
-        for component in components_of_tensor(training.state, leaf, Saving(rank, world_size)):
+        for component in components_of_tensor(training.state, leaf, saving):
             name = component.component.name
             part = model if name == "weight" else optimizer.setdefault(name, {})
             part[leaf.name] = component
     return {"model": model, "optimizer": optimizer}
+
+
+def _saving(training: TrainingState) -> Saving:
+    """The state of now, which no step of another thread is to change while it is saved."""
+    since = training.state.num_changes
+    training.state.finish_step()
+    return Saving(training.rank_context.rank, training.rank_context.world_size, since)
 
 
 def _scalars(training: TrainingState) -> dict[str, Any]:
@@ -246,10 +253,10 @@ def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]
 
 
 def _weights_of_rank(training: TrainingState) -> dict[str, Any]:
-    rank, world_size = training.rank_context.rank, training.rank_context.world_size
-    weights: dict[str, Any] = dict(persistent_buffers(training.model)) if rank == 0 else {}
+    saving = _saving(training)
+    weights: dict[str, Any] = dict(persistent_buffers(training.model)) if saving.rank == 0 else {}
     for leaf in checkpoint_tensors_of(training.model, training.records):
-        components = components_of_tensor(training.state, leaf, Saving(rank, world_size))
+        components = components_of_tensor(training.state, leaf, saving)
         weights[leaf.name] = components[0]
     return weights
 
