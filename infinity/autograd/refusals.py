@@ -111,6 +111,12 @@ class _Host(Protocol):
         """Whether a forward runs on this thread."""
 
 
+_OTHER_WEIGHTS = (
+    "; to compute with other weights, as torch.func.functional_call does, take a copy of the "
+    "module from before the block, or functions (F.linear)"
+)
+
+
 class WatchedParameters(dict[str, Any]):
     """A module's parameters; looking one up by name makes its weights resident. They can be neither
     replaced nor removed, but inside forward, for as long as they have a parametrization (PEFT gives
@@ -137,7 +143,7 @@ class WatchedParameters(dict[str, Any]):
                 f"{self._full_name(name)} cannot be replaced while the model is offloaded; change "
                 "its values inside `with offloaded.gathered([parameter], modify=True)`, or replace "
                 "it (resize_token_embeddings does) before the block, or after it (a trainer ends "
-                "it by close())"
+                f"it by close()){_OTHER_WEIGHTS}"
             )
 
     def __delitem__(self, name: str) -> None:

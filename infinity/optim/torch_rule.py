@@ -46,7 +46,10 @@ class TorchRule(OptimizerRule):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if type(optimizer).__name__ == "LBFGS":
-            raise ValueError("LBFGS looks at all parameters at once and cannot be offloaded")
+            raise ValueError(
+                "LBFGS looks at all parameters at once and cannot be offloaded; use "
+                "infinity.AdamW(...) or another optimizer of torch.optim"
+            )
         self._optimizer = optimizer
         self._starts_with_state = bool(optimizer.state)
         optimizer.state.clear()

@@ -134,6 +134,16 @@ class TiledLinear(nn.Module):
             return None
         return self.faces["bias"] if "bias" in self.faces else self._joined("bias")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("weight", "bias"):
+            super().__setattr__(name, value)
+        elif value is None or value is not self.faces.get(name):  # as after ``layer.weight += x``
+            raise RuntimeError(
+                f"the {name} of a layer in tiles cannot be replaced; change its values in place, "
+                "when the model is offloaded inside `with offloaded.gathered([parameter], "
+                "modify=True):`, or compute with other weights by functions (F.linear)"
+            )
+
     def _joined(self, name: str) -> torch.Tensor:
         return torch.cat([getattr(tile, name) for tile, _ in self.rows()])
 

@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "optimizer in it": (kinds.LooksAhead, "LooksAhead does not update every"),
     "closure": (kinds.NeedsClosure, "NeedsClosure cannot take a step .* without a closure"),
     "schedule-free": (kinds.ScheduleFree, r"ScheduleFree has train\(\) and eval\(\)"),
-    "LBFGS": (torch.optim.LBFGS, "LBFGS looks at all parameters at once"),
+    "LBFGS": (torch.optim.LBFGS, "LBFGS looks at all .* use infinity.AdamW"),
 }
 
 

@@ -237,6 +237,10 @@ def test_parameters_cannot_be_replaced_or_removed(nvme: Path) -> None:
     with infinity.offload(model, nvme) as offloaded:
         with pytest.raises(RuntimeError, match="cannot be replaced while the model is offloaded"):
             model.layer(0).weight = nn.Parameter(torch.zeros(256, 256))
+        with pytest.raises(
+            RuntimeError, match=r"as torch\.func\.functional_call does, take a copy"
+        ):
+            torch.func.functional_call(model.layer(0), {"weight": torch.zeros(256, 256)}, ())
         with pytest.raises(RuntimeError, match="cannot be removed while the model is offloaded"):
             del model.layer(0).weight
         model.layer(0).weight = model.layer(0).weight

@@ -240,3 +240,16 @@ def test_tables_that_tiles_cannot_serve_are_named(
     ):
         assert [name for name, _ in model.named_parameters()] == ["0.weight"]
     assert f"0.weight (1.14 MiB, of an {reason}" in caplog.text
+
+
+@pytest.mark.parametrize("value", [torch.ones(512, 256), nn.Parameter(torch.ones(512, 256)), None])
+def test_weight_of_a_linear_layer_in_tiles_cannot_be_replaced(
+    value: torch.Tensor | None, nvme: Path
+) -> None:
+    model: Any = nn.Sequential(nn.Linear(256, 512))
+    options: dict[str, Any] = {"host_memory": "64MiB", "max_parameter_bytes": 256 << 10}
+    with infinity.offload(model, nvme, **options):
+        with pytest.raises(RuntimeError, match=r"weight of a layer in tiles.*\(F\.linear\)"):
+            model[0].weight = value
+        model[0].weight = model[0].weight
+        model(torch.ones(2, 256)).sum().backward()
