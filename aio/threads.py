@@ -185,6 +185,7 @@ class Thread(WatchedThread):
 
     def run(self) -> None:
         if not self.claimed_for("work"):
+            self.has_begun.set()
             return
         try:
             super().run()

@@ -25,18 +25,45 @@ def unseen() -> Iterator[None]:
         yield
         return
     # Not torch's own context for it, which imports what traces graphs.
-    dispatch, function = torch.utils._python_dispatch, torch.overrides
-    seeing: list[tuple[Any, Any]] = []
+    function, dispatch = _function_modes(), _dispatch_modes()
     try:
-        while _C._len_torch_function_stack():
-            seeing.append((function._push_mode, function._pop_mode()))
-        while _C._len_torch_dispatch_stack():
-            seeing.append((dispatch._push_mode, dispatch._pop_mode()))
-        yield
-    finally:
-        while seeing:
-            push, mode = seeing.pop()
-            push(mode)
+        try:
+            while _C._len_torch_function_stack():
+                _C._pop_torch_function_stack()
+            while _C._len_torch_dispatch_stack():
+                _C._pop_torch_dispatch_stack(None)
+            yield
+        finally:
+            _put_back(function, dispatch)
+    finally:  # once more, where an interrupt kept it from that
+        _put_back(function, dispatch)
+
+
+def _function_modes() -> list[Any]:
+    return [_C._get_function_stack_at(at) for at in range(_C._len_torch_function_stack())]
+
+
+def _dispatch_modes() -> list[Any]:
+    return [_C._get_dispatch_stack_at(at) for at in range(_C._len_torch_dispatch_stack())]
+
+
+def _put_back(function: list[Any], dispatch: list[Any]) -> None:
+    """Push what is missing. What is pushed is counted by torch itself, so an interrupt anywhere
+    leaves a part that a further call completes.
+    """
+    while (count := _C._len_torch_function_stack()) < len(function):
+        _C._push_on_torch_function_stack(function[count])
+    # Those of torch itself (with a key) have a place of their own, behind the others.
+    plain = [mode for mode in dispatch if _key(mode) is None]
+    while (count := sum(_key(mode) is None for mode in _dispatch_modes())) < len(plain):
+        _C._push_on_torch_dispatch_stack(plain[count])
+    for mode in dispatch:
+        if _key(mode) is not None and all(mode is not one for one in _dispatch_modes()):
+            _C._push_on_torch_dispatch_stack(mode)
+
+
+def _key(mode: Any) -> Any:
+    return getattr(mode, "_mode_key", None)
 
 
 @contextmanager

@@ -63,7 +63,12 @@ def assert_same(found: Any, expected: Any) -> None:
         assert torch.equal(found, expected)
         assert not found.requires_grad
     else:
-        assert np.asarray(found).dtype == np.asarray(expected).dtype
+        found, expected = np.asarray(found), np.asarray(expected)
+        if not expected.ndim:  # numpy's scalars have the machine's order of bytes, arrays keep it
+            found, expected = (
+                value.astype(value.dtype.newbyteorder("=")) for value in (found, expected)
+            )
+        assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
 
 

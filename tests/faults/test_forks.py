@@ -3,6 +3,7 @@ refused at once and by name, nothing is waited for, and the parent goes on exact
 """
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -40,7 +41,8 @@ def in_child(action: Callable[[], Any]) -> str:
         text = pipe.read()
     _, status = os.waitpid(child, 0)
     assert status == 0, "the child hung"
-    return text.replace(str(os.getpid()), "PARENT").replace(str(child), "CHILD")
+    names = {str(os.getpid()): "PARENT", str(child): "CHILD"}
+    return re.sub(r"\d+", lambda number: names.get(number[0], number[0]), text)
 
 
 @contextmanager
