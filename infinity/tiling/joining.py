@@ -6,7 +6,7 @@ shapes of the whole both ways.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,10 @@ class Cut(ABC):
             for parameter, tiles in self.pairs()
             for tile, _ in tiles
         )
+
+    def has_any(self, tiles: Set[int]) -> bool:
+        """Whether one of these, by their ``id``, is a tile of this cut."""
+        return any(id(tile) in tiles for _, own in self.pairs() for tile, _ in own)
 
     @abstractmethod
     def standing(self) -> Iterator[tuple[Any, str, list[Tile]]]:

@@ -142,10 +142,13 @@ class Tiling:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # What a RestoreError on its way has yet to give back, in retry(), it gives to the tiles.
+        missing = {id(parameter) for parameter in getattr(error, "_lost", tuple)()}
         while self._cuts:
-            if self._cuts[-1].is_absent:
+            if self._cuts[-1].is_absent or self._cuts[-1].has_any(missing):
                 _log.warning(
-                    "%s stays in tiles: some of its values could not be read",
+                    "%s stays in tiles: some of its values could not be read, or are those from "
+                    "before the last step",
                     self._cuts[-1].name,
                 )
             else:
