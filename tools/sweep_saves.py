@@ -32,6 +32,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from handler_points import runs_handler
 
 import checkpoint
 
@@ -160,6 +161,8 @@ class Interrupter:
 
     def _trace_main(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line" and frame.f_code.co_filename != __file__:
+            if not runs_handler(frame):
+                return self._trace_main
             self._lines += 1
             if self._lines - 1 == self._target:
                 signal.raise_signal(self._signal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,6 +41,21 @@ def interrupted_at(work: Callable[[], None], first: int, every: int) -> Iterator
         assert footing.lost() == [], target
         yield target
         target += every
+
+
+def test_an_interrupt_at_any_line_leaves_no_exception_in_hand() -> None:
+    interrupter, target = Interrupter(), 0
+    while interrupter.run(_suppress, target, on_main=True, number=signal.SIGINT):
+        assert sys.exc_info()[1] is None, target
+        target += 1
+    assert target == 3
+
+
+def _suppress() -> None:
+    try:
+        raise AttributeError
+    except AttributeError:
+        pass
 
 
 def test_reading_that_is_interrupted_at_any_line_leaves_nothing_open(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from handler_points import runs_handler
+
 from tests.support.tiers import Leftovers
 
 _ROOT = Path(__file__).parents[2]
@@ -45,7 +47,7 @@ def interrupt(action: Callable[[], object], number: int | None) -> Lines:
 
     What ``action`` raises is passed on, but for the interrupt itself.
     """
-    return _run(action, number, "line", lambda frame: not _runs_no_handler(frame))
+    return _run(action, number, "line", runs_handler)
 
 
 def interrupt_behind_call(action: Callable[[], object], number: int | None) -> Lines:
@@ -100,23 +102,6 @@ def _in_finalizer(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _runs_no_handler(frame: FrameType) -> bool:
-    """Whether a ``with`` is about to call ``__exit__`` because its block has come to its end, or an
-    ``except`` is about to let go of its exception.
-
-    Of Python's instructions these are none behind which a signal handler runs. What is raised there
-    all the same would leave the block without its ``__exit__``, or the thread with an exception
-    that it handles for ever, and with all that its frames hold.
-    """
-    code, at = frame.f_code.co_code, frame.f_lasti
-    # The first also for a block that an exception leaves.
-    if dis.opname[code[at]] in ("PUSH_EXC_INFO", "POP_EXCEPT"):
-        return True
-    if dis.opname[code[at]] == "SWAP":  # what the block returns
-        at += 2
-    return all(dis.opname[code[i]] == "LOAD_CONST" for i in range(at, min(at + 6, len(code)), 2))
 
 
 @dataclass(frozen=True, slots=True)
