@@ -27,7 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 import infinity
 from infinity.arguments import Directories
 from infinity.integrations import published
-from infinity.integrations.state_dicts import OffloadedStateDict, WeightsFolder, set_values
+from infinity.integrations.state_dicts import OffloadedStateDict, WeightsOfFolder, set_values
 from infinity.integrations.takeover import OffloadOptions, enter_offload, redirect
 
 if TYPE_CHECKING:
@@ -222,11 +222,11 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         folder = self._loading
         if folder is None:
-            set_values(self.offloaded, checkpoint["state_dict"])
+            set_values(self.offloaded, checkpoint["state_dict"], strict=strict)
         elif (folder / STATE).is_dir():
             self._load_state(folder / STATE)
         else:
-            set_values(self.offloaded, WeightsFolder(folder / WEIGHTS))
+            set_values(self.offloaded, WeightsOfFolder(folder / WEIGHTS), strict=strict)
 
     def _load_state(self, saved: Path) -> None:
         """Torch's random state is that of the checkpoint where ``fit`` goes on, as it was where

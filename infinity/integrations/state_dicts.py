@@ -4,15 +4,16 @@ time: for what iterates over a state dict.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from torch import nn
 
 import infinity
 from infinity.model import training_of
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
+from infinity.values.initial.weight_files import WeightFolder
 from infinity.values.module_state import persistent_buffers
 
 
@@ -50,52 +51,65 @@ class OffloadedStateDict(Mapping[str, torch.Tensor]):
         return len(self._leaves) + len(persistent_buffers(self._offloaded.model))
 
 
-class WeightsFolder(Mapping[str, torch.Tensor]):
+class WeightsOfFolder(Mapping[str, torch.Tensor]):
     """The tensors in safetensors files, whole or in shards with an index; read when asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self._file_of: dict[str, Path] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                self._file_of |= dict.fromkeys(opened.keys(), file)
+        self._files = WeightFolder(folder)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        with safe_open(self._file_of[name], framework="pt") as opened:
-            value: torch.Tensor = opened.get_tensor(name)
-        return value
+        try:
+            return self._files.read(name)
+        finally:
+            self._files.close()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._files.names)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self._files.names)
 
 
-def set_values(offloaded: infinity.OffloadedModel, values: Mapping[str, torch.Tensor]) -> list[str]:
-    """Give weights and buffers the values of the same names, one parameter at a time; returns the
-    names that the model has no tensor for. Moments and step counts stay.
+def set_values(
+    offloaded: infinity.OffloadedModel, values: Mapping[str, torch.Tensor], *, strict: bool
+) -> None:
+    """Give weights and buffers the values of the same names, one parameter at a time. Moments and
+    step counts stay.
 
-    Raises ``ValueError`` naming a tensor that is missing, or of another shape, before any is set.
+    Raises ``ValueError`` naming a tensor of another shape, and where ``strict`` one that either
+    side has not, before any is set.
     """
     training = training_of(offloaded)
     leaves = {leaf.name: leaf for leaf in checkpoint_tensors_of(training.model, training.records)}
     buffers = persistent_buffers(training.model)
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    for name, shape in shapes.items():
-        if name not in values:
-            raise ValueError(f"there are no values for {name}, which the model has")
-        if tuple(values[name].shape) != tuple(shape):
+    if strict:
+        _check_names(training.model, shapes, values)
+    given = values.keys() & shapes.keys()
+    for name in sorted(given):
+        if tuple(values[name].shape) != shapes[name]:
             raise ValueError(
-                f"{name} is of shape {tuple(values[name].shape)}, in the model of {tuple(shape)}"
+                f"{name} is of shape {tuple(values[name].shape)}, in the model of {shapes[name]}"
             )
-    for name, leaf in leaves.items():
-        flat, at = values[name].detach().reshape(-1), 0
+    for leaf in (leaf for name, leaf in leaves.items() if name in given):
+        flat, at = values[leaf.name].detach().reshape(-1), 0
         for part in leaf.parts:
             parameter = part.parameter
             with offloaded.gathered([parameter], modify=True), torch.no_grad():
                 parameter.copy_(flat[at : at + parameter.numel()].view(parameter.shape))
             at += parameter.numel()
     for name, buffer in buffers.items():
-        buffer.copy_(values[name])
-    return [name for name in values if name not in shapes]
+        if name in given:
+            buffer.copy_(values[name])
+
+
+def _check_names(model: nn.Module, needed: Iterable[str], given: Iterable[str]) -> None:
+    """A weight that has several names may be given by all of them."""
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    aliases |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    problems = [f"there are no values for {name}" for name in needed if name not in {*given}]
+    problems += [f"the model has no {name}" for name in given if name not in {*needed} | aliases]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"{'; '.join(problems[:5])}{more}; strict=False sets what both have")

@@ -120,11 +120,15 @@ def test_weights_of_a_checkpoint_of_memory_keep_the_precision_of_masters(
         assert torch.equal(value, ours[name]), name
 
 
-def _of_adafactor(folder: Path) -> None:
+def _rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     state = torch.load(folder / "optimizer.pt", weights_only=True)
+    change(state)
+    torch.save(state, folder / "optimizer.pt")
+
+
+def _of_adafactor(state: dict[str, Any]) -> None:
     for group in state["param_groups"]:
         del group["betas"]
-    torch.save(state, folder / "optimizer.pt")
 
 
 def _without_norms(folder: Path) -> None:
@@ -133,14 +137,57 @@ def _without_norms(folder: Path) -> None:
     save_file(kept, folder / "model.safetensors")
 
 
+def _in_bfloat16(state: dict[str, Any]) -> None:
+    for kept in state["state"].values():
+        kept["exp_avg"] = kept["exp_avg"].bfloat16()
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-50])
+
+
+def _pickled(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
 SPOILT: dict[str, tuple[Callable[[Path], Any], Callable[[], Any], str]] = {
-    "other optimizer": (_of_adafactor, tiny_llama, r"not of AdamW.*without optimizer\.pt and sch"),
+    "other optimizer": (
+        lambda folder: _rewritten(folder, _of_adafactor),
+        tiny_llama,
+        r"not of AdamW.*without optimizer\.pt and sch",
+    ),
     "other frozen": (
         lambda _: None,
         _partly_frozen,
         r"groups of 23 and 7 .* of this trainer has groups of 15 and 5.*without optimizer\.pt",
     ),
     "weights missing": (_without_norms, tiny_llama, r"no safetensors with .*norm.*infinity import"),
+    "moments of 16 bits": (
+        lambda folder: _rewritten(folder, _in_bfloat16),
+        tiny_llama,
+        r"keeps exp_avg of .* in bfloat16, and not in float32.*without optimizer\.pt",
+    ),
+    "moments that are none": (
+        lambda folder: _rewritten(folder, lambda state: state["state"][3].update(exp_avg=1.0)),
+        tiny_llama,
+        r"keeps exp_avg of .* in float, and not in float32",
+    ),
+    "weights cut": (
+        lambda folder: _cut(folder / "model.safetensors"),
+        tiny_llama,
+        r"model\.safetensors is no safetensors file",
+    ),
+    "weights pickled": (
+        _pickled,
+        tiny_llama,
+        r"Can't find a valid checkpoint at .*pickled files.*Convert them",
+    ),
+    "scheduler cut": (
+        lambda folder: _cut(folder / "scheduler.pt"),
+        tiny_llama,
+        r"scheduler\.pt cannot be read",
+    ),
     "scheduler missing": (
         lambda folder: (folder / "scheduler.pt").unlink(),
         tiny_llama,

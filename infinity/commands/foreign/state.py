@@ -16,6 +16,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 SHOWN = 5
 """Names that a message lists."""
 NOT_OPTIONS = ("params", "param_names")
+WIDENED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of moments whose values float32 has, every one."""
 _KEPT = {"step", *MOMENTS}
 _ADAMW = {"lr", "betas", "eps", "weight_decay", "amsgrad"}
 
@@ -28,6 +30,23 @@ def check_kept(kept: Iterable[str], name: object, source: object) -> None:
             f"{source} keeps {', '.join(sorted(map(str, has)))} of {name}, which is not the state "
             f"of AdamW without amsgrad ({', '.join(sorted(_KEPT))})"
         )
+
+
+def check_moments(
+    kept: Mapping[str, Any], name: object, source: object, *dtypes: torch.dtype
+) -> None:
+    """Raises ``ValueError`` for moments that are no tensors of one of these dtypes."""
+    for part in MOMENTS:
+        dtype = getattr(kept[part], "dtype", type(kept[part]).__name__)
+        if dtype not in dtypes:
+            raise ValueError(
+                f"{source} keeps {part} of {name} in {_told(dtype)}, and not in "
+                f"{' or '.join(map(_told, dtypes))}"
+            )
+
+
+def _told(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_options(group: Mapping[str, Any], source: object) -> None:

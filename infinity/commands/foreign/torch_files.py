@@ -15,9 +15,11 @@ from torch import nn
 
 from infinity.commands.foreign.state import (
     NOT_OPTIONS,
+    WIDENED,
     ForeignState,
     as_float32,
     check_kept,
+    check_moments,
     check_options,
 )
 
@@ -50,6 +52,7 @@ def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> Foreig
     for key, kept in state["state"].items():
         name = names.get(key, str(key))
         check_kept(kept, name, path)
+        check_moments(kept, name, path, *WIDENED)
         moments[name] = (as_float32(kept["exp_avg"]), as_float32(kept["exp_avg_sq"]))
         steps[name] = int(kept["step"])
     return ForeignState(

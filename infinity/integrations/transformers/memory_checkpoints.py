@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from infinity.commands.foreign.state import MOMENTS, NOT_OPTIONS, check_kept, check_options
+from infinity.commands.foreign.state import (
+    MOMENTS,
+    NOT_OPTIONS,
+    check_kept,
+    check_moments,
+    check_options,
+)
 from infinity.commands.foreign.taking import GivenState, check_given, take_given
 from infinity.commands.foreign.torch_files import load_mapped, optimizer_in
 from infinity.integrations.transformers.lives import Life
@@ -34,6 +40,7 @@ def check_and_read_weights(life: Life, folder: Path) -> None:
     """
     if not (folder / SCHEDULER_NAME).is_file():
         raise FileNotFoundError(f"{folder / SCHEDULER_NAME} does not exist")
+    load_mapped(folder / SCHEDULER_NAME)  # which is taken last, and must not be what fails then
     model = life.offloaded.model
     absent = weights.absent_from(life.offloaded, folder)
     if absent:
@@ -69,6 +76,7 @@ def _state_in(folder: Path, numbered: Sequence[Sequence[str]]) -> GivenState:
     moments: dict[str, dict[str, torch.Tensor]] = {part: {} for part in MOMENTS}
     for number, kept in state["state"].items():
         check_kept(kept, names[number], path)
+        check_moments(kept, names[number], path, torch.float32)
         for part in MOMENTS:
             moments[part][names[number]] = kept[part]
     return GivenState(

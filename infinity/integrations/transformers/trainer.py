@@ -351,8 +351,7 @@ class OffloadMixin(_Base):
         folder = Path(resume_from_checkpoint)
         if (folder / STATE).is_dir():
             return
-        if not weights.has_weights(self.model, folder):
-            raise ValueError(f"Can't find a valid checkpoint at {folder}")
+        weights.check_weights(self.model, folder)
         self._open(trains=True)
         if self._offload_life is not None and memory_checkpoints.is_of_memory(folder):
             memory_checkpoints.check_and_read_weights(self._offload_life, folder)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
@@ -28,11 +26,10 @@ from infinity.integrations.transformers.model_files.targets import (
     targets_by_name,
 )
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
+from infinity.values.initial.weight_files import INDEX, WHOLE, WeightFolder, files_of
 from infinity.values.load_targets import literal
 from infinity.values.module_state import persistent_buffers
 
-_INDEX = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
 _SAVED_ANYHOW: Mapping[str, tuple[Any, ...]] = {
     "is_main_process": (True,),
     "safe_serialization": (True, None),
@@ -107,17 +104,19 @@ def read_folder(offloaded: infinity.OffloadedModel, folder: Path) -> list[str]:
     """Give all weights and buffers the values in the safetensors files of ``folder``, or, where
     it has them, adapters theirs; returns the names for which there are none.
 
-    Raises ``ValueError`` for a shape that does not match.
+    Raises ``ValueError`` for a shape that does not match, and for files that are none.
     """
-    if files := adapter_files(folder, adapters_of(offloaded.model)):
-        read_adapters(offloaded, files)
+    if adapters := adapter_files(folder, adapters_of(offloaded.model)):
+        read_adapters(offloaded, adapters)
         return []
     targets = targets_by_name(offloaded)
     done = set()
-    for name, value in _tensors_in(folder):
+    files = WeightFolder(folder)
+    for name in files.names:
         if name in targets and id(targets[name]) not in done:
-            fill(offloaded, name, targets[name], value)
+            fill(offloaded, name, targets[name], files.read(name))
             done.add(id(targets[name]))
+    files.close()
     return [name for name, target in targets.items() if id(target) not in done]
 
 
@@ -125,31 +124,20 @@ def absent_from(offloaded: infinity.OffloadedModel, folder: Path) -> list[str]:
     """Names of weights and buffers that ``read_folder`` would find no values for."""
     if adapter_files(folder, adapters_of(offloaded.model)):
         return []
-    targets, there = targets_by_name(offloaded), set()
-    for file in _files_of(folder):
-        if file.is_file():
-            with safe_open(file, framework="pt") as opened:
-                there |= {id(targets[name]) for name in targets.keys() & {*opened.keys()}}
+    targets = targets_by_name(offloaded)
+    there = {id(targets[name]) for name in targets.keys() & WeightFolder(folder).names.keys()}
     return [name for name, target in targets.items() if id(target) not in there]
 
 
-def _tensors_in(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in _files_of(folder):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                yield name, opened.get_tensor(name)
-
-
-def _files_of(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if (folder / _WHOLE).is_file() or not index.is_file():
-        return [folder / _WHOLE]
-    weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-    return [folder / name for name in sorted(set(weight_map.values()))]
-
-
-def has_weights(model: nn.Module, folder: Path) -> bool:
-    """Whether ``read_folder`` finds something there."""
+def check_weights(model: nn.Module, folder: Path) -> None:
+    """Raises ``ValueError`` where ``read_folder`` finds nothing there."""
     if adapter_files(folder, adapters_of(model)):
-        return True
-    return (folder / _WHOLE).is_file() or (folder / _INDEX).is_file()
+        return
+    if (folder / WHOLE).is_file() or (folder / INDEX).is_file():
+        return
+    text = f"Can't find a valid checkpoint at {folder}"
+    try:
+        files_of(folder)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{text}: {error}") from error
+    raise ValueError(text)
