@@ -6,8 +6,8 @@ made and removed after them, so that nothing that a killed save leaves, or that 
 is not mounted, is ever lost from sight.
 
 Invariants: only files with names of data files are deleted, and only in directories that end in the
-id of their generation; elsewhere only in those that say that this generation is their owner. Links
-are not followed.
+id of their generation; elsewhere only in those that say that this generation is their owner. What
+says so is durable before any data are there, and until they are gone. Links are not followed.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def create_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path]) -> l
     for stripe in stripes:
         stripe.mkdir()
         write_durably(stripe / OWNER_NAME, mark)
+        sync_directory(stripe)  # data without a mark would be nobody's to remove
     return [*stripes, *sorted({stripe.parent for stripe in stripes})]
 
 
@@ -233,6 +234,7 @@ def _remove_data_directory(directory: Path) -> None:
             if is_data_file_name(name):
                 os.unlink(name, dir_fd=descriptor)
         if _names(descriptor) == [OWNER_NAME]:
+            os.fsync(descriptor)  # the mark goes when no power cut brings the data back
             os.unlink(OWNER_NAME, dir_fd=descriptor)
     directory.rmdir()
 
