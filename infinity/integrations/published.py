@@ -21,6 +21,7 @@ from pathlib import Path
 
 from aio import sync_directory
 from checkpoint.directory.lock import Lock
+from checkpoint.saving.generation import make_directory
 
 _WRITING = re.compile(r"\.saving-[0-9a-f]{8}")
 _WRITTEN = ".saved"
@@ -37,7 +38,7 @@ def replaced_of(final: Path) -> Path:
 @contextmanager
 def staging(folder: Path) -> Iterator[Path]:
     """A new folder in ``folder`` that is nobody else's until the end, when it is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directory(folder)
     remove_abandoned(folder)
     with ExitStack() as stack:
         yield _staged_in(folder, stack)

@@ -113,6 +113,7 @@ def _replace(folder: int, content: bytes) -> None:
         os.fchmod(made.number, 0o644)  # whatever the umask: all users of the disk read it
         with open(made.number, "wb", closefd=False) as opened:
             opened.write(content)
+        os.fsync(made.number)  # what has the name is whole, also behind a power cut
         os.replace(part, _NAME, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         if made.number >= 0:
