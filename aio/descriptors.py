@@ -74,6 +74,24 @@ class Descriptor:
                 filename=self._name,
             )
 
+    def punch(self, offset: int, nbytes: int) -> bool:
+        """Gives the space of a range back to the file system: it reads as zeros then, and the file
+        is as long as before. False where the file system cannot. Raises AioError.
+        """
+        error = errno.EINTR
+        while error == errno.EINTR:
+            error = -lib.aio_descriptor_punch(self._native, offset, nbytes)
+        if error in (0, errno.EOPNOTSUPP):
+            return not error
+        raise AioError(
+            f"cannot give back {nbytes} bytes at offset {offset} of {self._name}:"
+            f" {os.strerror(error)}",
+            errno=error,
+            filename=self._name,
+            offset=offset,
+            nbytes=nbytes,
+        )
+
     def __enter__(self) -> "Descriptor":
         return self
 

@@ -11,6 +11,7 @@ from infinity.planning.plan import Plan, plan
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.report import Report
 from infinity.restoring import RestoreError
+from infinity.snapshots.entries import Snapshot
 from infinity.tiling.tiled_linear import TiledLinear
 from swap.tiers import BudgetError
 
@@ -24,6 +25,7 @@ __all__ = [
     "RankFailedError",
     "Report",
     "RestoreError",
+    "Snapshot",
     "StateReport",
     "TiledLinear",
     "offload",

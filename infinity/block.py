@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
-from infinity.model import OffloadedModel
+from infinity.model import OffloadedModel, training_of
 from infinity.parameters.modes import own_modes
 from infinity.training import Training
 from swap.undo import Undo
@@ -32,9 +32,9 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
     Entering raises what ``offload`` says, and ``RuntimeError`` for a block that was entered before.
     """
 
-    def __init__(self, model: Any, begin: Callable[[Undo], Training]) -> None:
+    def __init__(self, model: Any, begin: Callable[[Undo], OffloadedModel]) -> None:
         self._kind = type(model).__name__
-        self._begin: Callable[[Undo], Training] | None = begin
+        self._begin: Callable[[Undo], OffloadedModel] | None = begin
         self._undo = Undo()
         self._process = os.getpid()
         self._training: Training | None = None
@@ -49,9 +49,10 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         try:
             self._process = os.getpid()
             with own_modes():
-                self._training = training = begin(self._undo)
+                offloaded = begin(self._undo)
+            self._training = training_of(offloaded)
             _entered[id(self)] = self
-            return OffloadedModel(training)
+            return offloaded
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise

@@ -21,11 +21,13 @@ from infinity.parameters.modes import own_modes
 from infinity.parameters.parameter import cannot_be_copied
 from infinity.ranks.collectives import LOAD, SAVE
 from infinity.report import Report, make_report, write_trace
+from infinity.snapshots.entries import Snapshot, checked_name
+from infinity.snapshots.points import Snapshots
 from infinity.tiling.weight import TiledWeight
 from infinity.training import Training
 from infinity.values import loading, persistence
 from swap.storage.endurance import DRIVE_ENDURANCE
-from swap.tiers import parse_amount
+from swap.tiers import check_count, parse_amount
 
 
 class OffloadedModel:
@@ -33,8 +35,9 @@ class OffloadedModel:
     after the block.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, snapshots: Snapshots) -> None:
         self._training = training
+        self._snapshots = snapshots
 
     @property
     def model(self) -> nn.Module:
@@ -198,6 +201,81 @@ class OffloadedModel:
         self._training.saves.wait_done()
         self._training.state.flush()
         return loading.load(self._training, path, stripe_dirs, then=self._training.loaded)
+
+    def snapshot(self, name: str, keep: int | None = None, *, extra: Any = None) -> Snapshot:
+        """Take a durable restore point of all that ``save`` saves, on the ``nvme`` directories.
+
+        When this returns it survives the end of the process, however it comes, and power loss. What
+        is on NVMe is not copied: it is kept as it is, beside what training goes on to write, so a
+        snapshot takes space as steps replace what it has, at most all that it has. What is in host
+        memory is written. ``restore`` brings it back, in this block or another.
+
+        A snapshot of the same name is replaced, at once. With ``keep`` the oldest snapshots of this
+        model (parameters of these names and shapes) beyond so many are dropped when the new one is
+        durable. ``extra`` is as in ``save``.
+
+        Raises ``ValueError`` for a name that is not 1 to 100 letters, digits, ``.``, ``_`` and
+        ``-``; ``RuntimeError`` with several ranks, which have ``save``; ``FileExistsError`` for the
+        name of a snapshot of another model; ``BlockingIOError`` while another block uses the
+        snapshots of these directories; ``OSError`` naming the file where the disk is full, or the
+        file system has no hard links. Training and all earlier snapshots are as before then.
+        """
+        self._training.check_unchanged()
+        checked_name(name)
+        if keep is not None:
+            check_count(keep, name="keep")
+        self._training.loans.check_unmodified("snapshot()")
+        self._check_alone("snapshot()")
+        self._training.state.flush()
+        persistence.warn_of_gradients(self._training, f"the snapshot {name}")
+        return self._snapshots.take(self._training, name, keep, extra)
+
+    def snapshots(self) -> list[Snapshot]:
+        """The snapshots on the ``nvme`` directories, the oldest first; also those of other models.
+        One that cannot be read is a warning.
+        """
+        self._training.check_open()
+        return self._snapshots.listed()
+
+    @own_modes()
+    def restore(self, name: str) -> Any:
+        """Let everything be as in a snapshot; returns its ``extra``. Training goes on from there
+        with the bits of a run that was never interrupted, as after ``load``.
+
+        What is on NVMe now, and was then, is not read, where the state is cut as it was: in this
+        block, and in another that has the same model, options and budgets. Else it is copied, and
+        converted as by ``load``. Gradients are cleared, and a step that an I/O error stopped is
+        forgotten.
+
+        Raises ``FileNotFoundError`` for a name that is not there; ``ValueError`` naming what does
+        not match this model, and ``AioError`` naming a file that is missing: nothing was changed
+        then. An interrupt, or an I/O error later, leaves values mixed: restore again.
+        """
+        self._training.check_open()
+        checked_name(name)
+        self._training.loans.check_none("restore()")
+        self._check_alone("restore()")
+        self._training.saves.wait_done()
+        training = self._training
+        begin, then = training.state.discard_step, training.loaded
+        return self._snapshots.restore(training, name, begin, then)
+
+    def drop_snapshot(self, name: str) -> None:
+        """Remove a snapshot; what only it has is free then. Nothing but this, ``keep`` and a
+        snapshot of the same name ever removes one. Raises ``FileNotFoundError`` for a name that is
+        not there.
+        """
+        self._training.check_open()
+        self._check_alone("drop_snapshot()")
+        self._snapshots.drop(self._training.state, checked_name(name))
+
+    def _check_alone(self, what: str) -> None:
+        world_size = self._training.rank_context.world_size
+        if world_size > 1:
+            raise RuntimeError(
+                f"{what} is for one process, and the model is partitioned over {world_size} "
+                "ranks; use offloaded.save(path) and offloaded.load(path)"
+            )
 
     def export(self, folder: str | os.PathLike[str]) -> list[str]:
         """Write the weights as Hugging Face safetensors shards with an index; returns the paths.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from infinity.arguments import (
 )
 from infinity.autograd.refusals import check_model
 from infinity.block import OffloadBlock
+from infinity.model import OffloadedModel
 from infinity.optim.adamw import AdamW
 from infinity.optim.chosen import optimizer_for, rule_for
 from infinity.optim.loss_scale import LossScale
@@ -45,6 +46,7 @@ from infinity.ranks.gather_plan import GatherPlan
 from infinity.ranks.gathered_weights import GatherMemory
 from infinity.ranks.zero3 import Zero3
 from infinity.restoring import check_not_held
+from infinity.snapshots.points import Snapshots
 from infinity.tiling.layers import Tiling
 from infinity.training import Parts, Training
 from infinity.values.buffers import BufferConversion
@@ -79,8 +81,8 @@ def offload(
     """Train (or run) ``model`` unchanged with its state on NVMe, within the budget, inside the
     block.
 
-    - ``nvme``: a directory, or one for each SSD. Swap files live there while the block runs,
-      nothing stays.
+    - ``nvme``: a directory, or one for each SSD. Swap files live there while the block runs;
+      nothing stays but what snapshots keep.
     - ``optimizer``: ``AdamW(...)`` for the native kernel, a factory ``params ->
       torch.optim.Optimizer`` for any other, None for inference.
     - ``device``: where to compute; None takes CUDA if there is one, else the CPU.
@@ -132,7 +134,7 @@ def offload(
     return OffloadBlock(model, partial(_begin, model, arguments))
 
 
-def _begin(model: nn.Module, given: Arguments, undo: Undo) -> Training:
+def _begin(model: nn.Module, given: Arguments, undo: Undo) -> OffloadedModel:
     try:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, not an nn.Module")
@@ -150,14 +152,13 @@ def _begin(model: nn.Module, given: Arguments, undo: Undo) -> Training:
     return _enter(undo, model, options, ranks)
 
 
-def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) -> Training:
+def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) -> OffloadedModel:
     """Offload ``model``; ``undo`` undoes all of it."""
     dtype = options.compute_dtype
     with together(ranks):
         check_model(model)
         check_not_held(model)
-        for directory in options.directories:
-            reclaim(directory)
+        snapshots = _reclaimed(options.directories)
         records = records_of(model, dtype)
         values = values_for(model, records, options.weights)
         if options.max_parameter_bytes is not None:
@@ -185,7 +186,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
         placed = place_within(demand, options.budget)
     if not has_room_for_freed_memory(demand, placed, options.budget):
         undo.enter_context(SmallHeap())
-    state = _open_state(undo, placed.placement, rule, options, ranks)
+    state = _open_state(undo, placed.placement, rule, options, ranks, snapshots.close)
     with together(ranks):
         activations = activations_for(
             options.share, options.budget.host_bytes, options.directories, state.timeline
@@ -217,7 +218,16 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     undo.enter_context(WithoutWeakReferences(model))
     training.attach(undo)
     give_back_freed_memory()  # which the model had its values in
-    return training
+    return OffloadedModel(training, snapshots)
+
+
+def _reclaimed(directories: Sequence[str]) -> Snapshots:
+    """The snapshots on ``directories``, when what dead processes left there is gone."""
+    for directory in directories:
+        reclaim(directory)
+    snapshots = Snapshots(directories)
+    snapshots.give_back_orphans()
+    return snapshots
 
 
 def _name_of_run(ranks: Ranks | None) -> str:
@@ -226,7 +236,12 @@ def _name_of_run(ranks: Ranks | None) -> str:
 
 
 def _open_state(
-    undo: Undo, placement: Placement, rule: UpdateRule, options: Options, ranks: Ranks | None
+    undo: Undo,
+    placement: Placement,
+    rule: UpdateRule,
+    options: Options,
+    ranks: Ranks | None,
+    after_close: Callable[[], None],
 ) -> TieredState:
     bandwidths = shares(options.directories)
     if ranks is not None:
@@ -241,6 +256,7 @@ def _open_state(
             device_bytes=options.budget.device_bytes,
             overlap=options.overlap,
             undo=undo,
+            after_close=after_close,
         )
     return state
 

@@ -49,6 +49,7 @@ class TieredState:
     ``AioError`` (ENOSPC) when the swap files do not fit; nothing is left behind then. ``undo`` is
     told to ``close`` before anything is made: an interrupt may come before the caller has this
     object. One that nobody closes runs nothing as it goes, see ``SwapDirectory``.
+    ``after_close`` is called when all files are closed, and may be called twice.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class TieredState:
         overlap: bool = True,
         link: Link | None = None,
         undo: Undo | None = None,
+        after_close: Callable[[], None] | None = None,
     ) -> None:
         self.placement = placement
         self._rule = rule
@@ -74,6 +76,8 @@ class TieredState:
         """Grows before a step or somebody who writes values changes any."""
         self.is_kept = False  # whether ``close`` does nothing, as values are still to be read
         self._undo = Undo()
+        if after_close is not None:
+            self._undo.callback(after_close)
         if undo is not None:
             undo.callback(self.close)
         try:
@@ -320,6 +324,14 @@ class TieredState:
         if self.pipeline.failure is not None:
             self.pipeline.retry()
         self.pipeline.wait()
+
+    def discard_step(self) -> None:
+        """Forget a step that was stopped: all values are about to be replaced."""
+        self._await_gradients()
+        self.speculation.roll_back()
+        for group in self.pipeline.discard():
+            self.gradients.release(group.index)
+        self.weights.forget_update()
 
     @property
     def unfinished(self) -> frozenset[int]:

@@ -114,6 +114,9 @@ int aio_descriptor_open(aio_descriptor *descriptor, int32_t directory, const cha
                         int32_t flags, uint32_t mode);
 /* Closes it, if it is open, once. 0 or -errno; it is closed after an error, too. */
 int aio_descriptor_close(aio_descriptor *descriptor);
+/* Gives the space of a range of a file back, which reads as zeros then and is as long as before.
+ * -EOPNOTSUPP where the file system cannot. */
+int aio_descriptor_punch(const aio_descriptor *descriptor, uint64_t offset, uint64_t nbytes);
 /* Makes a file to write, which must not exist. 0 or -errno, -EINTR among them. */
 int aio_temporary_create(aio_temporary *temporary, const char *path, uint32_t mode);
 /* Removes the file, unless it has another name by now or this is a child of the process that made

@@ -46,3 +46,10 @@ int aio_descriptor_close(aio_descriptor *descriptor) {
     const int number = __atomic_exchange_n(&descriptor->number, -1, __ATOMIC_ACQ_REL);
     return number >= 0 && close(number) ? -errno : 0;
 }
+
+int aio_descriptor_punch(const aio_descriptor *descriptor, uint64_t offset, uint64_t nbytes) {
+    const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+    if (!nbytes || !fallocate(descriptor->number, mode, (off_t)offset, (off_t)nbytes))
+        return 0;
+    return errno == ENOSYS ? -EOPNOTSUPP : -errno;
+}

@@ -85,7 +85,7 @@ def load(
         before = saves_seen(training.rank_context, path)
         if len(set(before)) > 1:
             continue
-        extra = _load(training, path, read, fits, then)
+        extra = load_from(training, path, read, fits, then=then)
         if saves_seen(training.rank_context, path) == before:
             return extra
     check_same_save(before, path)
@@ -94,14 +94,20 @@ def load(
     )
 
 
-def _load(
+def load_from(
     training: TrainingState,
     path: str | os.PathLike[str],
     read: Read,
     fits: Callable[[Any], None],
+    *,
+    begin: Callable[[], None] = lambda: None,
     then: Callable[[], None],
 ) -> Any:
+    """Load what ``read`` gives. ``path`` is what errors call it; ``fits`` raises ``ValueError`` for
+    targets that it does not fit; ``begin`` is called when it does, before anything is changed.
+    """
     saved, targets = together(training.rank_context, lambda: _checked(training, path, read, fits))
+    begin()
     training.rank_context.weights.drop()
     for component in absent_state(training, saved):
         training.state.components.zero(component)

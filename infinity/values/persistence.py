@@ -102,7 +102,7 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
     ranks = training.rank_context.coordinator or SingleProcess()
 
     def way(arrival: Arrival) -> Any:
-        _warn_of_gradients(training, path)
+        warn_of_gradients(training, path)
         training.reference.saved(path)
         # What fails in there fails on all ranks, which then all say so in the next meeting.
         own = {} if ranks.world_size == 1 else own_states(ranks, training.model, extra)
@@ -130,7 +130,7 @@ def _state(
         return state
     buffers = persistent_buffers(training.model)
     given = {"given": extra is not None, "value": extra}
-    state["infinity"] |= _scalars(training)
+    state["infinity"] |= scalars_of(training)
     if how.only_trainable:
         state["infinity"] |= _without_frozen(training, state["infinity"])
     state["infinity"]["own_states"] = [int(rank) for rank in own]
@@ -144,7 +144,8 @@ def _state(
     return state
 
 
-def _warn_of_gradients(training: TrainingState, path: str | os.PathLike[str]) -> None:
+def warn_of_gradients(training: TrainingState, path: str | os.PathLike[str]) -> None:
+    """One warning where gradients are accumulated: they are no part of what is saved."""
     count = len(training.state.gradients.present)
     if count:
         logger.warning(
@@ -190,7 +191,8 @@ def _saving(training: TrainingState) -> Saving:
     return Saving(training.rank_context.rank, training.rank_context.world_size, since)
 
 
-def _scalars(training: TrainingState) -> dict[str, Any]:
+def scalars_of(training: TrainingState) -> dict[str, Any]:
+    """What is saved beside tensors: counts, groups, options, random state, and what is where."""
     names = {id(record.parameter): record.name for record in training.records}
     leaves = checkpoint_tensors_of(training.model, training.records)
     scale = training.loss_scale_state

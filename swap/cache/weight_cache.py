@@ -29,8 +29,7 @@ from swap.timeline import Timeline
 
 _LOOKS_PER_ARENA = 16
 _RELEASE_SECONDS = 2.0
-"""A fetch waits so long for memory that autograd or the engine drops; ten times that if an update
-or another thread is at work, which a busy machine holds up."""
+"""A fetch waits so long for memory to be dropped; ten times that beside an update or a thread."""
 
 
 class WeightCache:
@@ -216,6 +215,11 @@ class WeightCache:
                 self._entries.pop(parameter, None)
                 self._stale.pop(parameter, None)
             self._changes.tell()
+
+    def forget_update(self) -> None:
+        """The update that was stopped never will be finished; nobody waits for it."""
+        self._pending.clear()
+        self.fail(None)
 
     def drop(self) -> None:
         """Forget everything cached, because values at home were changed by other means."""

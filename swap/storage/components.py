@@ -134,6 +134,32 @@ class ComponentStore:
             if extent is not None:
                 self._extents.release(extent)
 
+    def pin_all(self) -> dict[tuple[int, str], Extent | None]:
+        """Pin every extent that is published; gives them by subgroup and component, None for what
+        is all zeros. The caller has seen to it that no update is under way.
+        """
+        with self._lock:
+            published = dict(self._on_nvme)
+            if self._extents is not None:
+                extents = [extent for extent in published.values() if extent is not None]
+                self._extents.pin(extents, are_used=True)
+        return published
+
+    def adopt(self, subgroup: int, name: str, extent: Extent | None) -> None:
+        """Let a pinned extent, or zeros, take the place of what is published; it is never written
+        to. The caller drops what is cached.
+        """
+        assert self._extents is not None
+        with self._lock:
+            old = self._on_nvme[subgroup, name]
+            if old == extent:
+                return
+            if extent is not None:
+                self._extents.use(extent)
+            self._on_nvme[subgroup, name] = extent
+        if old is not None:
+            self._extents.release(old)
+
     def zero(self, name: str) -> None:
         """Make every component of that name all zeros, wherever it is; an interrupt comes before or
         after.
@@ -171,8 +197,8 @@ class ComponentStore:
                 self._start("read", extent, low, part, pending)
 
     def write(self, parameter: int, name: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite values ``[start, start + len(values))`` of one component in place (no
-        copy-on-write).
+        """Overwrite values ``[start, start + len(values))`` of one component in place; of an extent
+        that must stay as it is, in a copy that takes its place.
 
         For filling and loading, with no update under way; several threads may write different
         ones. Raises ``AioError``; ``values`` is the caller's again then, too.
@@ -186,15 +212,45 @@ class ComponentStore:
             if self.is_host(segment.subgroup):
                 self._host[segment.subgroup, name][low : low + part.numel()].copy_(part)
                 continue
-            with self._filling:
-                extent = self.extent(segment.subgroup, name)
-                if extent is None:
-                    # Apart, so that an interrupt leaves no extent to nobody.
-                    fill = partial(self._fill_with_zeros, segment.subgroup, name)
-                    run_apart(fill, "infinity-fill")
-                    extent = self.extent(segment.subgroup, name)
-                    assert extent is not None
+            extent = self._to_write(segment.subgroup, name)
             self._start("write", extent, low, part, pending)
+
+    def _to_write(self, subgroup: int, name: str) -> Extent:
+        """What is published of a component, to be written to."""
+        with self._filling:
+            extent = self.extent(subgroup, name)
+            if extent is None or self._fixed(extent):
+                # Apart, so that an interrupt leaves no extent to nobody.
+                renew = self._fill_with_zeros if extent is None else self._copy
+                run_apart(partial(renew, subgroup, name), "infinity-fill")
+                extent = self.extent(subgroup, name)
+                assert extent is not None
+            return extent
+
+    def _fixed(self, extent: Extent) -> bool:
+        assert self._extents is not None
+        return self._extents.is_fixed(extent)
+
+    def _copy(self, subgroup: int, name: str) -> None:
+        """Publish another extent with the same bytes."""
+        assert self._extents is not None
+        old = self.extent(subgroup, name)
+        assert old is not None
+        new = self._extents.allocate(old.nbytes)
+        try:
+            self._extents.run_drained(partial(self._copy_bytes, old, new))
+        except BaseException:
+            self._extents.release(new)
+            raise
+        self.publish(subgroup, {name: new})
+
+    def _copy_bytes(self, old: Extent, new: Extent) -> None:
+        assert self._passage is not None
+        self._passage.copy(
+            old.nbytes,
+            partial(self._transfer, "read", old),
+            partial(self._transfer, "write", new),
+        )
 
     def _together(self, begin: Callable[[list[Operation]], None]) -> None:
         """Begin transfers, and wait for all of them."""

@@ -80,7 +80,7 @@ class SwapDirectory:
 
     def _make(self, engine: Engine) -> None:
         check_usable(self.root)
-        with _locked(self.root):
+        with locked(self.root):
             self._makes_shared = not self.path.parent.exists()
             make_shared(self.path.parent)
             _reclaim(self.root)
@@ -123,7 +123,7 @@ class SwapDirectory:
         """Of a folder that is not there, or whose turn does not come, the lock alone."""
         try:
             if self._lock is not None or self._makes_shared or self.path.exists():
-                with _locked(self.root):
+                with locked(self.root):
                     _remove_tree(self.path)
                     self._unlock()
                     _remove_if_empty(self.path.parent)
@@ -148,12 +148,12 @@ def reclaim(nvme: str | os.PathLike[str]) -> list[Path]:
     What this one let go of without closing it is closed before.
     """
     close_gone()
-    with _locked(Path(nvme)):
+    with locked(Path(nvme)):
         return _reclaim(Path(nvme))
 
 
 @contextmanager
-def _locked(root: Path) -> Iterator[None]:
+def locked(root: Path) -> Iterator[None]:
     """Only one process at a time is inside, for each ``root``.
 
     Raises ``TimeoutError`` when another one does not leave: ``flock DIR python train.py`` holds it
@@ -192,7 +192,7 @@ def _try_to_lock(descriptor: int) -> bool:
     return True
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Raises ``NotADirectoryError`` for what only leads to a folder, or is another thing."""
     if not stat.S_ISDIR(folder.lstat().st_mode):
         raise NotADirectoryError(
@@ -211,7 +211,7 @@ def make_shared(folder: Path) -> None:
     try:
         folder.mkdir()
     except FileExistsError:
-        _check_folder(folder)
+        check_folder(folder)
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(
                 errno.EACCES,
@@ -232,7 +232,7 @@ def _reclaim(root: Path) -> list[Path]:
     removed: list[Path] = []
     parent = root / FOLDER
     try:
-        _check_folder(parent)
+        check_folder(parent)
     except (FileNotFoundError, NotADirectoryError):
         return removed  # who wants to use it is told
     for folder in sorted(parent.glob("*")):

@@ -6,6 +6,10 @@ new values go to a new extent, and the old one is released when the new one is c
 The files grow by ``fallocate`` in large steps: a full disk is an error before the first byte of a
 write-back. Sizes differ, so free space comes to lie in many ranges; where the files cannot grow, an
 extent is put together from several. So whether there is room is a matter of bytes alone.
+
+An extent that is pinned stays, and must not be written to, until it is unpinned. Files of other
+processes may be adopted: what is in them is read, never written, and what nothing keeps any more
+goes back to the file system.
 """
 
 from __future__ import annotations
@@ -15,18 +19,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aio import AioError, Engine, Operation, RangeAllocator, Request
+from aio import AioError, Engine, File, Operation, Request
+from aio.descriptors import Descriptor
 from aio.errors import is_no_room, let_go
+from swap.plan.pins import Pins
 from swap.storage.directory import SwapDirectory
 from swap.storage.joined import JoinedOperation
+from swap.storage.volumes import ALIGNMENT, Volume, taken_at_end
 from swap.undo import behind
 
 T = TypeVar("T")
-ALIGNMENT = 4096
 _PAUSE_SECONDS = 0.001
 _GROWTH_BYTES = 64 * 1024 * 1024
 _GROWTH_PARTS = 16
@@ -52,24 +58,6 @@ class Extent:
         return self.pieces or (self,)
 
 
-@dataclass(slots=True)
-class _Volume:
-    """One directory's file, its free ranges, and how much load it was given for its share."""
-
-    directory: SwapDirectory
-    share: float
-    ranges: RangeAllocator = field(default_factory=lambda: RangeAllocator(0, alignment=ALIGNMENT))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file."""
-        return self.ranges.nbytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self.ranges.used_bytes
-
-
 class ExtentStore:
     """Extents over one or more directories, and requests to read and write them.
 
@@ -88,7 +76,13 @@ class ExtentStore:
         shares: Sequence[float] | None = None,
     ) -> None:
         shares = shares or [1.0] * len(directories)
-        self._volumes = [_Volume(d, share) for d, share in zip(directories, shares, strict=True)]
+        self._volumes = [
+            Volume(d.path.name, d.file, lane, share, directory=d)
+            for lane, (d, share) in enumerate(zip(directories, shares, strict=True))
+        ]
+        self._own = tuple(self._volumes)
+        """Those that extents are allocated from; adopted ones come after them."""
+        self._pins: Pins[Extent] = Pins()
         self._engine = engine
         self._doomed: set[Extent] = set()
         self._may_be_in_flight = False
@@ -98,12 +92,12 @@ class ExtentStore:
 
     @property
     def num_directories(self) -> int:
-        return len(self._volumes)
+        return len(self._own)
 
     @property
     def folders(self) -> list[Path]:
         """Of the swap files."""
-        return [volume.directory.path for volume in self._volumes]
+        return [volume.file.path.parent for volume in self._own]
 
     @property
     def used_bytes(self) -> int:
@@ -118,10 +112,10 @@ class ExtentStore:
         """Grow the files for ``nbytes`` in all, by shares; what does not fit on one disk goes to
         the others. Raises ``AioError`` (ENOSPC and its like) when they do not fit.
         """
-        total = sum(volume.share for volume in self._volumes)
+        total = sum(volume.share for volume in self._own)
         failure: AioError | None = None
         with self._lock:
-            for volume in self._volumes:
+            for volume in self._own:
                 due = int(nbytes * volume.share / total) // ALIGNMENT * ALIGNMENT
                 try:
                     if due > volume.nbytes:
@@ -130,15 +124,15 @@ class ExtentStore:
                     if not is_no_room(error):
                         raise
                     failure = failure or error
-            missing = nbytes - sum(volume.nbytes for volume in self._volumes)
+            missing = nbytes - sum(volume.nbytes for volume in self._own)
             missing = -(-missing // ALIGNMENT) * ALIGNMENT
             if failure is None or missing <= 0:
                 return
-            missing = self._grow_anywhere(range(len(self._volumes)), missing)
+            missing = self._grow_anywhere(range(len(self._own)), missing)
             if missing:
                 raise AioError(
                     f"{failure}; the swap files take {nbytes} bytes over "
-                    f"{len(self._volumes)} directories, {missing} of which have no room: make "
+                    f"{len(self._own)} directories, {missing} of which have no room: make "
                     "room, add a directory, or raise host_memory",
                     errno=failure.errno or 0,
                     filename=failure.filename,
@@ -156,18 +150,61 @@ class ExtentStore:
             self.drain()
         with self._lock:
             order = sorted(
-                range(len(self._volumes)),
-                key=lambda i: (self._volumes[i].used_bytes + nbytes) / self._volumes[i].share,
+                range(len(self._own)),
+                key=lambda i: (self._own[i].used_bytes + nbytes) / self._own[i].share,
             )
             return self._allocate_on(order, nbytes)
 
     def release(self, extent: Extent) -> None:
         """Give the range back, as soon as no transfer may be in flight that nobody waited for."""
         with self._lock:
-            if self._may_be_in_flight:
-                self._doomed.add(extent)
-            else:
-                self._free(extent)
+            if self._pins.let_go(extent):
+                self._give_back(extent)
+
+    def pin(self, extents: Iterable[Extent], *, are_used: bool) -> None:
+        """Keep ``extents`` as they are until they are unpinned; ``are_used``: somebody will also
+        ``release`` them, if they were not pinned before.
+        """
+        with self._lock:
+            for extent in extents:
+                self._pins.pin(extent, is_used=are_used)
+
+    def unpin(self, extents: Iterable[Extent]) -> None:
+        """Undo one ``pin``: what was released meanwhile is given back."""
+        with self._lock:
+            for extent in extents:
+                if self._pins.unpin(extent):
+                    self._give_back(extent)
+
+    def use(self, extent: Extent) -> None:
+        """A pinned extent has somebody again who will ``release`` it."""
+        with self._lock:
+            self._pins.use(extent)
+
+    def is_fixed(self, extent: Extent) -> bool:
+        """Whether what is in it must stay as it is."""
+        with self._lock:
+            return extent in self._pins or any(
+                self._volumes[piece.directory].directory is None for piece in extent.ranges
+            )
+
+    def adopt(self, name: str, file: File, holes: Descriptor, lane: int) -> None:
+        """Take the swap file ``name`` of another process, on the SSD of directory ``lane``, which
+        is this store's to close. Ranges that nothing keeps are given back by ``holes``. Its extents
+        have to be pinned before they are used.
+        """
+        with self._lock:
+            self._volumes.append(Volume(name, file, lane, holes=holes))
+
+    @property
+    def names(self) -> list[str]:
+        """What tells files from all others, by the number that extents in them have."""
+        return [volume.name for volume in self._volumes]
+
+    def own_files(self, extents: Iterable[Extent]) -> list[File]:
+        """The files of this process that ``extents`` are in."""
+        used = {piece.directory for extent in extents for piece in extent.ranges}
+        return [volume.file for number, volume in enumerate(self._own) if number in used]
 
     def read(self, extent: Extent, start: int, buffer: Any, *, urgent: bool) -> Operation:
         """Read ``len(buffer)`` bytes from byte ``start`` of ``extent``; ``urgent`` reads have a
@@ -185,7 +222,7 @@ class ExtentStore:
         """
         with self._lock:
             kept: list[list[int]] = [[] for _ in self._volumes]
-            for extent in known:
+            for extent in (*known, *self._pins):
                 for piece in extent.ranges:
                     kept[piece.directory].append(piece.offset)
             self._doomed.clear()
@@ -236,7 +273,11 @@ class ExtentStore:
     def close(self) -> None:
         """Remove the swap files. Idempotent; the engine must be idle."""
         for volume in self._volumes:
-            volume.directory.close()
+            if volume.directory is not None:
+                volume.directory.close()
+            elif volume.holes is not None:
+                volume.file.close()
+                volume.holes.close()
 
     def _transfer(self, kind: Any, extent: Extent, start: int, buffer: Any, use: int) -> Operation:
         """``use``: which of a directory's lanes."""
@@ -257,11 +298,11 @@ class ExtentStore:
         return self.run_drained(submit_all)
 
     def _request(self, kind: Any, extent: Extent, start: int, buffer: Any) -> Request:
-        file = self._volumes[extent.directory].directory.file
+        file = self._volumes[extent.directory].file
         return Request(kind, file, extent.offset + start, buffer)
 
     def _submit(self, request: Request, extent: Extent, use: int) -> Operation:
-        lane = extent.directory + use * len(self._volumes)
+        lane = self._volumes[extent.directory].lane + use * len(self._own)
         return self._engine.submit([request], lane=lane)[0]
 
     def _allocate_on(self, order: Sequence[int], nbytes: int) -> Extent:
@@ -292,16 +333,16 @@ class ExtentStore:
         """Grow the files by ``nbytes`` in all, wherever there is room; gives what there is no room
         for, and then nothing has grown.
         """
-        grown: list[tuple[_Volume, int]] = []
+        grown: list[tuple[Volume, int]] = []
         for volume in (self._volumes[index] for index in order):
-            grown.append((volume, _taken_at_end(volume, nbytes)))
+            grown.append((volume, taken_at_end(volume, nbytes)))
             nbytes -= grown[-1][1]
         for volume, size in grown:
             if not nbytes:
                 volume.ranges.grow(size)
             elif size:
                 with suppress(AioError):  # the next growth takes what is there for nothing
-                    volume.directory.file.truncate(volume.nbytes)
+                    volume.file.truncate(volume.nbytes)
         return nbytes
 
     def _put_together(self, order: Sequence[int], nbytes: int) -> Extent:
@@ -315,38 +356,36 @@ class ExtentStore:
             assert offset is not None
             pieces.append(Extent(index, offset, size))
             nbytes -= size
+        if len(pieces) == 1:
+            return pieces[0]
         total = sum(piece.nbytes for piece in pieces)
         return Extent(pieces[0].directory, pieces[0].offset, total, tuple(pieces))
 
-    def _grow(self, volume: _Volume, nbytes: int) -> None:
-        volume.directory.file.allocate(volume.nbytes, nbytes)
+    def _grow(self, volume: Volume, nbytes: int) -> None:
+        volume.file.allocate(volume.nbytes, nbytes)
         volume.ranges.grow(nbytes)
 
     def _used_bytes(self) -> int:
-        return sum(volume.used_bytes for volume in self._volumes)
+        return sum(volume.used_bytes for volume in self._own)
 
     def _taken(self, extent: Extent) -> Extent:
         self._peak_bytes = max(self._peak_bytes, self._used_bytes())
         return extent
 
+    def _give_back(self, extent: Extent) -> None:
+        if self._may_be_in_flight:
+            self._doomed.add(extent)
+        else:
+            self._free(extent)
+
     def _free(self, extent: Extent) -> None:
         for piece in extent.ranges:
-            self._volumes[piece.directory].ranges.release(piece.offset, piece.nbytes)
-
-
-def _taken_at_end(volume: _Volume, nbytes: int) -> int:
-    """How much of ``nbytes`` the file has been made longer by. Nothing tells how much it may be
-    (quotas, limits, reserved blocks), so ever smaller parts are asked for.
-    """
-    taken, part = 0, nbytes
-    while taken < nbytes and part:
-        part = min(part, nbytes - taken)
-        try:
-            volume.directory.file.allocate(volume.nbytes + taken, part)
-            taken += part
-        except AioError:
-            part = part // 2 // ALIGNMENT * ALIGNMENT
-    return taken
+            volume = self._volumes[piece.directory]
+            if volume.holes is None:
+                volume.ranges.release(piece.offset, piece.nbytes)
+            else:
+                with suppress(AioError):  # the space comes back when the file is removed
+                    volume.holes.punch(piece.offset, piece.nbytes)
 
 
 def _parts(extent: Extent, start: int, buffer: Any) -> Iterator[tuple[Extent, int, memoryview]]:

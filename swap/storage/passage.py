@@ -66,6 +66,16 @@ class Passage:
                 size = min(CHUNK_BYTES, nbytes - start)
                 self._start(under_way, submit, 0, start, size, values=0)
 
+    def copy(self, nbytes: int, read: Submit, write: Submit) -> None:
+        """Write what is read, from a page's beginning on. Raises what a transfer raises."""
+        for start in range(0, nbytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, nbytes - start)
+            with _window() as under_way:
+                buffer = self._take(size, 0, under_way)
+                for submit in (read, write):
+                    under_way.append(_Chunk(submit(start, buffer), buffer))
+                    _finish(under_way.popleft())
+
     def _start(
         self,
         under_way: deque[_Chunk],

@@ -122,6 +122,12 @@ class UpdatePipeline:
             (step, subgroups), self._left, self._failure = self._left, None, None
             self.submit(step, subgroups)
 
+    def discard(self) -> list[Subgroup]:
+        """Forget a step that was stopped; gives the subgroups that it left as they were."""
+        self.join()
+        left, self._left, self._failure = self._left, None, None
+        return [] if left is None else left[1]
+
     @property
     def failure(self) -> BaseException | None:
         """What stopped the last step, if something did."""

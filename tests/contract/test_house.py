@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # From the bottom up: a folder imports only what stands before it. Modules of a package that are
 # in no folder stand by themselves. The folders of a program within a package are counted within it.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "swap": ("plan", "storage", "cache", "gradients", "update"),
+    "swap": ("plan", "storage", "snapshots", "cache", "gradients", "update"),
     "checkpoint": (
         *("format", "ranks", "directory", "tensors", "plan", "transfer"),
         *("saving", "loading", "interop", "dcp", "bench"),
@@ -21,7 +21,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "checkpoint.bench": ("conditions", "systems", "measure", "output"),
     "infinity": (
         *("parameters", "activations", "ranks", "tiling", "optim", "autograd"),
-        *("values.initial", "values", "planning", "adamw"),
+        *("values.initial", "values", "snapshots", "planning", "adamw"),
         *("commands", "integrations"),
     ),
 }
@@ -31,6 +31,7 @@ LARGER: dict[str, tuple[int, str]] = {
     "infinity/optim": (11, "each optimizer is a module beside what all of them share"),
     "aio": (13, "the engine is one subject; its C sources have a folder of their own"),
     "infinity/parameters": (13, "what a parameter is, and what stands for it, is one subject"),
+    "swap/storage": (11, "bytes on SSDs, and what is measured of them, is one subject"),
     "swap": (11, "what every folder uses (kernels, tiers, timeline) stands beside the face"),
 }
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from aio import AioError, Engine, File
 from swap.storage import extents as module
 from swap.storage.directory import SwapDirectory
-from swap.storage.extents import ALIGNMENT, Extent, ExtentStore
+from swap.storage.extents import Extent, ExtentStore
+from swap.storage.volumes import ALIGNMENT
 from tests.support.examples import examples
 from tests.support.late_engine import Faults, LateEngine
 
@@ -265,7 +266,7 @@ def _raise(failure: BaseException) -> Any:
 
 def _full_beyond(store: ExtentStore, nbytes: int) -> None:
     """From now on the disks have so much between them and no more."""
-    files = [volume.directory.file for volume in store._volumes]
+    files = [volume.file for volume in store._volumes]
     for file in files:
         vars(file)["allocate"] = partial(_allocate_within, nbytes, files, file, file.allocate)
 

@@ -1,0 +1,177 @@
+"""A snapshot, read as if it were a checkpoint that ``offloaded.save`` wrote.
+
+So ``values.loading`` restores it, with all that it checks and converts. What is on NVMe, now as
+then, and cut in the same way, is not read: its extents are adopted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import checkpoint
+from checkpoint.directory.relocation import AS_SAVED
+from infinity.values.component_bytes import ComponentBytes
+from infinity.values.load_targets import check_targets, names_of
+from swap.snapshots.contents import Contents
+from swap.snapshots.reading import BUFFER_BYTES, RangeReader
+from swap.storage.components import as_bytes, page_aligned
+
+_ESCAPED = re.compile(r"\[([*?\[])\]")
+
+
+class SavedPoint:
+    """One snapshot, open for reading; ``paths`` are those of the swap files that it needs.
+
+    ``adopt`` is called when values are about to be read, and gives the parameters that have theirs
+    already.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        contents: Contents,
+        paths: dict[str, Path],
+        adopt: Callable[[], Collection[int]],
+    ) -> None:
+        self._folder = folder
+        self._contents = contents
+        self._adopt = adopt
+        self._stack = ExitStack()
+        try:
+            self._host = self._stack.enter_context(checkpoint.open(folder))
+            self._ranges = self._stack.enter_context(RangeReader(paths))
+            self._leaves: Mapping[str, list[str]] = self._tree("leaves")
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> SavedPoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def read(self, only: list[str], into: Any = None, staging_bytes: int = 0) -> Any:
+        """As ``checkpoint.load``, of the names that such a checkpoint would have."""
+        if only == ["infinity.*"]:
+            return {"infinity": self._tree("training")}
+        if into is not None:
+            self._read_into(into)
+            return into
+        names = [_ESCAPED.sub(r"\1", pattern) for pattern in only]
+        if not all(self._is_leaf(name) for name in names):
+            return checkpoint.load(self._folder, only=only)
+        tree: dict[str, Any] = {}
+        for name in names:
+            top, component, leaf = _split(name)
+            branch = tree.setdefault(top, {})
+            (branch if top == "model" else branch.setdefault(component, {}))[leaf] = self._whole(
+                leaf, component
+            )
+        return tree
+
+    def check(self, same: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` unless everything that is read into what is there fits it."""
+        check_targets(self._folder, AS_SAVED, {"model": _buffers(same)})
+        for target in _components(same):
+            name = target.component.name
+            if self._dtype(target.leaf.name, name) != target.dtype:
+                raise ValueError(
+                    f"the snapshot does not fit the model, which is left as it was: {name} of "
+                    f"{target.leaf.name} is {self._dtype(target.leaf.name, name)} in the snapshot "
+                    f"and {target.dtype} here; restore it into a model that is offloaded as the "
+                    "one of the snapshot was"
+                )
+
+    def _tree(self, name: str) -> Any:
+        return checkpoint.load(self._folder, only=[f"{name}.*"])[name]
+
+    def _is_leaf(self, name: str) -> bool:
+        return name.startswith(("model.", "optimizer.")) and _split(name)[2] in self._leaves
+
+    def _read_into(self, same: Mapping[str, Any]) -> None:
+        adopted = self._adopt()
+        for target in _components(same):
+            self._copy(target, adopted)
+        buffers = {"model": _buffers(same)}
+        if buffers["model"]:
+            checkpoint.load(self._folder, only=names_of(buffers), into=buffers)
+
+    def _copy(self, target: ComponentBytes, adopted: Collection[int]) -> None:
+        memory = page_aligned(BUFFER_BYTES).view(target.dtype)
+        at = 0
+        for part in target.leaf.parts:
+            count = target.component.count(part.numel)
+            if part.index not in adopted:
+                for start in range(at, at + count, memory.numel()):
+                    piece = memory[: min(memory.numel(), at + count - start)]
+                    self._fill(target.leaf.name, target.component.name, start, piece)
+                    target.write(start * target.dtype.itemsize, as_bytes(piece).data)
+            at += count
+
+    def _whole(self, leaf: str, name: str) -> torch.Tensor:
+        shape = self._tree_of_shapes()[leaf]
+        out = torch.empty(shape, dtype=self._dtype(leaf, name), device="cpu")
+        self._fill(leaf, name, 0, out.view(-1))
+        return out
+
+    def _tree_of_shapes(self) -> Mapping[str, list[int]]:
+        shapes: Mapping[str, list[int]] = self._tree("training")["shapes"]
+        return shapes
+
+    def _fill(self, leaf: str, name: str, start: int, out: torch.Tensor) -> None:
+        """Values from ``start`` on of a component of a tensor."""
+        numels, at, stop = dict(self._contents.parameters), 0, start + out.numel()
+        for part in self._leaves[leaf]:
+            count = self._contents.component(part, name).count(numels[part])
+            low, high = max(start, at), min(stop, at + count)
+            if low < high:
+                self._fill_part(part, name, low - at, out[low - start : high - start])
+            at += count
+
+    def _fill_part(self, part: str, name: str, start: int, out: torch.Tensor) -> None:
+        for segment, low, at, length in self._contents.overlaps(part, name, start, out.numel()):
+            values = out[at : at + length]
+            ranges = self._contents.ranges.get((segment.subgroup, name))
+            if self._contents.groups[segment.subgroup].is_host:
+                values.copy_(self._host[f"host.{segment.subgroup}.{name}"][low : low + length])
+            elif ranges is None:
+                values.zero_()
+            else:
+                self._ranges.read(ranges, low * out.dtype.itemsize, as_bytes(values))
+
+    def _dtype(self, leaf: str, name: str) -> torch.dtype:
+        return self._contents.component(self._leaves[leaf][0], name).dtype
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """(first part, component, tensor) of the name of a tensor in a checkpoint."""
+    top, _, rest = name.partition(".")
+    if top == "model":
+        return top, "weight", rest
+    component, _, leaf = rest.partition(".")
+    return top, component, leaf
+
+
+def _components(same: Mapping[str, Any]) -> Iterator[ComponentBytes]:
+    for value in same.values():
+        if isinstance(value, Mapping):
+            yield from _components(value)
+        elif isinstance(value, ComponentBytes):
+            yield value
+
+
+def _buffers(same: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in same["model"].items() if not isinstance(v, ComponentBytes)}

@@ -1,0 +1,119 @@
+"""What a snapshot holds: the tree that is saved as a checkpoint in the folder of snapshots.
+
+- ``point``: which snapshot it is, see ``POINT_FORMAT``;
+- ``training``: what a checkpoint of ``offloaded.save`` has as ``infinity``;
+- ``leaves``: of which parameters each tensor consists (more than one where it is tiled);
+- ``contents``: how the state is cut into subgroups, and which ranges of which swap files have the
+  components that are on NVMe, see ``swap.snapshots.contents``;
+- ``host.<subgroup>.<component>``: those that are in host memory;
+- ``model.<name>``: persistent buffers; ``extra``: what the caller gave.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from checkpoint import ChangedTensorError
+from infinity.values.checkpoint_tensors import checkpoint_tensors_of
+from infinity.values.module_state import persistent_buffers
+from infinity.values.persistence import TrainingState, scalars_of
+from swap.snapshots.contents import Contents, FileRange, Key, SavedGroup
+from swap.storage.components import as_bytes
+from swap.storage.extents import Extent
+from swap.tiered import TieredState
+
+POINT_FORMAT = 1
+"""A snapshot of another one is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBytes:
+    """A component of a subgroup that is in host memory: a ``checkpoint.ByteSource``."""
+
+    state: TieredState
+    subgroup: int
+    name: str
+    since: int
+    """What ``state.num_changes`` has to be still when something was read."""
+
+    thread_safe: ClassVar[bool] = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self._values.numel(),)
+
+    @property
+    def _values(self) -> torch.Tensor:
+        return self.state.components.host(self.subgroup, self.name)
+
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from byte ``start``. Raises ``ChangedTensorError`` where
+        another thread took a step, or loaded, since it was to be.
+        """
+        here = as_bytes(self._values)
+        np.frombuffer(out, dtype=np.uint8)[:] = here[start : start + len(out)]
+        if self.since != self.state.num_changes:
+            raise ChangedTensorError(f"{self.name} of subgroup {self.subgroup}")
+
+
+def tree_of(training: TrainingState, extra: Any, since: int) -> dict[str, Any]:
+    """All but ``point`` and ``contents``."""
+    state = training.state
+    hosts: dict[str, dict[str, HostBytes]] = {}
+    for group in state.layout.subgroups:
+        if state.components.is_host(group.index):
+            names = state.components.names(group.index)
+            own = {name: HostBytes(state, group.index, name, since) for name in names}
+            hosts[str(group.index)] = own
+    leaves = checkpoint_tensors_of(training.model, training.records)
+    return {
+        "training": scalars_of(training) | {"own_states": [], "random_of_ranks": {}},
+        "leaves": {leaf.name: [part.name for part in leaf.parts] for leaf in leaves},
+        "host": hosts,
+        "model": persistent_buffers(training.model),
+        "extra": {"given": extra is not None, "value": extra},
+    }
+
+
+def contents_of(state: TieredState, published: Mapping[Key, Extent | None]) -> Contents:
+    """How ``state`` is cut, and where the extents are."""
+    groups = tuple(
+        SavedGroup(
+            tuple(
+                state.components.component(group.index, name)
+                for name in state.components.names(group.index)
+            ),
+            group.numel,
+            state.components.is_host(group.index),
+            group.segments,
+        )
+        for group in state.layout.subgroups
+    )
+    names = [] if state.extents is None else state.extents.names
+    ranges = {
+        key: ranges_of(extent, names) for key, extent in published.items() if extent is not None
+    }
+    parameters = tuple((spec.name, spec.numel) for spec in state.layout.specs)
+    return Contents(parameters, groups, ranges)
+
+
+def ranges_of(extent: Extent, names: Sequence[str]) -> tuple[FileRange, ...]:
+    return tuple(FileRange(names[p.directory], p.offset, p.nbytes) for p in extent.ranges)
+
+
+def model_of(training: TrainingState) -> str:
+    """Tells models apart: the names and shapes of their parameters, as checkpoints have them."""
+    leaves = checkpoint_tensors_of(training.model, training.records)
+    text = json.dumps(sorted((leaf.name, list(leaf.shape)) for leaf in leaves))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,1 @@
+"""What snapshots keep on the SSDs beyond the process that wrote it."""

@@ -1,0 +1,180 @@
+"""Where the bytes of a snapshot are, as a tree of plain values and tables: pure, no I/O.
+
+The cut into subgroups and the components of each are written down, so a snapshot can be read into
+state that is cut in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from swap.plan.layout import PAGE, Component, Segment
+
+Key = tuple[int, str]
+"""A subgroup and the name of a component."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """``nbytes`` at ``offset`` of the swap file with that name."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """A subgroup as it was: ``numel`` counts padding."""
+
+    components: tuple[Component, ...]
+    numel: int
+    is_host: bool
+    segments: tuple[Segment, ...]
+
+    def component(self, name: str) -> Component:
+        """Raises ``StopIteration`` for one that it has not."""
+        return next(component for component in self.components if component.name == name)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Parameters by name and number of elements, subgroups, and the ranges of each component that
+    was on NVMe; one without was all zeros.
+    """
+
+    parameters: tuple[tuple[str, int], ...]
+    groups: tuple[SavedGroup, ...]
+    ranges: Mapping[Key, tuple[FileRange, ...]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the ranges."""
+        return sum(part.nbytes for parts in self.ranges.values() for part in parts)
+
+    @cached_property
+    def segments_of(self) -> Mapping[str, tuple[Segment, ...]]:
+        """Of each parameter, in the order of its elements."""
+        found: dict[int, list[Segment]] = {}
+        for group in self.groups:
+            for segment in group.segments:
+                found.setdefault(segment.parameter, []).append(segment)
+        return {
+            name: tuple(sorted(found.get(index, ()), key=lambda segment: segment.start))
+            for index, (name, _) in enumerate(self.parameters)
+        }
+
+    def component(self, parameter: str, name: str) -> Component:
+        """A component of the subgroups that a parameter is in."""
+        return self.groups[self.segments_of[parameter][0].subgroup].component(name)
+
+    def overlaps(
+        self, parameter: str, name: str, start: int, length: int
+    ) -> Iterator[tuple[Segment, int, int, int]]:
+        """(segment, first value in its subgroup, first value in the range, values) for all that
+        values ``[start, start + length)`` of a component of a parameter touch.
+        """
+        for segment in self.segments_of[parameter]:
+            component = self.groups[segment.subgroup].component(name)
+            here = component.part(segment.start, segment.length)
+            low, high = max(start, here.start), min(start + length, here.stop)
+            if low < high:
+                at = segment.offset // component.per + low - here.start
+                yield segment, at, low - start, high - low
+
+
+def encode(contents: Contents) -> dict[str, Any]:
+    """As a tree that ``decode`` takes."""
+    kinds = list(dict.fromkeys(group.components for group in contents.groups))
+    files = sorted({part.file for parts in contents.ranges.values() for part in parts})
+    numbers = {file: number for number, file in enumerate(files)}
+    places = [
+        {component.name: place for place, component in enumerate(group.components)}
+        for group in contents.groups
+    ]
+    return {
+        "parameters": [[name, numel] for name, numel in contents.parameters],
+        "kinds": [[[c.name, c.dtype, c.zero, c.per] for c in kind] for kind in kinds],
+        "files": files,
+        "groups": _table(
+            [(kinds.index(g.components), g.numel, int(g.is_host)) for g in contents.groups], 3
+        ),
+        "segments": _table(
+            [
+                (s.parameter, s.subgroup, s.start, s.length, s.offset)
+                for group in contents.groups
+                for s in group.segments
+            ],
+            5,
+        ),
+        "ranges": _table(
+            [
+                (subgroup, places[subgroup][name], numbers[part.file], part.offset, part.nbytes)
+                for (subgroup, name), parts in contents.ranges.items()
+                for part in parts
+            ],
+            5,
+        ),
+    }
+
+
+def decode(tree: Mapping[str, Any]) -> Contents:
+    """Raises ``ValueError`` for one that contradicts itself."""
+    try:
+        contents = _decode(tree)
+        _check(contents)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"the tables contradict each other: {error!r}") from error
+    return contents
+
+
+def _decode(tree: Mapping[str, Any]) -> Contents:
+    kinds = [
+        tuple(Component(name, dtype, zero, per) for name, dtype, zero, per in kind)
+        for kind in tree["kinds"]
+    ]
+    files: Sequence[str] = tree["files"]
+    groups = tree["groups"].tolist()
+    segments: list[list[Segment]] = [[] for _ in groups]
+    for parameter, subgroup, start, length, offset in tree["segments"].tolist():
+        segments[subgroup].append(
+            Segment(
+                parameter=parameter, subgroup=subgroup, start=start, length=length, offset=offset
+            )
+        )
+    found = tuple(
+        SavedGroup(kinds[kind], numel, bool(is_host), tuple(own))
+        for (kind, numel, is_host), own in zip(groups, segments, strict=True)
+    )
+    ranges: dict[Key, tuple[FileRange, ...]] = {}
+    for subgroup, place, file, offset, nbytes in tree["ranges"].tolist():
+        key = (subgroup, found[subgroup].components[place].name)
+        ranges[key] = (*ranges.get(key, ()), FileRange(files[file], offset, nbytes))
+    parameters = tuple((str(name), int(numel)) for name, numel in tree["parameters"])
+    return Contents(parameters, found, ranges)
+
+
+def _check(contents: Contents) -> None:
+    for (subgroup, name), parts in contents.ranges.items():
+        group = contents.groups[subgroup]
+        needed = group.component(name).nbytes(group.numel)
+        aligned = all(p.offset >= 0 and not p.offset % PAGE and p.nbytes > 0 for p in parts)
+        if not aligned or sum(part.nbytes for part in parts) < needed:
+            raise ValueError(f"{name} of subgroup {subgroup} has not the {needed} bytes it needs")
+    numels = [numel for _, numel in contents.parameters]
+    for group in contents.groups:
+        for segment in group.segments:
+            last = segment.start + segment.length
+            if min(segment.parameter, segment.start, segment.offset) < 0:
+                raise ValueError(f"segment {segment} begins before its parameter")
+            if last > numels[segment.parameter] or segment.offset + segment.length > group.numel:
+                raise ValueError(f"segment {segment} ends behind its parameter or its subgroup")
+
+
+def _table(rows: Sequence[tuple[int, ...]], width: int) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), width)

@@ -1,0 +1,75 @@
+"""A small model with dropout and running averages, trained for a few steps at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from tests.support.training import same_bits
+
+WIDTH = 256
+ADAMW = infinity.AdamW(lr=1e-2)
+
+
+class Net(nn.Module):
+    """Weights that move, small ones that do not, buffers, and random numbers in its forward."""
+
+    def __init__(self, depth: int = 10) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + self.dropout(torch.tanh(layer(x)))
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+def train(
+    offloaded: infinity.OffloadedModel, first: int, last: int, dtype: torch.dtype | None = None
+) -> None:
+    """Steps ``first`` to ``last``, each on the batch of its number."""
+    for number in range(first, last):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+        out = offloaded.model(x.to(dtype or torch.float32))
+        offloaded.backward(out.float().square().mean())
+        offloaded.step()
+
+
+def everything(offloaded: infinity.OffloadedModel) -> dict[str, Any]:
+    """All state, by name, as copies; random state as well."""
+    from infinity.model import training_of
+    from infinity.values.persistence import scalars_of
+
+    training = training_of(offloaded)
+    offloaded.flush()
+    found: dict[str, Any] = {}
+    for record in training.records:
+        for name in training.state.component_names(record.index):
+            subgroup = training.state.layout.segments_of[record.index][0].subgroup
+            component = training.state.components.component(subgroup, name)
+            out = torch.empty(component.count(record.spec.numel), dtype=component.dtype)
+            training.state.components.read(record.index, name, 0, out)
+            found[f"{name} of {record.name}"] = out
+    for name, buffer in training.model.named_buffers():
+        found[f"buffer {name}"] = buffer.clone()
+    scalars = scalars_of(training)
+    found["random state"] = scalars["random"]["cpu"]
+    for name in ("steps", "groups", "loss_scale", "small_state"):
+        found[name] = scalars[name]
+    return found
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Bit by bit, names included."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert same_bits(value, other[name]), name
+        else:
+            assert str(value) == str(other[name]), name
