@@ -14,8 +14,12 @@ from rich.console import Console
 import checkpoint
 import infinity
 from checkpoint.directory.locate import read_manifest
-from infinity.commands.contents import tree_lines
-from infinity.commands.foreign.exporting import export_optimizer, parameters_for
+from infinity.commands.contents import printable, tree_lines
+from infinity.commands.foreign.exporting import (
+    check_exportable,
+    export_optimizer,
+    parameters_for,
+)
 from infinity.commands.foreign.importing import import_state
 from infinity.commands.planned import STATE_DTYPES, run_plan
 from infinity.commands.sources import DTYPES, UsageError, has_config, source_of
@@ -110,7 +114,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
 
 def _ls(options: argparse.Namespace, console: Console) -> int:
     for name in checkpoint.list_tensors(options.path):
-        console.print(name)
+        console.print(printable(name))
     return DONE
 
 
@@ -134,6 +138,8 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
 
 
 def _export(options: argparse.Namespace, console: Console) -> int:
+    if options.optimizer is not None:
+        check_exportable(options.path, options.optimizer, options.stripe_dir)
     prefix = options.prefix
     if prefix is None:
         names = checkpoint.list_tensors(options.path)

@@ -20,6 +20,11 @@ class _Node:
     nbytes: int = 0
 
 
+def printable(name: str) -> str:
+    """``name`` with what a terminal would act upon, or cannot show, as escapes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
+
+
 def tree_lines(tensors: Sequence[TensorRecord], depth: int | None = None) -> Iterator[str]:
     """A line for each name, those of a folder of names below it and further to the right, down to
     ``depth`` names. A line has the name, then dtype and shape, or the number of tensors; then the
@@ -45,7 +50,7 @@ def _tree(tensors: Sequence[TensorRecord]) -> _Node:
 
 def _rows(node: _Node, level: int, depth: int | None) -> Iterator[tuple[str, str, str]]:
     for name, child in node.children.items():
-        label = _INDENT * level + name
+        label = _INDENT * level + printable(name)
         for tensor in child.tensors:
             shape = " x ".join(map(str, tensor.shape)) or "scalar"
             yield label, f"{tensor.dtype} {shape}", format_bytes(tensor.nbytes)

@@ -41,7 +41,16 @@ class _Checkpoint:
             def read_metadata(self, *_: Any, **__: Any) -> Any:
                 return metadata  # which is one large pickle
 
-        metadata = FileSystemReader(path).read_metadata()
+        self._path = path
+        try:
+            metadata = FileSystemReader(path).read_metadata()
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # of whatever kind: the bytes of a pickle decide what is met
+            raise ValueError(
+                f"{path / METADATA} is no index of torch.distributed.checkpoint ({error!r}); copy "
+                "the checkpoint again, whole"
+            ) from error
         self._reader = Reader(path)
         self._shelf = Shelf(self.read)
         self.entries: dict[str, Any] = metadata.state_dict_metadata
@@ -66,11 +75,21 @@ class _Checkpoint:
         return target | {n: t.item() if t.numel() == 1 else t for n, t in tensors.items()}
 
     def _load(self, target: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
 
         with warnings.catch_warnings():  # that there is one process, which is what is meant
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load(target, storage_reader=self._reader, no_dist=True)
+            try:
+                load(target, storage_reader=self._reader, no_dist=True)
+            except CheckpointException as error:  # which is no Exception
+                cause = next(iter(error.failures.values()))[0]
+                if not isinstance(cause, Exception):
+                    raise cause from None  # an interrupt
+                raise ValueError(
+                    f"{', '.join(list(target)[:3])} of {self._path} cannot be read ({cause!r}); "
+                    "copy the checkpoint again, whole"
+                ) from error
 
     def source(self, name: str) -> Shelved:
         shape = self.shape(name)
@@ -90,7 +109,7 @@ def read_distributed(path: Path, model: nn.Module) -> ForeignState:
     moments, steps = {}, {}
     for name in names:
         key = f"{of_state}{name}"
-        if f"{key}.{MOMENTS[0]}" in found.entries:
+        if key in kept:
             check_kept(kept[key], name, path)
             first, second = (found.source(f"{key}.{part}") for part in MOMENTS)
             moments[name] = (first, second)

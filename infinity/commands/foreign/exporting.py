@@ -56,6 +56,28 @@ class _Place:
             start, data = start + written, data[written:]
 
 
+def check_exportable(
+    path: str | os.PathLike[str], file: Path, stripe_dirs: StripeDirs | None = None
+) -> None:
+    """Raises what ``export_optimizer`` would, before anything is written."""
+    if not file.parent.is_dir() or file.is_dir():
+        raise FileNotFoundError(f"{file}: give a file in a folder that exists")
+    _with_moments(_training_of(path, stripe_dirs), path)
+
+
+def _training_of(path: str | os.PathLike[str], stripe_dirs: StripeDirs | None) -> Mapping[str, Any]:
+    """What a checkpoint says of training, without moments."""
+    names = checkpoint.list_tensors(path)
+    if not any(name.startswith("infinity.") for name in names):
+        raise ValueError(
+            f"{path} is of no offloaded model, and has no optimizer state to export: leave "
+            "--optimizer out for its tensors alone"
+        )
+    saved: Mapping[str, Any] = checkpoint.load(path, only=["infinity.*"], stripe_dirs=stripe_dirs)
+    found: Mapping[str, Any] = saved["infinity"]
+    return found
+
+
 def export_optimizer(
     path: str | os.PathLike[str], file: Path, stripe_dirs: StripeDirs | None = None
 ) -> Path:
@@ -64,9 +86,8 @@ def export_optimizer(
     Parameters have the numbers of their places in the groups, and their names in ``param_names``.
     Raises ``ValueError`` for a checkpoint without the moments of AdamW in 16 bits or more.
     """
-    if not file.parent.is_dir() or file.is_dir():
-        raise FileNotFoundError(f"{file}: give a file in a folder that exists")
-    saved = checkpoint.load(path, only=["infinity.*"], stripe_dirs=stripe_dirs)["infinity"]
+    check_exportable(path, file, stripe_dirs)
+    saved = _training_of(path, stripe_dirs)
     names = _with_moments(saved, path)
     partial = file.with_name(f".{file.name}.partial")
     try:
@@ -88,7 +109,7 @@ def parameters_for(
     """What to say of the parameters that an optimizer is to have which loads the file: not all of
     the model's in one group; None where it is those.
     """
-    saved = checkpoint.load(path, only=["infinity.*"], stripe_dirs=stripe_dirs)["infinity"]
+    saved = _training_of(path, stripe_dirs)
     members = [_members(group) for group in saved["groups"]]
     count, known = sum(map(len, members)), {whole_name(name) for name in saved["steps"]}
     if len(members) == 1 and count == len(known):

@@ -46,9 +46,8 @@ def read_universal(folder: Path, model: nn.Module) -> ForeignState:
         if where is None:
             continue  # frozen: DeepSpeed keeps those elsewhere
         weights[name] = _tensor(where / f"{MASTER}.pt", parameter)
-        if (where / f"{MOMENTS[0]}.pt").exists():
-            kept = {file.stem for file in where.glob("*.pt")} - {MASTER} | {"step"}
-            check_kept(kept, name, folder)
+        if kept := {file.stem for file in where.glob("*.pt")} - {MASTER}:
+            check_kept(kept | {"step"}, name, folder)
             first, second = (_tensor(where / f"{part}.pt", parameter) for part in MOMENTS)
             moments[name] = (first, second)
             steps[name] = _step(where / "step.pt", folder)

@@ -1,0 +1,121 @@
+"""Sources of which a part is missing, damaged or of another optimizer: refused by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import checkpoint
+from infinity.cli import main
+from tests.support.foreign_runs import Plain, saved_by_torch
+
+Kept = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    return Plain(tmp_path_factory.mktemp("plain"))
+
+
+def _refusal(source: Path, plain: Plain, capsys: pytest.CaptureFixture[str]) -> str:
+    target = source.with_name("ours")
+    words = ["import", source, target, "--model", plain.weights]
+    assert main([str(word) for word in words]) == 1
+    assert not target.exists()
+    return " ".join(capsys.readouterr().err.split())
+
+
+def _states(plain: Plain, change: Callable[[str, Kept], Kept]) -> dict[str, Kept]:
+    """What is kept of each parameter, changed."""
+    named = {name: plain.optimizer.state.get(p) for name, p in plain.model.named_parameters()}
+    return {name: change(name, dict(kept)) for name, kept in named.items() if kept}
+
+
+def _without_a_moment(name: str, kept: Kept) -> Kept:
+    if name == "up.weight":
+        del kept["exp_avg"]
+    return kept
+
+
+def _of_two_optimizers(name: str, kept: Kept) -> Kept:
+    is_matrix = kept["exp_avg"].dim() == 2
+    return {"momentum_buffer": kept["exp_avg"]} if is_matrix else kept
+
+
+CHANGES = {
+    "a moment missing": (_without_a_moment, "keeps exp_avg_sq, step of up.weight, which is not"),
+    "two optimizers": (_of_two_optimizers, "keeps momentum_buffer"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_universal_checkpoint_with_other_state_is_refused(
+    change: str, plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed, text = CHANGES[change]
+    states = _states(plain, changed)
+    for name, parameter in plain.model.named_parameters():
+        folder = tmp_path / "universal" / "zero" / name
+        folder.mkdir(parents=True)
+        for part, tensor in {"fp32": parameter.detach(), **states.get(name, {})}.items():
+            torch.save(tensor, folder / f"{part}.pt")
+    assert text in _refusal(tmp_path / "universal", plain, capsys)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_distributed_checkpoint_with_other_state_is_refused(
+    change: str, plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed, text = CHANGES[change]
+    state = {"model": plain.model.state_dict(), "optim": {"state": _states(plain, changed)}}
+    saved_by_torch(state, tmp_path / "dcp")
+    assert text in _refusal(tmp_path / "dcp", plain, capsys)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "data missing": (lambda path: (path / "__0_0.distcp").unlink(), "cannot be read"),
+    "data cut": (lambda path: os.truncate(path / "__0_0.distcp", 2000), "cannot be read"),
+    "index empty": (lambda path: os.truncate(path / ".metadata", 0), ".metadata is no index"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_distributed_checkpoint_is_named(
+    damage: str, plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hurt, text = DAMAGE[damage]
+    weights, state = get_state_dict(plain.model, plain.optimizer)
+    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
+    hurt(tmp_path / "dcp")
+    error = _refusal(tmp_path / "dcp", plain, capsys)
+    assert text in error
+    assert str(tmp_path / "dcp") in error
+
+
+@pytest.mark.parametrize("state", [{"model": {"x": 1.5}}, {"infinity": 3}])
+def test_export_of_an_optimizer_that_is_not_there_writes_nothing(
+    state: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint.save(state | {"w": torch.ones(3)}, tmp_path / "c")
+    words = ["export", tmp_path / "c", tmp_path / "out", "--optimizer", tmp_path / "o.pt"]
+    assert main([str(word) for word in words]) == 1
+    assert "leave --optimizer out" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_that_a_terminal_would_act_upon_are_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint.save({"a\nb": torch.ones(1), "\x1b[31mred": torch.ones(1)}, tmp_path / "c")
+    for command in ("ls", "show"):
+        assert main([command, str(tmp_path / "c")]) == 0
+        shown = capsys.readouterr().out
+        assert r"a\nb" in shown
+        assert r"\x1b[31mred" in shown
+        assert "\x1b" not in shown
