@@ -9,7 +9,7 @@ the index that it may have left half changed is made anew by the next one.
 """
 
 import bisect
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from aio.errors import check_int
 
@@ -91,17 +91,43 @@ class RangeAllocator:
         self._is_indexed = True
         return offset
 
-    def release(self, offset: int, nbytes: int) -> None:
-        """Takes a range back. ValueError unless allocate(nbytes) gave this offset, and once."""
+    def split(self, offset: int, sizes: Sequence[int]) -> list[int]:
+        """Makes one range several, side by side, each to be released by itself; their offsets.
+
+        ValueError unless a range of as many bytes as `sizes` take in whole is allocated there.
+        """
+        parts, end = {}, offset
+        for nbytes in sizes:
+            if nbytes <= 0:
+                raise ValueError(f"cannot split off {nbytes} bytes: ask for one or more")
+            parts[end] = self.rounded(nbytes)
+            end += parts[end]
         size = self._allocated.get(offset)
-        if size is None or size != self.rounded(nbytes):
-            known = "not allocated" if size is None else f"allocated with {size} bytes"
-            raise ValueError(f"cannot release {nbytes} bytes at offset {offset}: it is {known}")
+        if size is None or size != end - offset:
+            known = "nothing is allocated" if size is None else f"{size} bytes are allocated"
+            raise ValueError(f"cannot split {end - offset} bytes at offset {offset}: {known} there")
+        self._allocated.update(parts)  # in one step, see above
+        return list(parts)
+
+    def release(self, offset: int, *sizes: int) -> None:
+        """Takes a range back, or several that are side by side, from `offset` on.
+
+        ValueError, before anything is taken back, unless allocate() or split() gave a range of so
+        many bytes there, and once. An interrupt may leave the last ones of several allocated.
+        """
+        ends, end = {}, offset
+        for nbytes in sizes:
+            size = self._allocated.get(end)
+            if size is None or size != -(-nbytes // self.alignment) * self.alignment:
+                known = "not allocated" if size is None else f"allocated with {size} bytes"
+                raise ValueError(f"cannot release {nbytes} bytes at offset {end}: it is {known}")
+            ends[end] = end = end + size
         self._index()
         self._is_indexed = False
-        del self._allocated[offset]  # from here on it is free
-        self._free_bytes += size
-        self._join_free(offset, size)
+        for start in ends:
+            del self._allocated[start]  # from here on it is free
+        self._free_bytes += end - offset
+        self._join_free(offset, end - offset)
         self._is_indexed = True
 
     def release_others(self, known: Collection[int]) -> None:

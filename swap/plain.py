@@ -36,9 +36,11 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
         return f"is of layout {tensor.layout}"
     if tensor.is_meta:
         return "is on the meta device"
-    if not tensor.numel() or tensor._is_zerotensor():
+    last = tensor.numel() - 1
+    if last < 0 or tensor._is_zerotensor():
         return None
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.is_contiguous():
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
     there = tensor.untyped_storage().nbytes()
     if needed <= there:

@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from aio import Operation
@@ -20,6 +21,7 @@ from aio import Operation
 KINDS = ("read", "write", "kernel", "forward", "backward", "copy", "stall")
 PURPOSES = ("weights", "state", "gradients", "activations")
 """What reads and writes are for; ``state`` is what an optimizer keeps beside the weights."""
+_PURPOSES = frozenset(PURPOSES)
 _RING = 50_000
 """Events that are kept: some 150 bytes each, which no budget counts."""
 _UNSTEADY_STEPS = 3
@@ -70,16 +72,17 @@ class Timeline:
         *,
         nbytes: int = 0,
         label: str = "",
-        purpose: str = "",
+        purposes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        """``purposes``: for what how many of the bytes are, if they are training state."""
         label = sys.intern(label)  # the same few, again and again
         with self._lock:
             self._events.append(Event(kind, start, stop, nbytes, label))
             self.seconds[kind] += stop - start
             self.nbytes[kind] += nbytes
             self.count[kind] += 1
-            if purpose:
-                self.moved[kind, purpose] += nbytes
+            for purpose, part in purposes.items():
+                self.moved[kind, purpose] += part
 
     @contextmanager
     def span(self, kind: str, *, nbytes: int = 0, label: str = "") -> Iterator[None]:
@@ -90,12 +93,17 @@ class Timeline:
         finally:
             self.add(kind, start, time.perf_counter(), nbytes=nbytes, label=label)
 
-    def watch(self, operation: Operation, label: str, *, purpose: str) -> Operation:
-        """Record ``operation``, which is for one of ``PURPOSES``, when it is reaped; return it."""
-        assert purpose in PURPOSES
+    def watch(
+        self, operation: Operation, label: str, *, purpose: str | Mapping[str, int]
+    ) -> Operation:
+        """Record ``operation``, which is for one of ``PURPOSES`` or for so many bytes each of
+        several, when it is reaped; return it.
+        """
         buffer: Any = operation.request.buffer
         nbytes = memoryview(buffer).nbytes
-        operation.add_done_callback(self._recorder(label, purpose, nbytes))
+        purposes = {purpose: nbytes} if isinstance(purpose, str) else purpose
+        assert purposes.keys() <= _PURPOSES
+        operation.add_done_callback(self._recorder(label, purposes, nbytes))
         return operation
 
     def mark_step(self) -> None:
@@ -131,11 +139,13 @@ class Timeline:
         with self._lock:
             return [event for event in self._events if event.stop > since]
 
-    def _recorder(self, label: str, purpose: str, nbytes: int) -> Callable[[Operation], Any]:
+    def _recorder(
+        self, label: str, purposes: Mapping[str, int], nbytes: int
+    ) -> Callable[[Operation], Any]:
         def record(operation: Operation) -> None:
             start, stop = operation.started_at, operation.finished_at
             kind = operation.request.kind
-            self.add(kind, start, stop, nbytes=nbytes, label=label, purpose=purpose)
+            self.add(kind, start, stop, nbytes=nbytes, label=label, purposes=purposes)
 
         return record
 

@@ -263,11 +263,16 @@ def least_staging_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int
     return math.ceil(least_elements(specs, rule) * nbytes)
 
 
-def subgroup_elements(specs: Sequence[ParameterSpec], rule: UpdateRule, host_bytes: int) -> int:
-    """The largest subgroup whose slots take no more than the staging share of what is free."""
+def subgroup_elements(
+    specs: Sequence[ParameterSpec],
+    rule: UpdateRule,
+    host_bytes: int,
+    share: float = STAGING_SHARE,
+) -> int:
+    """The largest subgroup whose slots take no more than their share of what is free."""
     free = host_bytes - _fixed_bytes(specs, rule)
     nbytes = MAX_SLOTS * element_bytes(specs, rule) + rule.scratch_bytes_per_element
-    elements = int(free * STAGING_SHARE / max(1, nbytes)) // PIECE * PIECE
+    elements = int(free * share / max(1, nbytes)) // PIECE * PIECE
     least = least_elements(specs, rule)
     return max(least, min(elements, MAX_SUBGROUP_ELEMENTS))
 

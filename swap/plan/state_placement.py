@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 from swap.plan.layout import PASSAGE_BYTES, PIECE, Layout, ParameterSpec, pack
 from swap.plan.placement import (
+    MAX_SLOTS,
     MAX_SUBGROUP_ELEMENTS,
     MIN_CHECKPOINT_BYTES,
+    MIN_SLOTS,
     Placement,
     all_in_host,
     capacity_for_whole,
@@ -21,12 +23,20 @@ from swap.plan.placement import (
     choose_first,
     element_bytes,
     least_staging_bytes,
-    slots_within,
     subgroup_elements,
 )
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import slot_bytes_of, state_bytes, total_bytes
 from swap.tiers import Budget, BudgetError, Tier, format_bytes
+
+_STAGING_SHARE = 1 / 3
+"""Of what is free, for staging slots. What a step leaves in them is not read by the next one, so
+they spare nearly as much traffic as state at home does; and a step costs the processors less, the
+fewer subgroups there are.
+"""
+_SMALL_ELEMENTS = 256 * 1024
+_SHARE_OF_SMALL = 0.5
+"""The same for subgroups of fewer elements, each of which costs more than its kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +87,7 @@ def _placed_within(
 ) -> Placement:
     aside = checkpoint_bytes(budget.host_bytes, taken.host_bytes + at_work)
     free = budget.host_bytes - taken.host_bytes - aside - _passage_bytes(taken)
-    elements = _elements_in_slots(specs, rule, taken) or subgroup_elements(specs, rule, free)
+    elements = _elements_in_slots(specs, rule, taken) or _subgroup_elements(specs, rule, free)
     return _fill(pack(specs, elements), rule, free, taken)
 
 
@@ -98,9 +108,19 @@ def _elements_in_slots(specs: Sequence[ParameterSpec], rule: UpdateRule, taken: 
     return min(elements, MAX_SUBGROUP_ELEMENTS)
 
 
+def _subgroup_elements(specs: Sequence[ParameterSpec], rule: UpdateRule, free: int) -> int:
+    small = min(subgroup_elements(specs, rule, free, _SHARE_OF_SMALL), _SMALL_ELEMENTS)
+    return max(subgroup_elements(specs, rule, free, _STAGING_SHARE), small)
+
+
+def _num_slots(free: int, slot_bytes: int) -> int:
+    """As many as are of use, where the budget has room for them."""
+    return MAX_SLOTS if MAX_SLOTS * slot_bytes <= free else MIN_SLOTS
+
+
 def _fill(layout: Layout, rule: UpdateRule, free: int, taken: Taken) -> Placement:
     slot_bytes = max(slot_bytes_of(unit, rule) for unit in layout.units)
-    num_slots = 0 if slot_bytes <= taken.slot_bytes else slots_within(free, slot_bytes)
+    num_slots = 0 if slot_bytes <= taken.slot_bytes else _num_slots(free, slot_bytes)
     costs = {group.index: state_bytes(group, rule) for group in layout.subgroups}
     in_host, _ = choose_first(costs, free - num_slots * slot_bytes)
     state_host_bytes = sum(costs[index] for index in in_host)

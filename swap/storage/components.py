@@ -66,11 +66,6 @@ def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def clear_values(target: torch.Tensor) -> None:
-    """Set a flat host tensor to zero, not by torch: see ``copy_values``."""
-    as_bytes(target).fill(0)
-
-
 class ComponentStore:
     """All components of a placement. Extents are swapped under a lock; HOST arrays never move."""
 
@@ -105,6 +100,10 @@ class ComponentStore:
         """Names of the components of a subgroup, the weights first where they are kept."""
         return tuple(component.name for component in self._components[subgroup])
 
+    def all_of(self, subgroup: int) -> tuple[Component, ...]:
+        """The components of a subgroup, the weights first where they are kept."""
+        return self._components[subgroup]
+
     def component(self, subgroup: int, name: str) -> Component:
         return next(component for component in self._components[subgroup] if component.name == name)
 
@@ -124,15 +123,21 @@ class ComponentStore:
         with self._lock:
             return self._on_nvme[subgroup, name]
 
+    def extents(self, subgroup: int) -> dict[str, Extent | None]:
+        """As ``extent``, of all components."""
+        with self._lock:
+            return {
+                component.name: self._on_nvme[subgroup, component.name]
+                for component in self._components[subgroup]
+            }
+
     def publish(self, subgroup: int, extents: Mapping[str, Extent]) -> None:
         """Replace the extents of some components at once and release the old ones."""
         assert self._extents is not None
         with self._lock:
             old = [self._on_nvme[subgroup, name] for name in extents]
             self._on_nvme.update({(subgroup, name): new for name, new in extents.items()})
-        for extent in old:
-            if extent is not None:
-                self._extents.release(extent)
+        self._extents.release_all(extent for extent in old if extent is not None)
 
     def pin_all(self) -> dict[tuple[int, str], Extent | None]:
         """Pin every extent that is published; gives them by subgroup and component, None for what

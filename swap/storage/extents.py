@@ -17,9 +17,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +28,17 @@ from aio.errors import is_no_room, let_go
 from swap.plan.pins import Pins
 from swap.storage.directory import SwapDirectory
 from swap.storage.joined import JoinedOperation
-from swap.storage.volumes import ALIGNMENT, Volume, taken_at_end
+from swap.storage.volumes import (
+    ALIGNMENT,
+    Extent,
+    Volume,
+    parts_of,
+    side_by_side,
+    taken_at_end,
+)
 from swap.undo import behind
+
+__all__ = ["ALIGNMENT", "Extent", "ExtentStore"]
 
 T = TypeVar("T")
 _PAUSE_SECONDS = 0.001
@@ -38,24 +46,6 @@ _GROWTH_BYTES = 64 * 1024 * 1024
 _GROWTH_PARTS = 16
 """Steps are large, but a small part of what a file has, so that it takes little more than it needs.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """``nbytes`` at ``offset`` of one directory's swap file, both multiples of ``ALIGNMENT``; or
-    where ``pieces`` are.
-    """
-
-    directory: int
-    offset: int
-    nbytes: int
-    pieces: tuple[Extent, ...] = ()
-    """What it was put together from, in order, the first of which is at ``offset``; or nothing."""
-
-    @property
-    def ranges(self) -> tuple[Extent, ...]:
-        """The ranges of files that it consists of."""
-        return self.pieces or (self,)
 
 
 class ExtentStore:
@@ -149,17 +139,33 @@ class ExtentStore:
         if self._may_be_in_flight:
             self.drain()
         with self._lock:
-            order = sorted(
-                range(len(self._own)),
-                key=lambda i: (self._own[i].used_bytes + nbytes) / self._own[i].share,
-            )
-            return self._allocate_on(order, nbytes)
+            return self._allocate_on(self._order(nbytes), nbytes)
+
+    def allocate_adjacent(self, sizes: Sequence[int]) -> list[Extent] | None:
+        """New extents of those sizes, multiples of ``ALIGNMENT``, one right behind the other; each
+        is released by itself. None where no free range has room for all: files do not grow for it.
+        """
+        nbytes = sum(sizes)
+        if self._may_be_in_flight:
+            self.drain()
+        with self._lock:
+            for index in self._order(nbytes):
+                ranges = self._own[index].ranges
+                offset = ranges.allocate(nbytes)
+                if offset is not None:
+                    self._taken(Extent(index, offset, nbytes))
+                    offsets = ranges.split(offset, sizes)
+                    return list(map(Extent, itertools.repeat(index), offsets, sizes))
+        return None
 
     def release(self, extent: Extent) -> None:
         """Give the range back, as soon as no transfer may be in flight that nobody waited for."""
+        self.release_all((extent,))
+
+    def release_all(self, extents: Iterable[Extent]) -> None:
+        """As ``release``, of several."""
         with self._lock:
-            if self._pins.let_go(extent):
-                self._give_back(extent)
+            self._give_back([extent for extent in extents if self._pins.let_go(extent)])
 
     def pin(self, extents: Iterable[Extent], *, are_used: bool) -> None:
         """Keep ``extents`` as they are until they are unpinned; ``are_used``: somebody will also
@@ -172,9 +178,7 @@ class ExtentStore:
     def unpin(self, extents: Iterable[Extent]) -> None:
         """Undo one ``pin``: what was released meanwhile is given back."""
         with self._lock:
-            for extent in extents:
-                if self._pins.unpin(extent):
-                    self._give_back(extent)
+            self._give_back([extent for extent in extents if self._pins.unpin(extent)])
 
     def use(self, extent: Extent) -> None:
         """A pinned extent has somebody again who will ``release`` it."""
@@ -267,8 +271,7 @@ class ExtentStore:
             with self._lock:
                 self._may_be_in_flight = False
                 while self._doomed:
-                    extent = self._doomed.pop()
-                    self._free(extent)
+                    self._free((self._doomed.pop(),))
 
     def close(self) -> None:
         """Remove the swap files. Idempotent; the engine must be idle."""
@@ -289,7 +292,7 @@ class ExtentStore:
 
         def submit_all() -> Operation:
             operations: list[Operation] = []
-            for piece, first, part in _parts(extent, start, buffer):
+            for piece, first, part in parts_of(extent, start, buffer):
                 request = self._request(kind, piece, first, part)
                 operations.append(self._submit(request, piece, use))
             return JoinedOperation(whole, operations)
@@ -304,6 +307,13 @@ class ExtentStore:
     def _submit(self, request: Request, extent: Extent, use: int) -> Operation:
         lane = self._volumes[extent.directory].lane + use * len(self._own)
         return self._engine.submit([request], lane=lane)[0]
+
+    def _order(self, nbytes: int) -> list[int]:
+        """Directories, with the one that is furthest behind its share first."""
+        return sorted(
+            range(len(self._own)),
+            key=lambda i: (self._own[i].used_bytes + nbytes) / self._own[i].share,
+        )
 
     def _allocate_on(self, order: Sequence[int], nbytes: int) -> Extent:
         for index in order:
@@ -372,27 +382,15 @@ class ExtentStore:
         self._peak_bytes = max(self._peak_bytes, self._used_bytes())
         return extent
 
-    def _give_back(self, extent: Extent) -> None:
+    def _give_back(self, extents: Iterable[Extent]) -> None:
         if self._may_be_in_flight:
-            self._doomed.add(extent)
+            self._doomed.update(extents)
         else:
-            self._free(extent)
+            self._free(extents)
 
-    def _free(self, extent: Extent) -> None:
-        for piece in extent.ranges:
-            volume = self._volumes[piece.directory]
-            if volume.holes is None:
-                volume.ranges.release(piece.offset, piece.nbytes)
-            else:
-                with suppress(AioError):  # the space comes back when the file is removed
-                    volume.holes.punch(piece.offset, piece.nbytes)
-
-
-def _parts(extent: Extent, start: int, buffer: Any) -> Iterator[tuple[Extent, int, memoryview]]:
-    """(piece, byte in it, part of ``buffer``) for a transfer from byte ``start`` on."""
-    data, first = memoryview(buffer).cast("B"), 0
-    for piece in extent.pieces:
-        low, high = max(start, first), min(start + len(data), first + piece.nbytes)
-        if low < high:
-            yield piece, low - first, data[low - start : high - start]
-        first += piece.nbytes
+    def _free(self, extents: Iterable[Extent]) -> None:
+        """Those side by side at once, as they were allocated."""
+        pieces = [piece for extent in extents for piece in extent.pieces or (extent,)]
+        for run in side_by_side(pieces):
+            sizes = [piece.nbytes for piece in run]
+            self._volumes[run[0].directory].give_back(run[0].offset, *sizes)

@@ -1,14 +1,35 @@
-"""The files that extents are in."""
+"""Extents, and the files that they are in."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from aio import AioError, File, RangeAllocator
 from aio.descriptors import Descriptor
 from swap.storage.directory import SwapDirectory
 
 ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """``nbytes`` at ``offset`` of one directory's swap file, both multiples of ``ALIGNMENT``; or
+    where ``pieces`` are.
+    """
+
+    directory: int
+    offset: int
+    nbytes: int
+    pieces: tuple[Extent, ...] = ()
+    """What it was put together from, in order, the first of which is at ``offset``; or nothing."""
+
+    @property
+    def ranges(self) -> tuple[Extent, ...]:
+        """The ranges of files that it consists of."""
+        return self.pieces or (self,)
 
 
 @dataclass(slots=True)
@@ -34,6 +55,14 @@ class Volume:
     def used_bytes(self) -> int:
         return self.ranges.used_bytes
 
+    def give_back(self, offset: int, *sizes: int) -> None:
+        """Ranges of so many bytes each, side by side, that nothing keeps any more."""
+        if self.holes is None:
+            self.ranges.release(offset, *sizes)
+        else:
+            with suppress(AioError):  # the space comes back when the file is removed
+                self.holes.punch(offset, sum(sizes))
+
 
 def taken_at_end(volume: Volume, nbytes: int) -> int:
     """How much of ``nbytes`` the file has been made longer by. Nothing tells how much it may be
@@ -48,3 +77,26 @@ def taken_at_end(volume: Volume, nbytes: int) -> int:
         except AioError:
             part = part // 2 // ALIGNMENT * ALIGNMENT
     return taken
+
+
+def parts_of(extent: Extent, start: int, buffer: Any) -> Iterator[tuple[Extent, int, memoryview]]:
+    """(piece, byte in it, part of ``buffer``) for a transfer from byte ``start`` on."""
+    data, first = memoryview(buffer).cast("B"), 0
+    for piece in extent.pieces:
+        low, high = max(start, first), min(start + len(data), first + piece.nbytes)
+        if low < high:
+            yield piece, low - first, data[low - start : high - start]
+        first += piece.nbytes
+
+
+def side_by_side(pieces: Iterable[Extent]) -> Iterator[list[Extent]]:
+    """Runs of ``pieces``, each of which begins where the one before it ends."""
+    run: list[Extent] = []
+    for piece in pieces:
+        last = run[-1] if run else None
+        if last and (last.directory, last.offset + last.nbytes) != (piece.directory, piece.offset):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run

@@ -8,7 +8,7 @@ of subgroups is that of ``pipeline``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +18,11 @@ from swap.cache.weight_cache import WeightCache
 from swap.gradients.store import GradientStore
 from swap.plan.layout import Segment, Subgroup, pad
 from swap.plan.rules import ParameterUpdate, UpdateRule
+from swap.plan.slots import Place
 from swap.storage.components import ComponentStore
-from swap.storage.extents import ExtentStore
+from swap.storage.extents import Extent, ExtentStore
 from swap.timeline import Timeline
+from swap.update.runs import Part
 from swap.update.staging import Staged, Staging
 
 
@@ -121,18 +123,22 @@ class Stages(Staging[Job]):
         if self._gradients.is_host(group.index):
             job.gradient = self._gradients.host(group.index)
             return used
-        nbytes = group.numel * group.dtype.itemsize
-        used, job.gradient = job.lay_out(used, nbytes, group.dtype)
+        stop = used + group.numel * group.dtype.itemsize
+        job.gradient = job.lay_out(used, stop, group.dtype)
         job.reads += self._gradients.stage(group.index, job.gradient)
-        return used
+        return stop
 
-    def _read_component(self, job: Job, name: str) -> None:
+    def _parts_to_read(self, job: Job, place: Place, extent: Extent) -> Iterable[Part]:
         """Of the weights, what is not cached."""
-        if name != "weight":
-            super()._read_component(job, name)
-            return
-        for first, last in self._not_cached(job):
-            self._read(job, name, first, last)
+        if place.name != "weight":
+            return super()._parts_to_read(job, place, extent)
+        size = place.dtype.itemsize
+        return [
+            Part(
+                place.name, extent, first * size, place.start + first * size, (last - first) * size
+            )
+            for first, last in self._not_cached(job)
+        ]
 
     def _not_cached(self, job: Job) -> Iterator[tuple[int, int]]:
         """Element ranges of the weights that the arena could not provide, joined into runs."""

@@ -8,7 +8,7 @@ or knows what the work is. Components in host memory are worked on where they ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -18,30 +18,35 @@ import torch
 
 from aio import AioError, Operation
 from swap.plan.layout import Subgroup
-from swap.storage.components import ComponentStore, as_bytes, as_tensor, clear_values
+from swap.plan.slots import Place, SlotPlan, plan_slot
+from swap.storage.components import ComponentStore, as_tensor
 from swap.storage.extents import Extent, ExtentStore
 from swap.timeline import Timeline
+from swap.update.runs import Part, runs_of
 
 
 @dataclass(slots=True, eq=False)
 class Staged:
-    """One subgroup on its way, with the staging slot that it occupies."""
+    """One subgroup on its way, with the staging slot that it occupies; ``plan`` says what lies
+    where in it.
+    """
 
     subgroup: Subgroup
     slot: np.ndarray | None = None
     components: dict[str, torch.Tensor] = field(default_factory=dict)
+    plan: SlotPlan | None = None
     reads: list[Operation] = field(default_factory=list)
     extents: dict[str, Extent] = field(default_factory=dict)
     writes: list[Operation] = field(default_factory=list)
 
-    def lay_out(self, used: int, nbytes: int, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-        """The slot from byte ``used`` on as a tensor, and the byte after it."""
+    def lay_out(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Bytes ``[start, stop)`` of the slot."""
         assert self.slot is not None
-        stop = used + nbytes
-        return stop, as_tensor(self.slot[used:stop], dtype)
+        return as_tensor(self.slot[start:stop], dtype)
 
 
 S = TypeVar("S", bound=Staged)
+Submit = Callable[[Extent, int, np.ndarray], Operation]
 
 
 class Staging(Generic[S]):
@@ -77,7 +82,7 @@ class Staging(Generic[S]):
             raise
 
     def is_read(self, staged: S) -> bool:
-        return all(operation.done() for operation in staged.reads)
+        return _are_done(staged.reads)
 
     def finish_read(self, staged: S) -> None:
         """Wait for the reads; raises ``AioError``."""
@@ -90,14 +95,17 @@ class Staging(Generic[S]):
         if self._components.is_host(staged.subgroup.index):
             return
         assert self._extents is not None
-        for name, values in staged.components.items():
-            data = as_bytes(values)
-            extent = self._extents.allocate(data.nbytes)
-            staged.extents[name] = extent
-            self._begin(staged, staged.writes, partial(self._extents.write, extent, 0, data), name)
+        assert staged.plan is not None
+        for places, sizes in staged.plan.runs:
+            self._allocate(staged, places, sizes)
+        parts = [
+            Part(place.name, staged.extents[place.name], 0, place.start, place.nbytes)
+            for place in staged.plan.places
+        ]
+        self._begin(staged, staged.writes, self._extents.write, parts)
 
     def is_written(self, staged: S) -> bool:
-        return all(operation.done() for operation in staged.writes)
+        return _are_done(staged.writes)
 
     def finish_write(self, staged: S) -> None:
         """Wait until the new extents are written; raises ``AioError``."""
@@ -131,7 +139,7 @@ class Staging(Generic[S]):
 
     def release_slot(self, staged: S) -> None:
         """Of what is written, and may still have to be published."""
-        staged.components = {}
+        staged.components, staged.plan = {}, None
         if staged.slot is not None:
             self._slots.append(staged.slot)
             staged.slot = None
@@ -145,48 +153,67 @@ class Staging(Generic[S]):
 
     def _lay_out(self, staged: S) -> int:
         """Lay the components out in the slot, each from a page on; returns the byte after them."""
-        group, used = staged.subgroup, 0
-        for name in self._components.names(group.index):
-            if self._components.is_host(group.index):
+        group = staged.subgroup
+        if self._components.is_host(group.index):
+            for name in self._components.names(group.index):
                 staged.components[name] = self._components.host(group.index, name)
-                continue
-            kept = self._components.component(group.index, name)
-            nbytes = kept.nbytes(group.numel)
-            used, staged.components[name] = staged.lay_out(used, nbytes, kept.dtype)
-        return used
+            return 0
+        staged.plan = plan_slot(self._components.all_of(group.index), group.numel)
+        for place in staged.plan.places:
+            staged.components[place.name] = staged.lay_out(place.start, place.stop, place.dtype)
+        return staged.plan.nbytes
 
     def _read_components(self, staged: S) -> None:
-        index = staged.subgroup.index
-        if self._components.is_host(index):
+        """Of components in host memory there is nothing to read."""
+        if staged.plan is None:
             return
-        for name, values in staged.components.items():
-            if self._components.extent(index, name) is None:
-                clear_values(values)
-            else:
-                self._read_component(staged, name)
-
-    def _read_component(self, staged: S, name: str) -> None:
-        self._read(staged, name, 0, staged.components[name].numel())
-
-    def _read(self, staged: S, name: str, first: int, last: int) -> None:
         assert self._extents is not None
-        extent = self._components.extent(staged.subgroup.index, name)
-        assert extent is not None
-        part = staged.components[name][first:last]
-        start = first * part.dtype.itemsize
-        submit = partial(self._extents.read, extent, start, as_bytes(part), urgent=False)
-        self._begin(staged, staged.reads, submit, name)
+        assert staged.slot is not None
+        parts: list[Part] = []
+        published = self._components.extents(staged.subgroup.index)
+        for place in staged.plan.places:
+            extent = published[place.name]
+            if extent is None:
+                staged.slot[place.start : place.stop].fill(0)
+            else:
+                parts += self._parts_to_read(staged, place, extent)
+        self._begin(staged, staged.reads, partial(self._extents.read, urgent=False), parts)
+
+    def _parts_to_read(self, staged: S, place: Place, extent: Extent) -> Iterable[Part]:
+        """Of a component that is on NVMe."""
+        return (Part(place.name, extent, 0, place.start, place.nbytes),)
+
+    def _allocate(self, staged: S, places: Sequence[Place], sizes: Sequence[int]) -> None:
+        """New extents for components, side by side as in the slot if there is room for that."""
+        assert self._extents is not None
+        adjacent = self._extents.allocate_adjacent(sizes)
+        for index, place in enumerate(places):
+            extent = adjacent[index] if adjacent else self._extents.allocate(place.nbytes)
+            staged.extents[place.name] = extent
 
     def _begin(
-        self, staged: S, noted: list[Operation], submit: Callable[[], Operation], name: str
+        self, staged: S, noted: list[Operation], submit: Submit, parts: Iterable[Part]
     ) -> None:
-        """A transfer of the slot, which no other subgroup gets while it is under way."""
+        """Transfers of the slot, which no other subgroup gets while they are under way."""
         assert self._extents is not None
-        label = f"subgroup {staged.subgroup.index} {name}"
-        purpose = "weights" if name == "weight" else "state"
-        self._extents.run_drained(
-            lambda: noted.append(self._timeline.watch(submit(), label, purpose=purpose))
-        )
+        self._extents.run_drained(partial(self._begin_runs, staged, noted, submit, parts))
+
+    def _begin_runs(
+        self, staged: S, noted: list[Operation], submit: Submit, parts: Iterable[Part]
+    ) -> None:
+        assert staged.slot is not None
+        for run in runs_of(parts):
+            operation = submit(*run.source, staged.slot[run.place])
+            label = f"subgroup {staged.subgroup.index} {run.names}"
+            noted.append(self._timeline.watch(operation, label, purpose=run.purposes))
+
+
+def _are_done(operations: Iterable[Operation]) -> bool:
+    """Asked of every subgroup on its way, again and again."""
+    for operation in operations:  # noqa: SIM110
+        if not operation.done():
+            return False
+    return True
 
 
 def _let_end(operation: Operation) -> None:

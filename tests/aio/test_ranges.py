@@ -153,3 +153,36 @@ def test_interrupted_call_has_happened_or_not(call: str) -> None:
         assert state_of(allocator)[2:] == (allocator.nbytes - 16,) * 2
         allocator.release(0, 16)
         assert allocator.allocate(allocator.nbytes) == 0
+
+
+def test_split_range_is_released_in_parts_or_at_once() -> None:
+    allocator = RangeAllocator(10, alignment=1)
+    offset = allocator.allocate(6)
+    assert offset == 0
+    assert allocator.split(offset, [1, 2, 3]) == [0, 1, 3]
+    with pytest.raises(ValueError, match="cannot release"):
+        allocator.release(0, 6)
+    allocator.release(1, 2)
+    assert sorted(allocator.free_ranges()) == [(1, 2), (6, 4)]
+    with pytest.raises(ValueError, match="cannot release 2 bytes at offset 1"):
+        allocator.release(0, 1, 2, 3)
+    assert allocator.free_bytes == 6
+    allocator.release(0, 1)
+    allocator.release(3, 3)
+    offset = allocator.allocate(10)
+    assert offset == 0
+    allocator.split(offset, [4, 6])
+    allocator.release(0, 4, 6)
+    assert allocator.free_ranges() == [(0, 10)]
+
+
+@pytest.mark.parametrize("sizes", [[3], [4, 3], [0, 6], [3, -1, 4]])
+def test_split_into_anything_but_the_whole_range_raises_and_changes_nothing(
+    sizes: list[int],
+) -> None:
+    allocator = RangeAllocator(10, alignment=1)
+    allocator.allocate(6)
+    with pytest.raises(ValueError, match="cannot split"):
+        allocator.split(0, sizes)
+    allocator.release(0, 6)
+    assert allocator.free_bytes == 10
