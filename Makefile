@@ -39,7 +39,8 @@ demo: $(VENV)/built ## Train a model bigger than its memory budget; results in d
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/built ## Run the tests, without those that take long
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not proof and not frameworks" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal --ignore=tests/integrations \
+	    -m "not proof and not frameworks" $(ARGS)
 
 # One after the other, since these take all processors, or the memory or the limits of the machine.
 proof: $(VENV)/built ## Run the tests that take long, and properties on many more examples

@@ -1,5 +1,6 @@
 """Skips what this machine cannot run, each time with the reason."""
 
+import gc
 import logging
 import os
 import signal
@@ -51,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):  # beside other workers: their threads are enough
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Modules are there to stay: a collection need not walk them each time that a test asks."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -52,7 +52,7 @@ _TILED = f"""
 
 
 def page() -> str:
-    rows = [_row(count, memory) for count in BILLIONS for memory in MEMORIES]
+    rows = [row(count, memory) for count in BILLIONS for memory in MEMORIES]
     return _HEAD + "".join(rows) + _TAIL + "".join(_moments()) + _TILED + "".join(_tiled())
 
 
@@ -62,7 +62,7 @@ def _plan(billions: int, memory: str | None, dtype: torch.dtype = torch.float32)
     return infinity.plan(count, host_memory=memory or least, optimizer=optimizer, device="cpu")
 
 
-def _row(billions: int, memory: str | None) -> str:
+def row(billions: int, memory: str | None) -> str:
     plan = _plan(billions, memory)
     steps = "no end" if not plan.written_bytes_per_step else f"{plan.wear.steps:,.0f}"
     cells = [

@@ -10,8 +10,7 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 
 import checkpoint
 from tests.checkpoint.trees import assert_same
+from tests.support.scripts import Script
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -115,11 +115,6 @@ while True:
 """
 
 
-def _python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)
-
-
 def _seed_of(path: Path) -> int:
     loaded = checkpoint.load(path)
     assert (loaded["x"] == loaded["seed"]).all()
@@ -135,12 +130,11 @@ def test_a_killed_save_leaves_the_checkpoint_before_it_and_is_cleaned_up(
     path = tmp_path / "step"
     dirs = stripes if striped else []
     for kills in range(2):
-        process = _python(SAVE_FOREVER, path, *dirs)
-        assert process.stdout is not None
+        process = Script(SAVE_FOREVER, path, *dirs)
         # After this line the next save is on its way; how far it gets is up to the machine.
         reported = [int(process.stdout.readline()) for _ in range(2 + 3 * kills)][-1]
         process.send_signal(signal.SIGKILL)
-        reported = max([reported, *map(int, process.communicate()[0].split())])
+        reported = max([reported, *map(int, process.end()[0].split())])
         assert _seed_of(path) in (reported, reported + 1)
         assert checkpoint.verify(path).ok
     checkpoint.save({"x": torch.zeros(3)}, path, dirs or None)
@@ -171,28 +165,25 @@ else:
 """
 
 
-def _outcome(*arguments: object, before: list[str] | None = None) -> str:
-    command = [*(before or []), sys.executable, "-c", SAVE_ONCE, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def _outcome(*arguments: object, inject: str | None = None) -> str:
+    script = Script(SAVE_ONCE, *arguments, inject=inject)
+    printed, errors = script.end()
+    assert script.returncode == 0, errors
+    return printed
 
 
 def _strace_reason() -> str | None:
     if shutil.which("strace") is None:
         return "needs strace"
-    command = ["strace", "-f", "--seccomp-bpf", "-e", "inject=getpid:retval=1", "true"]
+    command = ["strace", "-f", "-e", "inject=getpid:retval=1", "true"]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     return None if done.returncode == 0 else f"strace cannot inject here: {done.stderr[:80]}"
 
 
 @pytest.fixture(scope="module")
-def strace() -> Callable[[str], list[str]]:
-    reason = _strace_reason()
-    if reason:
+def strace() -> None:
+    if reason := _strace_reason():
         pytest.skip(reason)
-    options = ["strace", "-f", "--seccomp-bpf", "-o", "/dev/null"]
-    return lambda what: [*options, "-e", f"trace={what.split(':')[0]}", "-e", f"inject={what}"]
 
 
 FAULTS = [
@@ -204,28 +195,28 @@ FAULTS = [
 ]
 
 
+@pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize(("fault", "code"), FAULTS, ids=[fault for fault, _ in FAULTS])
 def test_an_injected_error_leaves_the_old_checkpoint_alone(
-    tmp_path: Path, strace: Callable[[str], list[str]], fault: str, code: int
+    tmp_path: Path, fault: str, code: int
 ) -> None:
     path = tmp_path / "step"
     checkpoint.save(state(1, mib=1), path)
     before = contents(tmp_path)
-    outcome = _outcome(0, path, before=strace(fault))
+    outcome = _outcome(0, path, inject=fault)
     assert outcome.startswith(f"OSError {code} "), outcome
     assert str(path) in outcome
     assert contents(tmp_path) == before
     assert_same(state(1, mib=1), checkpoint.load(path))
 
 
-def test_an_error_of_the_last_sync_loses_neither_checkpoint(
-    tmp_path: Path, strace: Callable[[str], list[str]]
-) -> None:
+@pytest.mark.usefixtures("strace")
+def test_an_error_of_the_last_sync_loses_neither_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "step"
     checkpoint.save(state(1, mib=1), path)
     old = {name for name in contents(tmp_path) if name.endswith(".safetensors")}
     # File, its folder, the checkpoint's folder, the manifest: the fifth is after the rename.
-    outcome = _outcome(0, path, before=strace("fsync:error=EIO:when=5"))
+    outcome = _outcome(0, path, inject="fsync:error=EIO:when=5")
     assert outcome.startswith(f"OSError {errno.EIO} "), outcome
     assert _seed_of(path) == 7
     assert old <= set(contents(tmp_path))
@@ -233,9 +224,10 @@ def test_an_error_of_the_last_sync_loses_neither_checkpoint(
     assert len([name for name in contents(tmp_path) if name.endswith(".safetensors")]) == 1
 
 
-def test_short_writes_are_finished(tmp_path: Path, strace: Callable[[str], list[str]]) -> None:
+@pytest.mark.usefixtures("strace")
+def test_short_writes_are_finished(tmp_path: Path) -> None:
     path = tmp_path / "step"
-    assert _outcome(0, path, before=strace("pwrite64:retval=4096:when=1")) == "saved\n"
+    assert _outcome(0, path, inject="pwrite64:retval=4096:when=1") == "saved\n"
 
 
 def test_a_file_size_limit_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""Scripts in processes of their own that need not import torch again, see ``tests.support.forks``.
+
+What belongs to the end of an interpreter, such as ``atexit``, does not run in them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TextIO
+
+from tests.support.forks import FORKS
+
+_PATIENCE_SECONDS = 60.0
+
+
+class Script:
+    """One that runs ``code`` with ``arguments`` in ``sys.argv``; ``stdout`` is what it prints.
+
+    ``inject`` is what strace does to its system calls, as in ``pwrite64:error=EIO``.
+    """
+
+    def __init__(self, code: str, *arguments: object, inject: str | None = None) -> None:
+        out, out_end = FORKS.Pipe(duplex=False)
+        err, err_end = FORKS.Pipe(duplex=False)
+        words = [str(argument) for argument in arguments]
+        self._process = FORKS.Process(
+            target=_run, args=(code, words, out_end, err_end, inject is not None)
+        )
+        self._process.start()
+        self.stdout, self._stderr = _text(out), _text(err)
+        for end in (out_end, err_end):
+            end.close()
+        assert self._process.pid is not None
+        self._pid: int = self._process.pid
+        self._strace = None if inject is None else _attach(inject, self._pid)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._pid, number)
+
+    def end(self) -> tuple[str, str]:
+        """What else it prints, on stdout and stderr, when it has ended."""
+        with self.stdout, self._stderr:
+            printed = self.stdout.read(), self._stderr.read()
+        self._process.join()
+        if self._strace is not None:
+            self._strace.wait()
+        return printed
+
+    @property
+    def returncode(self) -> int | None:
+        """Negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+
+def _text(pipe: Connection) -> TextIO:
+    with pipe:
+        return os.fdopen(os.dup(pipe.fileno()))
+
+
+def _attach(inject: str, process: int) -> subprocess.Popen[bytes]:
+    call = inject.partition(":")[0]
+    options = ["-f", "--quiet=all", "-o", "/dev/null", "-e", f"trace={call}"]
+    return subprocess.Popen(["strace", *options, "-e", f"inject={inject}", "-p", str(process)])
+
+
+def _run(
+    code: str, arguments: list[str], out: Connection, err: Connection, is_traced: bool
+) -> None:
+    for number, end in ((1, out), (2, err)):
+        os.dup2(end.fileno(), number)
+        end.close()
+    sys.argv = ["-c", *arguments]
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while is_traced and "TracerPid:\t0\n" in Path("/proc/self/status").read_text():
+        if time.monotonic() > deadline:
+            raise TimeoutError("strace has not attached to this process")
+        os.sched_yield()
+    exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
