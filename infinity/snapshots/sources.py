@@ -100,6 +100,9 @@ def contents_of(state: TieredState, published: Mapping[Key, Extent | None]) -> C
         )
         for group in state.layout.subgroups
     )
+    for number, group in enumerate(groups):
+        for component in () if group.is_host else group.components:
+            assert (number, component.name) in published, "neither in host memory nor on NVMe"
     names = [] if state.extents is None else state.extents.names
     ranges = {
         key: ranges_of(extent, names) for key, extent in published.items() if extent is not None

@@ -45,7 +45,7 @@ class Folders:
     """The folders of one run, on ``roots``; made, found and locked by ``acquire``."""
 
     def __init__(self, roots: Sequence[str | os.PathLike[str]]) -> None:
-        self._roots = [Path(root) for root in roots]
+        self._roots = [Path(root).absolute() for root in roots]
         self._lock: Descriptor | None = None
         self._place: tuple[Path, str] | None = None
         """The primary and the name of the store, once it is locked."""

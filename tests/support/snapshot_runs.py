@@ -15,15 +15,20 @@ ADAMW = infinity.AdamW(lr=1e-2)
 
 
 class Net(nn.Module):
-    """Weights that move, small ones that do not, buffers, and random numbers in its forward."""
+    """Weights that move, two of which may be tiled, small ones that do not, buffers, and random
+    numbers in its forward.
+    """
 
-    def __init__(self, depth: int = 10) -> None:
+    def __init__(self, depth: int = 8) -> None:
         super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
         self.norm = nn.BatchNorm1d(WIDTH)
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(torch.tanh(self.up(x)))
         for layer in self.layers:
             x = x + self.dropout(torch.tanh(layer(x)))
         result: torch.Tensor = self.norm(x)
@@ -61,8 +66,17 @@ def everything(offloaded: infinity.OffloadedModel) -> dict[str, Any]:
     scalars = scalars_of(training)
     found["random state"] = scalars["random"]["cpu"]
     for name in ("steps", "groups", "loss_scale", "small_state"):
-        found[name] = scalars[name]
+        found[name] = _sorted(scalars[name])
     return found
+
+
+def _sorted(value: Any) -> Any:
+    """A copy with the entries of dictionaries in the order of their keys."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value, key=str)}
+    return [_sorted(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -1,0 +1,217 @@
+"""Snapshots beside everything else that changes state, and in blocks of another kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.model import training_of
+from tests.support.models import seeded
+from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
+from tests.support.training import WHOLE, least_budget, same_bits, values_of
+
+
+@pytest.fixture(scope="module")
+def least(tmp_path_factory: pytest.TempPathFactory) -> int:
+    return least_budget(Net, tmp_path_factory.mktemp("least"), optimizer=ADAMW)
+
+
+def _block(nvme: Any, host_memory: int, seed: int = 0, **options: Any) -> Any:
+    return infinity.offload(
+        seeded(Net, seed), nvme, host_memory=host_memory, **({"optimizer": ADAMW} | options)
+    )
+
+
+def _modify(offloaded: infinity.OffloadedModel, folder: Path) -> None:
+    with offloaded.gathered(modify=True), torch.no_grad():
+        for parameter in offloaded.model.parameters():
+            parameter.add_(1.0)
+
+
+def _load(offloaded: infinity.OffloadedModel, folder: Path) -> None:
+    offloaded.load(folder / "saved")
+
+
+@pytest.mark.parametrize("change", [_modify, _load])
+def test_values_that_are_overwritten_after_a_snapshot_are_not_those_of_the_snapshot(
+    change: Callable[[infinity.OffloadedModel, Path], None],
+    least: int,
+    nvme: Path,
+    tmp_path: Path,
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        offloaded.save(tmp_path / "saved")
+        train(offloaded, 1, 3)
+        offloaded.snapshot("a")
+        before = everything(offloaded)
+        change(offloaded, tmp_path)
+        changed = everything(offloaded)
+        offloaded.restore("a")
+        assert_same(before, everything(offloaded))
+        change(offloaded, tmp_path)
+        assert_same(changed, everything(offloaded))
+    with _block(nvme, least, seed=5) as offloaded:
+        offloaded.restore("a")
+        change(offloaded, tmp_path)
+        offloaded.restore("a")
+        assert_same(before, everything(offloaded))
+        offloaded.drop_snapshot("a")
+
+
+@pytest.mark.parametrize(
+    ("taken", "restored"),
+    [
+        ({}, {"host_memory": WHOLE}),
+        ({"host_memory": WHOLE}, {}),
+        ({}, {"max_parameter_bytes": "256KiB"}),
+        ({"max_parameter_bytes": "256KiB"}, {"host_memory": WHOLE}),
+        ({"max_parameter_bytes": "256KiB"}, {"max_parameter_bytes": "256KiB"}),
+    ],
+)
+def test_snapshot_is_restored_under_other_budgets_and_tiles(
+    taken: dict[str, Any], restored: dict[str, Any], least: int, nvme: Path
+) -> None:
+    model = seeded(Net)
+    with infinity.offload(
+        model, nvme, **({"optimizer": ADAMW, "host_memory": least} | taken)
+    ) as offloaded:
+        torch.manual_seed(2)
+        train(offloaded, 0, 3)
+        offloaded.snapshot("a")
+        train(offloaded, 3, 5)
+    expected = values_of(model)
+    other = seeded(Net, 8)
+    with infinity.offload(
+        other, nvme, **({"optimizer": ADAMW, "host_memory": least} | restored)
+    ) as offloaded:
+        offloaded.restore("a")
+        train(offloaded, 3, 5)
+        offloaded.drop_snapshot("a")
+    found = values_of(other)
+    assert all(same_bits(value, found[name]) for name, value in expected.items())
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def _torch_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": _sgd},
+        {"optimizer": _torch_adamw},
+        {"optimizer": infinity.AdamW(lr=1e-2, state_dtype=torch.uint8)},
+        {"optimizer": infinity.AdamW(state_dtype=torch.bfloat16), "compute_dtype": torch.bfloat16},
+    ],
+)
+def test_state_of_any_optimizer_is_restored(
+    options: dict[str, Any], nvme: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    host_memory, dtype = least_budget(Net, folder, **options), options.get("compute_dtype")
+    with _block(nvme, host_memory, **options) as offloaded:
+        train(offloaded, 0, 3, dtype)
+        offloaded.snapshot("a")
+        before = everything(offloaded)
+        train(offloaded, 3, 5, dtype)
+        after = everything(offloaded)
+    with _block(nvme, host_memory, seed=4, **options) as offloaded:
+        offloaded.restore("a")
+        assert_same(before, everything(offloaded))
+        train(offloaded, 3, 5, dtype)
+        assert_same(after, everything(offloaded))
+        offloaded.drop_snapshot("a")
+
+
+def test_snapshot_of_a_model_for_inference_is_restored(nvme: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optimizer": None, "compute_dtype": torch.bfloat16}
+    with _block(nvme, 12 << 20, **options) as offloaded:
+        offloaded.snapshot("a")
+        before = everything(offloaded)
+    with _block(nvme, 12 << 20, seed=4, **options) as offloaded:
+        offloaded.restore("a")
+        assert_same(before, everything(offloaded))
+        offloaded.drop_snapshot("a")
+
+
+def _half_frozen(seed: int) -> Net:
+    model = seeded(Net, seed)
+    model.layers[:7].requires_grad_(False)
+    return model
+
+
+def test_frozen_weights_are_kept_once_through_many_processes(nvme: Path) -> None:
+    host_memory = least_budget(lambda: _half_frozen(0), nvme, optimizer=ADAMW)
+    options: dict[str, Any] = {"optimizer": ADAMW, "host_memory": host_memory}
+    with infinity.offload(_half_frozen(0), nvme, **options) as offloaded:
+        train(offloaded, 0, 2)
+        offloaded.snapshot("step-2")
+        after = everything(offloaded)
+    for step in range(2, 5):
+        with infinity.offload(_half_frozen(step), nvme, **options) as offloaded:
+            offloaded.restore(f"step-{step}")
+            assert_same(after, everything(offloaded))
+            train(offloaded, step, step + 1)
+            offloaded.snapshot(f"step-{step + 1}", keep=1)
+            after = everything(offloaded)
+            taken = offloaded.snapshots()
+            assert [one.name for one in taken] == [f"step-{step + 1}"]
+    kept = sum(path.lstat().st_blocks * 512 for path in nvme.rglob("*") if path.is_file())
+    assert kept < taken[0].nbytes + 64 * 1024
+    with infinity.offload(_half_frozen(9), nvme, **options) as offloaded:
+        offloaded.restore("step-5")
+        assert_same(after, everything(offloaded))
+        offloaded.drop_snapshot("step-5")
+        assert_same(after, everything(offloaded))
+
+
+def test_snapshot_copies_nothing_that_is_on_nvme_and_restoring_reads_nothing_of_it(
+    least: int, nvme: Path
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 2)
+        offloaded.flush()
+        state = training_of(offloaded).state
+        assert state.extents is not None
+        vars(state.extents)["_transfer"] = _refuse
+        taken = offloaded.snapshot("a")
+        offloaded.restore("a")
+        held = state.placement.state_host_bytes
+        assert taken.written_bytes < held + 16 * 4096
+        assert taken.nbytes - taken.written_bytes == state.placement.state_nvme_bytes
+        del vars(state.extents)["_transfer"]
+        offloaded.drop_snapshot("a")
+
+
+def _refuse(*_: object) -> Any:
+    raise AssertionError("bytes on NVMe were moved")
+
+
+def test_keep_drops_the_oldest_of_this_model_and_none_of_others(nvme: Path) -> None:
+    other = nn.Linear(64, 64)
+    with infinity.offload(other, nvme, host_memory=WHOLE) as offloaded:
+        offloaded.snapshot("z-other", keep=1)
+    with _block(nvme, WHOLE) as offloaded:
+        for name in ("c", "b", "a"):
+            offloaded.snapshot(name, keep=2)
+        assert [one.name for one in offloaded.snapshots()] == ["z-other", "b", "a"]
+        offloaded.snapshot("b", keep=2)
+        assert [one.name for one in offloaded.snapshots()] == ["z-other", "a", "b"]
+        with pytest.raises(FileExistsError, match="another model's"):
+            offloaded.snapshot("z-other")
+        with pytest.raises(ValueError, match=r"z-other|has no parameter"):
+            offloaded.restore("z-other")
+        for one in offloaded.snapshots():
+            offloaded.drop_snapshot(one.name)
