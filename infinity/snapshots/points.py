@@ -200,7 +200,7 @@ class Snapshots:
             except (OSError, ValueError) as error:
                 _log.warning(
                     "the snapshot %s cannot be read, so nothing is given back of what it may "
-                    "need; offloaded.drop(%r) removes it: %s",
+                    "need; offloaded.drop_snapshot(%r) removes it: %s",
                     name,
                     name,
                     error,
@@ -251,12 +251,13 @@ class Snapshots:
     def _check_is_ours(self, name: str, model: str) -> None:
         if name in self._damaged:
             raise CorruptCheckpointError(
-                f"the snapshot {name} is there and cannot be read; offloaded.drop({name!r}) first"
+                f"the snapshot {name} is there and cannot be read; "
+                f"offloaded.drop_snapshot({name!r}) first"
             )
         if name in self._entries and self._entries[name].point.model != model:
             raise FileExistsError(
                 f"the snapshot {name} is there and is another model's; give another name, or "
-                f"offloaded.drop({name!r}) first"
+                f"offloaded.drop_snapshot({name!r}) first"
             )
 
     def _drop_surplus(self, state: TieredState, model: str, keep: int | None) -> None:

@@ -35,6 +35,7 @@ from swap.storage.directory import FOLDER, check_folder, locked, make_shared
 _STORE = re.compile(r"[0-9a-f]{12}")
 _FILE = re.compile(r"([0-9a-f]{12})\.swap")
 _LOCK, _POINTS = "lock", "points"
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _TURN_SECONDS = 10.0
 """How long another process may take to give back what killed ones left."""
 _POLL_SECONDS = 0.01
@@ -103,6 +104,8 @@ class Folders:
             try:
                 os.link(path, kept, follow_symlinks=False)
             except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
                 raise OSError(
                     error.errno,
                     f"{error.strerror}: a snapshot gives the swap file a second name (a hard "

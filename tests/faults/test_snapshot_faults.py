@@ -1,0 +1,271 @@
+"""Snapshots when something goes wrong: training and all earlier ones are whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity
+from aio import AioError
+from infinity import cli
+from infinity.model import training_of
+from infinity.snapshots import points
+from swap.storage.extents import ExtentStore
+from tests.support.interrupts import interrupt, sampled
+from tests.support.models import seeded
+from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
+from tests.support.training import WHOLE, least_budget
+
+
+@pytest.fixture(scope="module")
+def least(tmp_path_factory: pytest.TempPathFactory) -> int:
+    return least_budget(Net, tmp_path_factory.mktemp("least"), optimizer=ADAMW)
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Iterator[Path]:
+    """Nothing may stay here but what a test leaves on purpose."""
+    directory = tmp_path / "nvme"
+    directory.mkdir()
+    yield directory
+    with _block(directory, WHOLE) as offloaded:
+        for one in offloaded.snapshots():
+            offloaded.drop_snapshot(one.name)
+    assert list(directory.rglob("*")) == []
+
+
+def _block(nvme: Any, host_memory: int, seed: int = 0, **options: Any) -> Any:
+    return infinity.offload(
+        seeded(Net, seed), nvme, host_memory=host_memory, **({"optimizer": ADAMW} | options)
+    )
+
+
+def _no_room(*_: object, **__: object) -> Any:
+    raise AioError("no room", errno=errno.ENOSPC)
+
+
+@pytest.mark.parametrize("place", ["link", "save"])
+def test_snapshot_that_fails_leaves_training_and_earlier_ones_whole(
+    place: str, least: int, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        if place == "save":
+            offloaded.snapshot("a", extra=1)
+        first = everything(offloaded)
+        train(offloaded, 1, 3)
+        before = everything(offloaded)
+        where = (os, "link") if place == "link" else (points, "save_on")
+        with monkeypatch.context() as patch:
+            patch.setattr(*where, _no_room)
+            for name in ("a", "b"):
+                with pytest.raises(OSError, match="no room"):
+                    offloaded.snapshot(name)
+        assert_same(before, everything(offloaded))
+        names = [one.name for one in offloaded.snapshots()]
+        assert names == (["a"] if place == "save" else [])
+        state = training_of(offloaded).state
+        assert state.extents is not None
+        if place == "link":
+            used = state.extents.used_bytes
+            assert used == state.placement.state_nvme_bytes + state.placement.gradient_nvme_bytes
+        train(offloaded, 3, 5)
+        if place == "save":
+            offloaded.restore("a")
+            assert_same(first, everything(offloaded))
+
+
+def test_snapshot_whose_last_sync_fails_is_whole_if_it_is_there(
+    least: int, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = points.save_on
+
+    def save_and_fail(*arguments: Any) -> Any:
+        save(*arguments)
+        raise OSError(errno.EIO, "the directory cannot be synced")
+
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        offloaded.snapshot("a")
+        train(offloaded, 1, 2)
+        expected = everything(offloaded)
+        with monkeypatch.context() as patch:
+            patch.setattr(points, "save_on", save_and_fail)
+            with pytest.raises(OSError, match="cannot be synced"):
+                offloaded.snapshot("a")
+        train(offloaded, 2, 6)
+    with _block(nvme, least, seed=3) as offloaded:
+        offloaded.restore("a")
+        assert_same(expected, everything(offloaded))
+
+
+def test_step_that_finds_no_room_is_forgotten_by_restore(
+    least: int, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 2)
+        offloaded.snapshot("a")
+        expected = everything(offloaded)
+        train(offloaded, 2, 4)
+        after = everything(offloaded)
+        with monkeypatch.context() as patch:
+            patch.setattr(ExtentStore, "allocate", _no_room)
+            train(offloaded, 4, 5)
+            with pytest.raises(AioError, match="no room"):
+                offloaded.flush()
+            with pytest.raises(AioError, match="no room"):
+                offloaded.snapshot("b")
+            with pytest.raises(FileNotFoundError, match="no snapshot b"):
+                offloaded.restore("b")
+            with pytest.raises(AioError, match="no room"):
+                offloaded.flush()
+            offloaded.restore("a")
+            assert_same(expected, everything(offloaded))
+        train(offloaded, 2, 4)
+        assert_same(after, everything(offloaded))
+
+
+def test_second_block_is_refused_while_the_first_uses_snapshots(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swap.snapshots.folders._TURN_SECONDS", 0.0)
+    with _block(nvme, WHOLE) as first, _block(nvme, WHOLE, seed=1) as second:
+        first.snapshot("a")
+        assert [one.name for one in second.snapshots()] == ["a"]
+        for call in (second.snapshot, second.restore, second.drop_snapshot):
+            with pytest.raises(BlockingIOError, match="another offload block"):
+                call("a")
+
+
+def test_snapshot_stays_when_blocks_begin_and_swap_files_are_collected(
+    least: int, nvme: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 2)
+        taken = offloaded.snapshot("a")
+        expected = everything(offloaded)
+        train(offloaded, 2, 4)
+    with _block(nvme, least, seed=6):
+        pass
+    assert cli.main(["gc", os.fspath(nvme)]) == 0
+    capsys.readouterr()
+    kept = sum(path.lstat().st_blocks * 512 for path in nvme.rglob("*") if path.is_file())
+    assert kept < taken.nbytes + 64 * 1024
+    with _block(nvme, least, seed=2) as offloaded:
+        offloaded.restore("a")
+        assert_same(expected, everything(offloaded))
+
+
+def test_file_that_is_missing_or_too_short_is_named_and_nothing_is_changed(
+    least: int, nvme: Path
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 2)
+        offloaded.snapshot("a")
+    (swap_file,) = nvme.rglob("*.swap")
+    with _block(nvme, least, seed=2) as offloaded:
+        before = everything(offloaded)
+        os.truncate(swap_file, 4096)
+        with pytest.raises(AioError, match="the file is damaged"):
+            offloaded.restore("a")
+        swap_file.unlink()
+        with pytest.raises(AioError, match="in none of the nvme directories"):
+            offloaded.restore("a")
+        assert_same(before, everything(offloaded))
+
+
+def test_damaged_snapshot_is_refused_and_keeps_what_others_need(
+    least: int, nvme: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 2)
+        offloaded.snapshot("a")
+        expected = everything(offloaded)
+        train(offloaded, 2, 3)
+        offloaded.snapshot("b")
+    manifest = next(path for path in nvme.rglob("manifest.json") if path.parent.name == "b")
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:-20])
+    with _block(nvme, least, seed=2) as offloaded:
+        assert [one.name for one in offloaded.snapshots()] == ["a"]
+        with pytest.raises(ValueError, match="b"):
+            offloaded.restore("b")
+        with pytest.raises(ValueError, match="drop_snapshot"):
+            offloaded.snapshot("b")
+        offloaded.restore("a")
+        assert_same(expected, everything(offloaded))
+    assert "drop_snapshot('b')" in caplog.text
+    with _block(nvme, least, seed=2) as offloaded:
+        offloaded.drop_snapshot("b")
+        offloaded.restore("a")
+        assert_same(expected, everything(offloaded))
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "/a", "-a", "a b", "a\n", "ä", "a" * 101, ".a"]
+)
+def test_name_that_is_none_is_refused(name: str, nvme: Path) -> None:
+    with _block(nvme, WHOLE) as offloaded:
+        for call in (offloaded.snapshot, offloaded.restore, offloaded.drop_snapshot):
+            with pytest.raises(ValueError, match="is no name of a snapshot"):
+                call(name)
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5])
+def test_number_to_keep_that_is_none_is_refused(keep: Any, nvme: Path) -> None:
+    with _block(nvme, WHOLE) as offloaded, pytest.raises((TypeError, ValueError), match="keep"):
+        offloaded.snapshot("a", keep)
+
+
+def test_forked_child_is_refused_and_takes_no_lock_along(least: int, nvme: Path) -> None:
+    with _block(nvme, least) as offloaded:
+        offloaded.snapshot("a")
+        child = os.fork()
+        if child == 0:
+            os._exit(_what_a_child_may(offloaded))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        offloaded.restore("a")
+    with _block(nvme, least) as offloaded:
+        offloaded.restore("a")
+
+
+def _what_a_child_may(offloaded: infinity.OffloadedModel) -> int:
+    for call in (offloaded.snapshot, offloaded.restore, offloaded.drop_snapshot):
+        try:
+            call("a")
+        except RuntimeError as error:
+            if "cannot be used in process" in str(error):
+                continue
+        return 1
+    return 0
+
+
+def test_interrupted_calls_leave_whole_snapshots(least: int, nvme: Path) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 2)
+        offloaded.snapshot("kept")
+        expected = everything(offloaded)
+        train(offloaded, 2, 3)
+        calls = {
+            "snapshot": lambda: offloaded.snapshot("a", keep=2),
+            "restore": lambda: offloaded.restore("kept"),
+            "drop": lambda: offloaded.drop_snapshot("a"),
+        }
+        for name, call in calls.items():
+            lines = interrupt(call, None)
+            for number in sampled(lines.seen, 4, seed=len(name)):
+                if name == "drop":
+                    offloaded.snapshot("a")
+                interrupt(call, number)
+                assert {one.name for one in offloaded.snapshots()} <= {"a", "kept"}
+                offloaded.restore("kept")
+                assert_same(expected, everything(offloaded))
+                train(offloaded, 2, 3)
+    with _block(nvme, least, seed=4) as offloaded:
+        offloaded.restore("kept")
+        assert_same(expected, everything(offloaded))
