@@ -78,19 +78,16 @@ def test_values_that_are_overwritten_after_a_snapshot_are_not_those_of_the_snaps
 def test_snapshot_is_restored_under_other_budgets_and_tiles(
     taken: dict[str, Any], restored: dict[str, Any], least: int, nvme: Path
 ) -> None:
+    usual: dict[str, Any] = {"optimizer": ADAMW, "host_memory": least}
     model = seeded(Net)
-    with infinity.offload(
-        model, nvme, **({"optimizer": ADAMW, "host_memory": least} | taken)
-    ) as offloaded:
+    with infinity.offload(model, nvme, **(usual | taken)) as offloaded:
         torch.manual_seed(2)
         train(offloaded, 0, 3)
         offloaded.snapshot("a")
         train(offloaded, 3, 5)
     expected = values_of(model)
     other = seeded(Net, 8)
-    with infinity.offload(
-        other, nvme, **({"optimizer": ADAMW, "host_memory": least} | restored)
-    ) as offloaded:
+    with infinity.offload(other, nvme, **(usual | restored)) as offloaded:
         offloaded.restore("a")
         train(offloaded, 3, 5)
         offloaded.drop_snapshot("a")
