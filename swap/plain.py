@@ -8,6 +8,8 @@ memory by its address asks here first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -30,18 +32,60 @@ def is_in_place(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     return has_address and tensor.is_contiguous()
 
 
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether it lies in memory, by strides."""
+    is_real = tensor.layout == torch.strided and not tensor.is_meta
+    return is_real and not tensor._is_zerotensor() and tensor.numel() > 0
+
+
+def reach_bytes(tensor: torch.Tensor) -> int:
+    """From the first byte of ``tensor`` to the last."""
+    last = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the memory between the first and the last byte of each has bytes in common."""
+    if not (has_bytes(one) and has_bytes(other)) or one.device != other.device:
+        return False
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + reach_bytes(other) and second < first + reach_bytes(one)
+
+
+def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that lie in memory are one but for their names."""
+
+    def view(tensor: torch.Tensor) -> tuple[object, ...]:
+        where = tensor.data_ptr(), tensor.dtype, tensor.device
+        return *where, tensor.shape, tensor.stride(), is_plain(tensor)
+
+    return view(one) == view(other)
+
+
+def copy_together(moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give each memory, a flat tensor, the values that its tensor had before the first was written:
+    they may lie in the memory of one another.
+    """
+    away = [(memory, value) for memory, value in moves if not is_in_place(value, memory)]
+    values = [
+        value.clone() if any(overlap(value, memory) for memory, _ in away) else plain(value)
+        for _, value in away
+    ]
+    for (memory, _), value in zip(away, values, strict=True):
+        memory.copy_(value.reshape(-1))
+
+
 def memory_fault(tensor: torch.Tensor) -> str | None:
     """Why a tensor has no values to read: it is none of memory, or has less than it needs."""
     if tensor.layout != torch.strided:
         return f"is of layout {tensor.layout}"
     if tensor.is_meta:
         return "is on the meta device"
-    last = tensor.numel() - 1
-    if last < 0 or tensor._is_zerotensor():
+    if not tensor.numel() or tensor._is_zerotensor():
         return None
-    if not tensor.is_contiguous():
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
+    needed = int(tensor.storage_offset()) * tensor.element_size() + reach_bytes(tensor)
     there = tensor.untyped_storage().nbytes()
     if needed <= there:
         return None

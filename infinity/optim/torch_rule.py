@@ -24,7 +24,7 @@ from infinity.optim.separable import (
 )
 from infinity.optim.torch_state import IN_COMPONENTS, StateComponents
 from swap.masters import keep_master, master_of
-from swap.plain import is_in_place, plain
+from swap.plain import copy_together
 from swap.plan.layout import Component, Segment
 from swap.plan.rules import ParameterUpdate, master_components
 
@@ -129,11 +129,11 @@ class TorchRule(OptimizerRule):
             setattr(leaf, name, value)
         leaf.grad = gradient
         kept = self.state_components(master.dtype)
-        state = kept.state(small, components, update.shape)
+        state = kept.state(small, components, leaf.detach())
         after = self._step_one(leaf, dict(update.options), state)
-        kept.keep(dict(after), components, small, update.shape)
-        if not is_in_place(leaf.detach(), master):  # the optimizer put other data in its place
-            master.copy_(plain(leaf.detach()).reshape(-1))
+        moves = kept.keep(dict(after), components, small, leaf.detach())
+        # The optimizer may have put other data in its place, those of the state too.
+        copy_together([*moves, (master, leaf.detach())])
 
     def _small_state_before(self, update: ParameterUpdate) -> dict[str, Any]:
         """The small state that ``update`` starts from, also when it is computed a second time."""
@@ -176,17 +176,17 @@ class TorchRule(OptimizerRule):
         """``apply``, with ``state`` in components of its own."""
         master = leaf.detach().view(-1)
         if not state:
-            components = self.state_components(master.dtype).components
             state = {
                 component.name: torch.zeros(len(master), dtype=component.dtype, device="cpu")
-                for component in components
+                for component in self.state_components(master.dtype).components
             }
             state["small"] = {}
         update = ParameterUpdate(
             parameter=-1, step=1, shape=leaf.shape, options=options, attributes=vars(leaf)
         )
         assert leaf.grad is not None
-        self._apply(master, leaf.grad, update, state, state["small"])
+        components = {name: value for name, value in state.items() if name != "small"}
+        self._apply(master, leaf.grad, update, components, state["small"])
         return state, options
 
     def check_slices(self) -> None:

@@ -4,18 +4,26 @@ element in components, each in the dtype that the optimizer gives it; the rest i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
-from swap.plain import is_in_place, plain
+from swap.plain import is_same_view, overlap
 from swap.plan.layout import Component
 
 IN_COMPONENTS = "infinity.planes"
 """Key in the small state of a parameter: the names of its state that the components hold."""
+_SAME_AS = "infinity.same_as"
+"""Key there: names of its state that are one tensor with that of another name, or the weights."""
+_OURS = (IN_COMPONENTS, _SAME_AS)
 _TAKEN = ("weight", "lo", "master")
 """Components that are no state."""
+
+Move = tuple[torch.Tensor, torch.Tensor]
+"""Memory, and the values that it is to have."""
 
 
 class StateComponents:
@@ -47,12 +55,19 @@ class StateComponents:
                 )
 
     def state(
-        self, small: Mapping[str, Any], components: Mapping[str, torch.Tensor], shape: torch.Size
+        self,
+        small: Mapping[str, Any],
+        components: Mapping[str, torch.Tensor],
+        weights: torch.Tensor,
     ) -> dict[str, Any]:
-        """What the optimizer kept of a parameter: ``small``, and views of the components."""
-        state = {name: value for name, value in small.items() if name != IN_COMPONENTS}
+        """What the optimizer kept of a parameter, which has these ``weights``: ``small``, and views
+        of the components.
+        """
+        state = {name: value for name, value in small.items() if name not in _OURS}
         for name in small.get(IN_COMPONENTS, ()):
-            state[name] = components[self._components[name].name].view(shape)
+            state[name] = components[self._components[name].name].view(weights.shape)
+        for name, *others in small.get(_SAME_AS, ()):
+            state[name] = state[others[0]] if others else weights
         return state
 
     def keep(
@@ -60,20 +75,62 @@ class StateComponents:
         after: Mapping[str, Any],
         components: Mapping[str, torch.Tensor],
         small: dict[str, Any],
-        shape: torch.Size,
-    ) -> None:
-        """Bring ``after``, the state of a parameter, to the components and to ``small``."""
+        weights: torch.Tensor,
+    ) -> list[Move]:
+        """Bring ``after``, the state of a parameter, which has these ``weights`` now, to ``small``
+        and to the components: gives the copies for that, which are to be made together.
+
+        Raises ``ValueError`` naming what lies in a part of the memory of another.
+        """
+        memories = [*components.values()]
+        same = self._same(after, weights, memories)
         small.clear()
-        held = []
+        moves, held = [], []
         for name, value in after.items():
             component = self._components.get(name)
-            if component is None or not _fits(value, component, shape):
-                small[name] = value
+            if component is None or not _fits(value, component, weights.shape):
+                small[name] = tree_map(partial(_aside, memories=memories), value)
                 continue
             held.append(name)
-            if not is_in_place(value, components[component.name]):
-                components[component.name].copy_(plain(value).reshape(-1))
+            moves.append((components[component.name], value))
         small[IN_COMPONENTS] = held
+        if same:
+            small[_SAME_AS] = same
+        return moves
+
+    def _same(
+        self,
+        after: Mapping[str, Any],
+        weights: torch.Tensor,
+        memories: Sequence[torch.Tensor],
+    ) -> list[list[str]]:
+        """The names of state that is one tensor with that of another name, and this; of what is one
+        with the ``weights``, alone. Numbers that have more than one name change together.
+        """
+        same: list[list[str]] = []
+        seen: list[tuple[list[str], torch.Tensor]] = [([], weights)]
+        for name, value in after.items():
+            if not (isinstance(value, torch.Tensor) and _is_ordinary(value)):
+                continue
+            for other, tensor in seen:
+                if not overlap(value, tensor):
+                    continue
+                if is_same_view(value, tensor):
+                    same.append([name, *other])
+                    break
+                both = (value, tensor)
+                if any(one.shape == weights.shape or _lies_in(one, memories) for one in both):
+                    raise self._refusal(name, other)
+            else:
+                seen.append(([name], value))
+        return same
+
+    def _refusal(self, name: str, other: Sequence[str]) -> ValueError:
+        what = f"of its state {other[0]!r}" if other else "of the parameter"
+        return ValueError(
+            f"{self._optimizer} keeps the state {name!r} in a part of the memory {what}, and an "
+            "offloaded model keeps each in its own; let it make a tensor for each"
+        )
 
     def restore(self, small: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
         """Small state that was saved; ``stored`` are the names of the components that were.
@@ -88,7 +145,7 @@ class StateComponents:
         return {IN_COMPONENTS: held} | dict(small)
 
     def _check(self, name: str, value: torch.Tensor) -> None:
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+        if not _is_ordinary(value) or value.layout != torch.strided:
             kind = f"{type(value).__name__} of layout {value.layout}"
         elif value.is_quantized or value.device.type != "cpu":
             kind = f"{value.dtype} on {value.device}"
@@ -113,5 +170,17 @@ def _component_name(state_name: Any) -> str:
 
 
 def _fits(value: Any, component: Component, shape: torch.Size) -> bool:
-    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return is_plain and value.shape == shape and value.dtype == component.dtype
+    return _is_ordinary(value) and value.shape == shape and value.dtype == component.dtype
+
+
+def _is_ordinary(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _aside(value: Any, memories: Sequence[torch.Tensor]) -> Any:
+    """``value``, or a copy of a tensor that lies in memory which others are given next."""
+    return value.detach().clone() if _is_ordinary(value) and _lies_in(value, memories) else value
+
+
+def _lies_in(tensor: torch.Tensor, memories: Sequence[torch.Tensor]) -> bool:
+    return any(overlap(tensor, memory) for memory in memories)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from infinity.parameters.partition import Cut, Share, partition
-from infinity.parameters.shared_memory import check_sharing, reach_bytes
-from swap.plain import check_memory
+from infinity.parameters.shared_memory import check_sharing
+from swap.plain import check_memory, reach_bytes
 from swap.plan.layout import ParameterSpec, pad
 
 ALWAYS_ON_HOST_ELEMENTS = 16 * 1024

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from swap.plain import has_bytes, reach_bytes
+
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -103,18 +105,6 @@ def _refusal(first: _Span, second: _Span) -> str | None:
         f"{instead}, or call requires_grad_(False) on the parameter if it is not to be trained "
         "(with optimizer=None, say)"
     )
-
-
-def has_bytes(tensor: torch.Tensor) -> bool:
-    """Whether it lies in memory, by strides."""
-    is_real = tensor.layout == torch.strided and not tensor.is_meta
-    return is_real and not tensor._is_zerotensor() and tensor.numel() > 0
-
-
-def reach_bytes(tensor: torch.Tensor) -> int:
-    """From the first byte of ``tensor`` to the last."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
