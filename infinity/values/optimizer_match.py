@@ -86,7 +86,8 @@ def match_groups(
     ours: Sequence[Iterable[str]], saved: Mapping[str, Any], path: PathLike
 ) -> list[Mapping[str, Any] | None]:
     """The saved group of every group of the optimizer, whose parameters have the names ``ours``:
-    the one with the same members. None for one of which no member was trained.
+    the one with the same members, or where the source of the state has options of parameters only,
+    the one with their options. None for one of which no member was trained.
 
     Raises ``ValueError`` naming parameters that were grouped in another way.
     """
@@ -107,7 +108,7 @@ def match_groups(
             first, second, *_ = found.values()
             raise _other_groups(path, first, second, "two groups", "one")
         for position, name in found.items():
-            if position in taken:
+            if position in taken and saved.get("is_grouped", True):
                 raise _other_groups(path, taken[position], name, "one group", "two")
             taken[position] = name
         matched.append(saved["groups"][next(iter(found))] if found else None)

@@ -12,11 +12,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import checkpoint
+import infinity
 from infinity.cli import main
 from tests.support.foreign_runs import (
+    AT,
     OPTIONS,
     WIDTH,
+    Model,
     Plain,
+    after,
     assert_goes_on_as,
     batches,
     run,
@@ -64,6 +68,27 @@ def test_groups_and_options_of_a_distributed_checkpoint_come_along(
         ]
         assert sorted(one["params"]) == sorted(names)
         assert all(one[key] == value for key, value in group.items() if key != "params")
+
+
+def test_flat_state_of_groups_with_equal_options_goes_on_in_these_groups(
+    plain: Plain, nvme: Path, tmp_path: Path
+) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(plain.model, plain.optimizer, options=options)
+    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
+    model = Model()
+    parts = (model.up, model.down, model.unused)
+
+    def in_groups(_: object) -> torch.optim.Optimizer:
+        groups = [{"params": [*part.parameters()]} for part in parts]
+        return torch.optim.AdamW(groups, lr=1e-4, fused=True)
+
+    with infinity.offload(model, nvme, optimizer=in_groups, host_memory="256MiB") as offloaded:
+        offloaded.load(tmp_path / "ours")
+        groups = offloaded.optimizer.param_groups
+        assert [group["lr"] for group in groups] == [OPTIONS["lr"]] * len(parts)
+        assert train(model, offloaded.step, after(AT)) == plain.rest()
 
 
 def test_a_source_without_options_says_so(

@@ -121,12 +121,14 @@ def read_distributed(path: Path, model: nn.Module) -> ForeignState:
     there = {
         key.removeprefix(of_state) for key in _first_moments(found) if key.startswith(of_state)
     }
+    groups, is_grouped = _groups(found, of_state, path)
     return ForeignState(
         weights={name: weights[name] for name in names if name in weights},
         buffers={name: weights[name] for name in weights if name not in names},
         moments=moments,
         steps=steps,
-        groups=_groups(found, of_state, path),
+        groups=groups,
+        is_grouped=is_grouped,
         is_whole=bool(weights),
         others=sorted(there - {*names}),
     )
@@ -175,9 +177,10 @@ def _kept(found: _Checkpoint) -> dict[str, set[str]]:
     return kept
 
 
-def _groups(found: _Checkpoint, of_state: str, path: Path) -> list[dict[str, Any]]:
-    """The groups of the optimizer whose state is under ``of_state``, with their options; none where
-    there are no options. Raises ``ValueError`` for those of another optimizer.
+def _groups(found: _Checkpoint, of_state: str, path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The groups of the optimizer whose state is under ``of_state``, with their options, and
+    whether they are listed; none where there are no options. Raises ``ValueError`` for those of
+    another optimizer.
     """
     root, inside, prefix = of_state.rpartition("state.")
     first = f"{root}{_GROUPS}"
@@ -188,7 +191,7 @@ def _groups(found: _Checkpoint, of_state: str, path: Path) -> list[dict[str, Any
     for group in groups:
         check_options(group, path)
         group["params"] = [name.removeprefix(prefix) for name in group["params"]]
-    return groups
+    return groups, is_listed
 
 
 def _listed(values: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -87,6 +87,7 @@ def _tree(state: ForeignState, model: nn.Module, files: WeightFolder) -> dict[st
             "shapes": shapes,
             "dtypes": dict.fromkeys(shapes, torch.float32),
             "groups": list(state.groups),
+            "is_grouped": state.is_grouped,
             "optimizer_class": KEPT_BY,
             "plane_dtypes": {
                 name: dict.fromkeys(parts, torch.float32) for name, parts in has_moments.items()

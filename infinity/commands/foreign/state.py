@@ -80,6 +80,9 @@ class ForeignState:
     steps: Mapping[str, int]
     weights: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[Mapping[str, Any]] = ()
+    is_grouped: bool = True
+    """Whether the source says what was one group; else ``groups`` are of those with equal options.
+    """
     buffers: Mapping[str, Any] = field(default_factory=dict)
     is_whole: bool = False
     """Whether ``weights`` should have every parameter: the source had frozen ones, too."""
