@@ -42,9 +42,11 @@ test: $(VENV)/built ## Run the tests, without those that take long
 	$(PYTEST) -n $(WORKERS) --dist worksteal --ignore=tests/integrations \
 	    -m "not proof and not frameworks" $(ARGS)
 
-# One after the other, since these take all processors, or the memory or the limits of the machine.
+# Programs that take all processors run one after the other.
 proof: $(VENV)/built ## Run the tests that take long, and properties on many more examples
-	$(PYTEST) -m "proof or hypothesis" --hypothesis-profile=proof $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "(proof or hypothesis) and not alone" \
+	    --hypothesis-profile=proof $(ARGS)
+	$(PYTEST) -m alone $(ARGS)
 
 test-frameworks: $(VENV)/built ## Run the tests of the trainers and loops of others
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "frameworks and not proof" $(ARGS)

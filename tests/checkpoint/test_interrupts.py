@@ -4,11 +4,8 @@ save works, nothing is left behind."""
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +20,7 @@ import checkpoint
 from aio.threads import Latch
 from checkpoint.sheltered import StoppedError, Worker, sheltered
 from tests.support.keyboard import keyboard_of
+from tests.support.scripts import Script
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,17 +56,12 @@ def test_a_kill_at_a_system_call_leaves_the_old_state_or_the_new_one(
         "case = Case('save', Place.make(Path(sys.argv[1]), 0))\n"
         "for point, faults in kill_points(case, sys.argv[2], 1): print(point, faults)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path, call],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if "strace cannot attach" in done.stderr:
+    script = Script(code, tmp_path, call)
+    printed, errors = script.end()
+    if "strace cannot attach" in errors:
         pytest.skip("strace cannot attach to a process here")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert script.returncode == 0, errors
+    lines = printed.splitlines()
     assert len(lines) > 1
     assert [line for line in lines if not line.endswith("[]")] == []
 
@@ -304,10 +297,10 @@ os.waitpid(child, 0)
 
 
 def test_a_child_forked_during_a_save_holds_no_lock_and_waits_for_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORKING, str(tmp_path / "step")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n")[:2]) == ["child: True", "parent: 2"]
+    script = Script(FORKING, tmp_path / "step")
+    printed, errors = script.end()
+    assert script.returncode == 0, errors
+    assert sorted(printed.splitlines()[:2]) == ["child: True", "parent: 2"]
 
 
 def test_an_interrupted_load_ends_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 import checkpoint
 from checkpoint.tensors import assembly
 from tests.checkpoint.trees import assert_same
+from tests.support.scripts import Script
 
 NUM_FILES = 110
 
@@ -44,12 +42,9 @@ def test_many_data_files_are_read_with_few_descriptors(tmp_path: Path) -> None:
         stripe.mkdir()
     state = [torch.full((3,), float(k)) for k in range(NUM_FILES)]
     assert checkpoint.save(state, tmp_path / "step", stripes).num_files == NUM_FILES
-    script = textwrap.dedent(READ_WITH_FEW_DESCRIPTORS)
-    subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "step"), str(NUM_FILES)],
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
+    script = Script(READ_WITH_FEW_DESCRIPTORS, tmp_path / "step", NUM_FILES)
+    _, errors = script.end()
+    assert script.returncode == 0, errors
 
 
 def num_mappings() -> int:

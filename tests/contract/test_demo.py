@@ -20,6 +20,7 @@ def run_demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_demo_made_small_resumes_reports_and_leaves_only_its_results(tmp_path: Path) -> None:
     done = run_demo(tmp_path)
     assert done.returncode == 0, done.stderr

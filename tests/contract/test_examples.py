@@ -141,6 +141,7 @@ def train_in_memory(folder: Path, learning_rate: float) -> tuple[list[float], An
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_finetune_exports_what_training_in_memory_gives(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", layers=2, tied=True)
     printed = train_under_both("finetune_hf.py", folder, "1e-3")
@@ -163,6 +164,7 @@ def test_finetune_exports_what_training_in_memory_gives(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_lora_saves_adapters_that_no_budget_changes(tmp_path: Path) -> None:
     from lora import add_adapters
 
@@ -225,6 +227,7 @@ def test_lora_leaves_frozen_weights_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_long_context_has_the_same_losses_and_weights_wherever_activations_are(
     tmp_path: Path,
 ) -> None:
@@ -247,6 +250,7 @@ def test_long_context_has_the_same_losses_and_weights_wherever_activations_are(
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_inference_generates_the_tokens_of_the_model_in_memory(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", layers=8, tied=False)
     given: list[str | Path] = [

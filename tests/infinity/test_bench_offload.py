@@ -14,6 +14,7 @@ ROUNDS = ["--together", "--rounds=2", "--steps=2", "--device=cpu", "--budgets=32
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_systems_train_the_same_in_blocks_that_take_turns(
     nvme: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def _run(arguments: list[str], cwd: Path) -> str:
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_example_goes_on_to_the_bits_of_a_whole_run(
     tmp_path: Path, nvme: Path, source: Path
 ) -> None:
@@ -70,6 +71,7 @@ def diff_of(text: str) -> tuple[str, str]:
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_both_sides_of_the_diff_in_the_readme_run(tmp_path: Path, nvme: Path, source: Path) -> None:
     for number, script in enumerate(diff_of((ROOT / "README.md").read_text())):
         folder = tmp_path / str(number)

@@ -22,6 +22,7 @@ def run(*command: str) -> str:
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_bench_ranks_saves_and_loads_evenly_and_leaves_nothing(tmp_path: Path) -> None:
     ssds = [tmp_path / "a", tmp_path / "b"]
     for ssd in ssds:
@@ -38,6 +39,7 @@ def test_bench_ranks_saves_and_loads_evenly_and_leaves_nothing(tmp_path: Path) -
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_kill_ranks_kills_one_and_finds_the_same_bits_in_the_end(tmp_path: Path) -> None:
     options = ["--times", "1", "--starting", "0", "--window", "0.5", "--timeout", "30"]
     told = run("tools/kill_ranks.py", "--dir", str(tmp_path), *options)
@@ -46,6 +48,7 @@ def test_kill_ranks_kills_one_and_finds_the_same_bits_in_the_end(tmp_path: Path)
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_two_ranks_of_the_demo_have_the_bits_of_one(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     options = ["--nvme", str(tmp_path / "nvme"), "--width", "192", "--layers", "1", "--steps", "2"]

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_a_rank_that_is_killed_is_started_again_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     run = tmp_path / "run"

@@ -71,6 +71,7 @@ def _tensors(tree: object) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 @pytest.mark.root
 def test_ranks_on_two_hosts_have_the_bits_of_those_on_one(
     hosts: tuple[Host, Host], tmp_path: Path
