@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 Shape = tuple[int, ...]
+Slices = tuple[slice, ...]
 
 
 def contiguous_strides(shape: Sequence[int]) -> Shape:
@@ -113,3 +114,45 @@ def flat_first(whole: Sequence[int], start: Sequence[int], shape: Sequence[int])
             return None
         partial = partial or size != limit
     return sum(low * step for low, step in zip(start, contiguous_strides(whole), strict=True))
+
+
+def shared_box(
+    one: Shape, one_shape: Shape, other: Shape, other_shape: Shape
+) -> tuple[Shape, Shape] | None:
+    """The (start, shape) of what two boxes, given by start and shape, have in common, if any."""
+    lows = tuple(map(max, one, other))
+    boxes = zip(one, one_shape, other, other_shape, lows, strict=True)
+    shape = tuple(min(a + n, b + m) - low for a, n, b, m, low in boxes)
+    return (lows, shape) if all(size > 0 for size in shape) else None
+
+
+def in_bytes(whole: Shape, start: Shape, shape: Shape, itemsize: int) -> tuple[Shape, Shape, Shape]:
+    """The bytes of a box as a box of bytes, in as few dimensions as it has: one that it takes whole
+    goes into the one before it. (Columns [2, 3) of 8 of 4 bytes: bytes [8, 12) of 32 in each row.)
+    """
+    wholes, starts, shapes = [1], [0], [1]
+    for limit, low, size in zip((*whole, itemsize), (*start, 0), (*shape, itemsize), strict=True):
+        if size == limit:
+            wholes[-1], starts[-1], shapes[-1] = (
+                wholes[-1] * limit,
+                starts[-1] * limit,
+                shapes[-1] * limit,
+            )
+        else:
+            wholes.append(limit)
+            starts.append(low)
+            shapes.append(size)
+    return tuple(wholes), tuple(starts), tuple(shapes)
+
+
+def offset_of(start: Sequence[int], strides: Sequence[int]) -> int:
+    """Where an element is in memory of these strides."""
+    return sum(low * stride for low, stride in zip(start, strides, strict=True))
+
+
+def place_in(origin: Shape, box: tuple[Shape, Shape]) -> Slices:
+    """A box (start, shape) as a place in another one, which begins at `origin`."""
+    return tuple(
+        slice(low - other, low - other + size)
+        for low, size, other in zip(*box, origin, strict=True)
+    )

@@ -36,6 +36,8 @@ from checkpoint.transfer.writer import FileJob, FillingSupply, Writer
 
 MAX_SHARD_BYTES = 5_000_000_000
 _THREAD = "checkpoint-export"
+_MOST_KEPT_BYTES = 256 << 20
+"""Of checksum blocks: of a tensor that so many ranks saved in columns, one of each at once."""
 
 
 def export_safetensors(
@@ -64,7 +66,7 @@ def export_safetensors(
     moved = relocation(stripe_dirs)
 
     def work(cancellation: Cancellation) -> list[Path]:
-        with open_current(checkpoint, moved) as opened:
+        with open_current(checkpoint, moved, most_kept_bytes=_MOST_KEPT_BYTES) as opened:
             manifest = opened.manifest
             sources = {}
             for name, (where, node) in data_nodes(manifest.tree).items():

@@ -14,12 +14,11 @@ from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.format import elements
 from checkpoint.format.names import closest
-from checkpoint.format.slices import Shape, flat_first
+from checkpoint.format.slices import Shape
 from checkpoint.format.tree import DataNode, data_nodes
 from checkpoint.loading.opened import OpenCheckpoint, open_current
 from checkpoint.plan.indexing import Index, indexed_box
 from checkpoint.tensors.assembly import TensorView, array_dtype, array_over, view_of
-from checkpoint.tensors.boxes import BoxPicker, read_box
 
 
 def open_lazily(
@@ -112,8 +111,8 @@ class LazyTensor:
 
     Integers, slices and `...` give a new tensor on the CPU, without gradients, or a new array for
     what was saved as one. Read are the checksum blocks that the index touches, each verified before
-    anybody sees a byte of it; in memory are, beside the result, the last of them. With a step it is
-    the whole range that the steps lead through.
+    anybody sees a byte of it; in memory are, beside the result, the last of them (64 MiB). With a
+    step it is the whole range that the steps lead through.
     """
 
     name: str
@@ -177,14 +176,7 @@ class LazyTensor:
 
 def _read(opened: OpenCheckpoint, view: TensorView, start: Shape, shape: Shape) -> torch.Tensor:
     """A box of a leaf, in memory of its own."""
-    source, values = opened.source(view), torch.empty(shape, dtype=view.dtype, device="cpu")
-    if values.numel() == 0:
-        return values
-    first = flat_first(view.shape, start, shape)
-    if first is None:
-        read_box(source, BoxPicker(values, view.dtype, view.shape, start))
-    else:
-        raw = values.reshape(-1).view(torch.uint8).numpy()
-        source.read(first * view.dtype.itemsize, raw.data)
-    opened.forget_span()
+    values = torch.empty(shape, dtype=view.dtype, device="cpu")
+    if values.numel():
+        opened.read_leaf(view, start, values)
     return values

@@ -25,4 +25,4 @@ def test_checkpoint_that_weights_came_from_keeps_nothing_of_them_in_memory(
     checkpoint.save(model.state_dict(), tmp_path / "weights")
     monkeypatch.setattr(OpenCheckpoint, "__init__", kept)
     with infinity.offload(model, nvme, weights=tmp_path / "weights"):
-        assert [len(one._blocks) for one in opened] == [0]
+        assert [one._blocks.held_bytes for one in opened] == [0]

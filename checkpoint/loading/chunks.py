@@ -1,0 +1,280 @@
+"""Bytes of the chunks of a checkpoint that is held open, verified block by block.
+
+The blocks read last are kept, so that pieces of one block cost one read. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from aio import Engine, File, Operation
+from checkpoint.directory.headers import check_header
+from checkpoint.directory.locate import check_data_file
+from checkpoint.errors import CorruptCheckpointError
+from checkpoint.format.checksum import CRC_BLOCK_BYTES, crc32c
+from checkpoint.format.records import ChunkRecord, Manifest, TensorRecord
+from checkpoint.format.slices import (
+    Shape,
+    Slices,
+    contiguous_strides,
+    flat_first,
+    offset_of,
+    place_in,
+    range_boxes,
+    shared_box,
+    span_elements,
+)
+from checkpoint.transfer.kept_blocks import Block, KeptBlock, KeptBlocks
+
+_READ_AHEAD = 2
+"""Blocks of 16 MiB under way beside the one that is verified: what keeps a disk busy."""
+MAX_OPEN_FILES = 64
+"""Each takes two descriptors, of which a process often has no more than 1024."""
+
+
+class ForkedLock:
+    """A lock that a forked child has anew: it has no thread that would let go of the parent's.
+
+    Used as `with lock.here():`, which takes it and lets it go in C. In Python an interrupt could
+    come between that and the body, and nobody would let go of it.
+    """
+
+    def __init__(self) -> None:
+        self._of_process: dict[int, threading.Lock] = {}
+
+    def here(self) -> threading.Lock:
+        """The lock of this process."""
+        return self._of_process.setdefault(os.getpid(), threading.Lock())
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockRead:
+    """A checksum block, or bytes of it from `first` on, on its way into memory of its size."""
+
+    record: TensorRecord
+    chunk: ChunkRecord
+    number: int
+    first: int
+    into: Block
+    path: Path
+    operation: Operation
+
+
+class ChunkReader:
+    """Reads bytes of chunks. Its files are closed by `close`, or when it is forgotten.
+
+    `kept_bytes` is what blocks that were read last may take in memory.
+    """
+
+    def __init__(
+        self, manifest: Manifest, checkpoint: Path, *, verify: bool, kept_bytes: int
+    ) -> None:
+        self.manifest = manifest
+        self._checkpoint = checkpoint
+        self._verify = verify
+        self._engine = Engine(lanes=1)
+        self._files: OrderedDict[int, File] = OrderedDict()
+        self._blocks = KeptBlocks(kept_bytes)
+        self._lock = ForkedLock()
+        try:
+            for number in range(len(manifest.files)):
+                self._file(number)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> Path:
+        """Of the checkpoint."""
+        return self._checkpoint
+
+    def read_chunk(
+        self, record: TensorRecord, chunk: ChunkRecord, first: int, out: memoryview
+    ) -> None:
+        """Fills `out` with the bytes of a chunk from byte `first` on: with blocks that it takes
+        whole straight from the file, one being verified while the next one is read.
+        """
+        under_way: deque[_BlockRead] = deque()
+        done = 0
+        try:
+            while done < len(out):
+                number, inside = divmod(first + done, CRC_BLOCK_BYTES)
+                nbytes = chunk.block(number)[1]
+                part = min(len(out) - done, nbytes - inside)
+                target = out[done : done + part]
+                if part == nbytes:
+                    into = np.frombuffer(target, np.uint8)
+                    under_way.append(self._begin(record, chunk, number, into))
+                else:
+                    block = self._block(record, chunk, number, inside, inside + part)
+                    target[:] = block[inside : inside + part].data
+                while len(under_way) > _READ_AHEAD:
+                    self._finish(under_way[0])
+                    under_way.popleft()
+                done += part
+            while under_way:
+                self._finish(under_way[0])
+                under_way.popleft()
+        except BaseException:
+            for read in under_way:
+                read.operation.abandon()
+            raise
+
+    def read_part(
+        self, record: TensorRecord, chunk: ChunkRecord, whole: Shape, start: Shape, out: Block
+    ) -> None:
+        """Fills `out` with the box at `start` of a chunk that is row-major bytes of shape `whole`,
+        of blocks that have something of it.
+        """
+        first = flat_first(whole, start, out.shape)
+        if first is not None and out.flags.c_contiguous:
+            self.read_chunk(record, chunk, first, out.reshape(-1).data)
+            return
+        strides = contiguous_strides(whole)
+        first = offset_of(start, strides)
+        last = first + span_elements(out.shape, strides)
+        for number in range(first // CRC_BLOCK_BYTES, -(-last // CRC_BLOCK_BYTES)):
+            base, nbytes = chunk.block(number)
+            low, high = max(first, base), min(last, base + nbytes)
+            parts = list(_parts(whole, low, high, start, out.shape))
+            if parts:
+                low, high = min(part.low for part in parts), max(part.high for part in parts)
+                block = self._block(record, chunk, number, low - base, high - base)
+                for part in parts:
+                    data = block[part.first - base : part.last - base].reshape(part.shape)
+                    out[part.place] = data[part.inside]
+
+    def forget_blocks(self) -> None:
+        """Lets go of the blocks that were read last."""
+        with self._lock.here():
+            self._blocks.clear()
+
+    def _block(
+        self, record: TensorRecord, chunk: ChunkRecord, number: int, low: int, high: int
+    ) -> Block:
+        """A block in whose memory bytes [low, high) are there, and verified."""
+        key = (chunk.file, chunk.offset, number)
+        nbytes = chunk.block(number)[1]
+        with self._lock.here():
+            block = self._blocks.find(key, nbytes)
+            missing = [] if block is None else list(block.missing(low, high))
+        if block is None:
+            memory = np.empty(nbytes, np.uint8)
+            self._finish(self._begin(record, chunk, number, memory))
+            block = KeptBlock(memory)
+        found = [
+            (first, self._units(record, chunk, number, block, first, last))
+            for first, last in missing
+        ]
+        with self._lock.here():
+            for first, data in found:
+                block.fill(first, data)
+            self._blocks.keep(key, block)
+        return block.memory
+
+    def _units(
+        self,
+        record: TensorRecord,
+        chunk: ChunkRecord,
+        number: int,
+        block: KeptBlock,
+        first: int,
+        last: int,
+    ) -> Block:
+        """Units [first, last) of a block that has been verified before."""
+        low, high = block.unit(first).start, block.unit(last - 1).stop
+        read = self._begin(record, chunk, number, np.empty(high - low, np.uint8), low)
+        read.operation.result()
+        for unit in range(first, last) if self._verify else ():
+            place = block.unit(unit)
+            found = crc32c(read.into[place.start - low : place.stop - low])
+            if found != block.unit_sums()[unit]:
+                raise CorruptCheckpointError(
+                    f"the CRC-32C of these bytes is {found:08x}, and was "
+                    f"{block.unit_sums()[unit]:08x} when they were read before",
+                    path=read.path,
+                    tensor=record.name,
+                    offset=chunk.offset + chunk.block(number)[0] + place.start,
+                    nbytes=place.stop - place.start,
+                )
+        return read.into
+
+    def _begin(
+        self, record: TensorRecord, chunk: ChunkRecord, number: int, into: Block, first: int = 0
+    ) -> _BlockRead:
+        """Begins to read a block, or part of it, into memory of its size."""
+        with self._lock.here():  # until it is in flight the file could be closed for another one
+            file = self._file(chunk.file)
+            offset = chunk.offset + chunk.block(number)[0] + first
+            operation = self._engine.read(file, offset, into)
+        return _BlockRead(record, chunk, number, first, into, file.path, operation)
+
+    def _finish(self, read: _BlockRead) -> None:
+        """Waits for a block and verifies it."""
+        read.operation.result()
+        if self._verify:
+            expected, found = read.chunk.crc32c[read.number], crc32c(read.into)
+            if found != expected:
+                raise read.chunk.wrong_sum(
+                    read.number, found, path=read.path, tensor=read.record.name
+                )
+
+    def _file(self, number: int) -> File:
+        """An open data file, the one that was saved. The caller holds the lock."""
+        file = self._files.get(number)
+        if file is None:
+            while len(self._files) >= MAX_OPEN_FILES:
+                self._files.popitem(last=False)[1].close()
+            record = self.manifest.files[number]
+            path = check_data_file(self.manifest, self._checkpoint, record)
+            file = self._files[number] = self._engine.open(path)
+            file.leave_open()  # C closes it, wherever this is forgotten
+            check_header(self._engine, file, record)
+        self._files.move_to_end(number)
+        return file
+
+    def close(self) -> None:
+        """Closes the files. Idempotent."""
+        for file in self._files.values():
+            file.close()
+        self._engine.close()
+        self._blocks.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes [first, last) of a chunk, a box of `shape`, of which those at `inside`, in [low, high),
+    go to `place`.
+    """
+
+    first: int
+    last: int
+    shape: Shape
+    low: int
+    high: int
+    inside: Slices
+    place: Slices
+
+
+def _parts(whole: Shape, first: int, last: int, start: Shape, wanted: Shape) -> Iterator[_Part]:
+    """What bytes [first, last) of a chunk, row-major of shape `whole`, have of the box `wanted` at
+    `start`.
+    """
+    for slices, shape in range_boxes(whole, first, last):
+        end = first + math.prod(shape)
+        origin = tuple(one.start for one in slices)
+        shared = shared_box(origin, shape, start, wanted)
+        if shared is not None:
+            inside, strides = place_in(origin, shared), contiguous_strides(shape)
+            low = first + offset_of(tuple(one.start for one in inside), strides)
+            high = low + span_elements(shared[1], strides)
+            yield _Part(first, end, shape, low, high, inside, place_in(start, shared))
+        first = end
