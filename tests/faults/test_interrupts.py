@@ -16,7 +16,7 @@ from tests.support.interrupts import Lines, Remains, interrupt, sampled
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget, same_bits, values_of
 
-NUM_SAMPLES = 6
+NUM_SAMPLES = 3
 
 
 def io(folder: Path) -> None:

@@ -123,7 +123,6 @@ CASES = {
 }
 
 USUAL = {
-    "bf16 accumulated, clipped",
     "fp16 clipped",
     "fp32 dropout, recomputed",
     "bf16 recomputed by reentry, accumulated",

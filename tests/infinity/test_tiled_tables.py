@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import infinity
 from infinity.parameters.records import records_of
 from infinity.tiling.layers import Tiling
+from tests.support.proof import by_turns, matrix
 from tests.support.tables import TABLE_BYTES, TILE, WORDS, Words, loss_of, tokens_of
 from tests.support.training import (
     WHOLE,
@@ -33,8 +34,7 @@ def untied() -> nn.Module:
     return Words(tied=False)
 
 
-@pytest.mark.parametrize("make", [Words, untied])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("make", "accumulate"), by_turns([Words, untied], [1, 2]))
 def test_table_larger_than_host_memory_trains_as_in_memory(
     make: Any, accumulate: int, nvme: Path
 ) -> None:
@@ -114,15 +114,15 @@ def test_recomputed_passes_and_whole_ones_give_the_same(nvme: Path) -> None:
     assert_same_runs(runs)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, None), (None, torch.bfloat16)])
-def test_mixed_precision_is_that_of_the_whole_table(dtypes: Any, nvme: Path) -> None:
-    autocast, compute_dtype = dtypes
+@pytest.mark.parametrize("how", matrix(["autocast", "compute_dtype"], usual=["compute_dtype"]))
+def test_mixed_precision_is_that_of_the_whole_table(how: str, nvme: Path) -> None:
+    compute_dtype = torch.bfloat16 if how == "compute_dtype" else None
 
     def loss(model: nn.Module, step: int) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
             return loss_of(model, step)
 
-    options = {"steps": 2, "compute_dtype": compute_dtype}
+    options: dict[str, Any] = {"steps": 2, "compute_dtype": compute_dtype}
     plain = train(untied, loss, nvme, host_memory=WHOLE, **options)
     options["max_parameter_bytes"] = TILE
     tiled = train(untied, loss, nvme, host_memory=WHOLE, **options)
