@@ -114,7 +114,8 @@ def test_step_that_finds_no_room_is_forgotten_by_restore(
         train(offloaded, 2, 4)
         after = everything(offloaded)
         with monkeypatch.context() as patch:
-            patch.setattr(ExtentStore, "allocate", _no_room)
+            for name in ("allocate", "allocate_adjacent"):
+                patch.setattr(ExtentStore, name, _no_room)
             train(offloaded, 4, 5)
             with pytest.raises(AioError, match="no room"):
                 offloaded.flush()
