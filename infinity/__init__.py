@@ -4,20 +4,22 @@ nvme="/mnt"): ...``.
 
 from checkpoint.errors import RankFailedError
 from infinity.adamw.optimizer import OffloadedAdamW, StateReport
+from infinity.autograd.restore_error import RestoreError
 from infinity.model import OffloadedModel
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from infinity.planning.plan import Plan, plan
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.report import Report
-from infinity.restoring import RestoreError
 from infinity.snapshots.entries import Snapshot
 from infinity.tiling.tiled_linear import TiledLinear
+from swap.mixture import MixedStateError
 from swap.tiers import BudgetError
 
 __all__ = [
     "AdamW",
     "BudgetError",
+    "MixedStateError",
     "OffloadedAdamW",
     "OffloadedModel",
     "Plan",

@@ -70,7 +70,7 @@ class OffloadedModel:
         """``loss.backward()``; float16 is scaled, and a step that overflows skipped. Raises
         ``RuntimeError`` while another backward pass runs.
         """
-        self._training.check_open()
+        self._training.check_whole()
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"loss is a {type(loss).__name__}, not a tensor")
         with self._training.gradients.passes.alone(sys._getframe()):
@@ -82,7 +82,7 @@ class OffloadedModel:
         the norm before. An infinite ``max_norm`` clips nothing. Raises ``TypeError`` or
         ``ValueError`` for one that is no number, NaN or negative.
         """
-        self._training.check_open()
+        self._training.check_whole()
         is_endless = isinstance(max_norm, float) and max_norm == math.inf
         bound = math.inf if is_endless else parse_amount(max_norm, name="max_norm")
         gradients = self._training.gradients
@@ -192,15 +192,17 @@ class OffloadedModel:
         """Load what ``save`` wrote; returns its ``extra``. Training continues bit-identically, on
         as many ranks, where it draws from torch's random generators alone; see ``values.loading``.
         Raises as ``checkpoint.load``, and ``ValueError`` naming what does not match this model; in
-        that case nothing was changed.
+        that case nothing was changed. What stops it later (a corrupt file, an I/O error, Ctrl-C)
+        leaves values mixed: everything but loading or restoring is a ``MixedStateError`` then,
+        until that has worked.
         """
         check_place(path)
         self._training.check_open()
         self._training.loans.check_none("load()")
         self._training.rank_context.meet(LOAD, max(self._training.steps))
         self._training.saves.wait_done()
-        self._training.state.flush()
-        return loading.load(self._training, path, stripe_dirs, then=self._training.loaded)
+        begin, then = self._training.begin_replacing(), self._training.loaded
+        return loading.load(self._training, path, stripe_dirs, begin=begin, then=then)
 
     def snapshot(self, name: str, keep: int | None = None, *, extra: Any = None) -> Snapshot:
         """Take a durable restore point of all that ``save`` saves, on the ``nvme`` directories.
@@ -249,7 +251,7 @@ class OffloadedModel:
 
         Raises ``FileNotFoundError`` for a name that is not there; ``ValueError`` naming what does
         not match this model, and ``AioError`` naming a file that is missing: nothing was changed
-        then. An interrupt, or an I/O error later, leaves values mixed: restore again.
+        then. An interrupt, or an I/O error later, leaves values mixed, as that of ``load`` does.
         """
         self._training.check_open()
         checked_name(name)

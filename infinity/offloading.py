@@ -21,6 +21,7 @@ from infinity.arguments import (
     warn_of_rounding,
 )
 from infinity.autograd.refusals import check_model
+from infinity.autograd.restore_error import check_not_held
 from infinity.block import OffloadBlock
 from infinity.model import OffloadedModel
 from infinity.optim.adamw import AdamW
@@ -45,7 +46,6 @@ from infinity.ranks.context import RankContext, SingleRank
 from infinity.ranks.gather_plan import GatherPlan
 from infinity.ranks.gathered_weights import GatherMemory
 from infinity.ranks.zero3 import Zero3
-from infinity.restoring import check_not_held
 from infinity.snapshots.points import Snapshots
 from infinity.tiling.layers import Tiling
 from infinity.training import Parts, Training
@@ -113,9 +113,9 @@ def offload(
     Nothing is done before the block that this returns is entered, by ``with`` or ``ExitStack``. On
     leaving, parameters are real tensors with the trained values again. Those that came on meta are
     there again, and on the CPU torch refuses not every use of that: take values inside (``export``,
-    ``gathered``). What cannot be read any more is on meta, too; ``RestoreError`` says how to get at
-    it. Entering raises ``ValueError``, ``TypeError``, ``BudgetError`` (with the least budget that
-    works) or ``OSError``; the model is as it was then.
+    ``gathered``). So is what cannot be read any more, see ``RestoreError``, or was mixed by a load
+    that was stopped, see ``MixedStateError``. Entering raises ``ValueError``, ``TypeError``,
+    ``BudgetError`` (with the least budget that works) or ``OSError``; the model is as it was then.
     """
     arguments = Arguments(
         nvme=nvme,

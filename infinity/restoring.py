@@ -9,28 +9,31 @@ theirs.
 
 from __future__ import annotations
 
-import errno
-import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from aio import AioError
 from aio.errors import let_go
 from checkpoint.errors import RankFailedError
 from infinity.autograd.lost_values import refuse_calls
+from infinity.autograd.restore_error import RestoreError, alive, listed
 from infinity.parameters.becoming import become_plain, replace_parameter
 from infinity.parameters.modes import own_modes
 from infinity.parameters.parameter import take_grad
-from infinity.parameters.placeholders import lost, reason_of, refusal_of_gone, refusal_of_lost
+from infinity.parameters.placeholders import (
+    lost,
+    reason_of,
+    refusal_of_gone,
+    refusal_of_lost,
+    refusal_of_mixed,
+)
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE
 from infinity.ranks.context import RankContext
@@ -42,83 +45,7 @@ _log = logging.getLogger(__name__)
 _PAUSES_SECONDS = (0.0, 0.05, 0.25)
 """Before each try to read; the first failure that outlasts all of them is the last that is waited
 for."""
-_MAX_NAMES = 8
 T = TypeVar("T")
-
-
-class RestoreError(AioError):
-    """Parameters could not be given their trained values as the block ended; all others have them.
-
-    ``parameters`` are their names. They are on the meta device, and what is computed with them or
-    with modules that have them is refused, or, where it was the last step that could not be
-    finished, they have their values from before it. What they should have is still in the swap
-    files (``folders``) for as long as this exception is kept: ``retry`` reads it when the disk
-    works again.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        failure: BaseException,
-        parameters: Sequence[str],
-        folders: Sequence[str],
-        again: Callable[[], None],
-    ) -> None:
-        code = failure.errno if isinstance(failure, OSError) else None
-        filename = failure.filename if isinstance(failure, OSError) else None
-        super().__init__(message, errno=code or errno.EIO, filename=filename)
-        self.parameters = list(parameters)
-        self.folders = list(folders)
-        self._again = again
-        self._lost: Callable[[], Iterable[nn.Parameter]] = tuple
-
-    def __reduce__(self) -> tuple[object, ...]:
-        fields = (self.errno, self.filename, self.parameters, self.folders)
-        return _elsewhere, (self.message, *fields)
-
-    def retry(self) -> None:
-        """Finish the last step and read what is missing into the model; the swap files go then.
-
-        Raises ``RestoreError`` for what still cannot be read, and ``RuntimeError`` where the model
-        has no place for it: inside another block, or where another shape is now. The swap files
-        stay then, too. Does nothing once it has worked.
-        """
-        self._again()
-
-
-def _elsewhere(
-    message: str, code: int, filename: str | None, parameters: list[str], folders: list[str]
-) -> RestoreError:
-    """A copy in another process, which has neither the model nor the swap files."""
-    return RestoreError(message, OSError(code, "", filename), parameters, folders, _refuse_retry)
-
-
-def _refuse_retry() -> None:
-    raise RuntimeError("the model and its swap files are with the process that raised the error")
-
-
-_alive: WeakSet[RestoreError] = WeakSet()
-"""Those that can be retried in this process."""
-
-
-def check_not_held(model: nn.Module) -> None:
-    """Raises ``ValueError`` naming parameters whose trained values an error that is alive can still
-    give back: a block would begin without them.
-    """
-    if not _held(model):
-        return
-    gc.collect()  # errors that nobody has any more, but for their own traceback
-    if names := _held(model):
-        raise ValueError(
-            f"{_listed(names)} would begin the block without the trained values, which a "
-            "RestoreError of an earlier block still has in its swap files: call its retry() first, "
-            "or let go of that error (del) to go on without them"
-        )
-
-
-def _held(model: nn.Module) -> list[str]:
-    held = {id(parameter) for error in _alive for parameter in error._lost()}
-    return [name for name, p in model.named_parameters() if id(p) in held] if held else []
 
 
 class Restoring:
@@ -275,6 +202,9 @@ class Restoring:
         have.
         """
         self._missing.clear()
+        if self._state.mixture.is_left:  # which is told
+            self._state.settle()
+            return
         try:
             self._insist(self._state.finish_step)
         except OSError:
@@ -303,6 +233,8 @@ class Restoring:
         nothing = partial(lost, record.shape, stride, record.dtype)
         if record.device.type == "meta":
             return nothing(self._came_without[record.index])
+        if record.index in self._state.mixture.without_values:
+            return nothing(refusal_of_mixed(record.name))
         if record.is_partitioned and not self._rank_context.is_whole:
             return nothing(refusal_of_gone(record.name))
         try:
@@ -360,8 +292,8 @@ class Restoring:
         absent = [r.name for r in self._missing.values() if self._now[r.index].is_meta]
         before = [name for name in names if name not in absent]
         what = [
-            *([f"{_listed(absent)} on the meta device"] if absent else []),
-            *([f"{_listed(before)} with the values from before the last step"] if before else []),
+            *([f"{listed(absent)} on the meta device"] if absent else []),
+            *([f"{listed(before)} with the values from before the last step"] if before else []),
         ]
         folders = [str(folder) for folder in self._state.folders]
         for index in self._missing.keys() - self._places.keys():
@@ -377,7 +309,7 @@ class Restoring:
             self._again,
         )
         error._lost = self._lost
-        _alive.add(error)
+        alive.add(error)
         return error
 
     def _places_of(self, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
@@ -393,8 +325,3 @@ def _close_kept(state: TieredState) -> None:
     """The swap files go: nobody can ask for a retry any more, or it has worked."""
     state.is_kept = False
     state.close()
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more

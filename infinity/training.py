@@ -40,6 +40,7 @@ from infinity.ranks.context import RankContext
 from infinity.restoring import Restoring
 from swap.apart import run_apart
 from swap.forks import check_process
+from swap.mixture import MixedStateError
 from swap.plan.rules import ParameterUpdate
 from swap.tiered import TieredState
 from swap.tiers import Budget
@@ -124,8 +125,13 @@ class Training:
 
     def check_unchanged(self) -> None:
         """Raises ``RuntimeError`` naming a parameter that was changed in place, or is new."""
-        self.check_open()
+        self.check_whole()
         self._versions.check()
+
+    def check_whole(self) -> None:
+        """Raises ``MixedStateError`` where values are of no one moment."""
+        self.check_open()
+        self.state.mixture.check()
 
     def index_of(self, parameter: torch.Tensor) -> int:
         """Raises ``ValueError`` for a tensor that is no parameter of the model, ``TypeError`` for
@@ -220,17 +226,27 @@ class Training:
         self.gradients.clear()
 
     def describe_state(self) -> dict[str, Any]:
-        self.check_open()
+        self.check_whole()
         scale = self.loss_scale_state
         return self.reference.describe(self.steps, None if scale is None else scale.saved())
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        self.check_open()
+        self.check_whole()
         self.reference.check(state_dict, self.steps)
 
     def restore_loss_scale(self, saved: Sequence[Any] | None) -> None:
         if self.loss_scale_state is not None:
             self.loss_scale_state.restore(saved)
+
+    def begin_replacing(self) -> Callable[[], None]:
+        """The last step is finished, or, where it cannot be, to be forgotten by what is returned,
+        as nothing of it is left then.
+        """
+        if self.state.mixture.is_left:
+            self.state.settle()
+            return self.state.discard_step
+        self.state.flush()
+        return lambda: None
 
     def loaded(self) -> None:
         """Other values are at home, and other state."""
@@ -363,7 +379,18 @@ class Training:
     def _restore(self) -> None:
         """See ``Restoring``; what it left after an interrupt, when called again."""
         if self._open:
-            self._restoring.before(lambda: max(self.steps), *self.saves.waits())
+            waits = *self.saves.waits(), self._tell_mixture
+            self._restoring.before(lambda: max(self.steps), *waits)
         self._open = False
         self.state.speculation.expect_step = None
         self._restoring.run()
+
+    def _tell_mixture(self) -> None:
+        """Values that are of no one moment are not given back, see ``Restoring``; other ranks are
+        told, too.
+        """
+        try:
+            self.state.mixture.check()
+        except MixedStateError as error:
+            self.rank_context.leaving(type(error), error, error.__traceback__)
+            raise

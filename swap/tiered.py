@@ -23,6 +23,7 @@ from swap.cache.weight_cache import WeightCache
 from swap.forks import check_process
 from swap.gradients.store import GradientStore
 from swap.masters import components_from, values_from
+from swap.mixture import Mixture
 from swap.plan.layout import Layout, Subgroup, neighbours
 from swap.plan.placement import Placement
 from swap.plan.rules import ParameterUpdate, UpdateRule
@@ -166,6 +167,11 @@ class TieredState:
         """No more than this many bytes of host memory were ever in use, the arena included."""
         return sum(slab.peak_bytes for slab in self.slabs.values()) + self.placement.scratch_bytes
 
+    @property
+    def mixture(self) -> Mixture:
+        """Whether values and state are of one moment."""
+        return self.components.mixture
+
     # Values in and out. No update may be under way; ``flush`` sees to that.
 
     def fill(self, parameter: int, values: torch.Tensor) -> None:
@@ -226,6 +232,7 @@ class TieredState:
         lost then, and so is one that fails on its way behind this call: until it is cleared, no
         step is taken.
         """
+        self.mixture.check()
         # What gradients go through is not there in a child, whose graph may be its parent's.
         check_process(self._process, "the offloaded model")
         for other in self._neighbours[parameter]:
@@ -278,8 +285,9 @@ class TieredState:
 
         ``then`` is called when it is taken, on another thread; an interrupt comes before or after.
         Raises what stopped the step before, and ``ValueError`` for options that cannot be; nothing
-        of this one is done then.
+        of this one is done then. Raises ``MixedStateError`` where the rule raises at once.
         """
+        self.mixture.check()
         for update in updates.values():
             self._rule.check(update)
         self.collect_gradients()
@@ -301,34 +309,45 @@ class TieredState:
         touched = list(self._touched(step))
         small = [group for group in touched if group.always_on_host]
         self.weights.begin_update(parts_of(small), step.updates)
-        self.stages.update_now(step, small)
+        try:
+            self.stages.update_now(step, small)
+        except BaseException as failure:
+            raise self.mixture.stop_step(failure, step.updates) from failure
         moving = [group for group in touched if not group.always_on_host]
         if not self.speculation.validate(step, done, moving) and moving:
             self.pipeline.wait()
             self.pipeline.submit(step, moving)
         self.speculation.end()
-        then()
+        try:
+            then()
+        except BaseException as failure:
+            raise self.mixture.stop_step(failure, ()) from failure
 
     def flush(self) -> None:
         """Wait until every value is at home; finishes a step that an I/O error stopped, or raises
-        it again.
+        it again. Raises ``MixedStateError`` where what there is is of no one moment.
         """
         self.finish_step()
         self.gradients.flush()
 
     def finish_step(self) -> None:
         """As ``flush``, of values alone: spilled gradients may still be on their way."""
-        # Gradients that are still to arrive could begin a speculative pass, which would not end.
-        self._await_gradients()
-        self.speculation.roll_back()
+        self.settle()
+        self.mixture.check()
         if self.pipeline.failure is not None:
             self.pipeline.retry()
         self.pipeline.wait()
 
-    def discard_step(self) -> None:
-        """Forget a step that was stopped: all values are about to be replaced."""
+    def settle(self) -> None:
+        """Wait until no update changes values any more, whatever it has come to."""
+        # Gradients that are still to arrive could begin a speculative pass, which would not end.
         self._await_gradients()
         self.speculation.roll_back()
+        self.pipeline.join()
+
+    def discard_step(self) -> None:
+        """Forget a step that was stopped: all values are about to be replaced."""
+        self.settle()
         for group in self.pipeline.discard():
             self.gradients.release(group.index)
         self.weights.forget_update()

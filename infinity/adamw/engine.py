@@ -27,6 +27,7 @@ from infinity.adamw.names import names_of
 from infinity.adamw.step import MemberUpdate, Step, Updater, take
 from infinity.adamw.tiers.store import StateStore
 from infinity.optim.adamw import AdamRule
+from swap.mixture import MixedStateError
 
 T = TypeVar("T")
 _REMEDY = "the step is not finished: mend that, then call optimizer.flush() to finish it"
@@ -48,7 +49,7 @@ class StateEngine:
         self._changes = Changes()
 
     def check_whole(self) -> None:
-        """Raises ``RuntimeError`` where the loading of a state was stopped."""
+        """Raises ``MixedStateError`` where the loading of a state was stopped."""
         self._changes.wait()
         self._check_whole()
 
@@ -59,7 +60,7 @@ class StateEngine:
 
     def _check_whole(self) -> None:
         if self.is_mixed:
-            raise RuntimeError(
+            raise MixedStateError(
                 "loading was stopped, and the state is in part that of before; load again, or make "
                 "the optimizer anew"
             )

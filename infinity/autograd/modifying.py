@@ -67,10 +67,7 @@ class Loans:
             self._residency.check_faces(indices)
             if modify:
                 self._views.expire(indices)
-                for index in indices:
-                    if self._modified()[index] == 1:
-                        with own_modes():
-                            self._rank_context.write_back(self._records[index])
+                self._keep([index for index in indices if self._modified()[index] == 1])
         finally:
             try:
                 self._end(loan)
@@ -114,6 +111,21 @@ class Loans:
         with own_modes():  # or changes would not be counted
             for index in indices:
                 self._residency.put(index, self._rank_context.weight_of(self._records[index]))
+
+    def _keep(self, indices: Sequence[int]) -> None:
+        """What was changed, of all of them or, where an interrupt comes before, of none. Ranks meet
+        for that, on the thread that trains: an interrupt may come between two of them there.
+        """
+
+        def keep() -> None:
+            for index in indices:
+                with own_modes():
+                    self._rank_context.write_back(self._records[index])
+
+        if self._rank_context.world_size == 1:
+            run_apart(keep, "infinity-gathered")
+        else:
+            keep()
 
     def _end(self, loan: object) -> None:
         """Idempotent; an interrupt comes before or after."""

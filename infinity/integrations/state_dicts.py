@@ -5,6 +5,7 @@ time: for what iterates over a state dict.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 
 import infinity
 from infinity.model import training_of
-from infinity.values.checkpoint_tensors import checkpoint_tensors_of
+from infinity.values.checkpoint_tensors import CheckpointTensor, checkpoint_tensors_of
 from infinity.values.initial.weight_files import WeightFolder
 from infinity.values.module_state import persistent_buffers
+from swap.mixture import Scope
 
 
 class OffloadedStateDict(Mapping[str, torch.Tensor]):
@@ -70,6 +72,20 @@ class WeightsOfFolder(Mapping[str, torch.Tensor]):
         return len(self._files.names)
 
 
+@contextmanager
+def replacing(
+    offloaded: infinity.OffloadedModel, what: str, targets: Iterable[object]
+) -> Iterator[None]:
+    """Values of weights among ``targets`` are replaced inside, one after the other. What stops that
+    leaves them mixed, see ``swap.mixture``; ``what`` names it then.
+    """
+    weights = (target for target in targets if isinstance(target, CheckpointTensor))
+    indices = frozenset(part.index for leaf in weights for part in leaf.parts)
+    with training_of(offloaded).state.mixture.changing(what) as change:
+        change.begin(Scope(values=indices))
+        yield
+
+
 def set_values(
     offloaded: infinity.OffloadedModel, values: Mapping[str, torch.Tensor], *, strict: bool
 ) -> None:
@@ -92,16 +108,22 @@ def set_values(
             raise ValueError(
                 f"{name} is of shape {tuple(values[name].shape)}, in the model of {shapes[name]}"
             )
-    for leaf in (leaf for name, leaf in leaves.items() if name in given):
-        flat, at = values[leaf.name].detach().reshape(-1), 0
-        for part in leaf.parts:
-            parameter = part.parameter
-            with offloaded.gathered([parameter], modify=True), torch.no_grad():
-                parameter.copy_(flat[at : at + parameter.numel()].view(parameter.shape))
-            at += parameter.numel()
-    for name, buffer in buffers.items():
-        if name in given:
-            buffer.copy_(values[name])
+    chosen = [leaf for name, leaf in leaves.items() if name in given]
+    with replacing(offloaded, "setting the values of a state dict", chosen):
+        for leaf in chosen:
+            _set(offloaded, leaf, values[leaf.name])
+        for name, buffer in buffers.items():
+            if name in given:
+                buffer.copy_(values[name])
+
+
+def _set(offloaded: infinity.OffloadedModel, leaf: CheckpointTensor, values: torch.Tensor) -> None:
+    flat, at = values.detach().reshape(-1), 0
+    for part in leaf.parts:
+        parameter = part.parameter
+        with offloaded.gathered([parameter], modify=True), torch.no_grad():
+            parameter.copy_(flat[at : at + parameter.numel()].view(parameter.shape))
+        at += parameter.numel()
 
 
 def _check_names(model: nn.Module, needed: Iterable[str], given: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from infinity.parameters.records import Record
 from swap.apart import run_apart
+from swap.mixture import Scope
 from swap.plain import check_memory
 from swap.tiered import TieredState
 
@@ -33,7 +34,9 @@ def write_back(state: TieredState, record: Record) -> None:
     master = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
 
     def fill() -> None:
-        state.fill(record.index, master)
+        with state.mixture.changing(f"keeping what gathered() changed of {record.name}") as change:
+            change.begin(Scope(values=frozenset({record.index})))
+            state.fill(record.index, master)
         state.weights.drop()
 
     run_apart(fill, "infinity-modify")  # an interrupt comes before or after

@@ -245,6 +245,15 @@ def refusal_of_gone(name: str) -> str:
     )
 
 
+def refusal_of_mixed(name: str) -> str:
+    """The same where a load was stopped, and nothing was loaded after it."""
+    return (
+        f"{name} has no values: what replaced them in the offload block was stopped, they were in "
+        "part from before and in part from after it, and it is on the meta device since. Give it "
+        "values: to_empty and load_state_dict, or another block with weights= or offloaded.load"
+    )
+
+
 def check_not_transformed(name: str) -> None:
     """Raises ``RuntimeError`` inside ``torch.func.jvp``, ``grad`` and others, of which ``name``,
     offloaded, would be a part: what they compute with is wrapped, and wrapped weights cannot be put

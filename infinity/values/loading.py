@@ -47,6 +47,7 @@ from infinity.values.rank_state import (
     saves_seen,
 )
 from swap.kernels import merge_master
+from swap.mixture import Change, Scope
 from swap.plan.layout import Component
 from swap.tiered import CHUNK_ELEMENTS, TieredState
 
@@ -63,6 +64,7 @@ def load(
     path: str | os.PathLike[str],
     stripe_dirs: StripeDirs | None = None,
     *,
+    begin: Callable[[], None] = lambda: None,
     then: Callable[[], None] = lambda: None,
 ) -> Any:
     """Undo ``save``, also that of another number of ranks; returns ``extra``.
@@ -71,23 +73,34 @@ def load(
     what rank 0 saved, and a warning says whose state nobody took. Every rank loads the same save,
     however often it is saved over meanwhile. ``stripe_dirs`` is as in ``checkpoint.load``.
 
-    ``then`` is called when all is loaded but what modules are given by ``set_extra_state``, which
-    is last.
+    ``begin`` is called before anything is changed, ``then`` when all is loaded, or was stopped, but
+    what modules are given by ``set_extra_state``, which is last.
 
-    Raises ``ValueError`` naming what does not match before anything is changed. A failure later (a
-    corrupt file, an I/O error) leaves values mixed: load again before training on. What a
-    ``set_extra_state`` raises leaves that module and those after it with what they had, and
-    everything else loaded.
+    Raises ``ValueError`` naming what does not match before anything is changed. A failure or an
+    interrupt later (a corrupt file, an I/O error) leaves values mixed, and all but loading again is
+    refused until that has worked, see ``swap.mixture``. What a ``set_extra_state`` raises
+    leaves that module and those after it with what they had, and everything else loaded.
     """
     read = partial(checkpoint.load, path, stripe_dirs=stripe_dirs)
     fits = partial(check_targets, Path(path).resolve(), relocation(stripe_dirs))
+    with training.state.mixture.changing(f"loading {path}") as change:
+        saved, extra, states = _of_one_save(
+            training, path, partial(_replace, training, path, read, fits, change, begin, then)
+        )
+    _set_module_states(training, saved, states)
+    return extra
+
+
+def _of_one_save(
+    training: TrainingState, path: str | os.PathLike[str], replace: Callable[[], T]
+) -> T:
     for _ in range(_MAX_LOADS):
         before = saves_seen(training.rank_context, path)
         if len(set(before)) > 1:
             continue
-        extra = load_from(training, path, read, fits, then=then)
+        outcome = replace()
         if saves_seen(training.rank_context, path) == before:
-            return extra
+            return outcome
     check_same_save(before, path)
     raise BlockingIOError(
         errno.EAGAIN, f"was saved over {_MAX_LOADS} times before it could be loaded", str(path)
@@ -106,29 +119,71 @@ def load_from(
     """Load what ``read`` gives. ``path`` is what errors call it; ``fits`` raises ``ValueError`` for
     targets that it does not fit; ``begin`` is called when it does, before anything is changed.
     """
-    saved, targets = together(training.rank_context, lambda: _checked(training, path, read, fits))
+    with training.state.mixture.changing(f"loading {path}") as change:
+        saved, extra, states = _replace(training, path, read, fits, change, begin, then)
+    _set_module_states(training, saved, states)
+    return extra
+
+
+def _replace(
+    training: TrainingState,
+    path: str | os.PathLike[str],
+    read: Read,
+    fits: Callable[[Any], None],
+    change: Change,
+    begin: Callable[[], None],
+    then: Callable[[], None],
+) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """All but what modules are to be given by ``set_extra_state``, which is returned with what was
+    saved and ``extra``.
+    """
+    ranks = training.rank_context
+    saved, targets = together(ranks, lambda: _checked(training, path, read, fits, change))
     begin()
-    training.rank_context.weights.drop()
-    for component in absent_state(training, saved):
-        training.state.components.zero(component)
-    extra, states = together(
-        training.rank_context, lambda: _load_values(training, saved, targets, read)
-    )
-    restore_scalars(training, saved, path)
-    then()
+    change.begin(_scope(training, saved))
+
+    def replace() -> tuple[Any, dict[str, Any]]:
+        ranks.weights.drop()
+        for component in absent_state(training, saved):
+            training.state.components.zero(component)
+        loaded = _load_values(training, saved, targets, read)
+        restore_scalars(training, saved, path)
+        return loaded
+
+    try:
+        extra, states = together(ranks, replace)
+    finally:
+        then()
+    return saved, extra, states
+
+
+def _scope(training: TrainingState, saved: Mapping[str, Any]) -> Scope:
+    """What a checkpoint replaces: all state, and the weights that it has."""
+    leaves = checkpoint_tensors_of(training.model, training.records)
+    there = (part.index for leaf in leaves if saved["planes"][leaf.name] for part in leaf.parts)
+    return Scope(frozenset(there), frozenset(record.index for record in training.records))
+
+
+def _set_module_states(
+    training: TrainingState, saved: Mapping[str, Any], states: dict[str, Any]
+) -> None:
     try:
         together(training.rank_context, lambda: set_module_states(training.model, states))
     finally:  # which may have drawn random numbers
         restore_random(training.rank_context.rank, training.state.device, saved)
-    return extra
 
 
 def _checked(
-    training: TrainingState, path: str | os.PathLike[str], read: Read, fits: Callable[[Any], None]
+    training: TrainingState,
+    path: str | os.PathLike[str],
+    read: Read,
+    fits: Callable[[Any], None],
+    change: Change,
 ) -> tuple[dict[str, Any], Targets]:
     saved = _read_scalars(training, path, read)
     targets = targets_of(training, saved)
     fits(targets.same)
+    training.state.mixture.check_covered(_scope(training, saved), change.what)
     return saved, targets
 
 

@@ -46,8 +46,7 @@ class WeightCache:
         prefetch: bool = True,
     ) -> None:
         self.schedule = Schedule()
-        self.hits = 0
-        self.misses = 0
+        self.hits = self.misses = 0
         self._specs = specs
         self._components = components
         self._extents = extents
@@ -106,6 +105,7 @@ class WeightCache:
 
     def borrow(self, parameter: int) -> torch.Tensor:
         """The current weights of ``parameter``, flat; valid while the caller refers to them."""
+        self._components.mixture.check()
         with self._lock:
             self.schedule.record(parameter)
             self._policy.used(parameter)

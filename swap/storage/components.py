@@ -19,6 +19,7 @@ import torch
 from aio import AioError, Operation, Slab
 from swap.apart import run_apart
 from swap.kernels import copy_bytes
+from swap.mixture import Mixture
 from swap.plain import check_plain, plain
 from swap.plan.layout import PAGE, Component, Segment, Subgroup
 from swap.plan.placement import Placement
@@ -78,6 +79,7 @@ class ComponentStore:
         passage: Passage | None,
     ) -> None:
         self.layout = placement.layout
+        self.mixture = Mixture([spec.name for spec in self.layout.specs])
         self._passage = passage
         self._home = placement.state_home
         self._extents = extents

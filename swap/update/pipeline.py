@@ -11,9 +11,10 @@ subgroups are computed and written to new extents, and held back. When the step 
 expected, the pass is validated: what is held is published and the rest follows. Else it is rolled
 back; because nothing that was there before is overwritten, that loses only the work.
 
-A failure leaves every subgroup either before or after the step, and ``retry`` finishes what was not
-done. Follows ZeRO-Infinity (arXiv 2104.07857, section 5.2.2) in overlapping the stages; copy-on-
-write, speculation on new extents and retrying are ours.
+A failure of I/O leaves every subgroup either before or after the step, and ``retry`` finishes what
+was not done; any other is a ``MixedStateError`` from then on. Follows ZeRO-Infinity (arXiv
+2104.07857, section 5.2.2) in overlapping the stages; copy-on-write, speculation on new extents and
+retrying are ours.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from aio.errors import advise, is_no_room, let_go
 from aio.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.weight_cache import WeightCache
+from swap.mixture import MixedStateError
 from swap.plan.layout import Subgroup
 from swap.processors import stay_in_background
 from swap.update.stages import Job, Stages, Step
@@ -116,9 +118,11 @@ class UpdatePipeline:
             self.join()
 
     def retry(self) -> None:
-        """Start again what a failure left undone; does nothing when there was none."""
+        """Start again what a failure left undone; does nothing when there was none, or one after
+        which the step cannot be repeated.
+        """
         self.join()
-        if self._left is not None:
+        if self._left is not None and not isinstance(self._failure, MixedStateError):
             (step, subgroups), self._left, self._failure = self._left, None, None
             self.submit(step, subgroups)
 
@@ -314,8 +318,8 @@ class UpdatePipeline:
     def _stop(self, work: _Pass, failure: BaseException) -> None:
         """Undo a speculative pass; of a step, bring home what can be, keep the rest for ``retry``.
 
-        A failure other than one of I/O may have left arrays in host memory half updated; that
-        cannot be repeated.
+        A failure other than one of our I/O, which comes before or after the rule, may have left
+        arrays in host memory half updated; that cannot be repeated.
         """
         with self._lock:
             work.is_rolled_back = not work.is_validated
@@ -326,14 +330,20 @@ class UpdatePipeline:
         if work.was_speculative and is_no_room(failure):
             self._go_on(work)
             return
-        self._failure = failure
+        self._failure, is_home = failure, False
+        left = [job.subgroup for job in (*work.held, *work.writing, *work.reading)]
+        left += work.ahead
         try:
             left = self._bring_home(work)
-            if isinstance(failure, OSError):
-                self._left = (work.step, left)
-                advise(failure, _REMEDY)
+            is_home = True
         finally:
-            self._weights.fail(failure)
+            self._left = (work.step, left)
+            if is_home and isinstance(failure, OSError):
+                advise(failure, _REMEDY)
+            else:
+                touched = parts_of(left).keys() & work.step.updates.keys()
+                self._failure = self._stages.mixture.stop_step(failure, touched)
+            self._weights.fail(self._failure)
 
     def _go_on(self, work: _Pass) -> None:
         """What was held back took the room that the rest needed: publish it, which frees the

@@ -26,6 +26,12 @@ from swap.update.runs import Part
 from swap.update.staging import Staged, Staging
 
 
+class RuleError(Exception):
+    """What a rule raised, be it an ``OSError``: that is none of ours, and what the rule has done to
+    arrays in place is not done again.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """All that an update depends on, fixed when the step was taken."""
@@ -163,7 +169,11 @@ class Stages(Staging[Job]):
             for name, values in job.components.items()
         }
         gradient = job.gradient[first : first + length]
-        self._rule.apply(segment, update, components, gradient, scale)
+        try:
+            self._rule.apply(segment, update, components, gradient, scale)
+        except Exception as failure:
+            name = self._components.layout.specs[segment.parameter].name
+            raise RuleError(f"the optimizer raised {failure!r} as it updated {name}") from failure
 
 
 def _updated(group: Subgroup, step: Step) -> Iterator[tuple[Segment, ParameterUpdate]]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from aio import AioError, Operation
+from swap.mixture import Mixture
 from swap.plan.layout import Subgroup
 from swap.plan.slots import Place, SlotPlan, plan_slot
 from swap.storage.components import ComponentStore, as_tensor
@@ -63,6 +64,10 @@ class Staging(Generic[S]):
         self._extents = extents
         self._slots = slots
         self._timeline = timeline
+
+    @property
+    def mixture(self) -> Mixture:
+        return self._components.mixture
 
     def can_start(self, subgroup: Subgroup) -> bool:
         """Whether ``subgroup`` needs no slot, or there is one."""

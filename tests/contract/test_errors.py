@@ -14,7 +14,7 @@ import pytest
 from aio.buffers import SlabFullError
 from aio.errors import AioError
 from checkpoint.errors import ChangedTensorError, CorruptCheckpointError, RankFailedError
-from infinity.restoring import RestoreError
+from infinity.autograd.restore_error import RestoreError
 from swap.tiers import BudgetError
 
 ROOT = Path(__file__).parents[2]

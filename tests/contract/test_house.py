@@ -32,7 +32,7 @@ LARGER: dict[str, tuple[int, str]] = {
     "aio": (13, "the engine is one subject; its C sources have a folder of their own"),
     "infinity/parameters": (13, "what a parameter is, and what stands for it, is one subject"),
     "swap/storage": (11, "bytes on SSDs, and what is measured of them, is one subject"),
-    "swap": (11, "what every folder uses (kernels, tiers, timeline) stands beside the face"),
+    "swap": (12, "what every folder uses (kernels, tiers, mixture) stands beside the face"),
 }
 
 

@@ -219,8 +219,19 @@ class Run:
     _after_save_behind = _after_save
 
     def _after_load(self) -> str:
+        try:
+            found = self.now()
+        except infinity.MixedStateError:
+            pass  # until it is loaded again
+        else:
+            if not any(self._is_all(m, found) for m in (self.start, self.next)):
+                return "neither as before nor as after, and not refused"
         self.load()
         return self._is(self.next) or self._goes_on()
+
+    def _is_all(self, expected: Moment, found: Moment) -> bool:
+        values = (same_bits(found.values[name], v) for name, v in expected.values.items())
+        return found.steps == expected.steps and all(values)
 
     def _goes_on(self) -> str:
         """As an undisturbed run does, until ``later``."""

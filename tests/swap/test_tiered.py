@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from aio import AioError
+from swap.mixture import MixedStateError, Scope
 from swap.plan.layout import PIECE, pack
 from swap.plan.placement import place
 from swap.tiered import TieredState
@@ -168,6 +169,12 @@ def test_update_that_raises_in_memory_leaves_nobody_waiting(make: Make) -> None:
     ):
         state.step(plain.updates([0, 1]), 1.0)
     plain.gradients.clear()
+    with pytest.raises(MixedStateError, match="broken rule"):
+        state.weights.borrow(0)
+    everything = frozenset(range(3))
+    with state.mixture.changing("replacing all") as change:
+        change.begin(Scope(values=everything, state=everything))
+        state.discard_step()  # and what the rule has not changed is what it is replaced by
     assert same_bits(state.weights.borrow(0), plain.weight(0))
     add_to_both(state, plain, 1, seed=9)
     step_both(state, plain, [1])

@@ -17,6 +17,7 @@ from infinity.values.component_bytes import ComponentBytes, components_of_tensor
 from infinity.values.loading import absent_state, check_fits, restore_scalars
 from infinity.values.optimizer_match import OF_MEMBERS
 from infinity.values.persistence import FORMAT, TrainingState
+from swap.mixture import Scope
 from swap.storage.components import as_bytes
 
 KEPT_BY = "torch.optim.adamw.AdamW"
@@ -52,11 +53,17 @@ def check_given(training: TrainingState, given: GivenState) -> None:
 
 def take_given(training: TrainingState, given: GivenState) -> None:
     """Let training go on from this state and its options; the update must be flushed. Weights stay.
-    A failure leaves the state mixed.
+    A failure leaves the state mixed, see ``swap.mixture``.
 
     Raises as ``check_given``, before anything is changed.
     """
     check_given(training, given)
+    with training.state.mixture.changing(f"taking the state in {given.path}") as change:
+        change.begin(Scope(state=frozenset(record.index for record in training.records)))
+        _take(training, given)
+
+
+def _take(training: TrainingState, given: GivenState) -> None:
     saved = _described(training, given)
     for absent in absent_state(training, saved):
         training.state.components.zero(absent)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
+from infinity.integrations.state_dicts import replacing
 from infinity.integrations.transformers.model_files.targets import (
     Target,
     fill,
@@ -95,8 +96,10 @@ class _Load:
                     f"{self._file} has {name} of shape {tuple(value.shape)}, for which the model "
                     f"has {theirs}; resume with adapters like those that were saved"
                 )
-        for name, value in state.items():
-            fill(self._offloaded, name, self._targets[name], value)
+        targets = [self._targets[name] for name in state]
+        with replacing(self._offloaded, f"reading {self._file}", targets):
+            for name, value in state.items():
+                fill(self._offloaded, name, self._targets[name], value)
 
 
 @contextmanager

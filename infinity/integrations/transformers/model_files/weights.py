@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 import checkpoint
 import infinity
-from infinity.integrations.state_dicts import OffloadedStateDict
+from infinity.integrations.state_dicts import OffloadedStateDict, replacing
 from infinity.integrations.transformers.model_files.adapters import (
     adapter_files,
     adapters_of,
@@ -88,11 +88,13 @@ def read_state(offloaded: infinity.OffloadedModel, saved: Path) -> None:
     """Give the trained weights and the buffers the values that a checkpoint of ours has; one
     parameter at a time. Moments and step counts stay.
     """
-    for leaf in checkpoint_tensors_of(offloaded.model, offloaded._training.records):
-        if leaf.first.spec.trainable:
+    leaves = checkpoint_tensors_of(offloaded.model, offloaded._training.records)
+    trained = [leaf for leaf in leaves if leaf.first.spec.trainable]
+    with replacing(offloaded, f"reading {saved}", trained):
+        for leaf in trained:
             set_values(offloaded, leaf, _saved(saved, leaf.name))
-    for name, buffer in persistent_buffers(offloaded.model).items():
-        buffer.copy_(_saved(saved, name))
+        for name, buffer in persistent_buffers(offloaded.model).items():
+            buffer.copy_(_saved(saved, name))
 
 
 def _saved(path: Path, name: str) -> torch.Tensor:
@@ -112,10 +114,12 @@ def read_folder(offloaded: infinity.OffloadedModel, folder: Path) -> list[str]:
     targets = targets_by_name(offloaded)
     done = set()
     files = WeightFolder(folder)
-    for name in files.names:
-        if name in targets and id(targets[name]) not in done:
-            fill(offloaded, name, targets[name], files.read(name))
-            done.add(id(targets[name]))
+    found = [name for name in files.names if name in targets]
+    with replacing(offloaded, f"reading {folder}", [targets[name] for name in found]):
+        for name in found:
+            if id(targets[name]) not in done:
+                fill(offloaded, name, targets[name], files.read(name))
+                done.add(id(targets[name]))
     files.close()
     return [name for name, target in targets.items() if id(target) not in done]
 
