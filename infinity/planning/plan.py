@@ -57,8 +57,8 @@ class Plan:
     ``io_seconds_per_step`` takes the measured bandwidth of the directories and is None without any.
     ``bytes_by_tier`` counts homes: state and gradients. Swap files take ``nvme_bytes`` from the
     beginning, and up to ``nvme_wanted_bytes`` where the disks have that much: with less, what the
-    backward pass would update speculatively waits for the step. ``endurance_bytes`` is what all
-    drives together are rated for.
+    backward pass would update speculatively waits for the step. Each snapshot that is kept takes up
+    to ``snapshot_bytes`` besides. ``endurance_bytes`` is what all drives together are rated for.
     """
 
     num_parameters: int
@@ -70,6 +70,7 @@ class Plan:
     least_device_bytes: int
     nvme_bytes: int
     nvme_wanted_bytes: int
+    snapshot_bytes: int
     passes: int
     bytes_by_tier: Mapping[str, int]
     read_bytes_per_step: int
@@ -131,6 +132,7 @@ class Plan:
             ("host memory taken", format_bytes(self.host_bytes)),
             ("space on NVMe, at least", format_bytes(self.nvme_bytes)),
             ("space on NVMe, wanted", format_bytes(self.nvme_wanted_bytes)),
+            ("and for each snapshot, at most", format_bytes(self.snapshot_bytes)),
             *((f"home in {name}", format_bytes(n)) for name, n in self.bytes_by_tier.items()),
             ("backward passes per step", f"{self.passes}"),
             ("read per step", format_bytes(self.read_bytes_per_step)),
@@ -220,6 +222,7 @@ def _summary(
         host_bytes=placed.host_bytes,
         nvme_bytes=placement.nvme_bytes,
         nvme_wanted_bytes=placement.nvme_wanted_bytes,
+        snapshot_bytes=placement.rewritten_nvme_bytes + placement.state_host_bytes,
         passes=passes,
         bytes_by_tier={
             "host": placement.state_host_bytes + placement.gradient_host_bytes,

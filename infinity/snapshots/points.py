@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -60,6 +61,8 @@ class Snapshots:
         self._damaged: set[str] = set()
         self._in_doubt: list[Entry] = []
         self._is_known = False
+        self._turn = threading.Lock()
+        """Of threads that call at once."""
 
     def take(self, training: TrainingState, name: str, keep: int | None, extra: Any) -> Snapshot:
         """Take one; the step must be finished, and no other thread at work on the state.
@@ -94,7 +97,8 @@ class Snapshots:
             self._drop_surplus(training.state, model, keep)
             return described(entry.folder, point)
 
-        return sheltered(work, "infinity-snapshot")
+        with self._turn:
+            return sheltered(work, "infinity-snapshot")
 
     def listed(self) -> list[Snapshot]:
         """All there are, the oldest first."""
@@ -109,7 +113,8 @@ class Snapshots:
                 raise self._missing(name)
             self._remove(state, name, points / name)
 
-        sheltered(work, "infinity-snapshot")
+        with self._turn:
+            sheltered(work, "infinity-snapshot")
 
     def restore(
         self,
@@ -121,6 +126,16 @@ class Snapshots:
         """Let the state be as in the snapshot; returns its ``extra``. Raises what
         ``offloaded.load`` does, and ``FileNotFoundError``.
         """
+        with self._turn:
+            return self._restore(training, name, begin, then)
+
+    def _restore(
+        self,
+        training: TrainingState,
+        name: str,
+        begin: Callable[[], None],
+        then: Callable[[], None],
+    ) -> Any:
         state = training.state
         points = sheltered(lambda _: self._known(state, make=False), "infinity-snapshot")
         if points is not None and name in self._damaged:
