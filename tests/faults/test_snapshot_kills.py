@@ -15,7 +15,14 @@ ROOT = Path(__file__).parents[2]
 def test_killed_run_is_restored_in_a_new_process_with_all_its_bits(
     keep: int | None, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "tools/kill_snapshots.py", "--rounds", "6", "--folder", tmp_path]
+    command = [
+        sys.executable,
+        "tools/kill_snapshots.py",
+        "--rounds",
+        "6",
+        "--folder",
+        str(tmp_path),
+    ]
     more = [] if keep is None else ["--keep", str(keep)]
     done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
