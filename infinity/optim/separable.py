@@ -2,21 +2,27 @@
 it keeps of all of them in its groups.
 
 What a group holds may change with every step (a count of steps, a weight of averages) as long as
-that does not depend on gradients: it is carried on with a throw-away parameter. Everything else
-that parameters have in common (a norm over all, a rate estimated from all, attributes of the
-optimizer) is found by a trial: a few steps of several small parameters together must give the bits
-of the same steps with each one alone.
+that does not depend on gradients: it is carried on with a throw-away parameter. What an optimizer
+keeps beside groups and state is looked at in ``kept_beside``. Everything else that parameters have
+in common (a norm over all, a rate estimated from all) is looked for by a trial: steps of several
+small parameters together must give the bits of the same steps with each one alone. There are three
+first steps, in one of which some parameters have no gradient; then all counts of steps are set
+ahead to one that most periods end at; then a gradient is infinite, and NaN. What shows neither in
+these steps nor beside groups and state is not found: a period or a bound of the optimizer's own
+that none of them comes to (step 500 alone), values outside of it (a closure, a global, its class).
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from infinity.optim.kept_beside import REMEDY, check_kept, copied, same
 from infinity.parameters.becoming import attributes_of
 
 Step = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any]]]
@@ -24,6 +30,14 @@ Step = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], tuple[Any, dict[
 
 _SCALES = (30.0, 0.01, 1.0)
 """Of gradients in the trial: with norms above and below what optimizers clip to."""
+_COUNT = 2_520_000
+"""Of steps, that most periods of round numbers end at: a multiple of all numbers up to ten, of 100
+and of 1000.
+"""
+_NOT_FINITE = {5: math.inf, 6: math.nan}
+"""The numbers of steps in which one gradient is not finite."""
+Place = tuple[int, int | None, str]
+"""A group; a parameter in it, or None for the group itself; the name of a value there."""
 
 
 def options_in(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +101,7 @@ def advance(step: Step, group: dict[str, Any], *, has_gradients: bool) -> set[st
     leaf.grad = torch.ones_like(leaf) if has_gradients else None
     before = options_at(options_in(group), position)
     _, after = step(leaf, {**options_at(options_in(group), position)}, {})
-    changed = {key for key in after if key not in before or not _same(before[key], after[key])}
+    changed = {key for key in after if key not in before or not same(before[key], after[key])}
     group.update({key: after[key] for key in changed})
     return changed
 
@@ -112,42 +126,60 @@ def check_separable(
         raise ValueError(
             f"{name} has train() and eval(), which change all weights between steps (schedule-free "
             "optimizers do); weights of an offloaded model change in step() alone, "
-            f"{_REMEDY}"
+            f"{REMEDY}"
         )
     groups = [_small_group(group) for group in optimizer.param_groups]
     try:
+        check_kept(optimizer, lambda: _Together(optimizer, groups, has_state=has_state))
         prepare()
         together = _Together(optimizer, groups, has_state=has_state)
         alone = _Alone(groups, trial, step)
-        rng = torch.Generator().manual_seed(0)
-        for number, scale in enumerate(_SCALES):
-            gradients = [_gradients(group["params"], rng, scale) for group in groups]
-            if number == 1:  # not every parameter has a gradient in every step
-                for found in gradients:
-                    found[:1] = [None] * len(found[:1])  # a group may be empty
-            together.take(gradients)
-            alone.take(gradients)
+        is_separable = _take_steps(together, alone)
     except ValueError:
         raise
     except Exception as error:
         raise ValueError(
             f"{name} cannot take a step with dense gradients and without a closure "
-            f"({type(error).__name__}: {error}); {_REMEDY}"
+            f"({type(error).__name__}: {error}); {REMEDY}"
         ) from error
-    if not alone.is_like(together):
+    if not is_separable:
         raise ValueError(
             f"{name} does not update every parameter by itself: two of them together become "
-            "something else than each of them alone (through a norm over all of them, say, or what "
-            "it keeps in a group, or in an attribute of its own or of a parameter); an offloaded "
-            f"model is updated one parameter at a time, {_REMEDY}"
+            "something else than each of them alone (through a norm over all of them, say, a test "
+            "that all of them are finite, or what it keeps in a group); an offloaded "
+            f"model is updated one parameter at a time, {REMEDY}"
         )
     return alone.changed
 
 
-_REMEDY = (
-    "so use infinity.AdamW(...), an optimizer of torch.optim, or this one without what couples "
-    "parameters; offload(max_grad_norm=) clips by the norm over all"
-)
+def _take_steps(together: _Together, alone: _Alone) -> bool:
+    """Whether both come to the same: in their first steps, in one that any period ends at, and with
+    a gradient that is not finite.
+    """
+    for number in range(len(_SCALES)):
+        counts = together.counts()
+        for trial in (together, alone):
+            trial.take(number)
+    if not alone.is_like(together):
+        return False
+    counted = {
+        place: count + 1
+        for place, count in together.counts().items()
+        if counts.get(place) == count - 1
+    }
+    for place, count in counted.items():
+        ahead = _COUNT - 1 - max(counted.values()) + count
+        for trial in (together, alone):
+            trial.set_count(place, ahead)
+    for number in range(len(_SCALES), 1 + max(_NOT_FINITE)):
+        try:
+            together.take(number)
+        except Exception:  # a schedule that ends, or a check of gradients: no trial goes beyond
+            return True
+        alone.take(number)
+        if not alone.is_like(together):
+            return False
+    return True
 
 
 class _Together:
@@ -162,26 +194,50 @@ class _Together:
             leaves = [like(leaf, leaf.detach().clone()) for leaf in group["params"]]
             memo |= {id(parameter): leaves[0] for parameter in real["params"]}
             self.groups.append(options_in(group) | {"params": leaves})
-        self._worker = object.__new__(type(optimizer))
-        memo[id(optimizer)] = self._worker
-        self._worker.__dict__.update(
-            (key, _copied(value, memo))
+        self.worker = object.__new__(type(optimizer))
+        memo[id(optimizer)] = self.worker
+        self.worker.__dict__.update(
+            (key, copied(value, memo))
             for key, value in optimizer.__dict__.items()
             if key not in ("param_groups", "state")
         )
-        forget_hooks(self._worker)
-        self._worker.param_groups = self.groups
-        self._worker.state = defaultdict(dict)
+        forget_hooks(self.worker)
+        self.worker.param_groups = self.groups
+        self.worker.state = defaultdict(dict)
         if has_state:
             make: Any = type(optimizer)
             again = [options_in(group) | {"params": group["params"]} for group in self.groups]
-            self._worker.state = make(again, **optimizer.defaults).state
+            self.worker.state = make(again, **optimizer.defaults).state
 
-    def take(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
-        for group, found in zip(self.groups, gradients, strict=True):
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        return [leaf for group in self.groups for leaf in group["params"]]
+
+    def take(self, number: int) -> None:
+        for group, found in zip(self.groups, _gradients(self.groups, number), strict=True):
             for leaf, gradient in zip(group["params"], found, strict=True):
-                leaf.grad = None if gradient is None else gradient.clone()
-        plain_step(self._worker)
+                leaf.grad = gradient
+        plain_step(self.worker)
+
+    def counts(self) -> dict[Place, int]:
+        """All whole numbers that it keeps."""
+        return {
+            (at, position, key): count
+            for at, group in enumerate(self.groups)
+            for position, kept in [(None, group), *enumerate(map(self._state, group["params"]))]
+            for key, value in kept.items()
+            if (count := _whole(value)) is not None
+        }
+
+    def set_count(self, place: Place, count: int) -> None:
+        at, position, key = place
+        group = self.groups[at]
+        kept = group if position is None else self._state(group["params"][position])
+        kept[key] = _with_count(kept[key], count)
+
+    def _state(self, leaf: torch.Tensor) -> dict[str, Any]:
+        kept: dict[str, Any] = self.worker.state.get(leaf, {})
+        return kept
 
 
 class _Alone:
@@ -194,27 +250,35 @@ class _Alone:
         self._states: dict[int, dict[str, Any]] = defaultdict(dict)
         self.changed: set[str] = set()
 
-    def take(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
-        for group, found in zip(self._groups, gradients, strict=True):
+    def take(self, number: int) -> None:
+        for group, found in zip(self._groups, _gradients(self._groups, number), strict=True):
             options = options_in(group)
             for position, leaf in enumerate(group["params"]):
                 gradient = found[position]
                 if gradient is None:
                     continue
-                leaf.grad = gradient.clone()
+                leaf.grad = gradient
                 own = copy.deepcopy({**options_at(options, position)})
                 state, _ = self._trial(leaf, own, self._states[id(leaf)])
                 self._states[id(leaf)] = dict(state)
             has_gradients = any(gradient is not None for gradient in found)
             self.changed |= advance(self._step, group, has_gradients=has_gradients)
 
+    def set_count(self, place: Place, count: int) -> None:
+        at, position, key = place
+        kept = self._groups[at]
+        if position is not None:
+            kept = self._states[id(kept["params"][position])].get("small", {})
+        if key in kept:
+            kept[key] = _with_count(kept[key], count)
+
     def is_like(self, other: _Together) -> bool:
         for ours, theirs in zip(self._groups, other.groups, strict=True):
             if not ours["params"]:
                 continue  # whatever it keeps is for nothing
-            if not all(map(torch.equal, ours["params"], theirs["params"])):
+            if not all(map(same, ours["params"], theirs["params"])):
                 return False
-            if not _same(options_in(ours), options_in(theirs)):
+            if not same(options_in(ours), options_in(theirs)):
                 return False
         return True
 
@@ -275,29 +339,38 @@ def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _gradients(
-    leaves: Iterable[torch.Tensor], rng: torch.Generator, scale: float
-) -> list[torch.Tensor | None]:
-    return [scale * _randn(leaf.shape, rng) for leaf in leaves]
+def _gradients(groups: Sequence[Mapping[str, Any]], number: int) -> list[list[torch.Tensor | None]]:
+    """Those of the parameters in each group for the step of that number."""
+    rng = torch.Generator().manual_seed(number)
+    found: list[list[torch.Tensor | None]] = []
+    for group in groups:
+        scale = _SCALES[number % len(_SCALES)]
+        gradients = [scale * _randn(leaf.shape, rng) for leaf in group["params"]]
+        if gradients and not any(map(len, found)) and number in _NOT_FINITE:
+            gradients[0].view(-1)[0] = _NOT_FINITE[number]
+        if number == 1:  # not every parameter has a gradient in every step
+            found.append([None] * len(gradients[:1]) + [*gradients[1:]])  # a group may be empty
+        else:
+            found.append([*gradients])
+    return found
+
+
+def _whole(value: Any) -> int | None:
+    """``value`` as the whole number that it is; None if it is none."""
+    if isinstance(value, torch.Tensor):
+        is_one = value.numel() == 1 and value.dtype in _WHOLE_IN
+        return _whole(value.item()) if is_one else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and math.isfinite(value) and value == int(value) else None
+
+
+_WHOLE_IN = (torch.float32, torch.float64, torch.int32, torch.int64)
+"""What has place for a large count."""
+
+
+def _with_count(value: Any, count: int) -> Any:
+    return value.fill_(count) if isinstance(value, torch.Tensor) else type(value)(count)
 
 
 def _randn(shape: Sequence[int], rng: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=rng, dtype=torch.float32, device="cpu")
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # a lock or a handle: what is no state
-        return value
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        return tensors and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b)
