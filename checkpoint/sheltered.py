@@ -155,14 +155,20 @@ def sheltered(work: Callable[[Cancellation], T], name: str) -> T:
 def wait_for(worker: Worker[T], latch: Latch) -> None:
     """Starts a worker and waits for one of its latches, which is set when it has ended at last.
 
-    An interrupt is raised when the work has ended; a second one at once: the work, which changes
-    nothing of the caller's, then ends by itself.
+    An interrupt is raised when the work has ended, also where two signals come at once; another one
+    that comes while that is waited for is raised at once: the work, which changes nothing of the
+    caller's, has been asked to stop and ends by itself. A disk that hangs must not hold the caller.
     """
     try:
         worker.start()
         latch.wait()
     except BaseException:
-        worker.withdraw()
+        while True:
+            try:
+                worker.withdraw()
+                break
+            except BaseException:  # as in `sheltered`
+                pass
         worker.ended.wait()
         raise
 

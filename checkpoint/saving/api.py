@@ -83,7 +83,9 @@ def save(
     ChangedTensorError naming a tensor that was changed; RankFailedError if another rank failed.
 
     An interrupt (KeyboardInterrupt, or what a handler of yours raises) stops the save and is raised
-    when everything that it made is removed, or when it is done, if it had got so far.
+    when everything that it made is removed, or when it is done, if it had got so far. Another one
+    meanwhile (Ctrl-C again, where a disk hangs) is raised at once; the removal goes on, and the
+    next save of this process to the path waits for it, as the interpreter does at its end.
     """
     ranks = ranks_of(coordinator)
 

@@ -1,9 +1,10 @@
 """Saves that run in the background: their state, and what becomes of their errors.
 
-Invariants: at most one background save to a path runs at a time, the next one waits for it; an
-error is told once, by `result()`, by the next save to the same path, or in the log, when another
-save begins or the interpreter ends, whichever comes first. Everything of a save happens in the
-process that began it: to a forked child it is over.
+Invariants: at most one background save to a path runs at a time, the next one waits for it, as for
+any save that was interrupted and still removes what it made; an error is told once, by `result()`,
+by the next save to the same path, or in the log, when another save begins or the interpreter ends,
+whichever comes first. Everything of a save happens in the process that began it: to a forked child
+it is over.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class PendingSave:
         self._error: BaseException | None = None
         self._is_told = False
         self._after = after
+        self._cancellation = Cancellation()
         self._pid = os.getpid()
 
     def done(self) -> bool:
@@ -88,6 +90,16 @@ class PendingSave:
         if self._error is not None:
             self._is_told = True
             raise self._error
+
+    def attended(self, cancellation: Cancellation) -> None:
+        """For the save itself, first of all: its caller waits, and may ask it to stop by this."""
+        self._cancellation = cancellation
+        _registry.attended(self)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether its caller, who was interrupted, has asked it to stop."""
+        return self._cancellation.is_requested
 
     def begin(self) -> None:
         """For the save itself: from now on it runs in the background."""
@@ -159,15 +171,20 @@ class PendingSave:
 
 
 class _Registry:
-    """The background saves of this process that run, and those that failed without being asked.
+    """The saves of this process that run, and background saves that failed without being asked.
 
     Only threads of saves use it, which no interrupt meets with its lock held.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._attended: list[PendingSave] = []
         self._running: dict[Path, PendingSave] = {}
         self._failed: list[PendingSave] = []
+
+    def attended(self, pending: PendingSave) -> None:
+        with self._lock:
+            self._attended.append(pending)
 
     def started(self, pending: PendingSave) -> None:
         with self._lock:
@@ -175,14 +192,17 @@ class _Registry:
 
     def ended(self, pending: PendingSave) -> None:
         with self._lock:
+            self._attended = [one for one in self._attended if one is not pending]
             if self._running.get(pending.path) is pending:
                 del self._running[pending.path]
             if pending.is_untold:
                 self._failed.append(pending)
 
-    def running(self, path: Path) -> PendingSave | None:
+    def running(self, path: Path) -> list[PendingSave]:
+        """That in the background to this path, and those that are asked to stop."""
         with self._lock:
-            return self._running.get(path)
+            stopping = [one for one in self._attended if one.path == path and one.is_stopping]
+            return [*stopping, self._running[path]] if path in self._running else stopping
 
     def take_untold(self) -> list[PendingSave]:
         with self._lock:
@@ -192,7 +212,7 @@ class _Registry:
     def forget(self) -> None:
         """In a forked child: these saves are the parent's, and so may be the lock."""
         self._lock = threading.Lock()
-        self._running, self._failed = {}, []
+        self._attended, self._running, self._failed = [], {}, []
 
 
 _registry = _Registry()
@@ -202,13 +222,13 @@ os.register_at_fork(after_in_child=_registry.forget)
 def wait_for_earlier(
     path: Path, cancellation: Cancellation, before: PendingSave | None = None
 ) -> None:
-    """Waits for the background save to this path; `before` is one that belongs with it.
+    """Waits for the background save to this path and for those that were interrupted and still
+    remove what they made; `before` is one that belongs with it.
 
     Raises the error of either if nobody has been told of it; those of saves to other paths are no
     matter of this one, and logged. Raises StoppedError when it is to stop.
     """
-    running = _registry.running(path)
-    for pending in (running, before):
+    for pending in (*_registry.running(path), before):
         while pending is not None and not pending.wait_done(_LOOK_SECONDS):
             cancellation.check()
     own: list[PendingSave] = []

@@ -81,6 +81,7 @@ def _carry_out(
     started = time.perf_counter()
     outcome: SaveInfo | BaseException
     try:
+        pending.attended(cancellation)
         if not order.arrival.is_for("meeting"):
             raise StoppedError("interrupted before it began")
         with ExitStack() as turn:

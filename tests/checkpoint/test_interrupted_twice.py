@@ -1,0 +1,87 @@
+"""Saves that are interrupted more than once, and the next save to the same place."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint.saving.pending import PendingSave
+from tests.support.keyboard import PATIENCE_SECONDS, keyboard_of
+
+
+class Held:
+    """Four bytes that are given when they are let go."""
+
+    dtype, shape = torch.uint8, (4,)
+
+    def __init__(self, press: Callable[[], None]) -> None:
+        self._press = press
+        self.is_let_go = threading.Event()
+        self.ended = threading.Event()
+
+    def read(self, start: int, out: memoryview) -> None:
+        self._press()
+        self.is_let_go.wait(PATIENCE_SECONDS)
+        out[:] = bytes(4)
+        self.ended.set()
+
+
+@pytest.fixture
+def let_go_when_waited_for(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+    """Of these one is let go when a save waits for another."""
+    held: list[Held] = []
+    wait_done = PendingSave.wait_done
+
+    def waiting(self: PendingSave, timeout: float | None = None) -> bool:
+        for one in held:
+            one.is_let_go.set()
+        return wait_done(self, timeout)
+
+    monkeypatch.setattr(PendingSave, "wait_done", waiting)
+    return held
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_the_save_after_a_second_interrupt_waits_for_the_first_to_remove_what_it_made(
+    tmp_path: Path, let_go_when_waited_for: list[Held], is_managed: bool
+) -> None:
+    manager = checkpoint.Manager(tmp_path / "run")
+
+    def save(state: object) -> checkpoint.SaveInfo:
+        if is_managed:
+            return manager.save(1, state)
+        return checkpoint.save(state, manager.path(1))
+
+    manager.root.mkdir(exist_ok=True)
+    with keyboard_of(signal.SIGINT) as keyboard:
+        held = Held(lambda: (keyboard.press(), keyboard.press()))  # type: ignore[arg-type,func-returns-value]
+        let_go_when_waited_for.append(held)
+        with pytest.raises(KeyboardInterrupt):
+            save({"s": held})
+        assert not held.ended.is_set(), "the second interrupt is raised at once"
+        info = save({"x": 5})
+    assert held.ended.is_set()
+    assert checkpoint.load(manager.path(1)) == {"x": 5}
+    assert sorted(entry.name for entry in manager.path(1).iterdir()) == [info.uuid, "manifest.json"]
+
+
+@pytest.mark.timeout(60)
+def test_two_signals_at_once_end_a_save_when_it_has_removed_what_it_made(tmp_path: Path) -> None:
+    with keyboard_of(signal.SIGINT, signal.SIGTERM) as keyboard:
+
+        def press() -> None:
+            keyboard.press(signal.SIGINT, signal.SIGTERM)
+            held.is_let_go.set()
+
+        held = Held(press)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save({"s": held}, tmp_path / "step")
+        assert held.ended.is_set()
+        assert not (tmp_path / "step").exists()
