@@ -10,7 +10,6 @@ import contextlib
 import errno
 import functools
 import itertools
-import logging
 import os
 import stat
 import threading
@@ -23,10 +22,8 @@ from typing import Any, Protocol
 from aio._native import ffi, lib
 from aio.descriptors import Descriptor
 from aio.errors import AioError, check_int, check_path
-from aio.opening import Direct, Mode, Opening
+from aio.opening import Direct, Mode, Opening, warn_unreserved
 from aio.unasked import FirstError, tell
-
-logger = logging.getLogger(__name__)
 
 # The kernel counts in signed 64-bit integers.
 MAX_OFFSET = (1 << 63) - 1
@@ -76,7 +73,6 @@ class File:
         self._sync_errno = 0  # of the first sync that failed
         # Of an operation's error. When a disk is full, a whole batch fails for the same reason.
         self.first_error = FirstError()
-        self._may_allocate = True
         self._opening = Opening(path, mode)
         self._direct = Direct(None, 1, 1, "")
         self._native: Any = None
@@ -189,7 +185,8 @@ class File:
         Raises AioError, ENOSPC among others; the file then has its old length, or that of a
         write that has made it longer, through any engine of this process. (Another process must
         not make it longer meanwhile.) RuntimeError in a forked child, as for a transfer. Where the
-        file system cannot reserve, the file is made longer only, with one warning.
+        file system cannot reserve, the file is made longer only, with one warning for all of its
+        files.
         """
         self._check_writable("allocate space in", offset=offset, nbytes=nbytes)
         if offset < 0 or not 0 <= nbytes <= MAX_OFFSET - offset:
@@ -207,13 +204,7 @@ class File:
 
     def _extend(self, end: int) -> int:
         """0 or an errno."""
-        if self._may_allocate:
-            self._may_allocate = False
-            logger.warning(
-                "%s: the file system cannot reserve space, so writes may find the disk full"
-                " half way and are slower where they make the file longer",
-                self.path,
-            )
+        warn_unreserved(self.device, self.path.parent)
         return -self._call(lambda native: lib.aio_file_extend(native, end))
 
     def _call(self, function: Callable[[Any], int]) -> int:

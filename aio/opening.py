@@ -208,3 +208,19 @@ def warn_buffered(device: int, path: Path, reason: str) -> None:
         path,
         reason,
     )
+
+
+_unreserved: set[int] = set()
+"""Devices of which this process was told that they cannot reserve space."""
+
+
+def warn_unreserved(device: int, path: Path) -> None:
+    """The one warning about a file system that cannot reserve space, however many files it has."""
+    if device in _unreserved:
+        return
+    _unreserved.add(device)
+    logger.warning(
+        "%s: the file system cannot reserve space, so writes may find the disk full half way and"
+        " are slower where they make a file longer",
+        path,
+    )

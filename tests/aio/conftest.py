@@ -33,6 +33,7 @@ BACKENDS: dict[str, Backend | MemoryBackend] = {
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings that a process has once come in each test anew."""
     monkeypatch.setattr(opening, "_buffered", set())
+    monkeypatch.setattr(opening, "_unreserved", set())
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> Bytes:

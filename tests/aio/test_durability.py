@@ -92,8 +92,12 @@ class TestBuffered:
         (record,) = caplog.records
         assert "the kernel refused a direct transfer" in record.getMessage()
 
-    def test_file_system_without_allocation_still_grows_files(
-        self, plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_file_system_without_allocation_still_grows_files_and_is_warned_of_once(
+        self,
+        plain: Engine,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         refusing = Replaced(_native.lib, aio_file_allocate=lambda *_: -errno.EOPNOTSUPP)
         monkeypatch.setattr("aio.files.lib", refusing)
@@ -101,6 +105,13 @@ class TestBuffered:
             assert file.size() == 5000
             file.allocate(0, 100)
             assert file.size() == 5000
+        for name in ("data", "other"):
+            with plain.open(tmp_path / name, "w", size=5000):
+                pass
+        with Engine() as other, other.open(tmp_path / "third", "w", size=5000):
+            pass
+        told = [record.getMessage() for record in caplog.records]
+        assert len([message for message in told if "cannot reserve space" in message]) == 1
 
 
 @needs_loop
