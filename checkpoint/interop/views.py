@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +12,24 @@ from aio.errors import check_flag
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.relocation import Relocation, StripeDirs, relocation
 from checkpoint.directory.replacing import replace_durably
-from checkpoint.format.records import Manifest
-from checkpoint.format.slices import flat_first
+from checkpoint.format.records import Manifest, TensorRecord
+from checkpoint.format.slices import contiguous_strides, flat_first, offset_of
 from checkpoint.format.tree import data_nodes
-from checkpoint.interop.zarr_layout import GROUP_METADATA, ArrayLayout, array_layout, node_paths
+from checkpoint.interop.zarr_layout import (
+    GROUP_METADATA,
+    ArrayLayout,
+    array_layout,
+    layout_in_boxes,
+    node_paths,
+)
 from checkpoint.loading.opened import OpenCheckpoint, open_current
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import TensorView, view_of
 
 if TYPE_CHECKING:
     import zarr
+
+logger = logging.getLogger(__name__)
 
 
 def open_zarr(
@@ -51,7 +60,8 @@ def write_references(
 
     Open it with `zarr.open_group(fsspec.filesystem("reference", fo=..., asynchronous=True) ...)`;
     paths in it are absolute. Nothing verifies the bytes then. Leaves whose bytes lie apart in
-    another tensor are not in it. `stripe_dirs` is as in `load`. `file` is replaced when all is
+    another tensor are not in it, nor, with a warning, are tensors that ranks saved in boxes of
+    uneven widths. `stripe_dirs` is as in `load`. `file` is replaced when all is
     written; it stands for the save that it was made of, whose files go when another save takes its
     place.
 
@@ -83,7 +93,7 @@ def _write_references(
 
 
 def _references(opened: OpenCheckpoint, cancellation: Cancellation) -> dict[str, Any]:
-    manifest = opened.manifest
+    manifest, path = opened.manifest, opened.path
     nodes = data_nodes(manifest.tree)
     references: dict[str, Any] = {"zarr.json": GROUP_METADATA}
     for name, place in node_paths(nodes).items():
@@ -91,7 +101,10 @@ def _references(opened: OpenCheckpoint, cancellation: Cancellation) -> dict[str,
         view = view_of(manifest, *nodes[name])
         if not view.is_row_major:
             continue
-        layout = array_layout(view.dtype, view.shape)
+        layout = _layout(manifest, view)
+        if layout is None:
+            logger.warning("%s: %s lies in uneven boxes and is not in the references", path, name)
+            continue
         for end in [index for index, char in enumerate(place) if char == "/"]:
             references[f"{place[:end]}/zarr.json"] = GROUP_METADATA
         references[f"{place}/zarr.json"] = layout.metadata()
@@ -99,6 +112,17 @@ def _references(opened: OpenCheckpoint, cancellation: Cancellation) -> dict[str,
             key = "/".join([place, "c", *map(str, index)])
             references[key] = _reference(opened, view, layout, index)
     return references
+
+
+def _layout(manifest: Manifest, view: TensorView) -> ArrayLayout | None:
+    """How a leaf is cut; None if it lies in boxes of which no array is made up."""
+    layout, record = array_layout(view.dtype, view.shape), manifest.tensors[view.index]
+    if not is_in_boxes(record):
+        return layout
+    if view.shape != record.shape:
+        return None
+    chunks = [chunk for chunk in record.chunks if chunk.nbytes]
+    return layout_in_boxes(layout, [(chunk.start, chunk.shape) for chunk in chunks])
 
 
 def _reference(
@@ -124,6 +148,8 @@ def _extent(
 ) -> tuple[int, int] | None:
     record = manifest.tensors[view.index]
     first += view.offset
+    if is_in_boxes(record):
+        return _extent_in_box(record, first, nbytes)
     for chunk in record.chunks:
         start = flat_first(record.shape, chunk.start, chunk.shape)
         if start is None:
@@ -134,3 +160,25 @@ def _extent(
             fits = offset + padded <= manifest.files[chunk.file].nbytes
             return (chunk.file, offset) if fits else None
     return None
+
+
+def is_in_boxes(record: TensorRecord) -> bool:
+    """Whether a chunk of a tensor is no gapless range of it."""
+    return any(
+        flat_first(record.shape, chunk.start, chunk.shape) is None for chunk in record.chunks
+    )
+
+
+def _extent_in_box(record: TensorRecord, first: int, nbytes: int) -> tuple[int, int]:
+    """Where the piece lies that begins at byte `first` of the tensor, and is gapless in its box."""
+    place, rest = [], first // record.element.itemsize
+    for stride in contiguous_strides(record.shape):
+        low, rest = divmod(rest, stride)
+        place.append(low)
+    for chunk in record.chunks:
+        inside = [low - start for low, start in zip(place, chunk.start, strict=True)]
+        if all(0 <= low < size for low, size in zip(inside, chunk.shape, strict=True)):
+            into = offset_of(inside, contiguous_strides(chunk.shape)) * record.element.itemsize
+            assert into + nbytes <= chunk.nbytes, "a piece lies in one box"
+            return chunk.file, chunk.offset + into
+    raise AssertionError("boxes make up their tensor")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from checkpoint.format.elements import BY_TORCH, ElementType
+from checkpoint.format.slices import Shape
 from checkpoint.plan.striping import quantum_rows
 
 _ZARR_TYPES = {
@@ -100,6 +101,10 @@ def _fill_value(data_type: str) -> Any:
     return [0.0, 0.0] if data_type.startswith("complex") else 0
 
 
+_MOST_CHUNK_BYTES = 16 << 20
+_LEAST_CHUNK_BYTES = 4096
+"""Of what lies in a box: of smaller ones there are too many."""
+
 GROUP_METADATA = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}})
 
 
@@ -113,6 +118,32 @@ def array_layout(dtype: Any, shape: tuple[int, ...]) -> ArrayLayout:
     else:
         data_type, itemsize, full = f"uint{8 * element.itemsize}", element.itemsize, shape
     return ArrayLayout(data_type, itemsize, full, _chunk_shape(full, itemsize), element.name)
+
+
+def layout_in_boxes(
+    layout: ArrayLayout, boxes: Sequence[tuple[Shape, Shape]]
+) -> ArrayLayout | None:
+    """The array with chunks that are gapless in each of the boxes (start, shape) that make it up.
+    None where these would have to be smaller than a page, as in columns of uneven widths.
+    """
+    shape, shapes = boxes[0][1], [shape for _, shape in boxes]
+    extra = layout.shape[len(shape) :]
+    nbytes, tile = layout.itemsize * math.prod(extra), [1] * len(shape)
+    for axis in reversed(range(len(shape))):
+        common = math.gcd(*(sizes[axis] for box in boxes for sizes in box))
+        tile[axis] = _divisor(common, max(_MOST_CHUNK_BYTES // nbytes, 1))
+        nbytes *= tile[axis]
+        if any(size[axis] != tile[axis] for size in shapes):
+            break
+    if nbytes < min(_LEAST_CHUNK_BYTES, *(math.prod(size) * layout.itemsize for size in shapes)):
+        return None
+    return replace(layout, chunk_shape=(*tile, *extra))
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest one of a number that is not above `most`."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return max(size for one in small for size in (one, number // one) if size <= most)
 
 
 def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import fsspec
+import numpy as np
 import pytest
 import torch
+import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from zarr.storage import FsspecStore
 
 import checkpoint
 from checkpoint.loading.opened import OpenCheckpoint, open_current
@@ -124,6 +129,32 @@ def test_rows_of_a_view_of_columns_are_read_alone(tmp_path: Path, reads: Reads) 
     (file, _) = checkpoint.export_safetensors(tmp_path / "step", tmp_path / "out", only="q")
     assert torch.equal(load_file(file)["q"], state["q"])
     assert reads.nbytes <= 1.1 * weight.nbytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "ends"), [((6, 20, 300), 1, [10, 20]), ((9, 6000), 1, [2000, 6000])]
+)
+def test_references_to_a_tensor_in_boxes_say_where_it_lies(
+    tmp_path: Path, reads: Reads, shape: tuple[int, ...], axis: int, ends: list[int]
+) -> None:
+    weight = experts(*shape)
+    save_in_boxes(tmp_path / "step", "w", weight, columns(weight, axis, ends))
+    file = checkpoint.write_references(tmp_path / "step", tmp_path / "references.json")
+    assert reads.places == []
+    assert "base64:" not in file.read_text()
+    files = fsspec.filesystem("reference", fo=str(file), asynchronous=True)
+    group = zarr.open_group(FsspecStore(files, read_only=True, path=""), mode="r")
+    assert torch.equal(torch.from_numpy(np.asarray(group["w"])), weight)
+
+
+def test_a_tensor_in_columns_of_uneven_widths_is_left_out_of_references_with_a_warning(
+    tmp_path: Path, reads: Reads, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = experts(3000, 11)
+    save_in_boxes(tmp_path / "step", "w", weight, columns(weight, 1, [5, 11]))
+    file = checkpoint.write_references(tmp_path / "step", tmp_path / "references.json")
+    assert list(json.loads(file.read_text())["refs"]) == ["zarr.json"]
+    assert "w lies in uneven boxes" in caplog.text
 
 
 GRID: list[Box] = [
