@@ -162,11 +162,13 @@ class LazyTensor:
 
         Raises IndexError for an integer out of range and for too many of them, TypeError for what
         is neither integer nor slice nor `...`, ValueError for a step below one and for a closed
-        checkpoint, CorruptCheckpointError naming file, tensor and extent, AioError.
+        checkpoint, RuntimeError under FakeTensorMode, CorruptCheckpointError naming file, tensor
+        and extent, AioError.
         """
         box = indexed_box(self.shape, index, repr(self.name))
         start = box.start + (0,) * len(self._carried)
-        values = _read(self._checkpoint.opened, self._view, start, box.shape + self._carried)
+        opened, shape = self._checkpoint.opened, box.shape + self._carried
+        values = _read(opened, self.name, self._view, start, shape)
         if "array" in self._node:
             array = array_over(self._node, values)[box.picks]
             return array.copy() if box.skips else array
@@ -174,9 +176,16 @@ class LazyTensor:
         return tensor.clone() if box.skips else tensor
 
 
-def _read(opened: OpenCheckpoint, view: TensorView, start: Shape, shape: Shape) -> torch.Tensor:
+def _read(
+    opened: OpenCheckpoint, name: str, view: TensorView, start: Shape, shape: Shape
+) -> torch.Tensor:
     """A box of a leaf, in memory of its own."""
     values = torch.empty(shape, dtype=view.dtype, device="cpu")
+    if type(values) is not torch.Tensor:
+        raise RuntimeError(
+            f"{name!r} was indexed under a mode in which new tensors are of {type(values).__name__}"
+            ", without memory for values (FakeTensorMode?); index it outside of the mode"
+        )
     if values.numel():
         opened.read_leaf(view, start, values)
     return values

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkpoint
 from checkpoint.loading.opened import OpenCheckpoint
@@ -248,3 +249,11 @@ def test_no_descriptor_is_left(path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     with pytest.raises(FileNotFoundError):
         checkpoint.open(path / "nowhere")
+
+
+def test_an_index_under_a_mode_without_values_is_refused_by_name(
+    lazy: checkpoint.LazyCheckpoint,
+) -> None:
+    name = next(iter(lazy))
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=f"{name}.*index it outside"):
+        lazy[name][...]
