@@ -85,11 +85,11 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self.generations = [0] * len(records)
         self._homes = _home_ranges(records, weights)
         self._joined = threading.local()
-        self._thread = 0
+        self._here = threading.local()  # not an ident: a later thread may have the same
         self._take_off: Iterator[None] = iter(())
 
     def __enter__(self) -> None:
-        self._thread = threading.get_ident()
+        self._here.has_entered = True
         _in_use.append(self)
         try:
             super().__enter__()
@@ -106,7 +106,9 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         """Idempotent."""
         if self in _in_use:
             _in_use.remove(self)
-        if threading.get_ident() == self._thread:  # or they stay, and keep everything as it is
+        if not getattr(self._here, "has_entered", False):
+            return  # they stay with their thread, if that is alive, and keep everything as it is
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             next(self._take_off, None)
 
     def join_thread(self) -> None:

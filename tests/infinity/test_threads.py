@@ -22,6 +22,25 @@ def _elsewhere(work: Callable[[], T]) -> T:
         return pool.submit(work).result()
 
 
+def test_block_is_left_on_a_thread_that_has_the_number_of_the_ended_one_that_entered(
+    nvme: Path,
+) -> None:
+    model = seeded(Stack)
+    before = values_of(model)
+    block = infinity.offload(model, nvme)
+    entered = _elsewhere(lambda: (block.__enter__(), threading.get_ident())[1])
+
+    def leave(*, anyhow: bool) -> bool:
+        is_same = threading.get_ident() == entered
+        if is_same or anyhow:
+            block.__exit__(None, None, None)
+        return is_same or anyhow
+
+    tries = (_elsewhere(partial(leave, anyhow=number == 99)) for number in range(100))
+    assert any(tries)
+    assert same_values(values_of(model), before)
+
+
 def _train(model: Gpt, offloaded: infinity.OffloadedModel) -> None:
     for step in range(2):
         token_loss(model, step).backward()
