@@ -36,7 +36,7 @@ from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accomp
 from checkpoint.ranks.turn import Turn, in_turn
 from checkpoint.saving.api import save_on, start_save
 from checkpoint.saving.guard import Guard
-from checkpoint.saving.pending import PendingSave
+from checkpoint.saving.pending import PendingSave, is_being_saved
 from checkpoint.series import (
     MAX_DIGITS,
     Finished,
@@ -372,6 +372,8 @@ class Manager:
 
     def _remove(self, step: int, uuid: str | None) -> None:
         path = self.path(step)
+        if is_being_saved(path):  # by another thread, whose lock on it this could take away
+            return
         with warned(path):
             if remove_checkpoint(path, uuid, self._searched):
                 self._known.forget(path)

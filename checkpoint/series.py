@@ -176,8 +176,8 @@ def outdated(
             continue
         logger.warning(
             "%s stays: by its manifest it was saved before the %d that are kept, and it came after "
-            "some of them; the clocks of hosts, or of now and then, disagree. The next save is "
-            "later than all of these",
+            "some of them: it was saved beside them, or the clocks of hosts, or of now and then, "
+            "disagree. The next save is later than all of these",
             step_path(root, one.step),
             keep,
         )

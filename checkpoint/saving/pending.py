@@ -173,7 +173,7 @@ class PendingSave:
 class _Registry:
     """The saves of this process that run, and background saves that failed without being asked.
 
-    Only threads of saves use it, which no interrupt meets with its lock held.
+    Only threads of saves take its lock: no interrupt meets them with it.
     """
 
     def __init__(self) -> None:
@@ -198,6 +198,10 @@ class _Registry:
             if pending.is_untold:
                 self._failed.append(pending)
 
+    def is_attended(self, path: Path) -> bool:
+        """From any thread: without the lock, which an interrupt would leave held."""
+        return any(one.path == path for one in list(self._attended))
+
     def running(self, path: Path) -> list[PendingSave]:
         """That in the background to this path, and those that are asked to stop."""
         with self._lock:
@@ -217,6 +221,11 @@ class _Registry:
 
 _registry = _Registry()
 os.register_at_fork(after_in_child=_registry.forget)
+
+
+def is_being_saved(path: Path) -> bool:
+    """Whether a save of this process is on its way to a path, from before it makes anything."""
+    return _registry.is_attended(path)
 
 
 def wait_for_earlier(

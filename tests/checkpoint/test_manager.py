@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import checkpoint
+from checkpoint.directory import lock
 from checkpoint.directory.locate import read_manifest
 from checkpoint.format.records import Manifest
 from checkpoint.loading import manifest_cache as known
@@ -247,3 +248,24 @@ def test_what_could_not_be_found_again_is_not_saved(tmp_path: Path, step: Any) -
         with pytest.raises(ValueError, match="step="):
             save(step, state(0))
     assert not (tmp_path / "run").exists()
+
+
+def test_retiring_leaves_what_another_thread_begins_to_save_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = checkpoint.Manager(tmp_path / "run", keep=1)
+    manager.save(1, state(1))
+    seen: list[bool] = []
+    take = lock._lock
+
+    def taking(descriptor: int, path: Path, by: str) -> None:
+        if path == manager.path(2) and not seen:
+            seen.append(path.is_dir())
+            manager.retire()  # the folder is made, and not locked yet
+            seen.append(path.is_dir())
+        take(descriptor, path, by)
+
+    monkeypatch.setattr(lock, "_lock", taking)
+    manager.save(2, state(2))
+    assert seen == [True, True]
+    assert manager.steps() == [2]
