@@ -101,6 +101,9 @@ _NUMBERS = ("lr", "betas", "eps", "weight_decay")
 
 def _check_numbers(options: Mapping[str, Any]) -> None:
     """Raises ``TypeError`` or ``ValueError`` naming an option that no step can be taken with."""
+    for name in _NUMBERS:
+        if name not in options:
+            raise ValueError(f"a parameter group has no option {name!r}; give it one again")
     for name in ("lr", "eps", "weight_decay"):
         parse_amount(options[name], name=name)
     betas = options["betas"]

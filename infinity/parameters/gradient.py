@@ -8,6 +8,7 @@ frameworks do with gradients (clipping, norms, ``GradScaler``) is done as to ten
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,10 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.parameters.changes import Changes, wait_for, writes_later
+from infinity.parameters.metadata import ABOUT_GRADIENTS
 from infinity.parameters.placeholders import as_they_are
-from swap.plain import memory_fault
-
-METADATA = ("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "requires_grad", "ndim")
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +57,10 @@ class GradientOwner(Protocol):
 class OffloadedGradient(torch.Tensor):
     """Stands for a gradient: what is done to it is done to the values, wherever they are."""
 
+    comes_before_weights = True
+    """Whether operations come here first that have absent weights, too, among their operands: they
+    are passed on with values in the place of what is served here.
+    """
     _owner: GradientOwner
     _index: int
     _age: int
@@ -97,7 +100,7 @@ class OffloadedGradient(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             name = getattr(func, "__name__", str(func))
-            if func in _ALLOWED or (name == "__get__" and func.__self__ in _ALLOWED):
+            if func in ABOUT_GRADIENTS or (name == "__get__" and func.__self__ in ABOUT_GRADIENTS):
                 return func(*args, **kwargs)
             if func in _SAME:
                 return args[0]
@@ -152,6 +155,7 @@ class GradientValues(torch.Tensor):
     one would not reach the other.
     """
 
+    comes_before_weights = True
     _source: Source
 
     @classmethod
@@ -168,7 +172,7 @@ class GradientValues(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, GradientValues)]
             name = getattr(func, "__name__", str(func))
-            if func in _ALLOWED or (name == "__get__" and func.__self__ in _ALLOWED):
+            if func in ABOUT_GRADIENTS or (name == "__get__" and func.__self__ in ABOUT_GRADIENTS):
                 return func(*args, **kwargs)
             if name in _REFUSED or name in ("__set__", "__delete__") or writes_later(func):
                 _refuse(name, views[0]._source.name)
@@ -192,7 +196,8 @@ def _checked(
         plain = {id(view): view.as_subclass(torch.Tensor) for view in views}
     changes = [Changes(func, plain[id(view)], counts_changes) for view in views]
     target = tree_leaves(args[:1]) if _is_in_place(func) else []
-    result = func(*_with_values(args, plain), **_with_values(kwargs, plain))
+    with _served_by_others() if counts_changes is None else nullcontext():
+        result = func(*_with_values(args, plain), **_with_values(kwargs, plain))
     wait_for(func, result)
     for view, change in zip(views, changes, strict=True):
         if change.are_there() or any(view is one for one in target):
@@ -212,13 +217,21 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     target = set(map(id, tree_leaves(args[:1]))) if _is_in_place(func) else set()
     args, kwargs = _with_values((args, kwargs), values)
     # A gradient that is changed in place has no history, and gets none.
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not target):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not target), _served_by_others():
         result = func(*args, **kwargs)
     wait_for(func, result)
     for key, gradient in found.items():
         if changes[key].are_there() or key in target:
             gradient.keep(values[key])
     return _as_seen(result, found, values)
+
+
+def _served_by_others() -> AbstractContextManager[Any]:
+    """Inside, an operation comes to the classes of its other operands (weights that are absent or
+    in tiles, views of gradients), which replace theirs.
+    """
+    enabled: AbstractContextManager[Any] = torch._C._EnableTorchFunction()
+    return enabled
 
 
 def _values_in(tree: Any) -> dict[int, torch.Tensor]:
@@ -233,7 +246,7 @@ def _with_values(tree: Any, values: Mapping[int, torch.Tensor]) -> Any:
 def _overwrite(gradient: OffloadedGradient, fill: Callable[[torch.Tensor], Any]) -> Any:
     """Have ``fill`` write all values; none of those before are asked for."""
     values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-    with torch.no_grad():
+    with torch.no_grad(), _served_by_others():
         fill(values)
     gradient._owner.overwrite_gradient(gradient._index, gradient._age, values)
     return gradient
@@ -345,15 +358,6 @@ def _refuse(name: str, parameter: str) -> None:
     )
 
 
-_ALLOWED = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        *METADATA,
-        *("is_meta", "is_leaf", "itemsize", "nbytes", "grad", "grad_fn", "is_quantized"),
-        *("__len__", "dim", "size", "numel", "element_size", "get_device", "ndimension"),
-        *("is_floating_point", "is_complex", "is_inference"),
-    )
-)
 _OVERWRITES = frozenset(("zero_", "fill_", "copy_"))
 _OVERWRITE_EACH = {
     torch._foreach_zero_: torch.Tensor.zero_,
@@ -368,32 +372,3 @@ _REFUSED = frozenset(
         *("__dlpack__", "__cuda_array_interface__", "register_post_accumulate_grad_hook"),
     )
 )
-
-
-def check_assigned(name: str, parameter: torch.Tensor, gradient: Any) -> None:
-    """Raise what a gradient that a program assigns to ``parameter`` cannot be kept for: as torch
-    does, but that it may lie on another device, and for what has no values.
-    """
-    subject = f"what was assigned to the gradient of {name}"
-    if not isinstance(gradient, torch.Tensor):
-        raise TypeError(f"{subject} is a {type(gradient).__name__}; assign a tensor or None")
-    if isinstance(gradient, OffloadedGradient):
-        raise RuntimeError(
-            f"{subject} is the gradient of {gradient.name_of_parameter} or was cleared, and would "
-            "have to be both; assign a copy (clone())"
-        )
-    if gradient is parameter:
-        raise RuntimeError(f"{subject} is the parameter itself; assign a copy")
-    if gradient.shape != parameter.shape:
-        raise ValueError(
-            f"{subject} is of shape {tuple(gradient.shape)}, the parameter of "
-            f"{tuple(parameter.shape)}"
-        )
-    with torch._C.DisableTorchFunctionSubclass():
-        # Older releases of torch take gradients of no other dtype than the tensor's.
-        wanted = getattr(parameter, "grad_dtype", parameter.dtype)
-    if wanted is not None and gradient.dtype != wanted:
-        raise ValueError(f"{subject} is {gradient.dtype}; convert it to {wanted}")
-    fault = memory_fault(gradient) if gradient.layout == torch.strided else None
-    if fault is not None:
-        raise ValueError(f"{subject} {fault}; assign a tensor that has its values")

@@ -11,15 +11,17 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from infinity.parameters.assigned import check_assigned
 from infinity.parameters.changes import CopyOwner, copy_of, wait_for, weight_changes, writes_later
 from infinity.parameters.differentiated import PASSES, by_edges, is_by_inputs_alone
-from infinity.parameters.gradient import METADATA, GradientOwner, OffloadedGradient, check_assigned
+from infinity.parameters.gradient import GradientOwner, OffloadedGradient
+from infinity.parameters.metadata import ABOUT_PARAMETERS
 from infinity.parameters.placeholders import (
     came_frozen,
     is_placeholder,
@@ -192,8 +194,10 @@ class AbsentParameter(OffloadedParameter):
         kwargs = kwargs or {}
         if func in PASSES and is_by_inputs_alone(func, args, kwargs, _is_absent):
             return by_edges(func, args, kwargs, _is_absent)
+        if any(getattr(kind, "comes_before_weights", False) for kind in types):
+            return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__self__", None) in _ABOUT_METADATA or func in _ABOUT_METADATA:
+            if getattr(func, "__self__", None) in ABOUT_PARAMETERS or func in ABOUT_PARAMETERS:
                 return func(*args, **kwargs)
             return _with_weights(func, args, kwargs)
 
@@ -313,10 +317,14 @@ class WeightView(torch.Tensor):
 
     @staticmethod
     def of(parameter: OffloadedParameter, view: torch.Tensor) -> WeightView:
-        taken = view.as_subclass(WeightView)
+        taken: Any = view
+        if type(view) is torch.Tensor:  # as_subclass would have a node of its own in the graph,
+            taken.__class__ = WeightView  # between it and that which autograd has for parameters
+        else:
+            taken = view.as_subclass(WeightView)
         taken._parameter = parameter
         parameter.offload_owner.gave_view(parameter.offload_index, taken)
-        return taken
+        return cast(WeightView, taken)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -346,19 +354,6 @@ SHOWS_MEMORY = frozenset(
 )
 """What gives the memory of a tensor in another form than a tensor."""
 _SETS = frozenset([torch.Tensor.set_, torch.ops.aten.set_.source_Tensor])
-
-_ABOUT_METADATA = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        *METADATA,
-        *("grad", "grad_fn", "is_leaf", "is_meta", "itemsize", "nbytes", "output_nr"),
-        *("retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
-        *("_version", "__len__", "dim", "element_size", "get_device", "is_complex"),
-        *("is_floating_point", "is_inference", "numel", "size"),
-        *("register_hook", "register_post_accumulate_grad_hook"),
-        *(["grad_dtype"] if hasattr(torch.Tensor, "grad_dtype") else []),
-    )
-)
 
 
 def put_data(parameter: OffloadedParameter, data: torch.Tensor, *, absent: bool) -> None:

@@ -126,6 +126,8 @@ class Tiling:
         self._is_partitioned = is_partitioned
         self._cuts: list[Cut] = []
         self._strides = {id(record.parameter): record.stride for record in records}
+        layers = (module for module in model.modules() if isinstance(module, TiledLinear))
+        self._tiles = {id(tile) for layer in layers for tile in layer.tiles}
         self._chosen = self._choose(max_parameter_bytes)
 
     def __enter__(self) -> Tiling:
@@ -184,6 +186,8 @@ class Tiling:
     def _reason_against(self, owners: Sequence[Owner], parameter: nn.Parameter) -> str | None:
         """Why the parameter cannot be tiled; None if it can."""
         (_, module, own), *_ = owners
+        if any(id(tile) in self._tiles for _, tile, _ in owners):
+            return "a tile of a TiledLinear, which is cut once: make that of more tiles"
         if not self._is_layer(owners):
             return cut_weights.reason_against(
                 owners, parameter, is_partitioned=self._is_partitioned

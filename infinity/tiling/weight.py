@@ -17,20 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from infinity.parameters.assigned import check_assigned
 from infinity.parameters.differentiated import PASSES
-from infinity.parameters.gradient import (
-    METADATA,
-    OffloadedGradient,
-    Source,
-    check_assigned,
-    read_only,
-)
+from infinity.parameters.gradient import OffloadedGradient, Source, read_only
+from infinity.parameters.metadata import ABOUT_TILED
 from infinity.parameters.parameter import cannot_be_copied
-from infinity.parameters.placeholders import (
-    as_they_are,
-    placeholder,
-    refusal_of_gradient,
-)
+from infinity.parameters.placeholders import as_they_are, placeholder, refusal_of_gradient
 from infinity.tiling.groups import multiply_groups
 from infinity.tiling.pieces import Rows, look_up, multiply, multiply_with_one
 from infinity.tiling.tile import (
@@ -49,6 +41,7 @@ _log = logging.getLogger(__name__)
 class TiledWeight(torch.Tensor):
     """Stands for the parameter that the ``tiles`` are of."""
 
+    comes_before_weights = True
     _tiles: Sequence[Tile]
     _name: str
     _is_partitioned: bool
@@ -194,13 +187,13 @@ class TiledWeight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _HOOKS or func in PASSES:
+        if func in _OF_GRADIENT or func in PASSES or _asks_for_node(func, args):
             _refuse_gradient(args, kwargs)
         served = None if _is_cut_off(args, kwargs) else _SERVED.get(func)
         result = served(*args, **kwargs) if served is not None else NotImplemented
         if result is not NotImplemented:
             return result
-        if func in _ALLOWED or getattr(func, "__self__", None) in _ALLOWED:
+        if func in ABOUT_TILED or getattr(func, "__self__", None) in ABOUT_TILED:
             with torch._C.DisableTorchFunctionSubclass(), as_they_are():
                 return func(*args, **kwargs)
         return _on_whole(func, args, kwargs)
@@ -247,6 +240,12 @@ def _refuse_gradient(args: Any, kwargs: Any) -> NoReturn:
         "by tile; have hooks on the tiles, and differentiate by them, as model.parameters() gives "
         "them in the block"
     )
+
+
+def _asks_for_node(func: Any, args: Any) -> bool:
+    """Whether it is a view that autograd's node for a parameter is reached through."""
+    is_view = func in (torch.Tensor.expand_as, torch.Tensor.view_as) and args[0] is args[1]
+    return is_view and torch.is_grad_enabled() and bool(args[0].requires_grad)
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -387,13 +386,9 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.transpose: _transpose,
     torch._grouped_mm: _grouped,
 }
-_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
-_ALLOWED = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        *METADATA,
-        *("is_meta", "is_leaf", "itemsize", "nbytes", "grad_fn", "is_quantized"),
-        *("__len__", "dim", "size", "numel", "element_size", "get_device", "ndimension"),
-        *("is_floating_point", "is_complex", "is_inference"),
-    )
+_OF_GRADIENT = (
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.output_nr.__get__,  # type: ignore[attr-defined]
 )
+"""What hooks on gradients and ``get_gradient_edge`` call."""

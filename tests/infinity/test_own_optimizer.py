@@ -203,3 +203,12 @@ def test_options_out_of_range_are_refused_before_anything_changes(nvme: Path) ->
             offloaded.step()
     expected = values_of(seeded(_model))
     assert all(same_bits(value, expected[name]) for name, value in values_of(model).items())
+
+
+def test_option_that_a_group_has_no_more_is_named(nvme: Path) -> None:
+    model = seeded(_model)
+    with infinity.offload(model, nvme) as offloaded:
+        del offloaded.optimizer.param_groups[0]["eps"]
+        offloaded.backward(_loss(model, 2))
+        with pytest.raises(ValueError, match="no option 'eps'"):
+            offloaded.step()

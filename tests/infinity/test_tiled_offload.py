@@ -340,3 +340,14 @@ def test_row_larger_than_the_bound_is_refused_before_anything_is_changed(tmp_pat
     ):
         pass
     assert type(model[0]) is nn.Linear
+
+
+def test_tiles_of_a_tiled_linear_are_not_cut_again(
+    nvme: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(infinity.TiledLinear(272, 272, tiles=1), nn.Linear(272, 16))
+    with infinity.offload(model, nvme, max_parameter_bytes=270_000) as offloaded:
+        model(torch.ones(2, 272)).sum().backward()
+        offloaded.step()
+        offloaded.save(tmp_path / "saved")
+    assert "0.tiles.0.weight (289.00 KiB, a tile of a TiledLinear, which is cut once" in caplog.text

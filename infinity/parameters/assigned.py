@@ -1,0 +1,39 @@
+"""What programs assign to the gradient of an offloaded parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from infinity.parameters.gradient import OffloadedGradient
+from swap.plain import memory_fault
+
+
+def check_assigned(name: str, parameter: torch.Tensor, gradient: Any) -> None:
+    """Raise what a gradient that a program assigns to ``parameter`` cannot be kept for: as torch
+    does, but that it may lie on another device, and for what has no values.
+    """
+    subject = f"what was assigned to the gradient of {name}"
+    if not isinstance(gradient, torch.Tensor):
+        raise TypeError(f"{subject} is a {type(gradient).__name__}; assign a tensor or None")
+    if isinstance(gradient, OffloadedGradient):
+        raise RuntimeError(
+            f"{subject} is the gradient of {gradient.name_of_parameter} or was cleared, and would "
+            "have to be both; assign a copy (clone())"
+        )
+    if gradient is parameter:
+        raise RuntimeError(f"{subject} is the parameter itself; assign a copy")
+    if gradient.shape != parameter.shape:
+        raise ValueError(
+            f"{subject} is of shape {tuple(gradient.shape)}, the parameter of "
+            f"{tuple(parameter.shape)}"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        # Older releases of torch take gradients of no other dtype than the tensor's.
+        wanted = getattr(parameter, "grad_dtype", parameter.dtype)
+    if wanted is not None and gradient.dtype != wanted:
+        raise ValueError(f"{subject} is {gradient.dtype}; convert it to {wanted}")
+    fault = memory_fault(gradient) if gradient.layout == torch.strided else None
+    if fault is not None:
+        raise ValueError(f"{subject} {fault}; assign a tensor that has its values")
