@@ -24,6 +24,8 @@ from infinity.commands.foreign.importing import import_state
 from infinity.commands.planned import STATE_DTYPES, run_plan
 from infinity.commands.sources import DTYPES, UsageError, has_config, source_of
 from infinity.commands.waiting import told
+from infinity.snapshots.entries import checked_name
+from infinity.snapshots.points import Snapshots
 from infinity.values.initial.weight_files import WeightFolder
 from swap.storage.bandwidth import measure_and_keep
 from swap.storage.directory import reclaim
@@ -200,6 +202,19 @@ def _gc(options: argparse.Namespace, console: Console) -> int:
     return DONE
 
 
+def _snapshots(options: argparse.Namespace, console: Console) -> int:
+    snapshots = Snapshots(options.directories)
+    try:
+        for name in options.drop or ():
+            snapshots.drop(None, checked_name(name))
+    finally:
+        snapshots.close()
+    for one in snapshots.listed():
+        when = one.time.isoformat(timespec="seconds")
+        console.print(f"{one.name}: step {one.step}, {when}, {format_bytes(one.nbytes)}")
+    return DONE
+
+
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
@@ -271,8 +286,12 @@ def _arguments() -> argparse.ArgumentParser:
         "tune", _tune, "measure directories (256 MiB in each), and keep the result for offload"
     )
     command.add_argument("directories", nargs="+", metavar="directory")
-    command = add("gc", _gc, "remove what dead processes left in directories")
+    command = add("gc", _gc, "remove what dead processes left in directories, snapshots excepted")
     command.add_argument("directories", nargs="+", metavar="directory")
+    command = add("snapshots", _snapshots, "list the snapshots on the directories of a run")
+    command.add_argument("directories", nargs="+", metavar="directory")
+    text = "remove one, and what only it keeps; repeatable"
+    command.add_argument("--drop", action="append", metavar="NAME", help=text)
     return parser
 
 

@@ -104,8 +104,10 @@ class Snapshots:
         """All there are, the oldest first."""
         return listed(self._folders.find())
 
-    def drop(self, state: TieredState, name: str) -> None:
-        """Remove one, durably, and give back what only it keeps. Raises ``FileNotFoundError``."""
+    def drop(self, state: TieredState | None, name: str) -> None:
+        """Remove one, durably; what only it keeps is free in ``state``, or given back by ``close``.
+        Raises ``FileNotFoundError``, and ``BlockingIOError`` as ``take``.
+        """
 
         def work(_: Cancellation) -> None:
             points = self._known(state, make=False)
@@ -195,12 +197,13 @@ class Snapshots:
         except OSError as error:
             _log.warning("the folders of snapshots stay: %s", error)
 
-    def _known(self, state: TieredState, *, make: bool) -> Path | None:
+    def _known(self, state: TieredState | None, *, make: bool) -> Path | None:
         """The folder of snapshots, locked, with what is there known and pinned."""
         points = self._folders.acquire(make=make)
         if points is not None and not self._is_known:
             self._read_entries(points)
-            pin_known(state, self._folders, self._entries.values())
+            if state is not None:
+                pin_known(state, self._folders, self._entries.values())
             self._is_known = True
         return points
 
@@ -285,15 +288,15 @@ class Snapshots:
             except OSError as error:
                 _log.warning("cannot drop the snapshot %s: %s", entry.point.name, error)
 
-    def _remove(self, state: TieredState, name: str, folder: Path) -> None:
+    def _remove(self, state: TieredState | None, name: str, folder: Path) -> None:
         remove_point(folder)
         entry = self._entries.pop(name, None)
         self._damaged.discard(name)
         if entry is not None:
             self._unpin(state, entry)
 
-    def _unpin(self, state: TieredState, entry: Entry) -> None:
-        if state.extents is not None:
+    def _unpin(self, state: TieredState | None, entry: Entry) -> None:
+        if state is not None and state.extents is not None:
             pinned, entry.pinned = entry.pinned, []
             state.extents.unpin(pinned)
 

@@ -162,6 +162,28 @@ def test_snapshot_stays_when_blocks_begin_and_swap_files_are_collected(
         assert_same(expected, everything(offloaded))
 
 
+def test_snapshot_is_dropped_by_the_command_and_its_space_comes_back(
+    least: int, nvme: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        offloaded.snapshot("a")
+        expected = everything(offloaded)
+        train(offloaded, 1, 2)
+        taken = offloaded.snapshot("b")
+    assert cli.main(["snapshots", os.fspath(nvme), "--drop", "b"]) == 0
+    assert capsys.readouterr().out.startswith("a: step 1, ")
+    kept = sum(path.lstat().st_blocks * 512 for path in nvme.rglob("*") if path.is_file())
+    assert kept < taken.nbytes + 64 * 1024
+    with _block(nvme, least, seed=2) as offloaded:
+        offloaded.restore("a")
+        assert_same(expected, everything(offloaded))
+    assert cli.main(["snapshots", os.fspath(nvme), "--drop", "b"]) == 1
+    assert "there is no snapshot b" in capsys.readouterr().err
+    assert cli.main(["snapshots", os.fspath(nvme), "--drop", "a"]) == 0
+    assert list(nvme.iterdir()) == []
+
+
 def test_file_that_is_missing_or_too_short_is_named_and_nothing_is_changed(
     least: int, nvme: Path
 ) -> None:
