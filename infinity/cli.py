@@ -288,11 +288,14 @@ def _arguments() -> argparse.ArgumentParser:
     command.add_argument("directories", nargs="+", metavar="directory")
     command = add("gc", _gc, "remove what dead processes left in directories, snapshots excepted")
     command.add_argument("directories", nargs="+", metavar="directory")
-    command = add("snapshots", _snapshots, "list the snapshots on the directories of a run")
+    _add_snapshots(add("snapshots", _snapshots, "list the snapshots on the directories of a run"))
+    return parser
+
+
+def _add_snapshots(command: argparse.ArgumentParser) -> None:
     command.add_argument("directories", nargs="+", metavar="directory")
     text = "remove one, and what only it keeps; repeatable"
     command.add_argument("--drop", action="append", metavar="NAME", help=text)
-    return parser
 
 
 def _add_stripes(command: argparse.ArgumentParser) -> None:
