@@ -8,18 +8,20 @@ descriptor: by the second look its name may mean something else.
 import contextlib
 import errno
 import fcntl
+import io
 import logging
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from aio._native import ffi, lib
 from aio.descriptors import Descriptor
 from aio.errors import NotRegularFileError, naming
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Mode = Literal["r", "r+", "w", "x"]
 MODES = ("r", "r+", "w", "x")
@@ -124,18 +126,43 @@ def open_regular_file(
         status = os.fstat(descriptor.number)
         if not stat.S_ISREG(status.st_mode):
             raise NotRegularFileError(f"{os.fspath(path)} is not a regular file")
-        with open(descriptor.number, "rb", closefd=False) as file:
+        with io.BufferedReader(_Raw(descriptor.number, "rb", closefd=False)) as file:
             yield file, status.st_size
 
 
+class _Raw(io.FileIO):
+    """Python gives None for EAGAIN, which nobody expects of a file."""
+
+    def readinto(self, buffer: Any, /) -> int:
+        filled: int | None = super().readinto(buffer)
+        return _checked(filled)
+
+    def readall(self) -> bytes:
+        return _checked(super().readall())
+
+
+def _checked(result: T | None) -> T:
+    if result is None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return result
+
+
 def read_regular_file(
-    path: str | os.PathLike[str], limit: int | None = None, *, follow: bool = True
+    path: str | os.PathLike[str],
+    limit: int | None = None,
+    *,
+    follow: bool = True,
+    dir_fd: int | None = None,
 ) -> bytes:
     """What is in a file, of a large one no more than `limit` bytes. Raises as
-    `open_regular_file`.
+    `open_regular_file`, and OSError (EIO) for one that ends before its size: read as empty, it
+    would say that there is nothing.
     """
-    with open_regular_file(path, follow=follow) as (file, _):
-        return file.read(-1 if limit is None else limit)
+    with open_regular_file(path, follow=follow, dir_fd=dir_fd) as (file, size):
+        data = file.read(-1 if limit is None else limit)
+        if len(data) < (size if limit is None else min(size, limit)):
+            raise OSError(errno.EIO, f"the file ends behind {len(data)} of its {size} bytes")
+        return data
 
 
 def _target_of(path: Path) -> Path:

@@ -113,7 +113,8 @@ class Lock:
         self._unlock()
 
     def _unlock(self) -> None:
-        _held.close(self._descriptor)
+        with naming(self._path):
+            _held.close(self._descriptor)
 
     def _has_it(self) -> bool:
         try:

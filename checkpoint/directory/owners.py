@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aio import open_regular_file
+from aio import read_regular_file
 from aio.descriptors import Descriptor
 from checkpoint.absence import is_absent, status_of
 
@@ -77,8 +77,8 @@ def read_owner(directory: int) -> Owner | None:
     Raises OSError for one that cannot be read.
     """
     try:
-        with open_regular_file(OWNER_NAME, follow=False, dir_fd=directory) as (file, _):
-            node: Any = json.loads(file.read(_MAX_BYTES))
+        raw = read_regular_file(OWNER_NAME, _MAX_BYTES, follow=False, dir_fd=directory)
+        node: Any = json.loads(raw)
     except OSError as error:
         if is_absent(error):
             return None

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aio import read_regular_file
 from checkpoint.absence import is_absent, status_of
-from checkpoint.directory.locate import open_regular_file
 
 STRIPES_NAME = "stripes.json"
 _MAX_STRIPES_BYTES = 1 << 20
@@ -53,8 +53,8 @@ def listed_stripes(home: Path, uuid: str) -> list[ListedStripe]:
     used. Raises OSError for one that cannot be read: there may be directories that it lists.
     """
     try:
-        with open_regular_file(home / STRIPES_NAME, follow=False) as (file, _):
-            content: Any = json.loads(file.read(_MAX_STRIPES_BYTES))
+        raw = read_regular_file(home / STRIPES_NAME, _MAX_STRIPES_BYTES, follow=False)
+        content: Any = json.loads(raw)
     except OSError as error:
         if is_absent(error):  # there are none
             return []

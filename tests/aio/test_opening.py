@@ -1,6 +1,7 @@
 """Opening what is no file, what is not there, and what fails half way: nothing is left behind."""
 
 import errno
+import io
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -275,3 +276,28 @@ class TestRegularFile:
         with pytest.raises(FileNotFoundError) as caught, naming("/other"):
             Path("/nowhere").stat()
         assert caught.value.filename == "/nowhere"
+
+
+def test_read_that_ends_before_the_size_of_the_file_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "list"
+    path.write_bytes(b"content")
+    monkeypatch.setattr(opening._Raw, "readinto", lambda self, buffer: 0)
+    monkeypatch.setattr(opening._Raw, "readall", lambda self: b"")
+    for limit in (None, 3):
+        with pytest.raises(OSError, match=r"ends behind 0 of its 7 bytes.*list") as caught:
+            read_regular_file(path, limit)
+        assert caught.value.errno == errno.EIO
+
+
+def test_read_that_would_have_to_wait_is_an_error_not_none() -> None:
+    source, target = os.pipe2(os.O_NONBLOCK)
+    try:
+        with io.BufferedReader(opening._Raw(source, "rb", closefd=False)) as file:
+            for size in (-1, 3):
+                with pytest.raises(BlockingIOError, match="unavailable"):
+                    file.read(size)
+    finally:
+        os.close(source)
+        os.close(target)
