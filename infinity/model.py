@@ -140,9 +140,10 @@ class OffloadedModel:
 
         With ``modify`` changed elements are kept (and become the master exactly), once background
         saves have read what was there; without, changes are lost, as they are where the block ends
-        with an exception. Inside, ``step`` and ``load``
-        are refused, with ``modify`` ``save`` and ``export`` too. Nested in another, the tensors are
-        the same; what they hold as the last with ``modify`` ends is kept.
+        with an exception. Inside, ``step`` and ``load`` are refused, with ``modify`` ``save`` and
+        ``export`` too. Where the end raises ``AioError``, each parameter holds what it held before
+        or after. Nested in another, the tensors are the same; what they hold as the last with
+        ``modify`` ends is kept.
         """
         self._training.check_unchanged()
         chosen = records_of(params, self._training.records, self._training.index_of)

@@ -75,6 +75,10 @@ class Change:
             self.before, self._mixture.stopped = self._mixture.stopped, ()
             self.scope = scope
 
+    def undone(self) -> None:
+        """Everything is again as it was when this began."""
+        self._mixture.stopped, self.scope = self.before, None
+
 
 class Mixture:
     """What was stopped of the changes to parameters with these ``names``."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from aio import sync_directory
+from aio import naming, sync_directory
 from checkpoint.directory.lock import Lock
 from checkpoint.saving.generation import make_directory
 
@@ -182,10 +182,15 @@ def _turn(folder: Path) -> Iterator[None]:
 
 def remove(path: Path) -> None:
     """A folder or a file, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+    if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
+        return
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        name = error.filename if isinstance(error.filename, str) else ""
+        error.filename = str(path / name)  # it was told by its name in there
+        raise
 
 
 def sync_tree(folder: Path) -> None:
@@ -194,7 +199,8 @@ def sync_tree(folder: Path) -> None:
         for name in names:
             descriptor = os.open(Path(root, name), os.O_RDONLY)
             try:
-                os.fsync(descriptor)
+                with naming(Path(root, name)):
+                    os.fsync(descriptor)
             finally:
                 os.close(descriptor)
         sync_directory(root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from aio import AioError
 from infinity.parameters.records import Record
 from swap.apart import run_apart
 from swap.mixture import Scope
@@ -22,6 +23,8 @@ def write_back(state: TieredState, record: Record) -> None:
     """Take what a program made of the weights of ``record``.
 
     Elements that were changed become the master exactly; the others keep the master's low bits.
+    Raises ``AioError`` when they cannot be written. What there was is put back then; where that
+    fails, too, it is mixed.
     """
     before = weight_of(state, record).view(-1)
     kept = slice(record.first, record.first + record.spec.numel)
@@ -31,13 +34,19 @@ def write_back(state: TieredState, record: Record) -> None:
         return
     master = state.read_values(record.index, 0, record.spec.numel)
     changed = before != after
-    master = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
+    values = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
 
     def fill() -> None:
         with state.mixture.changing(f"keeping what gathered() changed of {record.name}") as change:
             change.begin(Scope(values=frozenset({record.index})))
-            state.fill(record.index, master)
-        state.weights.drop()
+            try:
+                state.fill(record.index, values)
+            except AioError:
+                state.fill(record.index, master)
+                change.undone()
+                raise
+            finally:
+                state.weights.drop()
 
     run_apart(fill, "infinity-modify")  # an interrupt comes before or after
 
