@@ -105,8 +105,8 @@ class Scenario:
         """The number of what loads."""
         raise NotImplementedError
 
-    def left_over(self, top: Path) -> list[str]:
-        """What is there beyond what the last save made."""
+    def left_over(self, top: Path, number: int) -> list[str]:
+        """What is there beyond what save `number` made, which was the last."""
         raise NotImplementedError
 
     def lost(self, top: Path, promise: Promise) -> list[str]:
@@ -121,7 +121,7 @@ class Scenario:
             self.save(top, following)
             if (found := self.found(top)) != following:
                 faults.append(f"after the next save {found} loads")
-            return faults + self.left_over(top)
+            return faults + self.left_over(top, following)
         except Exception as error:
             return [f"{type(error).__name__}: {error}"]
 

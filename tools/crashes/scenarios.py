@@ -13,6 +13,7 @@ from local_ranks import run_ranks
 from safetensors.torch import load_file
 
 import checkpoint
+from aio import naming
 from crashes.promises import (
     KIB,
     Promise,
@@ -51,9 +52,9 @@ class Saves(Scenario):
     def found(self, top: Path) -> int:
         return checkpoint_at(self.path(top))
 
-    def left_over(self, top: Path) -> list[str]:
+    def left_over(self, top: Path, number: int) -> list[str]:
         faults = other_than(self.path(top), 2) + other_than(top / "runs", 1)
-        used = self.stripes(top, self.count + 1) or []
+        used = self.stripes(top, number) or []
         for name in self.directories:
             faults += other_than(top / name, int(top / name in used))
         return faults
@@ -181,7 +182,7 @@ class ManagedSaves(Scenario):
             faults += [] if found == step else [f"step {step} is to be kept; {found} is there"]
         return faults
 
-    def left_over(self, top: Path) -> list[str]:
+    def left_over(self, top: Path, number: int) -> list[str]:
         steps = self.manager(top).steps()
         faults = [] if len(steps) <= self.keep else [f"steps {steps} are kept"]
         faults += other_than(top / "runs", len(steps))
@@ -227,8 +228,8 @@ class Exports(Scenario):
             faults += promise.faults(self._number(top, _EXPORTED[:1]))
         return faults
 
-    def left_over(self, top: Path) -> list[str]:
-        return other_than(top / "model", 2 if (self.count + 1) % 2 == 0 else 3)
+    def left_over(self, top: Path, number: int) -> list[str]:
+        return other_than(top / "model", 3 if number % 2 else 2)
 
 
 _EXPORTED = ("model.safetensors", "model.safetensors.index.json")
@@ -248,7 +249,7 @@ class Streams(Scenario):
         with checkpoint.open_stream(path, "rb") as stream:
             return number_of(torch.load(stream, weights_only=True))
 
-    def left_over(self, top: Path) -> list[str]:
+    def left_over(self, top: Path, number: int) -> list[str]:
         return other_than(top, 1)
 
 
@@ -263,7 +264,8 @@ class Folders(Scenario):
 
         with replacing(top / "trainer" / "model") as folder:
             for name in ("weights", "state"):
-                (folder / name).write_bytes(bytes([number]) * (3 * KIB))
+                with naming(folder / name):
+                    (folder / name).write_bytes(number.to_bytes(4, "little") * KIB)
 
     def found(self, top: Path) -> int:
         from infinity.integrations.published import recover
@@ -274,11 +276,12 @@ class Folders(Scenario):
         if not folder.exists():
             return 0
         contents = {file.read_bytes() for file in folder.iterdir()}
-        if len(contents) != 1 or len(next(iter(contents))) != 3 * KIB:
+        number = int.from_bytes(next(iter(contents))[:4], "little")
+        if contents != {number.to_bytes(4, "little") * KIB}:
             raise ValueError(f"{folder.name} is no whole folder")
-        return next(iter(contents))[0]
+        return number
 
-    def left_over(self, top: Path) -> list[str]:
+    def left_over(self, top: Path, number: int) -> list[str]:
         return other_than(top / "trainer", 1) + other_than(top / "trainer" / "model", 2)
 
 
