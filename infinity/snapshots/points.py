@@ -166,6 +166,13 @@ class Snapshots:
         is a warning, and where another block has the folders, it is that one's to do.
         """
         try:
+            for folder in self._folders.others():
+                _log.warning(
+                    "%s keeps what snapshots of a run with other nvme directories need, or with "
+                    "these in another order: neither listed nor given back here. Give those "
+                    "directories to use or drop them; if one is gone for good, remove the folder",
+                    folder,
+                )
             if self._folders.acquire(make=False, waits=False) is None:
                 return
         except BlockingIOError:

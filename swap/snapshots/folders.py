@@ -98,6 +98,7 @@ class Folders:
             folder = _folder(root, self._place[1])
             kept = folder / f"{path.parent.name}.swap"
             if kept.exists():
+                sync_directory(folder)  # which may be what failed the last time
                 continue
             with locked(root):
                 _make_folder(folder)
@@ -144,6 +145,14 @@ class Folders:
                 except OSError as error:
                     _log.warning("%s takes more space than snapshots need: %s", path, error)
         return removed
+
+    def others(self) -> list[Path]:
+        """Folders on these roots of stores that are not the one which is used: of runs with other
+        directories, or with these in another order.
+        """
+        used = self._place or self._find()
+        stores = [folder for root in self._roots for folder in _stores(root)]
+        return [folder for folder in stores if used is None or folder.name != used[1]]
 
     def release(self, *, is_empty: bool) -> None:
         """Unlock; ``is_empty``: nothing is left to keep, and folders go. Idempotent."""

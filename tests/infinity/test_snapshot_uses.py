@@ -212,3 +212,25 @@ def test_keep_drops_the_oldest_of_this_model_and_none_of_others(nvme: Path) -> N
             offloaded.restore("z-other")
         for one in offloaded.snapshots():
             offloaded.drop_snapshot(one.name)
+
+
+def test_what_snapshots_of_other_directories_keep_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    options: dict[str, Any] = {"optimizer": ADAMW}
+    options["host_memory"] = least_budget(Net, tmp_path, **options)
+    with infinity.offload(seeded(Net), [first, second], **options) as one:
+        train(one, 0, 1, None)
+        one.snapshot("a")
+    (kept,) = second.glob(".infinity/snapshots-*/*")
+    with infinity.offload(seeded(Net), second, **options) as two:
+        assert two.snapshots() == []
+    assert str(kept) in caplog.text
+    caplog.clear()
+    with infinity.offload(seeded(Net), [first, second], **options) as one:
+        one.drop_snapshot("a")
+    assert str(kept) not in caplog.text
+    assert list(second.iterdir()) == []
