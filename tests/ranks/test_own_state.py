@@ -68,3 +68,13 @@ def test_a_buffer_that_one_rank_alone_has_is_restored_there() -> None:
     found = restore_own(lambda only: {"ranks": {"1": pack(parts)}}, 1, mine)
     assert found == (False, None, {})
     assert torch.equal(mine.get_buffer("here"), torch.ones(3))
+
+
+@pytest.mark.proof
+def test_load_that_fails_on_one_rank_is_refused_on_all_until_one_has_worked(tmp_path: Path) -> None:
+    for rank, told in enumerate(run_ranks(rank_states.stopped, tmp_path, 2)):
+        cause = "OSError: the disk failed" if rank else "RankFailedError"
+        assert told["load"].startswith(cause)
+        for door in ("step", "save"):
+            assert told[door].startswith("MixedStateError: loading ")
+            assert cause in told[door]

@@ -107,3 +107,20 @@ def offload(model: nn.Module, folder: Path, group: Any) -> Any:
     return infinity.offload(
         model, folder, host_memory="256MiB", optimizer=infinity.AdamW(lr=1e-2), process_group=group
     )
+
+
+def stopped(rank: int, folder: Path) -> dict[str, Any]:
+    """A load that fails on rank 1 when values were changed, what is refused then, and another."""
+    batches = torch.Generator().manual_seed(rank)
+    model = seeded(model_with_statistics)
+    with offload(model, folder, dist.group.WORLD) as offloaded:
+        train(offloaded, model, batches)
+        offloaded.save(folder / "saved")
+        failure = OSError("the disk failed") if rank else None
+        with mock.patch.object(loading, "_load_own", wraps=loading._load_own, side_effect=failure):
+            told = {"load": complaint(lambda: offloaded.load(folder / "saved"))}
+        told["step"] = complaint(offloaded.step)
+        told["save"] = complaint(lambda: offloaded.save(folder / "other"))
+        offloaded.load(folder / "saved")
+        train(offloaded, model, batches)
+        return told
