@@ -106,7 +106,7 @@ class OffloadedGradient(torch.Tensor):
                 return args[0]
             if name == "detach_" or (name == "requires_grad_" and not all(args[1:])):
                 return args[0]
-            if name in _REFUSED or writes_later(func):
+            if name in _REFUSED or name in _RESHAPES or writes_later(func):
                 _refuse(name, next(_gradients_in((args, kwargs))).name_of_parameter)
             if func == _SET_DATA:
                 return _overwrite(args[0], lambda values: _copy_exactly(values, args[1]))
@@ -363,6 +363,10 @@ _OVERWRITE_EACH = {
     torch._foreach_zero_: torch.Tensor.zero_,
     torch._foreach_copy_: torch.Tensor.copy_,
 }
+_RESHAPES = frozenset(
+    ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
+)
+"""What would have the values of the whole in another order or shape."""
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SAME = frozenset((torch.Tensor.detach, torch.Tensor.data.__get__, torch.detach))  # type: ignore[attr-defined]
 _REFUSED = frozenset(

@@ -149,3 +149,12 @@ def test_node_of_a_weight_in_tiles_is_refused_by_name(ask: Any, nvme: Path) -> N
         args = (weight, weight) if ask is torch.Tensor.view_as else (weight,)
         with pytest.raises(RuntimeError, match=r"0\.weight is in tiles .* tile by tile"):
             ask(*args)
+
+
+@pytest.mark.parametrize("act", [torch.Tensor.t_, lambda g: g.unsqueeze_(0)])
+def test_gradient_that_is_to_lie_otherwise_is_refused_by_name(act: Any, nvme: Path) -> None:
+    model: Any = seeded(_model)
+    with infinity.offload(model, nvme, host_memory=WHOLE):
+        _backward(model)
+        with pytest.raises(RuntimeError, match=r"_: the gradient of 0\.weight, which is offloaded"):
+            act(model[0].weight.grad)
