@@ -112,9 +112,12 @@ def _readable(points: Path) -> Iterator[Point]:
 def read_point(folder: Path) -> Point:
     """Raises as ``checkpoint.load``, and ``ValueError`` for one of another version."""
     told = checkpoint.load(folder, only=["point.*"])["point"]
-    if told.pop("format") != POINT_FORMAT:
-        raise ValueError(f"{folder} is a snapshot of another version of this library")
-    point = Point(**told)
+    try:
+        if told.pop("format") != POINT_FORMAT:
+            raise TypeError("another format")
+        point = Point(**told)
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{folder} is a snapshot of another version of this library") from error
     if point.name != folder.name:
         raise ValueError(f"{folder} is a snapshot with the name {point.name}; rename it back")
     return point
