@@ -36,7 +36,7 @@ from failures.interposed import KINDS, Interposer, Kind, interposed, start_again
 from tests.support.interrupted_runs import ACTIONS as RUN_ACTIONS
 from tests.support.interrupted_runs import Blocks, Scenario, running
 
-_SAVES = [f"save:{name}" for name in SAVES if name not in ("killed", "ranks")]
+_SAVES = [f"save:{name}" for name in SAVES if name not in ("killed", "ranks", "snapshot")]
 _LOADS = [f"load:{name}" for name in ("save", "striped", "stream")]
 _RUNS = [
     f"{action}:{activations}-{budget}"

@@ -16,12 +16,12 @@ ROOT = Path(__file__).parents[2]
 MEMORY = Path("/dev/shm")
 _reason = unavailable_reason()
 _ACTIONS = {
-    "save:striped,save:manager": 1,
+    "save:striped,save:manager": 2,
     "load:striped,load:stream": 1,
-    "save:save,save:async,save:export,save:stream,save:folder": 3,
-    "enter:keep-least,exit:keep-least,modify:keep-least": 41,
-    "forward:nvme-least,backward:nvme-least,spill:nvme-least": 61,
-    "step:keep-least,flush:keep-least,load:keep-least,save:keep-least": 41,
+    "save:save,save:async,save:export,save:stream,save:folder": 5,
+    "enter:keep-least,exit:keep-least,modify:keep-least": 67,
+    "forward:nvme-least,backward:nvme-least,spill:nvme-least": 97,
+    "step:keep-least,flush:keep-least,load:keep-least,save:keep-least": 67,
 }
 """What is attacked, and how many calls lie between two points."""
 _USUAL = {("load:striped,load:stream", "EIO,zero,short,dead")}

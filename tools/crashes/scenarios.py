@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from local_ranks import run_ranks
@@ -285,6 +286,56 @@ class Folders(Scenario):
         return other_than(top / "trainer", 1) + other_than(top / "trainer" / "model", 2)
 
 
+class Snapshots(Scenario):
+    """Restore points of a model in its block, each in the place of the one before."""
+
+    directories = ("nvme",)
+
+    def run(self, top: Path) -> None:
+        model = torch.nn.Linear(40, 40)
+        with self._block(model, top) as offloaded:
+            for number in range(1, self.count + 1):
+                say_begun(number)
+                self._take(model, offloaded, number)
+                say_reported(number)
+
+    def save(self, top: Path, number: int) -> None:
+        model = torch.nn.Linear(40, 40)
+        with self._block(model, top) as offloaded:
+            self._take(model, offloaded, number)
+
+    def found(self, top: Path) -> int:
+        model = torch.nn.Linear(40, 40)
+        with self._block(model, top) as offloaded:
+            try:
+                extra = offloaded.restore("point")
+            except FileNotFoundError as error:
+                if "point" not in str(error):
+                    raise ValueError(f"an error that names nothing: {error!r}") from error
+                return 0
+        if not all(bool((p == extra).all()) for p in model.parameters()):
+            raise ValueError(f"what is restored as {extra} is not what was taken")
+        return int(extra)
+
+    def left_over(self, top: Path, number: int) -> list[str]:
+        with self._block(torch.nn.Linear(40, 40), top) as offloaded:
+            names = [snapshot.name for snapshot in offloaded.snapshots()]
+        return [] if names == ["point"] else [f"there are snapshots {names}"]
+
+    @staticmethod
+    def _block(model: torch.nn.Module, top: Path) -> Any:
+        import infinity
+
+        return infinity.offload(model, top / "nvme", host_memory="64MiB", device="cpu")
+
+    @staticmethod
+    def _take(model: torch.nn.Module, offloaded: Any, number: int) -> None:
+        with offloaded.gathered(modify=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(number)
+        offloaded.snapshot("point", extra=number)
+
+
 def _stripe_names(count: int) -> tuple[str, ...]:
     return tuple(f"ssd{number}" for number in range(count))
 
@@ -304,5 +355,6 @@ SCENARIOS: dict[str, Scenario] = {
         Exports("export"),
         Streams("stream"),
         Folders("folder"),
+        Snapshots("snapshot"),
     )
 }
