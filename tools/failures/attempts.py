@@ -144,6 +144,8 @@ def _finished(run: Run) -> Iterator[OSError]:
     for _ in range(_MAX_TRIES):
         try:
             run.offloaded.flush()
+        except infinity.MixedStateError:  # refused by name until a load has worked
+            return
         except OSError as error:
             yield error
         else:
