@@ -17,6 +17,7 @@ import torch
 
 import checkpoint
 from checkpoint.directory.relocation import AS_SAVED
+from checkpoint.plan.write_runs import STAGING_BYTES
 from infinity.values.component_bytes import ComponentBytes
 from infinity.values.load_targets import check_targets, names_of
 from swap.snapshots.contents import Contents
@@ -63,16 +64,16 @@ class SavedPoint:
     ) -> None:
         self._stack.close()
 
-    def read(self, only: list[str], into: Any = None, staging_bytes: int = 0) -> Any:
+    def read(self, only: list[str], into: Any = None, staging_bytes: int = STAGING_BYTES) -> Any:
         """As ``checkpoint.load``, of the names that such a checkpoint would have."""
         if only == ["infinity.*"]:
             return {"infinity": self._tree("training")}
         if into is not None:
-            self._read_into(into)
+            self._read_into(into, staging_bytes)
             return into
         names = [_ESCAPED.sub(r"\1", pattern) for pattern in only]
         if not all(self._is_leaf(name) for name in names):
-            return checkpoint.load(self._folder, only=only)
+            return checkpoint.load(self._folder, only=only, staging_bytes=staging_bytes)
         tree: dict[str, Any] = {}
         for name in names:
             top, component, leaf = _split(name)
@@ -101,13 +102,15 @@ class SavedPoint:
     def _is_leaf(self, name: str) -> bool:
         return name.startswith(("model.", "optimizer.")) and _split(name)[2] in self._leaves
 
-    def _read_into(self, same: Mapping[str, Any]) -> None:
+    def _read_into(self, same: Mapping[str, Any], staging_bytes: int) -> None:
         adopted = self._adopt()
         for target in _components(same):
             self._copy(target, adopted)
         buffers = {"model": _buffers(same)}
         if buffers["model"]:
-            checkpoint.load(self._folder, only=names_of(buffers), into=buffers)
+            checkpoint.load(
+                self._folder, only=names_of(buffers), into=buffers, staging_bytes=staging_bytes
+            )
 
     def _copy(self, target: ComponentBytes, adopted: Collection[int]) -> None:
         memory = page_aligned(BUFFER_BYTES).view(target.dtype)

@@ -5,6 +5,7 @@ from infinity import OffloadedModel
 CALLED_BY_USERS = {
     *("backward", "clip_grad_norm_", "export", "flush", "gathered", "grad_norm", "gradient"),
     *("load", "loss_scale", "model", "optimizer", "report", "save", "step", "trace"),
+    *("snapshot", "snapshots", "restore", "drop_snapshot"),
 }
 
 
