@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 
 
@@ -98,6 +99,7 @@ def _steps_of(trial: Trial, numbers: Iterable[int]) -> tuple[list[Snapshot], lis
 def _snapshot(trial: Trial) -> tuple[Snapshot, Snapshot]:
     as_they_are = [*trial.leaves, trial.worker]
     memo: dict[int, Any] = {id(one): one for one in as_they_are}
+    memo |= of_modules(vars(trial.worker), memo)
     own = {k: copied(v, memo) for k, v in vars(trial.worker).items() if k not in _NOT_KEPT}
     of_leaves: dict[str, Any] = {}
     for position, leaf in enumerate(trial.leaves):
@@ -199,6 +201,15 @@ def _parts_of(value: Any) -> Iterator[Any]:
         yield from getattr(value, "__dict__", {}).values()
 
 
+def of_modules(attributes: Mapping[str, Any], known: Mapping[int, Any]) -> dict[int, Any]:
+    """The tensors of the modules among ``attributes``, by their ids, but for those ``known``: a
+    memo with which copies of the modules have these very tensors. They may be as large as a model.
+    """
+    modules = [value for value in attributes.values() if isinstance(value, torch.nn.Module)]
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return {id(tensor): tensor for tensor in tensors if id(tensor) not in known}
+
+
 def copied(value: Any, memo: dict[int, Any]) -> Any:
     """A copy as ``copy.deepcopy``, or ``value`` itself where there is none."""
     try:
@@ -224,10 +235,17 @@ def _same(a: Any, b: Any, seen: set[tuple[int, int]]) -> bool:
         return a.keys() == b.keys() and all(_same(a[key], b[key], seen) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(_same(x, y, seen) for x, y in zip(a, b, strict=True))
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all())
     of_objects: Any = object.__eq__
     if type(a) is type(b) and type(a).__eq__ is of_objects:
         return _same(getattr(a, "__dict__", None), getattr(b, "__dict__", None), seen)
-    return bool(a == b) or (a != a and b != b)
+    try:
+        return bool(a == b) or (a != a and b != b)
+    except Exception:  # things that are equal in part, or not to be compared
+        return False
 
 
 def _same_tensors(a: Any, b: Any) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from infinity.optim.kept_beside import REMEDY, check_kept, copied, same
+from infinity.optim.kept_beside import REMEDY, check_kept, copied, of_modules, same
 from infinity.parameters.becoming import attributes_of
 
 Step = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any]]]
@@ -196,6 +196,7 @@ class _Together:
             self.groups.append(options_in(group) | {"params": leaves})
         self.worker = object.__new__(type(optimizer))
         memo[id(optimizer)] = self.worker
+        memo |= of_modules(vars(optimizer), memo)
         self.worker.__dict__.update(
             (key, copied(value, memo))
             for key, value in optimizer.__dict__.items()

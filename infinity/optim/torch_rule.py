@@ -130,7 +130,8 @@ class TorchRule(OptimizerRule):
         leaf.grad = gradient
         kept = self.state_components(master.dtype)
         state = kept.state(small, components, leaf.detach())
-        after = self._step_one(leaf, dict(update.options), state)
+        # A step may count in what a group holds, and that of all its parameters is one.
+        after = self._step_one(leaf, copy.deepcopy(dict(update.options)), state)
         moves = kept.keep(dict(after), components, small, leaf.detach())
         # The optimizer may have put other data in its place, those of the state too.
         copy_together([*moves, (master, leaf.detach())])

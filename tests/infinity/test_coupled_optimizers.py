@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -224,7 +225,28 @@ class _PeriodInState(_Sgd):
             p.copy_(state["slow"].lerp_(p, 0.5))
 
 
-TAKEN = [_ComputesAnew, _SetsUpOnce, _HasWhatNoStepNeeds, _PeriodInGroup, _PeriodInState]
+class _CountsInPlaceInGroup(_Sgd):
+    def begin(self) -> float:
+        for group in self.param_groups:
+            group.setdefault("steps", torch.zeros(()))
+            group["steps"] += 1
+        return 1.0 / float(self.param_groups[0]["steps"])
+
+
+class _HasArraysAndAModel(_Sgd):
+    def made(self) -> None:
+        self.rates = np.linspace(1.0, 0.5, 5)
+        self.tables = {"rates": [np.ones(3), np.zeros((2, 2))]}
+        self.teacher = nn.Linear(24, 24)
+
+    def begin(self) -> float:
+        return float(self.rates[1])
+
+
+TAKEN = [
+    *(_ComputesAnew, _SetsUpOnce, _HasWhatNoStepNeeds, _PeriodInGroup, _PeriodInState),
+    *(_CountsInPlaceInGroup, _HasArraysAndAModel),
+]
 
 
 @pytest.mark.parametrize("kind", TAKEN)
@@ -244,3 +266,19 @@ def test_optimizer_that_keeps_nothing_of_all_is_taken(kind: type[_Sgd], nvme: Pa
             optimizer.zero_grad()
     expected = dict(plain.named_parameters())
     assert all(same_bits(p, expected[name]) for name, p in ours.named_parameters())
+
+
+def test_trials_have_the_tensors_of_a_model_and_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = _HasArraysAndAModel([nn.Parameter(torch.ones(8, 4))])
+    own = {id(p) for p in optimizer.teacher.parameters()}
+    copied: list[int] = []
+    deepcopy = torch.Tensor.__deepcopy__
+
+    def counted(tensor: torch.Tensor, memo: Any) -> Any:
+        copied.append(id(tensor))
+        return deepcopy(tensor, memo)
+
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", counted)
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", counted)
+    TorchRule(optimizer)
+    assert not own & {*copied}
