@@ -5,11 +5,9 @@ in place of copies where the state is cut as it was.
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from aio import AioError
-from aio.descriptors import Descriptor
 from infinity.snapshots.entries import Entry
 from swap.plan.layout import Component
 from swap.snapshots.contents import Contents, FileRange
@@ -26,7 +24,7 @@ def pin_known(state: TieredState, folders: Folders, entries: Iterable[Entry]) ->
     """Open the swap files that snapshots need, and pin what they have in them. A file that is
     missing is left out: who needs it is told.
     """
-    if state.engine is None or state.extents is None:
+    if state.extents is None:
         return
     for entry in entries:
         files = {part.file for parts in entry.contents.ranges.values() for part in parts}
@@ -34,8 +32,7 @@ def pin_known(state: TieredState, folders: Folders, entries: Iterable[Entry]) ->
             place = folders.file(name)
             if name not in state.extents.names and place is not None:
                 number, path = place
-                holes = Descriptor(path, os.O_RDWR, exact=True)
-                state.extents.adopt(name, state.engine.open(path, "r"), holes, number)
+                state.extents.adopt(name, path, number)
         for parts in entry.contents.ranges.values():
             extent = extent_of(parts, state.extents.names)
             if extent is not None:

@@ -28,7 +28,7 @@ class Entry:
     ``weight`` is what is computed with, ``numel`` elements. ``operations`` are the reads still in
     flight, ``missing`` the subgroups whose updated part has not been delivered. ``landing`` (host,
     padded for aligned reads) is where reads go, ``landed`` the (start, length) of what they bring;
-    ``event`` is set by arenas that copy asynchronously.
+    ``event`` is set by arenas that copy asynchronously; ``is_ahead``: nobody asked for it yet.
     """
 
     spec: ParameterSpec
@@ -38,6 +38,7 @@ class Entry:
     landed: list[tuple[int, int]] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)
     event: Any = None
+    is_ahead: bool = False
 
     @property
     def is_reading(self) -> bool:

@@ -15,15 +15,17 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 
 import torch
 
+from aio import AioError
 from aio.errors import let_go
 from aio.threads import LOOK_SECONDS, Changes, Latch
 from swap.cache.arena import Arena, Entry
 from swap.cache.eviction import CacheEntries, wait_for
 from swap.cache.patience import Patience, Workers
+from swap.cache.reads import WeightReads
 from swap.plan import eviction
-from swap.plan.layout import PIECE, ParameterSpec, Segment
+from swap.plan.layout import ParameterSpec, Segment
 from swap.plan.schedule import Schedule
-from swap.storage.components import ComponentStore, as_bytes, copy_values
+from swap.storage.components import ComponentStore, copy_values
 from swap.storage.extents import ExtentStore
 from swap.timeline import Timeline
 
@@ -49,8 +51,8 @@ class WeightCache:
         self.hits = self.misses = 0
         self._specs = specs
         self._components = components
-        self._extents = extents
         self._arena = arena
+        self._reads = None if arena is None else WeightReads(components, extents, arena, timeline)
         self._timeline = timeline
         self._prefetch = prefetch
         self._policy = eviction.for_weights(self.schedule)
@@ -260,9 +262,22 @@ class WeightCache:
                 self.hits += 1
                 return self._arena.ready(entry).view(-1)  # what is held is told by it
         with self._timeline.span("stall", label=self._specs[parameter].name):
-            entry = self._find_or_read(parameter)
-            self._finish_reading(entry)
+            entry = self._read(parameter)
         return self._arena.ready(entry).view(-1)  # what is held is told by it
+
+    def _read(self, parameter: int) -> Entry:
+        """What failed when it was read ahead is read again: it was nobody's error then, and the
+        SSD may be well by now.
+        """
+        while True:
+            entry = self._find_or_read(parameter)
+            try:
+                self._finish_reading(entry)
+            except AioError:
+                if not entry.is_ahead:
+                    raise
+            else:
+                return entry
 
     def _find_or_read(self, parameter: int) -> Entry:
         """The entry of ``parameter``, be it reading. Waits without the lock, which others need."""
@@ -365,36 +380,12 @@ class WeightCache:
 
     def _start_read(self, parameter: int, *, ahead: bool) -> Entry | None:
         """Start reading into a new entry, now or ``ahead`` of its use; None if there is no room."""
-        segments = self._components.layout.segments_of[parameter]
-        landing = not all(self._components.is_host(segment.subgroup) for segment in segments)
+        assert self._reads is not None
+        landing = self._reads.need_landing(parameter)
         entry = self._cached.make_room(parameter, ahead=ahead, landing=landing)
         if entry is None:
             return None
-        for segment in segments:
-            self._fill(entry, segment, urgent=not ahead)
-        if not entry.is_reading:
-            assert self._arena is not None
-            self._arena.arrived(entry)
+        entry.is_ahead = ahead
+        self._reads.start(entry)
         self._entries[parameter] = entry
         return entry
-
-    def _fill(self, entry: Entry, segment: Segment, *, urgent: bool) -> None:
-        """Bring one segment into ``entry``, reading whole pages: the entry is padded like the
-        component.
-        """
-        assert self._arena is not None
-        if self._components.is_host(segment.subgroup):
-            home = self._components.host(segment.subgroup, "weight")
-            values = home[segment.offset : segment.offset + segment.length]
-            self._arena.fill(entry, segment.start, values)
-            return
-        assert self._extents is not None
-        extent = self._components.extent(segment.subgroup, "weight")
-        assert extent is not None
-        length = -(-segment.length // PIECE) * PIECE
-        assert entry.landing is not None
-        part = entry.landing[segment.start : segment.start + length]
-        entry.landed.append((segment.start, segment.length))
-        start = segment.offset * part.dtype.itemsize
-        operation = self._extents.read(extent, start, as_bytes(part), urgent=urgent)
-        entry.operations.append(self._timeline.watch(operation, entry.spec.name, purpose="weights"))

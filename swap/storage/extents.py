@@ -15,6 +15,7 @@ goes back to the file system.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 from aio import AioError, Engine, File, Operation, Request
 from aio.descriptors import Descriptor
 from aio.errors import is_no_room, let_go
+from swap.forks import note
 from swap.plan.pins import Pins
 from swap.storage.directory import SwapDirectory
 from swap.storage.joined import JoinedOperation
@@ -36,7 +38,7 @@ from swap.storage.volumes import (
     side_by_side,
     taken_at_end,
 )
-from swap.undo import behind
+from swap.undo import Undo, behind
 
 __all__ = ["ALIGNMENT", "Extent", "ExtentStore"]
 
@@ -70,8 +72,9 @@ class ExtentStore:
             Volume(d.path.name, d.file, lane, share, directory=d)
             for lane, (d, share) in enumerate(zip(directories, shares, strict=True))
         ]
-        self._own = tuple(self._volumes)
-        """Those that extents are allocated from; adopted ones come after them."""
+        self._own = tuple(self._volumes)  # extents are allocated from; adopted ones come after
+        self._adopted = Undo()
+        note(self)
         self._pins: Pins[Extent] = Pins()
         self._engine = engine
         self._doomed: set[Extent] = set()
@@ -192,12 +195,15 @@ class ExtentStore:
                 self._volumes[piece.directory].directory is None for piece in extent.ranges
             )
 
-    def adopt(self, name: str, file: File, holes: Descriptor, lane: int) -> None:
-        """Take the swap file ``name`` of another process, on the SSD of directory ``lane``, which
-        is this store's to close. Ranges that nothing keeps are given back by ``holes``. Its extents
-        have to be pinned before they are used.
+    def adopt(self, name: str, path: Path, lane: int) -> None:
+        """Open the swap file ``name`` of another process, on the SSD of directory ``lane``, until
+        ``close_adopted``. Its extents have to be pinned before they are used.
         """
         with self._lock:
+            holes = Descriptor(path, os.O_RDWR, exact=True)  # through which ranges go back
+            self._adopted.callback(holes.close)
+            file = self._engine.open(path, "r")
+            self._adopted.callback(file.close)
             self._volumes.append(Volume(name, file, lane, holes=holes))
 
     @property
@@ -273,14 +279,12 @@ class ExtentStore:
                 while self._doomed:
                     self._free((self._doomed.pop(),))
 
-    def close(self) -> None:
-        """Remove the swap files. Idempotent; the engine must be idle."""
-        for volume in self._volumes:
-            if volume.directory is not None:
-                volume.directory.close()
-            elif volume.holes is not None:
-                volume.file.close()
-                volume.holes.close()
+    def close_adopted(self) -> None:
+        """Close the swap files of other processes. Idempotent; the engine must be idle."""
+        self._adopted.close()
+
+    def after_fork(self) -> None:
+        self.close_adopted()  # a file that is removed is to have no space because of a child
 
     def _transfer(self, kind: Any, extent: Extent, start: int, buffer: Any, use: int) -> Operation:
         """``use``: which of a directory's lanes."""

@@ -28,4 +28,6 @@ def open_extents(
     opened = []
     for directory in directories:
         opened.append(SwapDirectory(directory, engine, undo))
-    return engine, ExtentStore(opened, engine, shares=shares)
+    extents = ExtentStore(opened, engine, shares=shares)
+    undo.callback(extents.close_adopted)
+    return engine, extents

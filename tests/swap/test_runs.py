@@ -64,7 +64,8 @@ def test_adjacent_extents_are_released_one_by_one_and_files_do_not_grow_for_them
 ) -> None:
     sizes = [2 * PAGE, PAGE, 3 * PAGE]
     with Engine(lanes=3) as engine:
-        store = ExtentStore([SwapDirectory(tmp_path, engine)], engine)
+        directory = SwapDirectory(tmp_path, engine)
+        store = ExtentStore([directory], engine)
         try:
             assert store.allocate_adjacent(sizes) is None
             assert store.used_bytes == 0
@@ -84,7 +85,7 @@ def test_adjacent_extents_are_released_one_by_one_and_files_do_not_grow_for_them
             store.release(middle)
             assert store.allocate_adjacent(sizes) == [first, middle, last]
         finally:
-            store.close()
+            directory.close()
 
 
 def _ends(extents: Sequence[Extent]) -> list[int]:

@@ -126,12 +126,8 @@ class RunAttempts:
         try:
             for error in _finished(self._run):
                 faults += unnamed(error, kind, self._run.folder)
-            try:
-                wrong = self._run.undisturbed_after(self._action)
-            except OSError as error:  # of an update that began early, which was kept until now
-                faults += unnamed(error, kind, self._run.folder)
-                wrong = self._run.undisturbed_after(self._action)
-            faults += [wrong] if wrong else []
+            if wrong := self._run.undisturbed_after(self._action):
+                faults.append(wrong)
         except Exception as error:
             faults.append(f"then {type(error).__name__}: {error}")
         return outcome, faults
