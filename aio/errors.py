@@ -45,7 +45,7 @@ class AioError(OSError):
     def __reduce__(self) -> tuple[object, ...]:
         # OSError would call the class with its own three arguments.
         fields = (self.errno, self.filename, self.offset, self.nbytes, self.transferred)
-        return _rebuild, (self.message, *fields)
+        return _rebuild, (type(self), self.message, *fields)
 
 
 def advise(error: BaseException, remedy: str) -> None:
@@ -55,6 +55,7 @@ def advise(error: BaseException, remedy: str) -> None:
 
 
 def _rebuild(
+    kind: type[AioError],
     message: str,
     errno: int,
     filename: str | None,
@@ -62,7 +63,7 @@ def _rebuild(
     nbytes: int | None,
     transferred: int,
 ) -> AioError:
-    return AioError(
+    return kind(
         message,
         errno=errno,
         filename=filename,

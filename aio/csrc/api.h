@@ -154,6 +154,24 @@ int aio_memory_discard(uint8_t *address, uint64_t nbytes);
 int aio_memory_huge(uint8_t *address, uint64_t nbytes, int32_t huge_pages);
 /* Faults all pages in and keeps them in memory. */
 int aio_lock_memory(uint8_t *address, uint64_t nbytes);
+
+/* CRC-32C (Castagnoli, reflected, as in RFC 3720): that of what `crc` stands for, followed by
+ * nbytes at data. The CRC of nothing is 0. */
+uint32_t aio_crc32c(uint32_t crc, const uint8_t *data, uint64_t nbytes);
+/* The CRC of each block of so many bytes, the last of which may be shorter. */
+void aio_crc32c_blocks(const uint8_t *data, uint64_t nbytes, uint64_t block_bytes, uint32_t *crc);
+/* For each i < count: copies nbytes[i] bytes from src[i] to dst[i] and advances crc[i] over them.
+ * Addresses travel as integers. dst[i] = 0 copies nothing; src[i] = 0 stands for zero bytes and
+ * leaves crc[i] alone; crc = NULL sums nothing. Ranges must not overlap. Items are done in order.
+ */
+void aio_copy_crc32c(uint64_t count, const uint64_t *src, const uint64_t *dst,
+                     const uint64_t *nbytes, uint32_t *crc);
+/* Name of the code that runs on long ranges: "vpclmulqdq", "sse4.2", "armv8-crc" or "tables". */
+const char *aio_crc32c_isa(void);
+/* The ways to sum, the faster ones last. */
+enum aio_crc32c_way { AIO_CRC32C_TABLES, AIO_CRC32C_INSTRUCTION, AIO_CRC32C_FOLDING };
+/* No faster way than this is used, whatever the processor offers; for tests. */
+void aio_crc32c_at_most(enum aio_crc32c_way highest);
 /* cffi: end */
 
 #endif

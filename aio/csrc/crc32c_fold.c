@@ -20,16 +20,23 @@
 #define POLYNOMIAL 0x82F63B78u
 #define LINE 64u
 
-int ckpt_can_fold(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
-}
-
 /* x^n mod P, reflected, as the upper half of a word. */
 static uint64_t power(unsigned n) {
     uint32_t value = 0x80000000u;
     while (n--)
         value = (value >> 1) ^ ((value & 1u) ? POLYNOMIAL : 0u);
     return (uint64_t)value << 32;
+}
+
+/* What folds a lane over the distance between two turns; made once, as that takes longer than to
+ * fold a page. */
+static uint64_t over_low, over_high;
+
+int aio_can_fold(void) {
+    const unsigned distance = 8 * AIO_FOLD_BYTES;
+    over_low = power(distance + 63);
+    over_high = power(distance - 1);
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
 }
 
 FOLD_TARGET static inline __m512i folded(__m512i sum, __m512i by, __m512i next) {
@@ -51,16 +58,15 @@ FOLD_TARGET static inline __attribute__((always_inline)) void fold(uint32_t reg,
                                                                    const uint8_t *from,
                                                                    size_t nbytes, uint8_t *rest,
                                                                    enum store store) {
-    const unsigned distance = 8 * CKPT_FOLD_BYTES;
-    const __m512i by = _mm512_broadcast_i32x4(
-        _mm_set_epi64x((long long)power(distance - 1), (long long)power(distance + 63)));
+    const __m512i by =
+        _mm512_broadcast_i32x4(_mm_set_epi64x((long long)over_high, (long long)over_low));
     __m512i sum[4];
     for (size_t k = 0; k < 4; k++) {
         sum[k] = _mm512_loadu_si512(from + k * LINE);
         put(to + k * LINE, sum[k], store);
     }
     sum[0] = _mm512_xor_si512(sum[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)reg)));
-    for (size_t i = CKPT_FOLD_BYTES; i < nbytes; i += CKPT_FOLD_BYTES)
+    for (size_t i = AIO_FOLD_BYTES; i < nbytes; i += AIO_FOLD_BYTES)
         for (size_t k = 0; k < 4; k++) {
             __m512i line = _mm512_loadu_si512(from + i + k * LINE);
             put(to + i + k * LINE, line, store);
@@ -72,8 +78,8 @@ FOLD_TARGET static inline __attribute__((always_inline)) void fold(uint32_t reg,
         _mm_sfence();
 }
 
-FOLD_TARGET void ckpt_fold(uint32_t reg, uint8_t *to, const uint8_t *from, size_t nbytes,
-                           uint8_t rest[CKPT_FOLD_BYTES]) {
+FOLD_TARGET void aio_fold(uint32_t reg, uint8_t *to, const uint8_t *from, size_t nbytes,
+                          uint8_t rest[AIO_FOLD_BYTES]) {
     if (!to)
         fold(reg, NULL, from, nbytes, rest, NOWHERE);
     else if ((uintptr_t)to % LINE)
@@ -82,7 +88,7 @@ FOLD_TARGET void ckpt_fold(uint32_t reg, uint8_t *to, const uint8_t *from, size_
         fold(reg, to, from, nbytes, rest, STREAMED);
 }
 
-FOLD_TARGET void ckpt_stream(uint8_t *to, const uint8_t *from, size_t nbytes) {
+FOLD_TARGET void aio_stream(uint8_t *to, const uint8_t *from, size_t nbytes) {
     size_t i = 0;
     for (; i + LINE <= nbytes; i += LINE)
         put(to + i, _mm512_loadu_si512(from + i), STREAMED);
@@ -91,15 +97,15 @@ FOLD_TARGET void ckpt_stream(uint8_t *to, const uint8_t *from, size_t nbytes) {
 }
 
 #else
-int ckpt_can_fold(void) { return 0; }
+int aio_can_fold(void) { return 0; }
 
-void ckpt_fold(uint32_t reg, uint8_t *to, const uint8_t *from, size_t nbytes,
-               uint8_t rest[CKPT_FOLD_BYTES]) {
+void aio_fold(uint32_t reg, uint8_t *to, const uint8_t *from, size_t nbytes,
+              uint8_t rest[AIO_FOLD_BYTES]) {
     (void)reg, (void)nbytes;
     if (to)
         memcpy(to, from, nbytes);
-    memset(rest, 0, CKPT_FOLD_BYTES);
+    memset(rest, 0, AIO_FOLD_BYTES);
 }
 
-void ckpt_stream(uint8_t *to, const uint8_t *from, size_t nbytes) { memcpy(to, from, nbytes); }
+void aio_stream(uint8_t *to, const uint8_t *from, size_t nbytes) { memcpy(to, from, nbytes); }
 #endif

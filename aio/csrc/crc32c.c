@@ -6,8 +6,7 @@
  * side by side and joined: CRC is linear, crc(a ++ b) = shift(crc(a), |b|) ^ crc(b), where shift
  * advances a register over |b| zero bytes. For the fixed lane lengths that shift is four lookups.
  */
-#include "crc32c.h"
-
+#include "api.h"
 #include "crc32c_fold.h"
 
 #include <pthread.h>
@@ -40,8 +39,8 @@ typedef struct {
 static uint32_t byte_table[8][256];
 static shift_table long_shift, short_shift;
 static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
-static enum ckpt_crc32c_way best_way;
-static atomic_int highest_way = CKPT_CRC32C_FOLDING;
+static enum aio_crc32c_way best_way;
+static atomic_int highest_way = AIO_CRC32C_FOLDING;
 
 static void make_byte_table(void) {
     for (uint32_t i = 0; i < 256; i++) {
@@ -90,15 +89,15 @@ static void make_tables(void) {
     make_byte_table();
     make_shift_table(&long_shift, LONG_LANE);
     make_shift_table(&short_shift, SHORT_LANE);
-    best_way = !has_instruction() ? CKPT_CRC32C_TABLES
-               : ckpt_can_fold()  ? CKPT_CRC32C_FOLDING
-                                  : CKPT_CRC32C_INSTRUCTION;
+    best_way = !has_instruction() ? AIO_CRC32C_TABLES
+               : aio_can_fold()   ? AIO_CRC32C_FOLDING
+                                  : AIO_CRC32C_INSTRUCTION;
 }
 
-static enum ckpt_crc32c_way way(void) {
+static enum aio_crc32c_way way(void) {
     pthread_once(&tables_once, make_tables);
     int highest = atomic_load_explicit(&highest_way, memory_order_relaxed);
-    return (int)best_way < highest ? best_way : (enum ckpt_crc32c_way)highest;
+    return (int)best_way < highest ? best_way : (enum aio_crc32c_way)highest;
 }
 
 static uint64_t load64(const uint8_t *p) {
@@ -163,26 +162,33 @@ static uint32_t update_instruction(uint32_t reg, const uint8_t *p, size_t nbytes
 #endif
 
 static uint32_t advance(uint32_t reg, const uint8_t *p, size_t nbytes) {
-    if (way() == CKPT_CRC32C_TABLES)
+    if (way() == AIO_CRC32C_TABLES)
         return update_tables(reg, p, nbytes);
     return update_instruction(reg, p, nbytes);
 }
 
 /* What can be folded of a range is, `to` being where it is copied to or NULL; gives how much. */
 static size_t fold_most(uint32_t *reg, uint8_t *to, const uint8_t *from, size_t nbytes) {
-    if (nbytes < FOLD_FROM || way() != CKPT_CRC32C_FOLDING)
+    if (nbytes < FOLD_FROM || way() != AIO_CRC32C_FOLDING)
         return 0;
-    uint8_t rest[CKPT_FOLD_BYTES];
-    size_t most = nbytes - nbytes % CKPT_FOLD_BYTES;
-    ckpt_fold(*reg, to, from, most, rest);
+    uint8_t rest[AIO_FOLD_BYTES];
+    size_t most = nbytes - nbytes % AIO_FOLD_BYTES;
+    aio_fold(*reg, to, from, most, rest);
     *reg = advance(0, rest, sizeof rest);
     return most;
 }
 
-uint32_t ckpt_crc32c(uint32_t crc, const void *data, size_t nbytes) {
+uint32_t aio_crc32c(uint32_t crc, const uint8_t *data, uint64_t nbytes) {
     uint32_t reg = ~crc;
-    size_t done = fold_most(&reg, NULL, data, nbytes);
-    return ~advance(reg, (const uint8_t *)data + done, nbytes - done);
+    size_t done = fold_most(&reg, NULL, data, (size_t)nbytes);
+    return ~advance(reg, data + done, (size_t)nbytes - done);
+}
+
+void aio_crc32c_blocks(const uint8_t *data, uint64_t nbytes, uint64_t block_bytes, uint32_t *crc) {
+    for (uint64_t done = 0; done < nbytes; done += block_bytes) {
+        uint64_t part = nbytes - done < block_bytes ? nbytes - done : block_bytes;
+        *crc++ = aio_crc32c(0, data + done, part);
+    }
 }
 
 static uint32_t copy_and_sum(uint32_t crc, uint8_t *to, const uint8_t *from, size_t nbytes) {
@@ -198,17 +204,17 @@ static uint32_t copy_and_sum(uint32_t crc, uint8_t *to, const uint8_t *from, siz
 }
 
 static void copy(uint8_t *to, const uint8_t *from, size_t nbytes) {
-    if (nbytes >= STREAM_FROM && (uintptr_t)to % 64 == 0 && way() == CKPT_CRC32C_FOLDING)
-        ckpt_stream(to, from, nbytes);
+    if (nbytes >= STREAM_FROM && (uintptr_t)to % 64 == 0 && way() == AIO_CRC32C_FOLDING)
+        aio_stream(to, from, nbytes);
     else
         memcpy(to, from, nbytes);
 }
 
-void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
-                      const uint64_t *nbytes, uint32_t *crc) {
-    for (size_t i = 0; i < count; i++) {
-        const void *from = (const void *)(uintptr_t)src[i];
-        void *to = (void *)(uintptr_t)dst[i];
+void aio_copy_crc32c(uint64_t count, const uint64_t *src, const uint64_t *dst,
+                     const uint64_t *nbytes, uint32_t *crc) {
+    for (uint64_t i = 0; i < count; i++) {
+        const uint8_t *from = (const uint8_t *)(uintptr_t)src[i];
+        uint8_t *to = (uint8_t *)(uintptr_t)dst[i];
         size_t length = (size_t)nbytes[i];
         if (!from)
             memset(to, 0, length);
@@ -216,17 +222,17 @@ void ckpt_copy_crc32c(size_t count, const uint64_t *src, const uint64_t *dst,
             if (to)
                 copy(to, from, length);
         } else if (!to)
-            crc[i] = ckpt_crc32c(crc[i], from, length);
+            crc[i] = aio_crc32c(crc[i], from, length);
         else
             crc[i] = copy_and_sum(crc[i], to, from, length);
     }
 }
 
-const char *ckpt_crc32c_isa(void) {
+const char *aio_crc32c_isa(void) {
     static const char *const names[] = {"tables", CRC_NAME, "vpclmulqdq"};
     return names[way()];
 }
 
-void ckpt_crc32c_at_most(enum ckpt_crc32c_way highest) {
+void aio_crc32c_at_most(enum aio_crc32c_way highest) {
     atomic_store_explicit(&highest_way, (int)highest, memory_order_relaxed);
 }

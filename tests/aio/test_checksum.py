@@ -11,24 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint._native import ffi, lib
-from checkpoint.format.checksum import copy_ranges, copy_with_crc, crc32c
+from aio._native import ffi, lib
+from aio.checksum import block_crcs, copy_ranges, copy_with_crc, crc32c
 
 DATA = np.random.default_rng(0).integers(0, 256, 200_000, np.uint8)
 
 
 WAYS = {
-    "tables": lib.CKPT_CRC32C_TABLES,
-    "instruction": lib.CKPT_CRC32C_INSTRUCTION,
-    "folding": lib.CKPT_CRC32C_FOLDING,
+    "tables": lib.AIO_CRC32C_TABLES,
+    "instruction": lib.AIO_CRC32C_INSTRUCTION,
+    "folding": lib.AIO_CRC32C_FOLDING,
 }
 
 
 @pytest.fixture(params=list(WAYS))
 def _code(request: pytest.FixtureRequest) -> Iterator[None]:
-    lib.ckpt_crc32c_at_most(WAYS[request.param])
+    lib.aio_crc32c_at_most(WAYS[request.param])
     yield
-    lib.ckpt_crc32c_at_most(lib.CKPT_CRC32C_FOLDING)
+    lib.aio_crc32c_at_most(lib.AIO_CRC32C_FOLDING)
 
 
 def test_the_known_answer_of_the_polynomial() -> None:
@@ -57,11 +57,11 @@ def test_a_sum_can_be_continued_anywhere() -> None:
 def test_the_name_of_the_code_follows_the_switch() -> None:
     names = []
     for way in WAYS.values():
-        lib.ckpt_crc32c_at_most(way)
-        names.append(ffi.string(lib.ckpt_crc32c_isa()))
+        lib.aio_crc32c_at_most(way)
+        names.append(ffi.string(lib.aio_crc32c_isa()))
     assert names[0] == b"tables"
     assert set(names[1:]) <= {b"tables", b"sse4.2", b"armv8-crc", b"vpclmulqdq"}
-    lib.ckpt_crc32c_at_most(lib.CKPT_CRC32C_FOLDING)
+    lib.aio_crc32c_at_most(lib.AIO_CRC32C_FOLDING)
 
 
 @pytest.mark.usefixtures("_code")
@@ -125,3 +125,11 @@ def test_several_threads_sum_at_once() -> None:
     for thread in threads:
         thread.join()
     assert found == [expected] * 4
+
+
+@pytest.mark.usefixtures("_code")
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 3 * 4096, 100_001])
+def test_blocks_are_summed_each_by_itself(nbytes: int) -> None:
+    data = DATA[3 : 3 + nbytes]
+    expected = [crc32c(data[first : first + 4096]) for first in range(0, nbytes, 4096)]
+    assert block_crcs(data, 4096).tolist() == expected
