@@ -14,11 +14,13 @@ from infinity.report import Report
 from infinity.snapshots.entries import Snapshot
 from infinity.tiling.tiled_linear import TiledLinear
 from swap.mixture import MixedStateError
+from swap.storage.checksums import CorruptSwapError
 from swap.tiers import BudgetError
 
 __all__ = [
     "AdamW",
     "BudgetError",
+    "CorruptSwapError",
     "MixedStateError",
     "OffloadedAdamW",
     "OffloadedModel",

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from aio.errors import check_flag
 from checkpoint.directory.destination import check_place
 from checkpoint.transfer.memory import available_bytes, machine_bytes
 from infinity.activations.tiers import ActivationShare, mode_of
@@ -42,6 +43,7 @@ class Arguments:
     weights: str | os.PathLike[str] | None
     max_parameter_bytes: int | str | None
     overlap: bool
+    verify_swap: bool
     process_group: torch.distributed.ProcessGroup | None
 
 
@@ -59,6 +61,7 @@ class Options:
     weights: str | os.PathLike[str] | None
     max_parameter_bytes: int | None
     overlap: bool
+    verify_swap: bool
 
     def among(self, ranks: int) -> Options:
         """With this rank's part of the host memory that so many on one machine share."""
@@ -67,7 +70,7 @@ class Options:
 
     def facts(self) -> dict[str, object]:
         """What has to be the same on every rank."""
-        names = ("compute_dtype", "max_grad_norm", "max_parameter_bytes", "overlap")
+        names = ("compute_dtype", "max_grad_norm", "max_parameter_bytes", "overlap", "verify_swap")
         facts: dict[str, object] = {name: getattr(self, name) for name in names}
         facts["activations"] = self.share.mode
         if self.optimizer is None or isinstance(self.optimizer, NativeOptimizer):
@@ -129,6 +132,7 @@ def checked(given: Arguments, device: torch.device) -> Options:
     if given.weights is not None:
         check_place(given.weights, "weights")
     mode = mode_of(given.activations)
+    check_flag("verify_swap", given.verify_swap)
     return Options(
         directories=directories,
         optimizer=given.optimizer,
@@ -140,6 +144,7 @@ def checked(given: Arguments, device: torch.device) -> Options:
         weights=given.weights,
         max_parameter_bytes=parameter_bound(given.max_parameter_bytes),
         overlap=given.overlap,
+        verify_swap=given.verify_swap,
     )
 
 

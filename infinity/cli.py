@@ -337,6 +337,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     add("--inference", action="store_true", help="without gradients and optimizer")
     add("--activations", default="keep", help="keep, host or nvme (keep)")
     add("--max-parameter-bytes", metavar="SIZE", help="cut larger layers into tiles")
+    add("--verify-swap", action="store_true", help="with checksums of what is on NVMe")
     add(
         "--drive-endurance",
         default=DRIVE_ENDURANCE,

@@ -76,10 +76,10 @@ def offload(
     weights: str | os.PathLike[str] | None = None,
     max_parameter_bytes: int | str | None = None,
     overlap: bool = True,
+    verify_swap: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> OffloadBlock:
-    """Train (or run) ``model`` unchanged with its state on NVMe, within the budget, inside the
-    block.
+    """Train or run ``model`` unchanged with its state on NVMe, within the budget, inside the block.
 
     - ``nvme``: a directory, or one for each SSD. Swap files live there while the block runs;
       nothing stays but what snapshots keep.
@@ -91,24 +91,23 @@ def offload(
       ``optimizer=None`` all, come back rounded to it, and a warning says how many values; buffers
       that nothing changed come back as they were. None keeps each parameter's dtype.
     - ``device_memory``: most bytes of weights resident for compute; ``host_memory``: most bytes of
-      host memory that the library takes (default: half of what is free). Ints, or text such as
-      ``"8GiB"``.
+      host memory that the library takes (default: half of what is free). Ints, or ``"8GiB"``.
     - ``max_grad_norm``: clip the gradients of every step to this 2-norm.
     - ``activations``: what autograd saves for the backward pass, ``"keep"`` leaves to it;
       ``"nvme"`` moves it to ``nvme`` but for the latest, within ``host_memory``; ``"host"`` moves
       it from a GPU to pinned memory, within ``host_memory``, and counts it on a CPU.
     - ``weights``: a safetensors file or folder, or a checkpoint of ours, to take the values from;
       of what ``offloaded.save`` wrote, the float32 masters wherever more than the weights in the
-      dtype of that run is kept here. Without, what is on meta is set as in
-      ``infinity/values/initial/initialisers.py``.
+      dtype of that run is kept here. Without, see ``infinity/values/initial/initialisers.py``.
     - ``max_parameter_bytes``: weights of ``nn.Linear``, ``nn.Embedding``,
-      ``nn.MultiheadAttention`` and experts of transformers that are larger (in the compute dtype),
-      also tied ones, are cut into tiles of rows inside the block; the parameters come back after.
-      See "Tiles" in ``docs/TUNING.md``.
+      ``nn.MultiheadAttention`` and experts of transformers that are larger (in the compute dtype)
+      are cut into tiles of rows inside the block. See "Tiles" in ``docs/TUNING.md``.
     - ``overlap=False`` does one transfer after the other, for measuring what overlap is worth.
+    - ``verify_swap=True`` compares what is read from swap files with checksums of what was written:
+      damage is a ``CorruptSwapError`` that names the parameter. Takes a thousandth of their size of
+      ``host_memory``. See "Damaged swap files" in ``docs/GUARANTEES.md``.
     - ``process_group``: ranks (of torchrun, say) that partition the model between them and average
-      their gradients; ``torch.distributed.group.WORLD`` is all of them. See
-      ``docs/ARCHITECTURE.md``.
+      their gradients; ``torch.distributed.group.WORLD`` is all. See ``docs/ARCHITECTURE.md``.
 
     Nothing is done before the block that this returns is entered, by ``with`` or ``ExitStack``. On
     leaving, parameters are real tensors with the trained values again. Those that came on meta are
@@ -117,7 +116,7 @@ def offload(
     that was stopped, see ``MixedStateError``. Entering raises ``ValueError``, ``TypeError``,
     ``BudgetError`` (with the least budget that works) or ``OSError``; the model is as it was then.
     """
-    arguments = Arguments(
+    given = Arguments(
         nvme=nvme,
         optimizer=optimizer,
         device=device,
@@ -129,9 +128,10 @@ def offload(
         weights=weights,
         max_parameter_bytes=max_parameter_bytes,
         overlap=overlap,
+        verify_swap=verify_swap,
         process_group=process_group,
     )
-    return OffloadBlock(model, partial(_begin, model, arguments))
+    return OffloadBlock(model, partial(_begin, model, given))
 
 
 def _begin(model: nn.Module, given: Arguments, undo: Undo) -> OffloadedModel:
@@ -182,7 +182,8 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
         check_devices(ranks, options.device)
         records = records_of(model, dtype, rank=ranks.rank, world_size=ranks.world_size)
     with together(ranks):
-        demand = demand_of(model, records, rule, options.share, is_partitioned=ranks is not None)
+        kind = {"is_partitioned": ranks is not None, "verifies": options.verify_swap}
+        demand = demand_of(model, records, rule, options.share, **kind)
         placed = place_within(demand, options.budget)
     if not has_room_for_freed_memory(demand, placed, options.budget):
         undo.enter_context(SmallHeap())

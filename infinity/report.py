@@ -208,6 +208,7 @@ def planned_bytes(state: TieredState) -> dict[str, int]:
         "spill": placement.spill_bytes,
         "gradients from the device": placement.inbox_bytes,
         "passage": placement.passage_bytes,
+        "checksums": placement.checksum_bytes,
         "checkpoint staging": placement.checkpoint_bytes,
         "state on nvme": placement.state_nvme_bytes,
         "gradients on nvme": placement.gradient_nvme_bytes,

@@ -42,6 +42,7 @@ from swap.apart import run_apart
 from swap.forks import check_process
 from swap.mixture import MixedStateError
 from swap.plan.rules import ParameterUpdate
+from swap.storage.checksums import CorruptSwapError
 from swap.tiered import TieredState
 from swap.tiers import Budget
 from swap.undo import Undo
@@ -242,8 +243,9 @@ class Training:
         """The last step is finished, or, where it cannot be, to be forgotten by what is returned,
         as nothing of it is left then.
         """
-        if self.state.mixture.is_left:
-            self.state.settle()
+        self.state.settle()
+        cannot_finish = isinstance(self.state.pipeline.failure, CorruptSwapError)
+        if self.state.mixture.is_left or cannot_finish:
             return self.state.discard_step
         self.state.flush()
         return lambda: None

@@ -140,7 +140,9 @@ class TieredState:
         directories: Sequence[str | os.PathLike[str]],
         shares: Sequence[float] | None,
     ) -> None:
-        self.engine, self.extents = open_extents(self._undo, directories, shares)
+        self.engine, self.extents = open_extents(
+            self._undo, directories, shares, verify=self.placement.verifies
+        )
         self.extents.reserve(self.placement.nvme_bytes)
 
     def _make_link(self) -> Link | None:
@@ -165,7 +167,9 @@ class TieredState:
     @property
     def peak_host_bytes(self) -> int:
         """No more than this many bytes of host memory were ever in use, the arena included."""
-        return sum(slab.peak_bytes for slab in self.slabs.values()) + self.placement.scratch_bytes
+        sums = 0 if self.extents is None else self.extents.transfers.checksum_bytes
+        slabs = sum(slab.peak_bytes for slab in self.slabs.values())
+        return slabs + self.placement.scratch_bytes + sums
 
     @property
     def mixture(self) -> Mixture:

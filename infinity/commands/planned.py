@@ -69,6 +69,7 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         "device": options.device,
         "activations": options.activations,
         "max_parameter_bytes": options.max_parameter_bytes,
+        "verify_swap": options.verify_swap,
         "drive_endurance": options.drive_endurance,
         "optimizer": None if options.inference else optimizer,
     }

@@ -63,7 +63,8 @@ _RANKS = (
 class OffloadAccelerator(_Base):  # type: ignore[misc]
     """Takes the arguments of ``accelerate.Accelerator``, and of ``infinity.offload``: ``nvme``,
     ``host_memory``, ``device_memory``, ``compute_dtype``, ``activations``, ``weights``,
-    ``max_parameter_bytes``; and ``state_dtype``, that of the moments of ``torch.optim.AdamW``.
+    ``max_parameter_bytes``, ``verify_swap``; and ``state_dtype``, that of the moments of
+    ``torch.optim.AdamW``.
 
     ``prepare`` offloads the model that it is given with an optimizer, or, for inference, one that
     it is given alone. The budget is that of one model. ``free_memory()`` (or ``clear``,
@@ -84,6 +85,7 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
         activations: str = "keep",
         max_parameter_bytes: int | str | None = None,
         weights: str | os.PathLike[str] | None = None,
+        verify_swap: bool = False,
         **kwargs: Any,
     ) -> None:
         for name, remedy in _REFUSED.items():
@@ -98,6 +100,7 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
             activations=activations,
             max_parameter_bytes=max_parameter_bytes,
             weights=weights,
+            verify_swap=verify_swap,
         )
         self._offload_stack = ExitStack()
         self._offloaded: infinity.OffloadedModel | None = None

@@ -45,8 +45,8 @@ WEIGHTS = "weights"
 
 class OffloadStrategy(_Base):  # type: ignore[misc]
     """Takes the arguments of ``infinity.offload``: ``nvme``, ``host_memory``, ``device_memory``,
-    ``compute_dtype``, ``activations``, ``weights``, ``max_parameter_bytes``; and ``state_dtype``,
-    that of the moments of ``torch.optim.AdamW``.
+    ``compute_dtype``, ``activations``, ``weights``, ``max_parameter_bytes``, ``verify_swap``; and
+    ``state_dtype``, that of the moments of ``torch.optim.AdamW``.
 
     The module is offloaded by ``fit``, ``validate``, ``test`` and ``predict``, and has its values
     in memory again when these end. Raises ``ValueError`` naming an option of the trainer that
@@ -66,6 +66,7 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
         activations: str = "keep",
         max_parameter_bytes: int | str | None = None,
         weights: str | os.PathLike[str] | None = None,
+        verify_swap: bool = False,
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -83,6 +84,7 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
             activations=activations,
             max_parameter_bytes=max_parameter_bytes,
             weights=weights,
+            verify_swap=verify_swap,
         )
         self._given_device = None if device is None else torch.device(device)
         self._stack = ExitStack()

@@ -43,6 +43,7 @@ class OffloadOptions:
     activations: str = "keep"
     max_parameter_bytes: int | str | None = None
     weights: str | os.PathLike[str] | None = None
+    verify_swap: bool = False
 
     def block(
         self,
@@ -63,6 +64,7 @@ class OffloadOptions:
             activations=self.activations,
             max_parameter_bytes=self.max_parameter_bytes,
             weights=weights or self.weights,
+            verify_swap=self.verify_swap,
         )
 
 

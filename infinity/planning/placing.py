@@ -24,7 +24,8 @@ class Demand:
     keeps of each parameter as much as any: all ranks need the budget that these need.
 
     ``block_bytes`` of slices are at work at once; of partitioned parameters, whole, there are
-    ``gathered_sizes`` bytes, ``gathered_bytes`` of them at once.
+    ``gathered_sizes`` bytes, ``gathered_bytes`` of them at once. ``verifies``: there are checksums
+    of what is on NVMe.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -35,6 +36,7 @@ class Demand:
     gathered_bytes: int
     is_partitioned: bool
     share: ActivationShare
+    verifies: bool = False
 
     @property
     def on_host(self) -> bool:
@@ -73,6 +75,7 @@ def demand_of(
     share: ActivationShare,
     *,
     is_partitioned: bool,
+    verifies: bool = False,
 ) -> Demand:
     """What the rank asks for that keeps ``records`` of ``model``."""
     return Demand(
@@ -88,6 +91,7 @@ def demand_of(
         gathered_bytes=least_gathered_bytes(model, records),
         is_partitioned=is_partitioned,
         share=share,
+        verifies=verifies,
     )
 
 
@@ -198,4 +202,5 @@ def _place(specs: Sequence[ParameterSpec], demand: Demand, budget: Budget) -> Pl
         budget,
         least_arena_bytes=demand.block_bytes,
         separate_device=not demand.on_host,
+        verifies=demand.verifies,
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from aio.errors import check_flag
 from infinity.activations.tiers import ActivationShare, mode_of
 from infinity.arguments import (
     Directories,
@@ -156,6 +157,7 @@ def plan(
     optimizer: NativeOptimizer | OptimizerFactory | None = _DEFAULT_OPTIMIZER,
     activations: str = "keep",
     max_parameter_bytes: int | str | None = None,
+    verify_swap: bool = False,
     passes: int = 1,
     compute_seconds: float | None = None,
     drive_endurance: int | str = DRIVE_ENDURANCE,
@@ -167,17 +169,18 @@ def plan(
     with larger vocabularies or wider layers need more, so pass the model itself where there is one
     (it may be on the meta device). With a ``world_size`` everything but ``num_parameters`` is of
     the rank that keeps the most, as is ``host_memory``. ``nvme`` are its directories, measured with
-    a short read and write. ``device``, ``compute_dtype``, ``optimizer``, ``activations`` and
-    ``max_parameter_bytes`` are as for ``offload``, but that a GPU need not be in this machine; the
-    traffic of activations, which depends on the batch, is not in the figures. ``passes``: backward
-    passes that are accumulated before a step. ``compute_seconds`` is what a step computes, if you
-    know it: without, bytes written per day are those of steps that do nothing but I/O, the most
-    that there can be. ``drive_endurance``: bytes that the drive of each directory is rated for (its
-    TBW). Raises ``ValueError`` or ``TypeError`` for arguments that are out of range, and what
-    ``offload`` raises for a model that cannot be offloaded.
+    a short read and write. ``device``, ``compute_dtype``, ``optimizer``, ``activations``,
+    ``max_parameter_bytes`` and ``verify_swap`` are as for ``offload``, but that a GPU need not be
+    in this machine; the traffic of activations, which depends on the batch, is not in the figures.
+    ``passes``: backward passes that are accumulated before a step. ``compute_seconds`` is what a
+    step computes, if you know it: without, bytes written per day are those of steps that do nothing
+    but I/O, the most that there can be. ``drive_endurance``: bytes that the drive of each directory
+    is rated for (its TBW). Raises ``ValueError`` or ``TypeError`` for arguments that are out of
+    range, and what ``offload`` raises for a model that cannot be offloaded.
     """
     check_count(world_size, name="world_size", most=_MOST_RANKS)
     check_count(passes, name="passes", most=_MOST_PASSES)
+    check_flag("verify_swap", verify_swap)
     if compute_seconds is not None:
         compute_seconds = parse_amount(compute_seconds, name="compute_seconds")
     nvme_here = [] if nvme is None else directories_of(nvme)
@@ -193,6 +196,7 @@ def plan(
         parameter_bound(max_parameter_bytes),
         world_size,
         share,
+        verifies=verify_swap,
     )
     budget = make_budget(host_memory, device_memory, share.device)
     placed, fits = _placed(demand, budget)
@@ -249,6 +253,8 @@ def _demand(
     bound: int | None,
     world_size: int,
     share: ActivationShare,
+    *,
+    verifies: bool,
 ) -> tuple[Demand, int]:
     """What the rank asks for that keeps the most, and the number of parameters of all of them."""
     if isinstance(model, bool) or not isinstance(model, nn.Module | int):
@@ -269,7 +275,9 @@ def _demand(
             stack.enter_context(Tiling(whole, records, bound, compute_dtype))
         records = records_of(whole, compute_dtype, world_size=world_size)
         rule, _ = rule_for(optimizer, records)
-        demand = demand_of(whole, records, rule, share, is_partitioned=world_size > 1)
+        demand = demand_of(
+            whole, records, rule, share, is_partitioned=world_size > 1, verifies=verifies
+        )
         # Not what rank 0 keeps, but what a rank keeps that has as much of each as any.
         return replace(demand, specs=demand.longest), sum(record.numel for record in records)
 

@@ -26,6 +26,7 @@ from swap.plan.placement import Placement
 from swap.plan.sizes import gradient_bytes
 from swap.storage.components import as_bytes, as_tensor, page_aligned
 from swap.storage.extents import Extent, ExtentStore
+from swap.storage.volumes import place_in
 from swap.tiers import Tier
 from swap.timeline import Timeline
 
@@ -71,6 +72,20 @@ class GradientStore:
             elif home is Tier.NVME:
                 assert extents is not None
                 self._on_nvme[group.index] = extents.allocate(gradient_bytes(group))
+        if extents is not None:
+            extents.transfers.tell_owner(self.owner_of)
+
+    def owner_of(self, directory: int, offset: int) -> str | None:
+        """Whose the bytes there are, in words; None where no gradient is."""
+        for subgroup, extent in self._on_nvme.items():
+            at = place_in(extent, directory, offset)
+            if at is not None:
+                group = self._layout.subgroups[subgroup]
+                first = at // group.dtype.itemsize
+                touched = (s for s in group.segments if s.offset <= first < s.offset + s.length)
+                names = [self._layout.specs[segment.parameter].name for segment in touched]
+                return f"the gradient of {', '.join(names) or 'no parameter (padding)'}"
+        return None
 
     @property
     def present(self) -> frozenset[int]:

@@ -177,6 +177,17 @@ class Layout:
             yield _subgroup(unit, unit.first + number, [(members[0], start, length)])
 
 
+def parameters_at(layout: Layout, subgroup: int, component: Component, at: int) -> list[str]:
+    """Names of those that have values in the page which begins at byte ``at`` of a component."""
+    first, count = at // component.dtype.itemsize, PAGE // component.dtype.itemsize
+    names = []
+    for segment in layout.subgroups[subgroup].segments:
+        here = component.part(segment.offset, segment.length)
+        if here.start < first + count and first < here.stop:
+            names.append(layout.specs[segment.parameter].name)
+    return names
+
+
 def pad(numel: int) -> int:
     """``numel`` rounded up to whole pieces; at least one, so that empty parameters have a place."""
     return max(1, -(-numel // PIECE)) * PIECE

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from swap.plan.layout import (
+    PAGE,
     PASSAGE_BYTES,
     PIECE,
     Layout,
@@ -53,6 +54,8 @@ MAX_SLOTS = 4
 SPILL_CHUNKS = 4
 MIN_SPILL_CHUNK_BYTES = 256 * 1024
 MAX_SPILL_CHUNK_BYTES = 4 * 1024 * 1024
+CHECKSUM_BYTES = 4
+"""Of each page of a swap file whose bytes are verified."""
 MIN_CHECKPOINT_BYTES = 4 * 1024 * 1024
 MAX_CHECKPOINT_BYTES = 256 * 1024 * 1024
 STAGING_SHARE = 0.25
@@ -61,7 +64,9 @@ ARENA_SHARE = 0.35
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The homes of all bytes. Sizes in bytes; tuples are indexed by subgroup."""
+    """The homes of all bytes. Sizes in bytes; tuples are indexed by subgroup. ``verifies``: with
+    checksums of what is on NVMe.
+    """
 
     layout: Layout
     state_home: tuple[Tier, ...]
@@ -74,6 +79,7 @@ class Placement:
     least_host_bytes: int = 0
     checkpoint_bytes: int = 0
     inbox_bytes: int = 0
+    verifies: bool = False
     state_host_bytes: int
     gradient_host_bytes: int
     state_nvme_bytes: int
@@ -92,6 +98,11 @@ class Placement:
         return PASSAGE_BYTES if self.state_nvme_bytes or self.gradient_nvme_bytes else 0
 
     @property
+    def checksum_bytes(self) -> int:
+        """For files that hold the old and the new state of a step at once."""
+        return checksum_bytes(self.nvme_wanted_bytes) if self.verifies else 0
+
+    @property
     def host_bytes(self) -> int:
         """All host memory that will be taken."""
         return (
@@ -103,6 +114,7 @@ class Placement:
             + self.checkpoint_bytes
             + self.inbox_bytes
             + self.passage_bytes
+            + self.checksum_bytes
         )
 
     @property
@@ -140,18 +152,21 @@ def place(
     *,
     least_arena_bytes: int,
     separate_device: bool = False,
+    verifies: bool = False,
 ) -> Placement:
     """Decide every home.
 
     ``least_arena_bytes`` is what weights need to pass through: the modules that are at work at once
     and the next one. Raises ``BudgetError`` with the least budget that works when ``budget`` is
     below it. ``separate_device``: weights are computed from memory that is not the host's.
+    ``verifies``: with room for checksums of what is on NVMe.
     """
     least_arena = _whole_pages(least_arena_bytes + PIECE)
     inbox = _inbox_bytes(specs) if separate_device else 0
     everything = pack(specs, capacity_for_whole(specs))
     total = total_bytes(everything, rule) + inbox
-    at_work = min(total, _least_host_bytes(specs, rule, least_arena) + inbox)
+    sums = 2 * checksum_bytes(total) if verifies else 0
+    at_work = min(total, _least_host_bytes(specs, rule, least_arena) + inbox + sums)
     least = at_work + MIN_CHECKPOINT_BYTES
     if total + MIN_CHECKPOINT_BYTES <= budget.host_bytes:
         placement = all_in_host(everything, rule)
@@ -168,15 +183,27 @@ def place(
         )
     aside = checkpoint_bytes(budget.host_bytes, at_work)
     # Memory is taken by pages: an arena of what is left must not be rounded up beyond the budget.
-    host_bytes = (budget.host_bytes - aside - inbox - PASSAGE_BYTES) // PIECE * PIECE
+    beside = inbox + sums + PASSAGE_BYTES
+    host_bytes = (budget.host_bytes - aside - beside) // PIECE * PIECE
     elements = subgroup_elements(specs, rule, host_bytes - least_arena)
-    spare = host_bytes + inbox + PASSAGE_BYTES - at_work
+    spare = host_bytes + beside - at_work
     placement = _fill(pack(specs, elements), rule, host_bytes, least_arena, spare)
     if budget.device_bytes is not None and not separate_device:
         # On a CPU the arena is the device.
         arena = max(least_arena, min(placement.arena_bytes, budget.device_bytes))
         placement = replace(placement, arena_bytes=arena)
-    return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
+    return replace(
+        placement,
+        least_host_bytes=least,
+        checkpoint_bytes=aside,
+        inbox_bytes=inbox,
+        verifies=verifies,
+    )
+
+
+def checksum_bytes(nbytes: int) -> int:
+    """What the checksums of so many bytes of swap files take."""
+    return -(-nbytes // PAGE) * CHECKSUM_BYTES
 
 
 def _inbox_bytes(specs: Sequence[ParameterSpec]) -> int:

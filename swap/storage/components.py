@@ -21,12 +21,13 @@ from swap.apart import run_apart
 from swap.kernels import copy_bytes
 from swap.mixture import Mixture
 from swap.plain import check_plain, plain
-from swap.plan.layout import PAGE, Component, Segment, Subgroup
+from swap.plan.layout import PAGE, Component, Segment, Subgroup, parameters_at
 from swap.plan.placement import Placement
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import components_of
 from swap.storage.extents import Extent, ExtentStore
 from swap.storage.passage import Passage, lies_as
+from swap.storage.volumes import place_in
 from swap.tiers import Tier
 
 
@@ -96,6 +97,8 @@ class ComponentStore:
         for group in self.layout.subgroups:
             if self._home[group.index] is Tier.NVME:
                 self._allocate(group)
+        if extents is not None:
+            extents.transfers.tell_owner(self.owner_of)
         self._weights = tuple(self._contiguous(spec.index) for spec in self.layout.specs)
 
     def names(self, subgroup: int) -> tuple[str, ...]:
@@ -132,6 +135,18 @@ class ComponentStore:
                 component.name: self._on_nvme[subgroup, component.name]
                 for component in self._components[subgroup]
             }
+
+    def owner_of(self, directory: int, offset: int) -> str | None:
+        """Whose the bytes there are, in words; None where nothing of here is."""
+        with self._lock:
+            published = [(key, extent) for key, extent in self._on_nvme.items() if extent]
+        for (subgroup, name), extent in published:
+            at = place_in(extent, directory, offset)
+            if at is not None:
+                component = self.component(subgroup, name)
+                names = parameters_at(self.layout, subgroup, component, at)
+                return f"{name} of {', '.join(names) or 'no parameter (padding)'}"
+        return None
 
     def publish(self, subgroup: int, extents: Mapping[str, Extent]) -> None:
         """Replace the extents of some components at once and release the old ones."""
@@ -253,11 +268,14 @@ class ComponentStore:
 
     def _copy_bytes(self, old: Extent, new: Extent) -> None:
         assert self._passage is not None
+        assert self._extents is not None
+        # What is damaged stays known as that, until its new values are written.
         self._passage.copy(
             old.nbytes,
-            partial(self._transfer, "read", old),
+            partial(self._transfer, "read as is", old),
             partial(self._transfer, "write", new),
         )
+        self._extents.transfers.note_sums(new, self._extents.transfers.sums(old))
 
     def _together(self, begin: Callable[[list[Operation]], None]) -> None:
         """Begin transfers, and wait for all of them."""
@@ -300,8 +318,9 @@ class ComponentStore:
 
     def _transfer(self, kind: str, extent: Extent, start: int, memory: np.ndarray) -> Operation:
         assert self._extents is not None
-        if kind == "read":
-            return self._extents.read(extent, start, memory, urgent=True)
+        if kind.startswith("read"):
+            as_is = kind == "read as is"
+            return self._extents.read(extent, start, memory, urgent=True, as_is=as_is)
         return self._extents.write(extent, start, memory)
 
     def _map_unit(self, unit: list[Subgroup], slab: Slab) -> None:

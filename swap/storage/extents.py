@@ -19,24 +19,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aio import AioError, Engine, File, Operation, Request
+from aio import AioError, Engine, File, Operation
 from aio.descriptors import Descriptor
 from aio.errors import is_no_room, let_go
 from swap.forks import note
 from swap.plan.pins import Pins
 from swap.storage.directory import SwapDirectory
-from swap.storage.joined import JoinedOperation
+from swap.storage.transfers import Kind, Transfers
 from swap.storage.volumes import (
     ALIGNMENT,
     Extent,
     Volume,
-    parts_of,
+    grown_anywhere,
     side_by_side,
-    taken_at_end,
 )
 from swap.undo import Undo, behind
 
@@ -66,7 +65,9 @@ class ExtentStore:
         engine: Engine,
         *,
         shares: Sequence[float] | None = None,
+        verify: bool = False,
     ) -> None:
+        """``verify``: what is read is compared with what was written, see ``checksums``."""
         shares = shares or [1.0] * len(directories)
         self._volumes = [
             Volume(d.path.name, d.file, lane, share, directory=d)
@@ -77,6 +78,7 @@ class ExtentStore:
         note(self)
         self._pins: Pins[Extent] = Pins()
         self._engine = engine
+        self.transfers = Transfers(self._volumes, engine, verify=verify)
         self._doomed: set[Extent] = set()
         self._may_be_in_flight = False
         """A transfer that nobody waited for, as `run_drained` says: nothing is given back."""
@@ -121,7 +123,7 @@ class ExtentStore:
             missing = -(-missing // ALIGNMENT) * ALIGNMENT
             if failure is None or missing <= 0:
                 return
-            missing = self._grow_anywhere(range(len(self._own)), missing)
+            missing = grown_anywhere(self._own, missing)
             if missing:
                 raise AioError(
                     f"{failure}; the swap files take {nbytes} bytes over "
@@ -204,7 +206,7 @@ class ExtentStore:
             self._adopted.callback(holes.close)
             file = self._engine.open(path, "r")
             self._adopted.callback(file.close)
-            self._volumes.append(Volume(name, file, lane, holes=holes))
+            self.transfers.add(Volume(name, file, lane, holes=holes))
 
     @property
     def names(self) -> list[str]:
@@ -216,15 +218,18 @@ class ExtentStore:
         used = {piece.directory for extent in extents for piece in extent.ranges}
         return [volume.file for number, volume in enumerate(self._own) if number in used]
 
-    def read(self, extent: Extent, start: int, buffer: Any, *, urgent: bool) -> Operation:
+    def read(
+        self, extent: Extent, start: int, buffer: Any, *, urgent: bool, as_is: bool = False
+    ) -> Operation:
         """Read ``len(buffer)`` bytes from byte ``start`` of ``extent``; ``urgent`` reads have a
-        lane of their own.
+        lane of their own. Of a store that verifies, unless they are to be had ``as_is``, waiting
+        for them raises ``CorruptSwapError`` where they are not what was written.
         """
-        return self._transfer("read", extent, start, buffer, 0 if urgent else 1)
+        return self._start("read", extent, start, buffer, 0 if urgent else 1, as_is=as_is)
 
     def write(self, extent: Extent, start: int, buffer: Any) -> Operation:
         """Write ``buffer`` at byte ``start`` of ``extent``; it is the engine's until reaped."""
-        return self._transfer("write", extent, start, buffer, 2)
+        return self._start("write", extent, start, buffer, 2)
 
     def release_others(self, known: Iterable[Extent]) -> None:
         """Give back every extent but ``known`` ones, after an interrupt that may have
@@ -286,31 +291,10 @@ class ExtentStore:
     def after_fork(self) -> None:
         self.close_adopted()  # a file that is removed is to have no space because of a child
 
-    def _transfer(self, kind: Any, extent: Extent, start: int, buffer: Any, use: int) -> Operation:
-        """``use``: which of a directory's lanes."""
-        assert start >= 0
-        assert start + memoryview(buffer).nbytes <= extent.nbytes
-        if not extent.pieces:
-            return self._submit(self._request(kind, extent, start, buffer), extent, use)
-        whole = self._request(kind, extent.pieces[0], start, buffer)
-
-        def submit_all() -> Operation:
-            operations: list[Operation] = []
-            for piece, first, part in parts_of(extent, start, buffer):
-                request = self._request(kind, piece, first, part)
-                operations.append(self._submit(request, piece, use))
-            return JoinedOperation(whole, operations)
-
+    def _start(self, kind: Kind, extent: Extent, *given: Any, as_is: bool = False) -> Operation:
+        begin = partial(self.transfers.start, kind, extent, *given, as_is=as_is)
         # What is under way must not outlive the caller's hold on the buffer.
-        return self.run_drained(submit_all)
-
-    def _request(self, kind: Any, extent: Extent, start: int, buffer: Any) -> Request:
-        file = self._volumes[extent.directory].file
-        return Request(kind, file, extent.offset + start, buffer)
-
-    def _submit(self, request: Request, extent: Extent, use: int) -> Operation:
-        lane = self._volumes[extent.directory].lane + use * len(self._own)
-        return self._engine.submit([request], lane=lane)[0]
+        return begin() if self.transfers.is_one_request(extent) else self.run_drained(begin)
 
     def _order(self, nbytes: int) -> list[int]:
         """Directories, with the one that is furthest behind its share first."""
@@ -339,25 +323,9 @@ class ExtentStore:
             return self._taken(Extent(index, offset, nbytes))
         assert failure is not None
         missing = nbytes - sum(volume.ranges.free_bytes for volume in self._volumes)
-        if missing > 0 and self._grow_anywhere(order, missing):
+        if missing > 0 and grown_anywhere([self._volumes[index] for index in order], missing):
             raise failure
         return self._taken(self._put_together(order, nbytes))
-
-    def _grow_anywhere(self, order: Iterable[int], nbytes: int) -> int:
-        """Grow the files by ``nbytes`` in all, wherever there is room; gives what there is no room
-        for, and then nothing has grown.
-        """
-        grown: list[tuple[Volume, int]] = []
-        for volume in (self._volumes[index] for index in order):
-            grown.append((volume, taken_at_end(volume, nbytes)))
-            nbytes -= grown[-1][1]
-        for volume, size in grown:
-            if not nbytes:
-                volume.ranges.grow(size)
-            elif size:
-                with suppress(AioError):  # the next growth takes what is there for nothing
-                    volume.file.truncate(volume.nbytes)
-        return nbytes
 
     def _put_together(self, order: Sequence[int], nbytes: int) -> Extent:
         """Of the largest free ranges, which have room for it among them."""

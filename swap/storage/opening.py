@@ -16,10 +16,12 @@ def open_extents(
     undo: Undo,
     directories: Sequence[str | os.PathLike[str]],
     shares: Sequence[float] | None,
+    *,
+    verify: bool = False,
     **options: Any,
 ) -> tuple[Engine, ExtentStore]:
     """Extents on ``directories``, which share the load as ``shares`` says, and their engine, made
-    with ``options``; ``undo`` gets what closes both.
+    with ``options``; ``undo`` gets what closes both. ``verify`` as of ``ExtentStore``.
 
     Raises ``OSError`` subclasses naming a directory that cannot be used.
     """
@@ -28,6 +30,6 @@ def open_extents(
     opened = []
     for directory in directories:
         opened.append(SwapDirectory(directory, engine, undo))
-    extents = ExtentStore(opened, engine, shares=shares)
+    extents = ExtentStore(opened, engine, shares=shares, verify=verify)
     undo.callback(extents.close_adopted)
     return engine, extents

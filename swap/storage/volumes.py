@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from aio import AioError, File, RangeAllocator
 from aio.descriptors import Descriptor
+from swap.storage.checksums import BlockSums
 from swap.storage.directory import SwapDirectory
 
 ALIGNMENT = 4096
@@ -45,6 +46,8 @@ class Volume:
     directory: SwapDirectory | None = None
     holes: Descriptor | None = None
     """Of an adopted file: by what its ranges are given back."""
+    sums: BlockSums | None = None
+    """Of what was written to it, if reads are compared with that."""
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +82,23 @@ def taken_at_end(volume: Volume, nbytes: int) -> int:
     return taken
 
 
+def grown_anywhere(volumes: Sequence[Volume], nbytes: int) -> int:
+    """Grow the files by ``nbytes`` in all, wherever there is room; gives what there is no room
+    for, and then nothing has grown.
+    """
+    grown: list[tuple[Volume, int]] = []
+    for volume in volumes:
+        grown.append((volume, taken_at_end(volume, nbytes)))
+        nbytes -= grown[-1][1]
+    for volume, size in grown:
+        if not nbytes:
+            volume.ranges.grow(size)
+        elif size:
+            with suppress(AioError):  # the next growth takes what is there for nothing
+                volume.file.truncate(volume.nbytes)
+    return nbytes
+
+
 def parts_of(extent: Extent, start: int, buffer: Any) -> Iterator[tuple[Extent, int, memoryview]]:
     """(piece, byte in it, part of ``buffer``) for a transfer from byte ``start`` on."""
     data, first = memoryview(buffer).cast("B"), 0
@@ -87,6 +107,16 @@ def parts_of(extent: Extent, start: int, buffer: Any) -> Iterator[tuple[Extent, 
         if low < high:
             yield piece, low - first, data[low - start : high - start]
         first += piece.nbytes
+
+
+def place_in(extent: Extent, directory: int, offset: int) -> int | None:
+    """Which byte of ``extent`` is at that place of a file; None if it is not in it."""
+    first = 0
+    for piece in extent.ranges:
+        if piece.directory == directory and 0 <= offset - piece.offset < piece.nbytes:
+            return first + offset - piece.offset
+        first += piece.nbytes
+    return None
 
 
 def side_by_side(pieces: Iterable[Extent]) -> Iterator[list[Extent]]:

@@ -15,6 +15,7 @@ from aio.buffers import SlabFullError
 from aio.errors import AioError
 from checkpoint.errors import ChangedTensorError, CorruptCheckpointError, RankFailedError
 from infinity.autograd.restore_error import RestoreError
+from swap.storage.checksums import CorruptSwapError
 from swap.tiers import BudgetError
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,7 @@ PACKAGES = ("aio", "swap", "checkpoint", "infinity")
 DISK = AioError("cannot read", errno=errno.EIO, filename="f", offset=4, nbytes=8, transferred=2)
 EXAMPLES: list[BaseException] = [
     DISK,
+    CorruptSwapError("not what was written", errno=errno.EIO, filename="f", offset=4, nbytes=8),
     SlabFullError(4, 3, 2),
     BudgetError("too small", least_host_bytes=7),
     CorruptCheckpointError("bad", path="/x", tensor="t", offset=3, nbytes=4),

@@ -64,6 +64,10 @@ class OffloadArgumentsMixin:
         default=None,
         metadata={"help": "Safetensors file or folder that the values of the model come from."},
     )
+    verify_swap: bool = field(
+        default=False,
+        metadata={"help": "Compare what is read from swap files with what was written there."},
+    )
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -240,6 +240,7 @@ def _least_of(model: nn.Module, options: OffloadOptions, device: torch.device) -
         optimizer=None,
         activations=options.activations,
         max_parameter_bytes=options.max_parameter_bytes,
+        verify_swap=options.verify_swap,
     ).least_host_bytes
 
 

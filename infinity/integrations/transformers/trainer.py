@@ -45,10 +45,10 @@ class OffloadMixin(_Base):
     """Goes first among the bases: ``class OffloadSFTTrainer(OffloadMixin, SFTTrainer): ...``.
 
     Takes the options of ``infinity.offload`` (``nvme``, ``host_memory``, ``device_memory``,
-    ``compute_dtype``, ``state_dtype``, ``activations``, ``max_parameter_bytes``, ``weights``) as
-    keyword arguments, or from ``args`` where that is an ``OffloadArguments`` or inherits from
-    ``OffloadArgumentsMixin``. Raises ``ValueError`` naming an option of the trainer that cannot be
-    honoured, before anything is loaded.
+    ``compute_dtype``, ``state_dtype``, ``activations``, ``max_parameter_bytes``, ``weights``,
+    ``verify_swap``) as keyword arguments, or from ``args`` where that is an ``OffloadArguments`` or
+    inherits from ``OffloadArgumentsMixin``. Raises ``ValueError`` naming an option of the trainer
+    that cannot be honoured, before anything is loaded.
 
     The model is offloaded by the first ``train``, ``evaluate`` or ``predict``, and stays so: what
     follows (more training, evaluation, ``save_model``) keeps the budget, too. ``close()``, the end
