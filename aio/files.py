@@ -202,6 +202,20 @@ class File:
         if error:
             raise self._error("allocate", error, offset, nbytes)
 
+    def zero(self, offset: int, nbytes: int) -> bool:
+        """Makes a range that is part of the file zeros without writing them; False, and nothing is
+        done, where the file system cannot. No transfer of the range may be in flight.
+
+        Raises AioError.
+        """
+        self._check_writable("zero", offset=offset, nbytes=nbytes)
+        if offset < 0 or not 0 <= nbytes <= MAX_OFFSET - offset:
+            raise ValueError(f"cannot zero {nbytes} bytes at offset {offset} of {self.path}")
+        error = -self._call(lambda native: lib.aio_file_zero(native, offset, nbytes))
+        if error not in (0, errno.EOPNOTSUPP):
+            raise self._error("zero", error, offset, nbytes)
+        return not error
+
     def _extend(self, end: int) -> int:
         """0 or an errno."""
         warn_unreserved(self.device, self.path.parent)

@@ -135,6 +135,9 @@ int aio_file_alignment(int32_t fd, aio_alignment *alignment);
  * made it longer, through whatever this process has open on it. `unhindered` lets signals wait, for
  * a file system that starts anew after each. */
 int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes, int32_t unhindered);
+/* Makes a range that has space zeros, without writing them. -EOPNOTSUPP where the file system
+ * cannot. -EINTR as any other error. */
+int aio_file_zero(const aio_file *file, uint64_t offset, uint64_t nbytes);
 /* Makes the file at least this long, without reserving anything. -EINTR as any other error. */
 int aio_file_extend(aio_file *file, uint64_t end);
 /* Makes the file exactly this long. -EINTR as any other error. */

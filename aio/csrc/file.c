@@ -129,6 +129,13 @@ int aio_file_allocate(aio_file *file, uint64_t offset, uint64_t nbytes, int32_t 
     return error;
 }
 
+int aio_file_zero(const aio_file *file, uint64_t offset, uint64_t nbytes) {
+    const int mode = FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE;
+    if (!nbytes || !fallocate(file->buffered_fd, mode, (off_t)offset, (off_t)nbytes))
+        return 0;
+    return errno == ENOSYS ? -EOPNOTSUPP : -errno;
+}
+
 int aio_file_extend(aio_file *file, uint64_t end) {
     struct inode *inode = file->inode;
     int error = 0;

@@ -347,7 +347,8 @@ class ComponentStore:
         extent = self._extents.allocate(nbytes)
         assert self._passage is not None
         try:
-            self._passage.write_zeros(nbytes, partial(self._transfer, "write", extent))
+            if not self._extents.zero(extent):
+                self._passage.write_zeros(nbytes, partial(self._transfer, "write", extent))
         except BaseException:
             self._extents.release(extent)
             raise

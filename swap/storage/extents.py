@@ -114,7 +114,7 @@ class ExtentStore:
                 due = int(nbytes * volume.share / total) // ALIGNMENT * ALIGNMENT
                 try:
                     if due > volume.nbytes:
-                        self._grow(volume, due - volume.nbytes)
+                        volume.grow(due - volume.nbytes)
                 except AioError as error:
                     if not is_no_room(error):
                         raise
@@ -231,6 +231,10 @@ class ExtentStore:
         """Write ``buffer`` at byte ``start`` of ``extent``; it is the engine's until reaped."""
         return self._start("write", extent, start, buffer, 2)
 
+    def zero(self, extent: Extent) -> bool:
+        """Make it zeros without writing them; False where a file system cannot."""
+        return all(self._volumes[p.directory].file.zero(p.offset, p.nbytes) for p in extent.ranges)
+
     def release_others(self, known: Iterable[Extent]) -> None:
         """Give back every extent but ``known`` ones, after an interrupt that may have
         lost sight of some. The caller knows all of them, and no transfer is under way.
@@ -314,7 +318,7 @@ class ExtentStore:
             volume = self._volumes[index]
             step = min(_GROWTH_BYTES, volume.nbytes // _GROWTH_PARTS // ALIGNMENT * ALIGNMENT)
             try:
-                self._grow(volume, max(nbytes, step) if is_large else nbytes)
+                volume.grow(max(nbytes, step) if is_large else nbytes)
             except AioError as error:
                 failure = failure or error
                 continue
@@ -342,10 +346,6 @@ class ExtentStore:
             return pieces[0]
         total = sum(piece.nbytes for piece in pieces)
         return Extent(pieces[0].directory, pieces[0].offset, total, tuple(pieces))
-
-    def _grow(self, volume: Volume, nbytes: int) -> None:
-        volume.file.allocate(volume.nbytes, nbytes)
-        volume.ranges.grow(nbytes)
 
     def _used_bytes(self) -> int:
         return sum(volume.used_bytes for volume in self._own)

@@ -58,6 +58,11 @@ class Volume:
     def used_bytes(self) -> int:
         return self.ranges.used_bytes
 
+    def grow(self, nbytes: int) -> None:
+        """Make the file longer, with space for it. Raises ``AioError``."""
+        self.file.allocate(self.nbytes, nbytes)
+        self.ranges.grow(nbytes)
+
     def give_back(self, offset: int, *sizes: int) -> None:
         """Ranges of so many bytes each, side by side, that nothing keeps any more."""
         if self.holes is None:

@@ -1,5 +1,6 @@
 """Opening files, using and closing them, their sizes and space."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from aio import Engine, opening
-from tests.aio.conftest import Gate, open_descriptors, random_bytes
+from aio import AioError, Engine, _native, opening
+from tests.aio.conftest import Gate, Replaced, open_descriptors, random_bytes
 
 MIB = 1 << 20
 
@@ -233,3 +234,27 @@ class TestUse:
             pytest.raises(ValueError, match="cannot allocate"),
         ):
             file.allocate(offset, nbytes)
+
+    def test_zeroed_range_reads_as_zeros_and_nothing_beside_it(self, tmp_path: Path) -> None:
+        content = random_bytes(5 * 4096)
+        with Engine() as engine, engine.open(tmp_path / "data", "w") as file:
+            engine.write(file, 0, content).result()
+            if not file.zero(4096, 2 * 4096):
+                pytest.skip("needs a file system that makes zeros of ranges, such as ext4 or xfs")
+            back = np.empty_like(content)
+            engine.read(file, 0, back).result()
+        content[4096 : 3 * 4096] = 0
+        assert np.array_equal(back, content)
+
+    def test_range_that_cannot_be_zeroed_is_said_or_a_named_error(
+        self, plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        outcomes = iter([-errno.EOPNOTSUPP, -errno.EINTR, -errno.EIO])
+        refusing = Replaced(_native.lib, aio_file_zero=lambda *_: next(outcomes))
+        with plain.open(tmp_path / "data", "w", size=4096) as file:
+            monkeypatch.setattr("aio.files.lib", refusing)
+            assert not file.zero(0, 4096)
+            with pytest.raises(AioError, match=r"cannot zero 4096 bytes at offset 0 of .*/data"):
+                file.zero(0, 4096)
+        with plain.open(tmp_path / "data", "r") as file, pytest.raises(ValueError, match="zero"):
+            file.zero(0, 4096)

@@ -200,19 +200,27 @@ def test_component_that_an_interrupt_came_into_as_it_was_made_leaves_no_extent_t
             assert extents.used_bytes == used
 
 
-@pytest.mark.parametrize("kind", ["write", "allocate"])
-def test_component_that_could_not_be_made_is_all_zeros_still(tmp_path: Path, kind: Any) -> None:
+@pytest.mark.parametrize("kind", ["write", "allocate", "zero"])
+def test_component_that_could_not_be_made_is_all_zeros_still(
+    tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with rig_in(tmp_path) as rig:
         extents = rig.state.extents
         assert extents is not None
+        if kind == "write":
+            monkeypatch.setattr(extents, "zero", lambda _: False)  # as where the file system cannot
         if kind == "allocate":
             for volume in extents._volumes:
                 while volume.ranges.allocate(1) is not None:
                     continue
         used = extents.used_bytes
-        rig.faults.arm(kind, errno.ENOSPC, times=100)
-        with pytest.raises(AioError):
-            rig.components.write(0, "exp_avg", 0, torch.ones(SIZES[0]))
+        with monkeypatch.context() as patched:
+            if kind == "zero":
+                patched.setattr("aio.File.zero", _no_room)
+            else:
+                rig.faults.arm(kind, errno.ENOSPC, times=100)
+            with pytest.raises(AioError):
+                rig.components.write(0, "exp_avg", 0, torch.ones(SIZES[0]))
         assert extents.used_bytes == used
         rig.faults.disarm()
         rig.components.write(0, "exp_avg", 7, torch.ones(1))
@@ -224,3 +232,21 @@ def test_component_that_could_not_be_made_is_all_zeros_still(tmp_path: Path, kin
 def test_bytes_of_nothing_are_nothing() -> None:
     assert as_tensor(np.empty(0, np.uint8), torch.float32).shape == (0,)
     assert as_bytes(torch.empty(0)).nbytes == 0
+
+
+def test_new_extent_in_a_used_range_is_all_zeros_without_a_write(tmp_path: Path) -> None:
+    with rig_in(tmp_path) as rig:
+        rig.components.write(0, "exp_avg", 0, torch.ones(SIZES[0]))
+        rig.components.zero("exp_avg")
+        before = len(rig.engine.log)
+        rig.components.write(0, "exp_avg", 7, torch.full((1,), 2.0))
+        out = torch.empty(SIZES[0])
+        rig.components.read(0, "exp_avg", 0, out)
+        assert out.nonzero().tolist() == [[7]]
+        assert out[7] == 2
+        written = sum(size for kind, _, size in rig.engine.log[before:] if kind == "write")
+        assert written < SIZES[0] * 4
+
+
+def _no_room(*_: object) -> None:
+    raise AioError("cannot zero", errno=errno.ENOSPC)
