@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 
 import checkpoint
 from tests.checkpoint.trees import assert_same
+from tests.support.scripts import Script
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -213,13 +212,14 @@ def test_a_guard_can_be_copied_and_saved_after_it_guarded(tmp_path: Path) -> Non
 
 AT_EXIT = """
 import sys, torch, checkpoint
-optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
 class Source:
     dtype, shape = torch.uint8, (1 << 20,)
     def read(self, start, out):
         if sys.argv[3] == "fail":
             raise RuntimeError("the source is gone")
-guard = optimizer if sys.argv[2] == "guard" else None
+guard = None
+if sys.argv[2] == "guard":
+    guard = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
 dirs = sys.argv[4:] or None
 state = {"x": torch.ones(1 << 22), "s": Source()}
 checkpoint.save_async(state, sys.argv[1], dirs, guard=guard)
@@ -231,17 +231,17 @@ def test_a_save_that_runs_at_exit_is_finished(tmp_path: Path, how: str) -> None:
     stripes = [str(tmp_path / "a"), str(tmp_path / "b")]
     for stripe in stripes:
         Path(stripe).mkdir()
-    command = [sys.executable, "-c", AT_EXIT, str(tmp_path / "step"), how, "work", *stripes]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    script = Script(AT_EXIT, tmp_path / "step", how, "work", *stripes, ends_interpreter=True)
+    _, errors = script.end()
+    assert (script.returncode, errors) == (0, "")
     assert checkpoint.verify(tmp_path / "step").ok
 
 
 def test_a_failure_nobody_asked_for_is_told_at_exit(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", AT_EXIT, str(tmp_path / "step"), "copy", "fail"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "nobody asked for its result" in done.stderr
-    assert "the source is gone" in done.stderr
+    script = Script(AT_EXIT, tmp_path / "step", "copy", "fail", ends_interpreter=True)
+    _, errors = script.end()
+    assert "nobody asked for its result" in errors
+    assert "the source is gone" in errors
     assert not (tmp_path / "step").exists()
 
 
@@ -265,9 +265,9 @@ else:
 @pytest.mark.parametrize("where", ["thread", "atexit"])
 def test_a_save_that_begins_after_the_end_of_the_script_is_made(tmp_path: Path, where: str) -> None:
     """Thread pools of the standard library take no work then."""
-    command = [sys.executable, "-c", AFTER_THE_SCRIPT, str(tmp_path), where]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    script = Script(AFTER_THE_SCRIPT, tmp_path, where, ends_interpreter=True)
+    _, errors = script.end()
+    assert (script.returncode, errors) == (0, "")
     assert checkpoint.verify(tmp_path / "step").ok
     assert checkpoint.Manager(tmp_path / "run").latest() == 1
 

@@ -23,6 +23,7 @@ from checkpoint.bench.conditions.scratch import PREFIX
 from checkpoint.bench.systems.peers import TorchSave
 from checkpoint.bench.systems.system import Infinity
 from tests.support.rig import ssd_fixture
+from tests.support.scripts import Script
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--size", "1MiB", "--backend", "posix", "--queue-depth", "4", "--keep-free", "1MiB")
@@ -270,20 +271,14 @@ def test_bench_interrupted_with_files_open_leaves_nothing(
 
 
 def test_bench_as_a_process_ends_at_a_signal_and_leaves_nothing(directories: list[Path]) -> None:
-    command = [sys.executable, "-m", "checkpoint.bench.cli", "--dir", str(directories[0])]
-    child = subprocess.Popen(
-        [*command, *SMALL, "--runs", "100000"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    assert child.stderr is not None
-    with child, child.stderr:
-        assert any("100000 runs" in line for line in child.stderr)
-        assert left_in(directories)[0].startswith(PREFIX)
-        child.send_signal(signal.SIGTERM)
-    assert child.returncode == 128 + signal.SIGTERM
+    command = "import runpy; runpy.run_module('checkpoint.bench.cli', run_name='__main__')"
+    words = ["--dir", directories[0], *SMALL, "--runs", 100_000]
+    script = Script(command, *words, ends_interpreter=True)
+    assert any("100000 runs" in line for line in script.stderr)
+    assert left_in(directories)[0].startswith(PREFIX)
+    script.send_signal(signal.SIGTERM)
+    script.end()
+    assert script.returncode == 128 + signal.SIGTERM
     assert left_in(directories) == []
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
@@ -20,6 +19,7 @@ import checkpoint
 from aio import Engine, Operation
 from tests.checkpoint.trees import assert_same
 from tests.support.examples import examples
+from tests.support.scripts import Script
 
 SIZES = [0, 1, 4095, 4096, (8 << 20) - 1, 8 << 20, (8 << 20) + 1, (70 << 20) + 5]
 
@@ -243,8 +243,9 @@ def test_what_a_killed_process_left_goes_with_the_next_stream(tmp_path: Path) ->
     killed = "import os, sys, checkpoint\n"
     killed += "stream = checkpoint.open_stream(sys.argv[1], 'wb')\n"
     killed += "stream.write(b'x')\nos._exit(9)"
-    run = subprocess.run([sys.executable, "-c", killed, tmp_path / "file"], check=False)
-    assert run.returncode == 9
+    script = Script(killed, tmp_path / "file")
+    assert script.end() == ("", "")
+    assert script.returncode == 9
     (tmp_path / ".file.notes.tmp").write_text("not ours")
     assert len(names(tmp_path)) == 2
     with (

@@ -1,7 +1,6 @@
 """A process killed in the middle of a step leaves nothing that the next does not reclaim."""
 
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from swap.plan.layout import pack
 from swap.tiered import TieredState
 from tests.support.proof import matrix
+from tests.support.scripts import Script
 from tests.support.tiers import RULE, Plain, assert_same, fill_both, placement_of, specs_of
 
 ROOT = Path(__file__).parents[2]
@@ -59,10 +59,9 @@ def test_killed_step_is_reclaimed_by_the_next_process(tmp_path: Path, kernels: i
     folders = [str(tmp_path / name) for name in "ab"]
     for folder in folders:
         Path(folder).mkdir()
-    killed = subprocess.run(
-        [sys.executable, "-c", TRAIN, *folders, str(kernels)], cwd=ROOT, check=False
-    )
-    assert killed.returncode == -9
+    killed = Script(TRAIN, *folders, kernels)
+    _, errors = killed.end()
+    assert killed.returncode == -signal.SIGKILL, errors
     left = sorted(tmp_path.glob("*/.infinity/*"))
     assert len(left) == 2
     assert all((folder / "state.swap").stat().st_blocks for folder in left)

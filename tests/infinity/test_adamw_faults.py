@@ -3,8 +3,6 @@
 import errno
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -29,6 +27,7 @@ from tests.support.adamw_model import (
     train,
     values,
 )
+from tests.support.scripts import Script
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -175,18 +174,15 @@ def test_fork_leaves_the_files_of_the_parent(opened: list[OffloadedAdamW], tmp_p
 
 def test_interpreter_exit_without_close_leaves_no_file(tmp_path: Path) -> None:
     program = """
-import sys, torch, infinity
+import sys, warnings, torch, infinity
+warnings.simplefilter("error")
 model = torch.nn.Linear(1000, 1000)
 optimizer = infinity.OffloadedAdamW(model.parameters(), nvme=sys.argv[1], host_memory="7MiB")
 model(torch.ones(1, 1000)).sum().backward()
 optimizer.step()
 assert optimizer.report().nvme_bytes
 """
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, os.fspath(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (run.returncode, run.stderr) == (0, "")
+    script = Script(program, tmp_path, ends_interpreter=True)
+    _, errors = script.end()
+    assert (script.returncode, errors) == (0, "")
     assert files_in(tmp_path) == []

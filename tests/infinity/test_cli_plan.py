@@ -1,9 +1,6 @@
 """``infinity plan``: what it is asked about, and how it answers; help, version and exit codes."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from infinity.commands.contents import tree_lines
 from infinity.commands.largest import CANDIDATES, largest
 from infinity.commands.waiting import told
 from tests.support.models import Stack
+from tests.support.scripts import Script
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -215,12 +213,11 @@ def test_help_has_examples_that_parse_and_exit_codes(capsys: pytest.CaptureFixtu
 
 
 def test_output_that_nobody_reads_any_more_is_no_error_message(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "infinity.cli", "gc", str(tmp_path)]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (cli.UNREAD, b"")
+    unread = "import os, runpy; reading, writing = os.pipe(); os.close(reading)\n"
+    unread += "os.dup2(writing, 1); runpy.run_module('infinity.cli', run_name='__main__')"
+    script = Script(unread, "gc", tmp_path, ends_interpreter=True)
+    assert script.end() == ("", "")
+    assert script.returncode == cli.UNREAD
 
 
 def test_interrupted_command_exits_as_shells_expect(

@@ -1,7 +1,5 @@
 """What ``offload`` returns is entered once, and stays entered until it is left."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from infinity.autograd.module_hooks import ModelHooks
 from infinity.autograd.versions import Versions
 from swap.tiered import TieredState
 from tests.support.models import Stack, seeded, vector_loss
+from tests.support.scripts import Script
 from tests.support.training import same_bits, values_of
 
 _FORGETFUL = """
@@ -44,11 +43,10 @@ assert all(same_bits(value, values[name]) for name, value in values_of(other).it
 def test_a_block_that_nobody_keeps_trains_on_warns_at_the_end_and_leaves_no_file(
     nvme: Path,
 ) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", _FORGETFUL, str(nvme)], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert "the offload block of a Stack was never left" in run.stderr
+    script = Script(_FORGETFUL, nvme, ends_interpreter=True)
+    _, errors = script.end()
+    assert script.returncode == 0, errors
+    assert "the offload block of a Stack was never left" in errors
 
 
 def test_using_what_offload_returns_before_it_is_entered_names_the_remedy(nvme: Path) -> None:

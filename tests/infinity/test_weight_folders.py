@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from torch import nn
 
 import checkpoint
 import infinity
+from tests.support.scripts import Script
 from tests.support.training import same_bits
 
 WIDTH = 4
@@ -212,7 +211,8 @@ def test_a_pickled_file_is_refused_with_a_command_that_converts_it(
     ):
         pass
     code = str(refused.value).split('python -c "')[1].split('"')[0]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    converting = Script(f"import os; os.chdir({str(tmp_path)!r})\n{code}")
+    assert converting.end() == ("", "")
     with (
         infinity.offload(
             model, nvme, weights=tmp_path / "model.safetensors", host_memory="1GiB"

@@ -1,17 +1,22 @@
 """Scripts in processes of their own that need not import torch again, see ``tests.support.forks``.
 
-What belongs to the end of an interpreter, such as ``atexit``, does not run in them.
+What belongs to the end of an interpreter, such as ``atexit``, runs in those alone that are told to
+end as one, which takes them a while.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import subprocess
 import sys
 import time
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TextIO
+from types import ModuleType
+from typing import Any, NoReturn, TextIO
 
 from tests.support.forks import FORKS
 
@@ -19,20 +24,29 @@ _PATIENCE_SECONDS = 60.0
 
 
 class Script:
-    """One that runs ``code`` with ``arguments`` in ``sys.argv``; ``stdout`` is what it prints.
+    """One that runs ``code`` with ``arguments`` in ``sys.argv``; ``stdout`` and ``stderr`` are what
+    it prints.
 
-    ``inject`` is what strace does to its system calls, as in ``pwrite64:error=EIO``.
+    ``inject`` is what strace does to its system calls, as in ``pwrite64:error=EIO``. With
+    ``ends_interpreter`` it ends as ``python`` does behind a script.
     """
 
-    def __init__(self, code: str, *arguments: object, inject: str | None = None) -> None:
+    def __init__(
+        self,
+        code: str,
+        *arguments: object,
+        inject: str | None = None,
+        ends_interpreter: bool = False,
+    ) -> None:
         out, out_end = FORKS.Pipe(duplex=False)
         err, err_end = FORKS.Pipe(duplex=False)
         words = [str(argument) for argument in arguments]
+        run = _run_to_the_end if ends_interpreter else _run
         self._process = FORKS.Process(
-            target=_run, args=(code, words, out_end, err_end, inject is not None)
+            target=run, args=(code, words, out_end, err_end, inject is not None)
         )
         self._process.start()
-        self.stdout, self._stderr = _text(out), _text(err)
+        self.stdout, self.stderr = _text(out), _text(err)
         for end in (out_end, err_end):
             end.close()
         assert self._process.pid is not None
@@ -44,8 +58,8 @@ class Script:
 
     def end(self) -> tuple[str, str]:
         """What else it prints, on stdout and stderr, when it has ended."""
-        with self.stdout, self._stderr:
-            printed = self.stdout.read(), self._stderr.read()
+        with self.stdout, self.stderr:
+            printed = self.stdout.read(), self.stderr.read()
         self._process.join()
         if self._strace is not None:
             self._strace.wait()
@@ -80,4 +94,20 @@ def _run(
         if time.monotonic() > deadline:
             raise TimeoutError("strace has not attached to this process")
         os.sched_yield()
-    exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(code, "<script>", "exec"), vars(main))
+
+
+def _run_to_the_end(*arguments: Any) -> NoReturn:
+    """A process of multiprocessing leaves out most of what an interpreter does at its end."""
+    gc.freeze()  # what was imported before is not looked through again
+    status = 1
+    try:
+        _run(*arguments)
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    ctypes.pythonapi.Py_Exit(status)
+    raise AssertionError("the interpreter did not end")

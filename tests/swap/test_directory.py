@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,17 +19,19 @@ from swap.storage.directory import SwapDirectory, reclaim
 from tests.support.forks import FORKS
 from tests.support.interrupts import interrupt
 from tests.support.proof import matrix
+from tests.support.scripts import Script
 from tests.support.tiers import Leftovers
 
 HOLD = """
-import sys
+import signal, sys
 from aio import Engine
 from swap.storage.directory import SwapDirectory
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 engine = Engine("posix")
 directory = SwapDirectory(sys.argv[1], engine)
 directory.file.allocate(0, 1 << 20)
 print(directory.path, flush=True)
-sys.stdin.read()
+signal.sigwait([signal.SIGTERM])
 directory.close()
 engine.close()
 """
@@ -47,18 +47,13 @@ class Holder:
     """Another process with a directory under ``root``."""
 
     def __init__(self, root: Path) -> None:
-        command = [sys.executable, "-c", HOLD, str(root)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        self.path = Path(self._process.stdout.readline().strip())
+        self._script = Script(HOLD, root)
+        self.path = Path(self._script.stdout.readline().strip())
 
-    def end(self, how: int | None = None) -> None:
-        """Let it close its directory, or kill it with a signal."""
-        if how is not None:
-            self._process.send_signal(how)
-        self._process.communicate()
+    def end(self, how: int = signal.SIGTERM) -> None:
+        """Let it close its directory, or kill it with another signal."""
+        self._script.send_signal(how)
+        assert self._script.end() == ("", "")
 
 
 def _swap_folders(root: Path) -> list[Path]:

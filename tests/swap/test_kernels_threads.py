@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 
 from swap.kernels import sum_of_squares
 from swap.processors import stay_in_background
+from tests.support.scripts import Script
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,5 +97,6 @@ def test_kernels_after_fork_in_the_midst_of_work_still_run() -> None:
 
 
 def test_first_kernel_may_be_in_a_child_of_a_process_that_has_computed() -> None:
-    done = subprocess.run([sys.executable, "-c", FORK_FIRST], cwd=ROOT, check=False)
-    assert done.returncode == 0
+    script = Script(FORK_FIRST)
+    _, errors = script.end()
+    assert script.returncode == 0, errors
