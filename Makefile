@@ -24,6 +24,9 @@ WORKERS := 2
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 ASAN_TREE := build/asan
 
+# Every interpreter of a run reads what the first has compiled, whatever the shell has set.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A torch that was asked for once stays, or `make test` would throw a CUDA build out again.
 PINNED_TORCH := $(shell sed -n '/^torch==/p' requirements.txt)
 TORCH := $(or $(shell cat $(VENV)/torch-choice 2>/dev/null),$(PINNED_TORCH))
