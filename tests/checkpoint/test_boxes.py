@@ -23,6 +23,9 @@ from checkpoint.loading.opened import OpenCheckpoint, open_current
 from checkpoint.plan.windows import goes_forward, windows
 from checkpoint.tensors.assembly import TensorView
 from tests.checkpoint.boxes import BLOCK, UNIT, Box, Reads, columns, save_in_boxes, small_blocks
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 
 @pytest.fixture

@@ -16,6 +16,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

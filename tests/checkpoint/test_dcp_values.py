@@ -27,6 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import checkpoint
 from checkpoint.format.names import data_name, unique_names
 from tests.checkpoint.trees import assert_same
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 import checkpoint
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from tests.checkpoint.trees import bits
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 
 def read_back(folder: Path) -> dict[str, torch.Tensor]:

@@ -17,6 +17,9 @@ from safetensors.torch import load_file
 import checkpoint
 from aio import sync_directory
 from checkpoint.interop import shard_folder
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 NAMES = ("a", "b", "c")
 SHARD_BYTES = {1: 1 << 20, 2: 600, 3: 300}

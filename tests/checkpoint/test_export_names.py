@@ -12,6 +12,9 @@ from safetensors.torch import load_file
 
 import checkpoint
 from checkpoint.interop.shard_folder import INDEX_NAME
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 
 @pytest.mark.parametrize(

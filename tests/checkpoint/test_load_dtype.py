@@ -11,6 +11,9 @@ import pytest
 import torch
 
 import checkpoint
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

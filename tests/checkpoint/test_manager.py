@@ -16,6 +16,9 @@ from checkpoint.directory import lock
 from checkpoint.directory.locate import read_manifest
 from checkpoint.format.records import Manifest
 from checkpoint.loading import manifest_cache as known
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 
 def state(step: int) -> dict[str, Any]:

@@ -16,6 +16,9 @@ import checkpoint
 from checkpoint.directory.lock import Lock
 from checkpoint.format.manifest import MANIFEST_NAME
 from tests.checkpoint.test_manager import damage_data, state
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -12,7 +12,10 @@ import torch
 import checkpoint
 from checkpoint.tensors import assembly
 from tests.checkpoint.trees import assert_same
+from tests.support.memory import folder_in_memory
 from tests.support.scripts import Script
+
+tmp_path = folder_in_memory()
 
 NUM_FILES = 110
 

@@ -18,6 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 import checkpoint
 from checkpoint.dcp import StorageReader
 from checkpoint.directory.owners import OWNER_NAME
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 
 def state(value: int) -> dict[str, Any]:

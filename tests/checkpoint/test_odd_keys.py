@@ -12,6 +12,9 @@ import torch
 import checkpoint
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.tree import decode_tree
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 UNEQUAL = [
     float("nan"),

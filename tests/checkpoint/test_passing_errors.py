@@ -15,6 +15,9 @@ import checkpoint
 from aio.descriptors import Descriptor
 from checkpoint.directory.owners import OWNER_NAME
 from checkpoint.directory.stripe_list import STRIPES_NAME
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 CODES = [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.EACCES]
 

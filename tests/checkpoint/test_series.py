@@ -19,6 +19,9 @@ from checkpoint import series
 from checkpoint.dcp import StorageWriter
 from checkpoint.directory.locate import peek_saved
 from tests.checkpoint.test_manager import state
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 HOUR = 3600 * 10**9
 real_time = time.time_ns

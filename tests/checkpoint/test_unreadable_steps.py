@@ -13,6 +13,9 @@ import torch
 import checkpoint
 from checkpoint import manager as manager_module
 from checkpoint.format.manifest import MANIFEST_NAME
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 
 @pytest.fixture

@@ -22,6 +22,9 @@ from checkpoint.format.elements import BY_TORCH
 from checkpoint.interop.zarr_layout import array_layout, node_paths
 from checkpoint.interop.zarr_store import Blob, BytesBlob, CheckpointBlobs, ReadOnlyStore
 from tests.checkpoint.trees import bits
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 
 class DictStore(ReadOnlyStore):

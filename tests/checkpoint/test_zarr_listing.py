@@ -13,6 +13,9 @@ import torch
 import checkpoint
 from checkpoint.interop.zarr_layout import ArrayLayout
 from checkpoint.interop.zarr_store import CheckpointBlobs, CheckpointStore, ReadOnlyStore
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
 
 
 def collect(keys: AsyncIterator[str], most: int = 1000) -> list[str]:

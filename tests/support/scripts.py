@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -41,7 +42,9 @@ class Script:
         out, out_end = FORKS.Pipe(duplex=False)
         err, err_end = FORKS.Pipe(duplex=False)
         words = [str(argument) for argument in arguments]
-        run = _run_to_the_end if ends_interpreter else _run
+        run: Callable[..., None] = _run
+        if ends_interpreter:
+            run = _run_to_the_end
         self._process = FORKS.Process(
             target=run, args=(code, words, out_end, err_end, inject is not None)
         )
