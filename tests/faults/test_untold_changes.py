@@ -10,6 +10,13 @@ from aio.threads import Latch, Thread, join_thread, start_thread
 from swap.cache.device_arena import GradientInbox, HostLink
 
 
+@pytest.fixture(autouse=True)
+def looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits looks often."""
+    for module in ("aio.threads", "swap.cache.device_arena"):
+        monkeypatch.setattr(f"{module}.LOOK_SECONDS", 0.01)
+
+
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
