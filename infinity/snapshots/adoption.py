@@ -5,17 +5,21 @@ in place of copies where the state is cut as it was.
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+import checkpoint
 from aio import AioError
-from infinity.snapshots.entries import Entry
+from infinity.snapshots.entries import Entry, read_sums
+from infinity.values.load_targets import names_of
 from swap.plan.layout import Component
 from swap.snapshots.contents import Contents, FileRange
 from swap.snapshots.folders import Folders, check_length
-from swap.storage.extents import Extent
+from swap.storage.extents import Extent, ExtentStore
 from swap.tiered import TieredState
-from swap.tiers import Tier
 
+_log = logging.getLogger(__name__)
 Cut = tuple[tuple[str, int, int, int], ...]
 """Of a subgroup: the segments of parameters, by name, first element, elements, and offset."""
 
@@ -38,6 +42,24 @@ def pin_known(state: TieredState, folders: Folders, entries: Iterable[Entry]) ->
             if extent is not None:
                 state.extents.pin([extent], are_used=False)
                 entry.pinned.append(extent)
+        if state.extents.transfers.verifies:
+            _note_sums(state.extents, entry)
+
+
+def _note_sums(extents: ExtentStore, entry: Entry) -> None:
+    """What was written to files of other processes. Of its own a process knows more."""
+    try:
+        known = read_sums(entry)
+    except (OSError, ValueError) as error:
+        _log.warning(
+            "what the snapshot %s keeps on NVMe is not verified: %s", entry.point.name, error
+        )
+        return
+    own = extents.names[: extents.num_directories]
+    for part, sums in known.items():
+        extent = extent_of([part], extents.names)
+        if extent is not None and part.file not in own:
+            extents.transfers.note_sums(extent, [sums])
 
 
 def extent_of(parts: Sequence[FileRange], names: Sequence[str]) -> Extent | None:
@@ -72,14 +94,14 @@ def check_files(folders: Folders, entry: Entry) -> None:
 
 
 def alike(state: TieredState, contents: Contents) -> dict[int, int]:
-    """The subgroups that are on NVMe, now and in a snapshot, with the same parts of parameters and
-    the same components: by their number of now, that in the snapshot. Whole units only.
+    """The subgroups that are at home in the same tier, now and in a snapshot, with the same parts
+    of parameters and the same components: by their number of now, that in the snapshot. Whole units
+    only.
     """
     names = [name for name, _ in contents.parameters]
     saved: dict[Cut, int] = {
         tuple((names[s.parameter], s.start, s.length, s.offset) for s in group.segments): number
         for number, group in enumerate(contents.groups)
-        if not group.is_host
     }
     specs = state.layout.specs
     found: dict[int, int] = {}
@@ -104,24 +126,39 @@ def _same(state: TieredState, number: int, contents: Contents, other: int) -> bo
         state.components.component(number, name) for name in state.components.names(number)
     )
     there = contents.groups[other]
-    is_nvme = state.placement.state_home[number] is Tier.NVME
     return (
-        is_nvme and here == there.components and state.layout.subgroups[number].numel == there.numel
+        state.components.is_host(number) == there.is_host
+        and here == there.components
+        and state.layout.subgroups[number].numel == there.numel
     )
 
 
-def adopt(state: TieredState, contents: Contents, groups: Mapping[int, int]) -> set[int]:
-    """Let the extents of a snapshot, which are pinned, be the state of these subgroups; returns
-    the parameters that this is all of.
+def adopt(state: TieredState, contents: Contents, groups: Mapping[int, int]) -> None:
+    """Let the extents of a snapshot, which are pinned, be the state of those of these subgroups
+    that are on NVMe.
     """
-    assert state.extents is not None
-    names = state.extents.names
+    state.num_changes += 1
+    names = [] if state.extents is None else state.extents.names
     for number, other in groups.items():
-        for component in contents.groups[other].components:
+        there = contents.groups[other]
+        for component in () if there.is_host else there.components:
             parts = contents.ranges.get((other, component.name))
             extent = None if parts is None else extent_of(parts, names)
             assert parts is None or extent is not None
             state.components.adopt(number, component.name, extent)
-    state.num_changes += 1
-    segments = (s for number in groups for s in state.layout.subgroups[number].segments)
-    return {segment.parameter for segment in segments}
+
+
+def fill_host(
+    state: TieredState, folder: Path, groups: Mapping[int, int], staging_bytes: int
+) -> None:
+    """Read into memory what those of these subgroups have that are at home there."""
+    hosts = {
+        str(other): {
+            name: state.components.host(number, name) for name in state.components.names(number)
+        }
+        for number, other in groups.items()
+        if state.components.is_host(number)
+    }
+    if hosts:
+        tree = {"host": hosts}
+        checkpoint.load(folder, only=names_of(tree), into=tree, staging_bytes=staging_bytes)

@@ -20,6 +20,7 @@ from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 from infinity.snapshots.sources import POINT_FORMAT
 from swap.snapshots.contents import Contents, decode
+from swap.snapshots.sums import Sums, decode_sums
 from swap.storage.extents import Extent
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
@@ -131,6 +132,19 @@ def read_entry(folder: Path) -> Entry:
         return Entry(folder, point, decode(tables))
     except ValueError as error:
         raise CorruptCheckpointError(f"{folder}: {error}") from error
+
+
+def read_sums(entry: Entry) -> Sums:
+    """Of what it keeps on NVMe; of a snapshot that was taken without, none. Raises as
+    ``read_entry``.
+    """
+    found = checkpoint.load(entry.folder, only=["sums.*"], strict=False)
+    if "sums" not in found:
+        return {}
+    try:
+        return decode_sums(entry.contents, found["sums"]["blocks"])
+    except (ValueError, LookupError) as error:
+        raise CorruptCheckpointError(f"{entry.folder}: {error}") from error
 
 
 def remove_point(folder: Path) -> None:

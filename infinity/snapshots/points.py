@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.ranks.coordinator import Arrival, SingleProcess
 from checkpoint.saving.api import save_on
 from checkpoint.sheltered import Cancellation, sheltered
-from infinity.snapshots.adoption import adopt, alike, check_files, pin_known
+from infinity.snapshots.adoption import adopt, alike, check_files, fill_host, pin_known
 from infinity.snapshots.entries import (
     Entry,
     Point,
@@ -45,6 +46,7 @@ from infinity.values.persistence import TrainingState
 from swap.apart import run_apart
 from swap.snapshots.contents import FileRange, encode
 from swap.snapshots.folders import Folders
+from swap.snapshots.sums import encode_sums
 from swap.tiered import TieredState
 
 _log = logging.getLogger(__name__)
@@ -93,6 +95,10 @@ class Snapshots:
             )
             entry = Entry(points / name, point, contents, extents)
             tree.update(point=point.to_tree(), contents=encode(contents))
+            transfers = None if training.state.extents is None else training.state.extents.transfers
+            if transfers is not None and transfers.verifies:
+                known = (sums for extent in extents for sums in transfers.sums(extent))
+                tree["sums"] = {"blocks": encode_sums(known)}
             self._publish(training, entry, tree, since, cancellation)
             self._drop_surplus(training.state, model, keep)
             return described(entry.folder, point)
@@ -149,14 +155,11 @@ class Snapshots:
 
         def adopted() -> set[int]:
             groups = alike(state, entry.contents)
-            found: set[int] = set()
-            if groups:
-                run_apart(
-                    lambda: found.update(adopt(state, entry.contents, groups)), "infinity-adopt"
-                )
-            return found
+            run_apart(partial(adopt, state, entry.contents, groups), "infinity-adopt")
+            fill_host(state, entry.folder, groups, training.checkpoint_bytes)
+            return {s.parameter for n in groups for s in state.layout.subgroups[n].segments}
 
-        with SavedPoint(entry.folder, entry.contents, self._paths(entry), adopted) as saved:
+        with SavedPoint(entry, self._paths(entry), adopted) as saved:
             return load_from(
                 training, entry.folder, saved.read, saved.check, begin=begin, then=then
             )

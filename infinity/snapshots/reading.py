@@ -1,7 +1,7 @@
 """A snapshot, read as if it were a checkpoint that ``offloaded.save`` wrote.
 
-So ``values.loading`` restores it, with all that it checks and converts. What is on NVMe, now as
-then, and cut in the same way, is not read: its extents are adopted.
+So ``values.loading`` restores it, with all that it checks and converts. What is cut as it was, and
+in the same tier, is neither: extents on NVMe are adopted, host memory is read into where it is.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import checkpoint
 from checkpoint.directory.relocation import AS_SAVED
 from checkpoint.plan.write_runs import STAGING_BYTES
+from infinity.snapshots.entries import Entry, read_sums
 from infinity.values.component_bytes import ComponentBytes
 from infinity.values.load_targets import check_targets, names_of
 from swap.snapshots.contents import Contents
@@ -36,18 +38,18 @@ class SavedPoint:
 
     def __init__(
         self,
-        folder: Path,
-        contents: Contents,
+        entry: Entry,
         paths: dict[str, Path],
         adopt: Callable[[], Collection[int]],
     ) -> None:
-        self._folder = folder
-        self._contents = contents
+        self._folder = entry.folder
+        self._contents: Contents = entry.contents
         self._adopt = adopt
         self._stack = ExitStack()
         try:
-            self._host = self._stack.enter_context(checkpoint.open(folder))
-            self._ranges = self._stack.enter_context(RangeReader(paths))
+            self._host = self._stack.enter_context(checkpoint.open(entry.folder))
+            ranges = RangeReader(paths, partial(read_sums, entry), self._contents.owner_of)
+            self._ranges = self._stack.enter_context(ranges)
             self._leaves: Mapping[str, list[str]] = self._tree("leaves")
         except BaseException:
             self._stack.close()

@@ -177,15 +177,13 @@ class Layout:
             yield _subgroup(unit, unit.first + number, [(members[0], start, length)])
 
 
-def parameters_at(layout: Layout, subgroup: int, component: Component, at: int) -> list[str]:
-    """Names of those that have values in the page which begins at byte ``at`` of a component."""
+def parameters_at(segments: Iterable[Segment], component: Component, at: int) -> list[int]:
+    """Those that have values in the page which begins at byte ``at`` of a component of a subgroup
+    with these segments.
+    """
     first, count = at // component.dtype.itemsize, PAGE // component.dtype.itemsize
-    names = []
-    for segment in layout.subgroups[subgroup].segments:
-        here = component.part(segment.offset, segment.length)
-        if here.start < first + count and first < here.stop:
-            names.append(layout.specs[segment.parameter].name)
-    return names
+    parts = ((s.parameter, component.part(s.offset, s.length)) for s in segments)
+    return [index for index, here in parts if here.start < first + count and first < here.stop]
 
 
 def pad(numel: int) -> int:

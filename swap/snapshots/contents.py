@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from swap.plan.layout import PAGE, Component, Segment
+from swap.plan.layout import PAGE, Component, Segment, parameters_at
 
 Key = tuple[int, str]
 """A subgroup and the name of a component."""
@@ -72,6 +72,22 @@ class Contents:
     def component(self, parameter: str, name: str) -> Component:
         """A component of the subgroups that a parameter is in."""
         return self.groups[self.segments_of[parameter][0].subgroup].component(name)
+
+    def owner_of(self, file: str, offset: int) -> str:
+        """Whose the bytes at an offset of a file are, in words."""
+        for (subgroup, name), parts in self.ranges.items():
+            first = 0
+            for part in parts:
+                if part.file == file and 0 <= offset - part.offset < part.nbytes:
+                    return self._name_of(subgroup, name, first + offset - part.offset)
+                first += part.nbytes
+        return "no part of the snapshot"
+
+    def _name_of(self, subgroup: int, name: str, at: int) -> str:
+        group = self.groups[subgroup]
+        found = parameters_at(group.segments, group.component(name), at)
+        names = [self.parameters[parameter][0] for parameter in found]
+        return f"{name} of {', '.join(names) or 'no parameter (padding)'}"
 
     def overlaps(
         self, parameter: str, name: str, start: int, length: int

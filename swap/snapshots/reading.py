@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
-from aio import Engine, File, Request
+from aio import Engine, File, Operation, Request
 from swap.snapshots.contents import FileRange
+from swap.snapshots.sums import Sums
+from swap.storage.checksums import BlockSums, Damage, checked_read
 
 BUFFER_BYTES = 4 * 1024 * 1024
 
 
 class RangeReader:
-    """Reads ranges of files with an engine of its own, which takes no memory but the engine's."""
+    """Reads ranges of files with an engine of its own, which takes no memory but the engine's.
 
-    def __init__(self, paths: dict[str, Path]) -> None:
+    ``sums`` gives what is known of their bytes; what is read is compared with that. ``owner``:
+    whose the bytes at an offset of a file are.
+    """
+
+    def __init__(
+        self,
+        paths: dict[str, Path],
+        sums: Callable[[], Sums],
+        owner: Callable[[str, int], str],
+    ) -> None:
         self._paths = paths
+        self._owner = owner
+        self._read_sums = sums
+        self._sums: dict[str, BlockSums] = {}
         self._stack = ExitStack()
         self._engine: Engine | None = None
         self._files: dict[str, File] = {}
@@ -37,7 +52,7 @@ class RangeReader:
 
     def read(self, parts: Sequence[FileRange], start: int, out: np.ndarray) -> None:
         """Fill flat bytes ``out`` from byte ``start`` of what ``parts`` are put together of.
-        Raises ``AioError``.
+        Raises ``AioError``, and of these ``CorruptSwapError``.
         """
         first = 0
         for part in parts:
@@ -48,14 +63,20 @@ class RangeReader:
 
     def _read(self, part: FileRange, start: int, out: np.ndarray) -> None:
         file = self._file(part.file)
+        request = Request("read", file, part.offset + start, out)
+        damage = Damage(file, partial(self._owner, part.file))
+        checked_read(request, self._submit, self._sums[part.file], damage).result()
+
+    def _submit(self, request: Request) -> Operation:
         assert self._engine is not None
-        requests = [Request("read", file, part.offset + start, out)]
-        for operation in self._engine.submit(requests):
-            operation.result()
+        return self._engine.submit([request])[0]
 
     def _file(self, name: str) -> File:
         if self._engine is None:
             self._engine = self._stack.enter_context(Engine())
+            self._sums = {path: BlockSums() for path in self._paths}
+            for part, sums in self._read_sums().items():
+                self._sums[part.file].put(part.offset, sums)
         if name not in self._files:
             file = self._engine.open(self._paths[name], "r")
             self._files[name] = self._stack.enter_context(file)

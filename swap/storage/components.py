@@ -144,7 +144,9 @@ class ComponentStore:
             at = place_in(extent, directory, offset)
             if at is not None:
                 component = self.component(subgroup, name)
-                names = parameters_at(self.layout, subgroup, component, at)
+                segments = self.layout.subgroups[subgroup].segments
+                found = parameters_at(segments, component, at)
+                names = [self.layout.specs[parameter].name for parameter in found]
                 return f"{name} of {', '.join(names) or 'no parameter (padding)'}"
         return None
 
