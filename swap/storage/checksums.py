@@ -151,6 +151,11 @@ def sums_of(data: Any) -> np.ndarray:
     return np.maximum(crcs, 1, out=crcs)
 
 
+def zero_sums(nbytes: int) -> np.ndarray:
+    """``sums_of`` so many zeros."""
+    return np.repeat(sums_of(np.zeros(BLOCK, np.uint8)), nbytes // BLOCK)
+
+
 def checked_read(request: Request, submit: Submit, sums: BlockSums, damage: Damage) -> Operation:
     """Start a read whose ``result`` raises ``CorruptSwapError`` for other bytes than were written.
 

@@ -349,7 +349,7 @@ class ComponentStore:
         extent = self._extents.allocate(nbytes)
         assert self._passage is not None
         try:
-            if not self._extents.zero(extent):
+            if not self._extents.transfers.zero(extent):
                 self._passage.write_zeros(nbytes, partial(self._transfer, "write", extent))
         except BaseException:
             self._extents.release(extent)

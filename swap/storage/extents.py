@@ -231,10 +231,6 @@ class ExtentStore:
         """Write ``buffer`` at byte ``start`` of ``extent``; it is the engine's until reaped."""
         return self._start("write", extent, start, buffer, 2)
 
-    def zero(self, extent: Extent) -> bool:
-        """Make it zeros without writing them; False where a file system cannot."""
-        return all(self._volumes[p.directory].file.zero(p.offset, p.nbytes) for p in extent.ranges)
-
     def release_others(self, known: Iterable[Extent]) -> None:
         """Give back every extent but ``known`` ones, after an interrupt that may have
         lost sight of some. The caller knows all of them, and no transfer is under way.

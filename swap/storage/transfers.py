@@ -10,7 +10,7 @@ from weakref import WeakMethod
 import numpy as np
 
 from aio import Engine, Operation, Request
-from swap.storage.checksums import BlockSums, Damage, Owner, checked_read, summed_write
+from swap.storage.checksums import BlockSums, Damage, Owner, checked_read, summed_write, zero_sums
 from swap.storage.joined import JoinedOperation
 from swap.storage.volumes import ALIGNMENT, Extent, Volume, parts_of
 
@@ -35,6 +35,18 @@ class Transfers:
         """The file of another process, which is only read. Nothing is known of its bytes yet."""
         volume.sums = BlockSums() if self.verifies else None
         self._volumes.append(volume)
+
+    def zero(self, extent: Extent) -> bool:
+        """Make it zeros without writing them; False where a file system cannot."""
+        for piece in extent.ranges:
+            volume = self._volumes[piece.directory]
+            if volume.sums is not None:
+                volume.sums.forget(piece.offset, piece.nbytes)
+            if not volume.file.zero(piece.offset, piece.nbytes):
+                return False
+            if volume.sums is not None:
+                volume.sums.put(piece.offset, zero_sums(piece.nbytes))
+        return True
 
     @property
     def checksum_bytes(self) -> int:

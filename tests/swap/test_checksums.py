@@ -145,3 +145,16 @@ def test_without_verifying_there_are_no_sums(tmp_path: Path) -> None:
         assert read(extents, extent, 0, data.size).tobytes() != data.tobytes()
         assert extents.transfers.checksum_bytes == 0
         assert extents.transfers.sums(extent) == []
+
+
+def test_range_that_is_made_zeros_again_is_verified_as_such(extents: ExtentStore) -> None:
+    extent, _ = filled(extents)
+    if not extents.transfers.zero(extent):
+        pytest.skip("needs a file system that makes zeros of ranges, such as ext4 or xfs")
+    try:
+        assert not read(extents, extent, 0, BLOCKS * BLOCK).any()
+        flip(extents, extent, 3 * BLOCK + 7)
+        with pytest.raises(CorruptSwapError):
+            read(extents, extent, 0, BLOCKS * BLOCK)
+    finally:
+        extents.release(extent)

@@ -208,7 +208,9 @@ def test_component_that_could_not_be_made_is_all_zeros_still(
         extents = rig.state.extents
         assert extents is not None
         if kind == "write":
-            monkeypatch.setattr(extents, "zero", lambda _: False)  # as where the file system cannot
+            monkeypatch.setattr(
+                extents.transfers, "zero", lambda _: False
+            )  # as where the file system cannot
         if kind == "allocate":
             for volume in extents._volumes:
                 while volume.ranges.allocate(1) is not None:
