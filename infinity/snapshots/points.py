@@ -169,6 +169,7 @@ class Snapshots:
         is a warning, and where another block has the folders, it is that one's to do.
         """
         try:
+            self._folders.remove_unfinished()
             for folder in self._folders.others():
                 _log.warning(
                     "%s keeps what snapshots of a run with other nvme directories need, or with "

@@ -100,10 +100,10 @@ class Folders:
             if kept.exists():
                 sync_directory(folder)  # which may be what failed the last time
                 continue
-            with locked(root):
-                _make_folder(folder)
             try:
-                os.link(path, kept, follow_symlinks=False)
+                with locked(root):  # or an empty folder would be taken for what a killed one left
+                    _make_folder(folder)
+                    os.link(path, kept, follow_symlinks=False)
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
@@ -145,6 +145,16 @@ class Folders:
                 except OSError as error:
                     _log.warning("%s takes more space than snapshots need: %s", path, error)
         return removed
+
+    def remove_unfinished(self) -> None:
+        """Remove folders that a killed process had begun to make, or had all but removed: they
+        have no lock, and nothing in them.
+        """
+        for root in self._roots:
+            if any(_unlocked(root)):
+                with locked(root):
+                    for folder in _unlocked(root):
+                        _remove_empty(folder / _POINTS, folder, folder.parent, root / FOLDER)
 
     def others(self) -> list[Path]:
         """Folders on these roots of stores that are not the one which is used: of runs with other
@@ -201,7 +211,8 @@ class Folders:
             folder = _folder(root, name)
             with suppress(OSError):  # files of a process that lives, or other things
                 if root == primary and not any(_kept_files(folder)):
-                    (folder / _POINTS).rmdir()
+                    with suppress(FileNotFoundError):  # which a killed process may have removed
+                        (folder / _POINTS).rmdir()
                     (folder / _LOCK).unlink()
                 folder.rmdir()
                 folder.parent.rmdir()
@@ -222,6 +233,21 @@ def _stores(root: Path) -> Iterator[Path]:
     with suppress(FileNotFoundError, NotADirectoryError):
         if _is_own(base):
             yield from (f for f in sorted(base.iterdir()) if _STORE.fullmatch(f.name))
+
+
+def _unlocked(root: Path) -> list[Path]:
+    return [folder for folder in _stores(root) if not (folder / _LOCK).exists()]
+
+
+def _remove_empty(*folders: Path) -> None:
+    """One after the other, up to the first that has something in it."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return
 
 
 def _is_own(folder: Path) -> bool:

@@ -292,3 +292,19 @@ def test_interrupted_calls_leave_whole_snapshots(least: int, nvme: Path) -> None
     with _block(nvme, least, seed=4) as offloaded:
         offloaded.restore("kept")
         assert_same(expected, everything(offloaded))
+
+
+@pytest.mark.parametrize("left", [(), ("points",), ("lock",), ("lock", "points")])
+def test_folder_that_a_killed_process_had_begun_to_make_goes_with_the_next_block(
+    left: tuple[str, ...], nvme: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = nvme / ".infinity" / f"snapshots-{os.geteuid()}" / "0123456789ab"
+    folder.mkdir(parents=True)
+    if "points" in left:
+        (folder / "points").mkdir()
+    if "lock" in left:
+        (folder / "lock").touch()
+    with _block(nvme, WHOLE):
+        assert not folder.exists()
+    assert list(nvme.iterdir()) == []
+    assert caplog.records == []
