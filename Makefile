@@ -5,6 +5,7 @@
 #   TORCH=torch         another torch than the pinned one, such as the CUDA build; remembered
 #   ARGS="..."          more arguments for pytest (test, proof, test-gpu, test-asan) or the demo
 #   WORKERS=2           how many processes `make test` runs tests in
+#   MINUTES=10 SEED=0   how long `make soak` goes on, and what it draws its programs from
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -21,6 +22,8 @@ ALL_C_FILES := $(C_FILES) $(wildcard tests/*/*.[ch] tools/*/*.[ch])
 BUILD_INPUTS := setup.py pyproject.toml MANIFEST.in $(wildcard */_build.py) $(C_FILES)
 ARGS :=
 WORKERS := 2
+MINUTES := 10
+SEED := 0
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 ASAN_TREE := build/asan
 
@@ -31,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PINNED_TORCH := $(shell sed -n '/^torch==/p' requirements.txt)
 TORCH := $(or $(shell cat $(VENV)/torch-choice 2>/dev/null),$(PINNED_TORCH))
 
-.PHONY: help build demo test proof test-frameworks test-gpu test-asan check bench format clean FORCE
+.PHONY: help build demo test proof soak test-frameworks test-gpu test-asan check bench format clean FORCE
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +53,9 @@ proof: $(VENV)/built ## Run the tests that take long, and properties on many mor
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "(proof or hypothesis) and not alone" \
 	    --hypothesis-profile=proof $(ARGS)
 	$(PYTEST) -m alone $(ARGS)
+
+soak: $(VENV)/built ## Run random programs with faults and kills for MINUTES, by SEED
+	$(BIN)/python tools/soak.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 test-frameworks: $(VENV)/built ## Run the tests of the trainers and loops of others
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "frameworks and not proof" $(ARGS)

@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -32,8 +33,8 @@ enum {
     LIST = 256
 };
 /* How a call fails: with an error and nothing done; for transfers with half of it done, with
- * nothing done and no error, or with half of it done and an error. */
-enum { REFUSED, SHORT, ZERO, TORN };
+ * nothing done and no error, or with half of it done and an error; or the program is killed. */
+enum { REFUSED, SHORT, ZERO, TORN, KILLED };
 enum { PATH_BYTES = 4096, WHAT_BYTES = 512 };
 
 static char root[PATH_BYTES];
@@ -81,6 +82,8 @@ static bool fails(const char *name, const char *path) {
     const long number = atomic_fetch_add(&calls, 1), wanted = atomic_load(&target);
     if (number != wanted && !(lasting && number > wanted && wanted >= 0))
         return false;
+    if (how == KILLED)
+        kill(getpid(), SIGKILL);
     if (number == wanted)
         snprintf(what, sizeof what, "%s %s", name, path);
     return true;
@@ -209,7 +212,8 @@ void *mmap(void *at, size_t nbytes, int protection, int flags, int fd, off_t off
     return REAL(mmap)(at, nbytes, protection, flags, fd, offset);
 }
 
-/* Queues of the kernel take requests past the calls above: they are not to be had. */
+/* Queues of the kernel take requests past the calls above: where calls are to fail they are not to
+ * be had. Where the program is to be killed, what goes into them counts. */
 long syscall(long number, ...) {
     long given[6];
     va_list rest;
@@ -217,7 +221,10 @@ long syscall(long number, ...) {
     for (int i = 0; i < 6; i++)
         given[i] = va_arg(rest, long);
     va_end(rest);
-    if (number == SYS_io_setup || number == SYS_io_uring_setup) {
+    if (atomic_load(&armed) && how == KILLED) {
+        if (number == SYS_io_submit || number == SYS_io_uring_enter)
+            fails("submit", "");
+    } else if (root_bytes && (number == SYS_io_setup || number == SYS_io_uring_setup)) {
         errno = ENOSYS;
         return -1;
     }

@@ -20,7 +20,7 @@ _WHAT_BYTES = 512
 _NEVER = -1
 
 OPEN, READ, WRITE, SYNC, SPACE, NAME, LOCK, MEMORY, LIST = (1 << bit for bit in range(9))
-_REFUSED, _SHORT, _ZERO, _TORN = range(4)
+_REFUSED, _SHORT, _ZERO, _TORN, _KILLED = range(5)
 _FILES = OPEN | READ | WRITE | SYNC | SPACE | NAME | LOCK | LIST
 
 
@@ -91,6 +91,12 @@ class Interposer:
         finally:
             calls = self._library.interpose_disarm(failed)
         return Outcome(os.fsdecode(failed.value), calls, raised)
+
+    def arm_kill(self, number: int) -> None:
+        """Have SIGKILL end this program at call `number` from now on, counted from 0: one that is
+        about its files, or gives requests to a queue of the kernel.
+        """
+        self._library.interpose_arm(_KILLED, 0, _FILES, ctypes.c_long(number), 0)
 
 
 def unavailable_reason() -> str | None:
