@@ -1,8 +1,7 @@
 """Files that are measured are gone afterwards, and never fill a disk."""
 
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from checkpoint.bench.conditions.scratch import (
     open_scratch,
     remove_orphans,
 )
+from tests.support.scripts import Script
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_orphans_of_a_killed_process_are_removed_and_no_others(directories: list
         "    (place.main / 'file').write_bytes(b'x')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    command = [sys.executable, "-c", script, str(directories[0])]
-    root = Path(__file__).parents[2]
-    assert subprocess.run(command, cwd=root, check=False).returncode < 0
+    killed = Script(script, directories[0])
+    assert killed.end() == ("", "")
+    assert killed.returncode == -signal.SIGKILL
     (left,) = everything(directories)
     with open_scratch(directories[1:]):
         mine = everything(directories[1:])

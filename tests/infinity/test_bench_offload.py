@@ -37,6 +37,7 @@ def test_systems_train_the_same_in_blocks_that_take_turns(
     assert not list(nvme.iterdir())
 
 
+@pytest.mark.proof
 def test_a_system_that_fails_is_named(nvme: Path) -> None:
     job = Job(
         system="ours:1MiB",

@@ -84,7 +84,8 @@ def test_dropped_gradients_are_not_stored() -> None:
     assert not reductions.has(second.index)
 
 
-def test_a_gradient_without_room_names_its_parameter() -> None:
+def test_a_gradient_without_room_names_its_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.ranks.gathered_weights._RELEASE_SECONDS", 0.0)
     records = partitioned_records()
     memory = GatherMemory(4096, torch.device("cpu"))
     reductions = Reductions(records, cast(Ranks, TwoRanks()), memory, _Stored().store)
