@@ -5,7 +5,6 @@ as in memory, or an error that names the call to use.
 import copy
 import io
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ from torch import nn
 
 import infinity
 from infinity.parameters.gradient import OffloadedGradient
-from tests.support import models
+from tests.support.models import LowStack as Stack
+from tests.support.models import low_vector_loss as vector_loss
 from tests.support.models import seeded
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
-
-Stack = partial(models.Stack, width=360, depth=6)
-"""As many bytes as its usual ones, in half as many gradients."""
-vector_loss = partial(models.vector_loss, width=360)
 
 Act = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
 

@@ -13,7 +13,7 @@ import infinity
 from infinity.optim.torch_rule import TorchRule
 from swap.plan.layout import Segment
 from swap.plan.rules import ParameterUpdate
-from tests.support import models
+from tests.support.models import LowGpt as Gpt
 from tests.support.models import Stack, seeded, token_loss, vector_loss
 from tests.support.proof import by_turns
 from tests.support.training import (
@@ -25,9 +25,6 @@ from tests.support.training import (
     train_each,
     values_of,
 )
-
-Gpt = partial(models.Gpt, width=176, depth=2)
-"""As many bytes as it usually has, in half as many parameters."""
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import infinity
-from tests.support.models import Gpt, Zoo, seeded, token_loss
+from tests.support.models import LowGpt as Gpt
+from tests.support.models import Zoo, seeded, token_loss
 from tests.support.proof import matrix
 from tests.support.training import Plain, least_budget, same_bits, ulps_between
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import infinity
-from tests.support.models import Gpt, Stack, seeded, token_loss, vector_loss
+from tests.support.models import LowGpt as Gpt
+from tests.support.models import Stack, seeded, token_loss, vector_loss
 from tests.support.proof import matrix
 from tests.support.training import WHOLE, Plain, least_budget, same_bits, same_values, values_of
 

@@ -8,6 +8,7 @@ half a million to a million parameters, most of them in matrices that move.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -158,6 +159,11 @@ class Routed(nn.Module):
         return x
 
 
+LowGpt = partial(Gpt, width=176, depth=2)
+LowStack = partial(Stack, width=360, depth=6)
+"""As many bytes as those have, in half as many parameters: a step takes half as long."""
+
+
 def seeded(make: Callable[[], Model], seed: int = 0) -> Model:
     """``make()`` with weights that depend on ``seed`` alone; the generator's state is put back."""
     with torch.random.fork_rng(devices=[]):
@@ -187,3 +193,7 @@ def vector_loss(model: nn.Module, step: int, *, width: int = 256) -> torch.Tenso
     """Mean square, float32, of what a model makes of ``vectors``."""
     result: torch.Tensor = model(vectors(step, width=width)).float().square().mean()
     return result
+
+
+low_vector_loss = partial(vector_loss, width=360)
+"""For ``LowStack``."""
