@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import infinity
+from tests.support.models import LowGpt as Gpt
 from tests.support.models import (
-    Gpt,
     Repeated,
     Routed,
     Stack,
     Zoo,
+    low_vector_loss,
     seeded,
     token_loss,
     vector_loss,
@@ -66,7 +67,7 @@ class _Adapted(nn.Module):
 
 
 def _with_mixed_dtypes() -> nn.Module:
-    model = Gpt(tied=False, depth=6)
+    model = Gpt(tied=False, width=128, depth=6)
     model.blocks[1].to(torch.float64)
     model.blocks[2].to(torch.bfloat16)
     model.blocks[4].to(torch.float16)
@@ -89,6 +90,7 @@ class _Cast:
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
 FP16: dict[str, Any] = {"compute_dtype": torch.float16}
 CLIPPED: dict[str, Any] = {"max_grad_norm": 0.5}
+REPEATED = partial(Repeated, width=360, depth=6)
 ADAM = infinity.AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1)
 
 CASES = {
@@ -111,8 +113,10 @@ CASES = {
     "fp32 dropout, recomputed": Case(partial(Gpt, recompute="non-reentrant", dropout=0.3)),
     "fp32 frozen layers": Case(_with_frozen_layers),
     "bf16 low rank": Case(_with_low_rank, partial(vector_loss, width=512), BF16),
-    "fp32 layers used twice": Case(Repeated, vector_loss),
-    "bf16 layers used twice, clipped": Case(Repeated, vector_loss, BF16 | CLIPPED),
+    "fp32 layers used twice": Case(REPEATED, low_vector_loss),
+    "bf16 layers used twice, clipped": Case(
+        REPEATED, partial(vector_loss, width=360), BF16 | CLIPPED
+    ),
     "fp32 zoo": Case(Zoo, options=CLIPPED),
     "bf16 zoo": Case(Zoo, options=BF16),
     "fp32 routed": Case(Routed, partial(vector_loss, width=144)),

@@ -14,6 +14,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import seeded
+from tests.support.proof import by_turns
 from tests.support.training import (
     WHOLE,
     assert_same_runs,
@@ -60,8 +61,9 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("kind", ["grouped_mm", "eager"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), by_turns([None, torch.bfloat16], ["eager", "grouped_mm"])
+)
 def test_experts_in_tiles_train_as_the_whole_under_every_budget(
     kind: str, dtype: torch.dtype | None, nvme: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
