@@ -160,6 +160,7 @@ class OffloadedModel:
         *,
         stripe_dirs: Sequence[str | os.PathLike[str]] | None = None,
         only_trainable: bool = False,
+        snapshot: str | None = None,
     ) -> Any:
         """Save weights, masters, moments, steps, buffers, extra state of modules, loss scale and
         torch's random state (CPU and CUDA) at ``path``. Gradients are not saved; a warning says
@@ -176,14 +177,39 @@ class OffloadedModel:
         A step or load of another thread meanwhile is a ``ChangedTensorError``.
         ``only_trainable`` leaves frozen weights out (checkpoints of adapters); ``load`` takes such
         a one over the same frozen weights, and refuses it over others.
+
+        ``snapshot`` saves what the one of that name has, its ``extra`` too, in place of the state
+        of now: no step waits for that, with or without ``block``. Until it is done, dropping that
+        snapshot or taking another of its name waits. Raises as ``restore``, and ``ValueError`` with
+        ``extra`` or ``only_trainable``.
         """
         check_place(path)
+        if snapshot is not None:
+            if extra is not None or only_trainable:
+                raise ValueError("a snapshot is saved as it is: leave extra and only_trainable out")
+            return self._save_snapshot(snapshot, path, stripe_dirs, block=block)
         self._training.check_unchanged()
         self._training.loans.check_unmodified("save()")
         self._training.rank_context.meet(SAVE, max(self._training.steps))
         self._training.state.flush()
         how = persistence.How(block=block, stripe_dirs=stripe_dirs, only_trainable=only_trainable)
         outcome = persistence.save(self._training, path, extra, how)
+        if not block:
+            self._training.saves.add(outcome)
+        return outcome
+
+    def _save_snapshot(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        stripe_dirs: Sequence[str | os.PathLike[str]] | None,
+        *,
+        block: bool,
+    ) -> Any:
+        self._training.check_open()
+        checked_name(name)
+        self._check_alone("save(snapshot=)")
+        outcome = self._snapshots.save(self._training, name, path, stripe_dirs, block=block)
         if not block:
             self._training.saves.add(outcome)
         return outcome

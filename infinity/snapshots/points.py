@@ -40,6 +40,7 @@ from infinity.snapshots.entries import (
     remove_point,
 )
 from infinity.snapshots.reading import SavedPoint
+from infinity.snapshots.saving import PointSave, save_behind, save_now
 from infinity.snapshots.sources import contents_of, model_of, tree_of
 from infinity.values.loading import load_from
 from infinity.values.persistence import TrainingState
@@ -62,6 +63,7 @@ class Snapshots:
         self._entries: dict[str, Entry] = {}
         self._damaged: set[str] = set()
         self._in_doubt: list[Entry] = []
+        self._saves: list[PointSave] = []
         self._is_known = False
         self._turn = threading.Lock()
         """Of threads that call at once."""
@@ -104,7 +106,41 @@ class Snapshots:
             return described(entry.folder, point)
 
         with self._turn:
+            self._let_end(name)
             return sheltered(work, "infinity-snapshot")
+
+    def save(
+        self,
+        training: TrainingState,
+        name: str,
+        path: str | os.PathLike[str],
+        stripe_dirs: Sequence[str | os.PathLike[str]] | None,
+        *,
+        block: bool,
+    ) -> Any:
+        """Save one as ``offloaded.save`` would have when it was taken; without ``block`` behind
+        what comes, and until it is done this one is neither replaced nor dropped. Raises as
+        ``restore`` and ``checkpoint.save``.
+        """
+        with self._turn:
+            entry = self._found(training.state, name)
+            point = SavedPoint(entry, self._paths(entry))
+            to = (point, path, stripe_dirs, training.checkpoint_bytes)
+            try:
+                if not block:
+                    self._saves.append(PointSave(name, point, save_behind(*to)))
+                    return self._saves[-1].pending
+            except BaseException:
+                point.close()
+                raise
+        with point:
+            return save_now(*to)
+
+    def _let_end(self, name: str | None = None) -> None:
+        """Wait for the saves of one snapshot, or of all."""
+        for save in [save for save in self._saves if name is None or save.name == name]:
+            save.end()
+            self._saves.remove(save)
 
     def listed(self) -> list[Snapshot]:
         """All there are, the oldest first."""
@@ -122,6 +158,7 @@ class Snapshots:
             self._remove(state, name, points / name)
 
         with self._turn:
+            self._let_end(name)
             sheltered(work, "infinity-snapshot")
 
     def restore(
@@ -145,13 +182,7 @@ class Snapshots:
         then: Callable[[], None],
     ) -> Any:
         state = training.state
-        points = sheltered(lambda _: self._known(state, make=False), "infinity-snapshot")
-        if points is not None and name in self._damaged:
-            read_entry(points / name)
-        entry = self._entries.get(name)
-        if entry is None:
-            raise self._missing(name)
-        check_files(self._folders, entry)
+        entry = self._found(state, name)
 
         def adopted() -> set[int]:
             groups = alike(state, entry.contents)
@@ -163,6 +194,17 @@ class Snapshots:
             return load_from(
                 training, entry.folder, saved.read, saved.check, begin=begin, then=then
             )
+
+    def _found(self, state: TieredState, name: str) -> Entry:
+        """One that can be read, with all its files."""
+        points = sheltered(lambda _: self._known(state, make=False), "infinity-snapshot")
+        if points is not None and name in self._damaged:
+            read_entry(points / name)
+        entry = self._entries.get(name)
+        if entry is None:
+            raise self._missing(name)
+        check_files(self._folders, entry)
+        return entry
 
     def give_back_orphans(self) -> None:
         """Give back what processes that are gone left in files that snapshots keep; what cannot be
@@ -190,6 +232,7 @@ class Snapshots:
         """Give back what no snapshot needs, and let others have the folders. The files of the state
         must be closed. Idempotent; what cannot be given back is a warning.
         """
+        self._let_end()
         if not self._folders.is_held:
             return
         points = self._folders.acquire(make=False)
@@ -293,7 +336,12 @@ class Snapshots:
         """The new one is durable: what goes wrong with older ones is a warning."""
         ours = [e for e in self._entries.values() if e.point.model == model]
         ours.sort(key=lambda entry: entry.point.number)
+        for save in [save for save in self._saves if save.pending.done()]:
+            self._let_end(save.name)
+        busy = {save.name for save in self._saves}
         for entry in ours[: -keep if keep else 0]:
+            if entry.point.name in busy:
+                continue  # the next one drops it
             try:
                 self._remove(state, entry.point.name, entry.folder)
             except OSError as error:

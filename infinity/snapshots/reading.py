@@ -7,6 +7,7 @@ in the same tier, is neither: extents on NVMe are adopted, host memory is read i
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -40,17 +41,19 @@ class SavedPoint:
         self,
         entry: Entry,
         paths: dict[str, Path],
-        adopt: Callable[[], Collection[int]],
+        adopt: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self._folder = entry.folder
         self._contents: Contents = entry.contents
+        self._numels = dict(self._contents.parameters)
         self._adopt = adopt
+        self._turn = threading.Lock()
         self._stack = ExitStack()
         try:
             self._host = self._stack.enter_context(checkpoint.open(entry.folder))
             ranges = RangeReader(paths, partial(read_sums, entry), self._contents.owner_of)
             self._ranges = self._stack.enter_context(ranges)
-            self._leaves: Mapping[str, list[str]] = self._tree("leaves")
+            self._leaves: Mapping[str, list[str]] = self.tree("leaves")
         except BaseException:
             self._stack.close()
             raise
@@ -64,12 +67,16 @@ class SavedPoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
         self._stack.close()
 
     def read(self, only: list[str], into: Any = None, staging_bytes: int = STAGING_BYTES) -> Any:
         """As ``checkpoint.load``, of the names that such a checkpoint would have."""
         if only == ["infinity.*"]:
-            return {"infinity": self._tree("training")}
+            return {"infinity": self.tree("training")}
         if into is not None:
             self._read_into(into, staging_bytes)
             return into
@@ -90,16 +97,31 @@ class SavedPoint:
         check_targets(self._folder, AS_SAVED, {"model": _buffers(same)})
         for target in _components(same):
             name = target.component.name
-            if self._dtype(target.leaf.name, name) != target.dtype:
+            if self.dtype(target.leaf.name, name) != target.dtype:
                 raise ValueError(
                     f"the snapshot does not fit the model, which is left as it was: {name} of "
-                    f"{target.leaf.name} is {self._dtype(target.leaf.name, name)} in the snapshot "
+                    f"{target.leaf.name} is {self.dtype(target.leaf.name, name)} in the snapshot "
                     f"and {target.dtype} here; restore it into a model that is offloaded as the "
                     "one of the snapshot was"
                 )
 
-    def _tree(self, name: str) -> Any:
-        return checkpoint.load(self._folder, only=[f"{name}.*"])[name]
+    def tree(self, name: str, default: Any = None) -> Any:
+        """One part of what was saved; ``default`` where there is none."""
+        found = checkpoint.load(self._folder, only=[f"{name}.*"], strict=default is None)
+        return found[name] if default is None else found.get(name, default)
+
+    def shape(self, leaf: str, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a component of a tensor, which has the shape ``whole``."""
+        parts = self._leaves[leaf]
+        kinds = [self._contents.component(part, name) for part in parts]
+        if kinds[0].per == 1:
+            return whole
+        counts = zip(kinds, parts, strict=True)
+        return (sum(kind.count(self._numels[part]) for kind, part in counts),)
+
+    def dtype(self, leaf: str, name: str) -> torch.dtype:
+        """Of a component of a tensor."""
+        return self._contents.component(self._leaves[leaf][0], name).dtype
 
     def _is_leaf(self, name: str) -> bool:
         return name.startswith(("model.", "optimizer.")) and _split(name)[2] in self._leaves
@@ -122,25 +144,29 @@ class SavedPoint:
             if part.index not in adopted:
                 for start in range(at, at + count, memory.numel()):
                     piece = memory[: min(memory.numel(), at + count - start)]
-                    self._fill(target.leaf.name, target.component.name, start, piece)
+                    self.fill(target.leaf.name, target.component.name, start, piece)
                     target.write(start * target.dtype.itemsize, as_bytes(piece).data)
             at += count
 
     def _whole(self, leaf: str, name: str) -> torch.Tensor:
         shape = self._tree_of_shapes()[leaf]
-        out = torch.empty(shape, dtype=self._dtype(leaf, name), device="cpu")
-        self._fill(leaf, name, 0, out.view(-1))
+        out = torch.empty(shape, dtype=self.dtype(leaf, name), device="cpu")
+        self.fill(leaf, name, 0, out.view(-1))
         return out
 
     def _tree_of_shapes(self) -> Mapping[str, list[int]]:
-        shapes: Mapping[str, list[int]] = self._tree("training")["shapes"]
+        shapes: Mapping[str, list[int]] = self.tree("training")["shapes"]
         return shapes
 
+    def fill(self, leaf: str, name: str, start: int, out: torch.Tensor) -> None:
+        """Values from ``start`` on of a component of a tensor. Thread-safe."""
+        with self._turn:
+            self._fill(leaf, name, start, out)
+
     def _fill(self, leaf: str, name: str, start: int, out: torch.Tensor) -> None:
-        """Values from ``start`` on of a component of a tensor."""
-        numels, at, stop = dict(self._contents.parameters), 0, start + out.numel()
+        at, stop = 0, start + out.numel()
         for part in self._leaves[leaf]:
-            count = self._contents.component(part, name).count(numels[part])
+            count = self._contents.component(part, name).count(self._numels[part])
             low, high = max(start, at), min(stop, at + count)
             if low < high:
                 self._fill_part(part, name, low - at, out[low - start : high - start])
@@ -156,9 +182,6 @@ class SavedPoint:
                 values.zero_()
             else:
                 self._ranges.read(ranges, low * out.dtype.itemsize, as_bytes(values))
-
-    def _dtype(self, leaf: str, name: str) -> torch.dtype:
-        return self._contents.component(self._leaves[leaf][0], name).dtype
 
 
 def _split(name: str) -> tuple[str, str, str]:

@@ -134,7 +134,7 @@ def test_state_in_host_memory_is_read_into_where_it_is(
     def refuse(*_: object) -> None:
         raise AssertionError("values were copied piece by piece")
 
-    monkeypatch.setattr(SavedPoint, "_fill", refuse)
+    monkeypatch.setattr(SavedPoint, "fill", refuse)
     with _block(nvme, WHOLE, verify=False) as offloaded:
         train(offloaded, 0, 2)
         offloaded.snapshot("a")

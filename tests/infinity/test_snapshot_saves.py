@@ -1,0 +1,152 @@
+"""Snapshots that are saved as checkpoints while training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint
+import infinity
+from infinity.snapshots.reading import SavedPoint
+from tests.support.damage import flip_in
+from tests.support.models import seeded
+from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
+from tests.support.training import WHOLE, least_budget
+
+
+@pytest.fixture(scope="module")
+def least(tmp_path_factory: pytest.TempPathFactory) -> int:
+    return least_budget(Net, tmp_path_factory.mktemp("least"), optimizer=ADAMW)
+
+
+def _block(nvme: Path, host_memory: int, seed: int = 0, **options: Any) -> Any:
+    return infinity.offload(
+        seeded(Net, seed), nvme, host_memory=host_memory, **({"optimizer": ADAMW} | options)
+    )
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "bfloat16": {"compute_dtype": torch.bfloat16},
+    "8-bit": {"optimizer": infinity.AdamW(lr=1e-2, state_dtype=torch.uint8)},
+    "tiled": {"max_parameter_bytes": "320KiB"},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_checkpoint_of_a_snapshot_is_that_of_the_moment_it_was_taken(
+    kind: str, is_whole: bool, nvme: Path, tmp_path: Path
+) -> None:
+    options = {"optimizer": ADAMW} | OPTIMIZERS[kind]
+    dtype = options.get("compute_dtype")
+    host_memory = WHOLE if is_whole else least_budget(Net, nvme, **options)
+    with _block(nvme, host_memory, **options) as offloaded:
+        torch.manual_seed(3)
+        train(offloaded, 0, 2, dtype)
+        offloaded.snapshot("a", extra={"epoch": 2})
+        before = everything(offloaded)
+        offloaded.save(tmp_path / "then", extra={"epoch": 2})
+        train(offloaded, 2, 4, dtype)
+        after = everything(offloaded)
+        info = offloaded.save(tmp_path / "now", snapshot="a")
+        pending = offloaded.save(tmp_path / "behind", block=False, snapshot="a")
+        assert_same(after, everything(offloaded))
+        train(offloaded, 4, 5, dtype)
+        pending.result()
+        offloaded.drop_snapshot("a")
+    names = checkpoint.list_tensors(tmp_path / "then")
+    for name in ("now", "behind"):
+        assert checkpoint.list_tensors(tmp_path / name) == names
+    assert info.path == tmp_path / "now"
+    with _block(nvme, WHOLE, seed=9, **options) as offloaded:
+        for name in ("now", "behind"):
+            assert offloaded.load(tmp_path / name) == {"epoch": 2}
+            assert_same(before, everything(offloaded))
+            train(offloaded, 2, 4, dtype)
+            assert_same(after, everything(offloaded))
+
+
+def test_a_snapshot_that_is_being_saved_is_neither_replaced_nor_dropped_before(
+    least: int, nvme: Path, tmp_path: Path
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        offloaded.snapshot("a")
+        before = everything(offloaded)
+        pending = offloaded.save(tmp_path / "replaced", block=False, snapshot="a")
+        train(offloaded, 1, 2)
+        offloaded.snapshot("a")
+        assert pending.done()
+        dropped = offloaded.save(tmp_path / "dropped", block=False, snapshot="a")
+        offloaded.drop_snapshot("a")
+        assert dropped.done()
+        offloaded.load(tmp_path / "replaced")
+        assert_same(before, everything(offloaded))
+        for number in range(4):
+            offloaded.snapshot(f"s{number}", keep=2)
+            offloaded.save(tmp_path / f"s{number}", block=False, snapshot=f"s{number}")
+            train(offloaded, number + 2, number + 3)
+        offloaded.flush()
+    with _block(nvme, least, seed=9) as offloaded:
+        offloaded.load(tmp_path / "s0")
+        assert_same(before, everything(offloaded))
+        for point in offloaded.snapshots():
+            offloaded.drop_snapshot(point.name)
+
+
+def test_the_end_of_the_block_waits_for_the_save_of_a_snapshot_and_tells_its_error(
+    least: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        offloaded.snapshot("a")
+        pending = offloaded.save(tmp_path / "saved", block=False, snapshot="a")
+    assert pending.done()
+    assert checkpoint.verify(tmp_path / "saved").ok
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "the disk is gone")
+
+    def save_behind() -> None:
+        with _block(nvme, least, seed=9) as offloaded:
+            offloaded.save(tmp_path / "other", block=False, snapshot="a")
+
+    monkeypatch.setattr(SavedPoint, "fill", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        save_behind()
+    assert not (tmp_path / "other" / "manifest.json").exists()
+    with _block(nvme, least) as offloaded:
+        offloaded.drop_snapshot("a")
+
+
+def test_what_is_damaged_of_a_snapshot_is_not_saved(least: int, nvme: Path, tmp_path: Path) -> None:
+    verified = least_budget(Net, nvme, optimizer=ADAMW, verify_swap=True)
+    with _block(nvme, verified, verify_swap=True) as offloaded:
+        train(offloaded, 0, 1)
+        offloaded.snapshot("a")
+        (kept,) = nvme.rglob("snapshots-*/*/*.swap")
+        for offset in range(0, kept.stat().st_size, 4096):
+            flip_in(kept, offset)
+        with pytest.raises(infinity.CorruptSwapError):
+            offloaded.save(tmp_path / "saved", snapshot="a")
+        assert not (tmp_path / "saved" / "manifest.json").exists()
+        for offset in range(0, kept.stat().st_size, 4096):
+            flip_in(kept, offset)
+        offloaded.save(tmp_path / "saved", snapshot="a")
+        offloaded.drop_snapshot("a")
+
+
+def test_what_cannot_be_saved_of_a_snapshot_is_refused(nvme: Path, tmp_path: Path) -> None:
+    with _block(nvme, WHOLE) as offloaded:
+        with pytest.raises(FileNotFoundError, match="no snapshot a"):
+            offloaded.save(tmp_path / "saved", snapshot="a")
+        with pytest.raises(ValueError, match="extra"):
+            offloaded.save(tmp_path / "saved", snapshot="a", extra=1)
+        with pytest.raises(ValueError, match="only_trainable"):
+            offloaded.save(tmp_path / "saved", snapshot="a", only_trainable=True)
+        with pytest.raises(ValueError, match="no name of a snapshot"):
+            offloaded.save(tmp_path / "saved", snapshot="../a")
+    assert list(tmp_path.iterdir()) == [nvme]
