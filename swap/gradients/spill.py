@@ -14,7 +14,7 @@ import contextlib
 import errno
 import gc
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,8 @@ class _Chunk:
     start: int
     values: torch.Tensor
     operation: Operation
+    has_failed: bool = False
+    """Whether it is written again, as a write before has failed."""
 
 
 class SpillWriter:
@@ -93,6 +95,15 @@ class SpillWriter:
             chunk.operation.abandon()
             self._remove(chunk)
 
+    def discard_failed(self, parameters: Collection[int]) -> None:
+        """As ``discard``, of what failed of the gradients of ``parameters``: they are forgotten,
+        and a disk that takes no writes any more keeps nobody from going on without them.
+        """
+        for chunk in self._select(lambda segment: segment.parameter in parameters):
+            if chunk.has_failed:
+                chunk.operation.abandon()
+                self._remove(chunk)
+
     def _finish_all(self, wanted: Callable[[Segment], bool]) -> list[AioError | None]:
         return [self._finish(chunk) for chunk in self._select(wanted)]
 
@@ -119,6 +130,7 @@ class SpillWriter:
 
     def _write_again(self, chunk: _Chunk, failed: Operation) -> None:
         def begin() -> None:
+            chunk.has_failed = True
             chunk.operation = self._submit(chunk.segment, chunk.extent, chunk.start, chunk.values)
 
         with self._lock:

@@ -176,6 +176,9 @@ class GradientStore:
         """Forget the gradient of ``parameter``, or of all; those captured by a step are not
         touched.
         """
+        gone = self.present | self.lost
+        if self._spills is not None:
+            self._spills.discard_failed(gone if parameter is None else gone & {parameter})
         if parameter is None:
             self._squares.clear()
             self._lost.clear()

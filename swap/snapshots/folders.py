@@ -16,7 +16,6 @@ Folders are for their user alone, as those of swap files are, and links are not 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -30,7 +29,7 @@ from aio import AioError, sync_directory
 from aio.descriptors import Descriptor
 from swap.forks import note
 from swap.snapshots.contents import FileRange
-from swap.storage.directory import FOLDER, check_folder, locked, make_shared
+from swap.storage.directory import FOLDER, check_folder, locked, make_shared, try_to_lock
 
 _STORE = re.compile(r"[0-9a-f]{12}")
 _FILE = re.compile(r"([0-9a-f]{12})\.swap")
@@ -104,6 +103,14 @@ class Folders:
                 with locked(root):  # or an empty folder would be taken for what a killed one left
                     _make_folder(folder)
                     os.link(path, kept, follow_symlinks=False)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(
+                    error.errno,
+                    "the swap file has no name any more (its directory was removed, moved or "
+                    "unmounted), and a snapshot gives it a second one; training can go on with "
+                    "what is open: use offloaded.save to another place",
+                    str(path),
+                ) from error
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
@@ -194,10 +201,9 @@ class Folders:
         return root, name
 
     def _try_to_lock(self, place: tuple[Path, str]) -> bool:
-        lock = Descriptor(_folder(*place) / _LOCK, os.O_RDWR, exact=True)
-        try:
-            fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        path = _folder(*place) / _LOCK
+        lock = Descriptor(path, os.O_RDWR, exact=True)
+        if not try_to_lock(lock, path):
             lock.close()
             return False
         self._place = place

@@ -44,6 +44,7 @@ _TURN_SECONDS = 120.0
 """How long others may take with ``<nvme>`` locked; it takes milliseconds, and longer with orphans
 of many terabytes."""
 _POLL_SECONDS = 0.01
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _SAY_AFTER_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class SwapDirectory:
             self._lock = Descriptor(
                 self.path / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600, exact=True
             )
-            fcntl.flock(self._lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_to_lock(self._lock, self.path / _LOCK)
         self.file: File = engine.open(self.path / "state.swap", "x")
         self.file.path.chmod(0o600)
 
@@ -162,7 +163,7 @@ def locked(root: Path) -> Iterator[None]:
     with Descriptor(root, os.O_RDONLY | os.O_DIRECTORY) as directory:
         started = time.monotonic()
         is_said = False
-        while not _try_to_lock(directory.number):
+        while not try_to_lock(directory, root):
             waited = time.monotonic() - started
             if waited > _SAY_AFTER_SECONDS and not is_said:
                 is_said = True
@@ -184,11 +185,19 @@ def locked(root: Path) -> Iterator[None]:
         yield
 
 
-def _try_to_lock(descriptor: int) -> bool:
+def try_to_lock(lock: Descriptor, path: Path) -> bool:
+    """Whether this process has the lock now. Raises ``OSError`` naming ``path`` where that cannot
+    be found out.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        what = f"cannot be locked (flock): {error.strerror}"
+        if error.errno in _NO_LOCKS:
+            what += "; swap files need a file system that has locks"
+        raise OSError(error.errno, what, os.fspath(path)) from error
     return True
 
 
@@ -283,7 +292,7 @@ def _is_abandoned(folder: Path) -> bool:
     except OSError:
         return False  # another user's, or none of ours
     with lock:
-        return stat.S_ISREG(os.fstat(lock.number).st_mode) and _try_to_lock(lock.number)
+        return stat.S_ISREG(os.fstat(lock.number).st_mode) and try_to_lock(lock, folder / _LOCK)
 
 
 def _remove_tree(folder: Path) -> None:

@@ -15,10 +15,12 @@ goes back to the file system.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +44,7 @@ from swap.undo import Undo, behind
 __all__ = ["ALIGNMENT", "Extent", "ExtentStore"]
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.001
 _GROWTH_BYTES = 64 * 1024 * 1024
 _GROWTH_PARTS = 16
@@ -144,7 +147,12 @@ class ExtentStore:
         if self._may_be_in_flight:
             self.drain()
         with self._lock:
-            return self._allocate_on(self._order(nbytes), nbytes)
+            order = self._order(nbytes)
+            preferred = self._preferred(order)
+            if preferred:
+                with suppress(AioError):  # no room there
+                    return self._allocate_on(preferred, nbytes)
+            return self._allocate_on(order, nbytes)
 
     def allocate_adjacent(self, sizes: Sequence[int]) -> list[Extent] | None:
         """New extents of those sizes, multiples of ``ALIGNMENT``, one right behind the other; each
@@ -154,7 +162,8 @@ class ExtentStore:
         if self._may_be_in_flight:
             self.drain()
         with self._lock:
-            for index in self._order(nbytes):
+            order = self._order(nbytes)
+            for index in self._preferred(order) or order:
                 ranges = self._own[index].ranges
                 offset = ranges.allocate(nbytes)
                 if offset is not None:
@@ -171,6 +180,21 @@ class ExtentStore:
         """As ``release``, of several."""
         with self._lock:
             self._give_back([extent for extent in extents if self._pins.let_go(extent)])
+
+    def avoid(self, failure: AioError) -> None:
+        """A write of a new extent has failed: from now on new ones go to the other directories, as
+        far as these have room, so that a step that was stopped can be finished there.
+        """
+        with self._lock:
+            usable = [volume for volume in self._own if not volume.is_avoided]
+            for volume in usable:
+                if os.fspath(volume.file.path) == failure.filename and len(usable) > 1:
+                    volume.is_avoided = True
+                    _log.warning(
+                        "%s; until the block ends new values go to the other nvme directories, "
+                        "as far as they have room",
+                        failure,
+                    )
 
     def pin(self, extents: Iterable[Extent], *, are_used: bool) -> None:
         """Keep ``extents`` as they are until they are unpinned; ``are_used``: somebody will also
@@ -303,6 +327,11 @@ class ExtentStore:
             key=lambda i: (self._own[i].used_bytes + nbytes) / self._own[i].share,
         )
 
+    def _preferred(self, order: Sequence[int]) -> list[int]:
+        """Those of ``order`` that are not avoided, where some are."""
+        kept = [index for index in order if not self._own[index].is_avoided]
+        return kept if len(kept) < len(order) else []
+
     def _allocate_on(self, order: Sequence[int], nbytes: int) -> Extent:
         for index in order:
             offset = self._volumes[index].ranges.allocate(nbytes)
@@ -322,7 +351,7 @@ class ExtentStore:
             assert offset is not None
             return self._taken(Extent(index, offset, nbytes))
         assert failure is not None
-        missing = nbytes - sum(volume.ranges.free_bytes for volume in self._volumes)
+        missing = nbytes - sum(self._volumes[index].ranges.free_bytes for index in order)
         if missing > 0 and grown_anywhere([self._volumes[index] for index in order], missing):
             raise failure
         return self._taken(self._put_together(order, nbytes))

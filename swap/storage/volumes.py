@@ -46,6 +46,8 @@ class Volume:
     directory: SwapDirectory | None = None
     holes: Descriptor | None = None
     """Of an adopted file: by what its ranges are given back."""
+    is_avoided: bool = False
+    """Whether new extents go to others, as a write here has failed."""
     sums: BlockSums | None = None
     """Of what was written to it, if reads are compared with that."""
 

@@ -115,7 +115,12 @@ class Staging(Generic[S]):
     def finish_write(self, staged: S) -> None:
         """Wait until the new extents are written; raises ``AioError``."""
         for operation in staged.writes:
-            operation.result()
+            try:
+                operation.result()
+            except AioError as failure:
+                assert self._extents is not None
+                self._extents.avoid(failure)
+                raise
         staged.writes.clear()
 
     def publish(self, staged: S) -> None:

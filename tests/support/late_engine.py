@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from aio import AioError, Engine, File, Request
 
-Kind = Literal["read", "write", "allocate"]
+Kind = Literal["read", "write", "allocate", "any"]
 GARBAGE = 0xA5
 
 
@@ -54,7 +54,7 @@ class Faults:
     def next_errno(self, kind: Kind, request: Request | None = None) -> int:
         """The errno that this request shall fail with; 0 for none."""
         with self._lock:
-            if kind != self.kind or not self.times:
+            if self.kind not in (kind, "any") or not self.times:
                 return 0
             if request is not None and not self.matches(request):
                 return 0
@@ -134,9 +134,9 @@ class LateEngine:
         allocate, close = file.allocate, file.close
 
         def allocate_or_fail(offset: int, nbytes: int) -> None:
-            errno = self.faults.next_errno("allocate")
+            nothing = Request("write", file, offset, b"")
+            errno = self.faults.next_errno("allocate", nothing)
             if errno:
-                nothing = Request("write", file, offset, b"")
                 raise _error(nothing, errno, action="allocate", nbytes=nbytes)
             allocate(offset, nbytes)
 

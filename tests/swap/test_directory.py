@@ -180,6 +180,17 @@ def test_missing_directory_is_named(tmp_path: Path, engine: Engine) -> None:
         SwapDirectory(missing, engine)
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOLCK])
+def test_directory_that_cannot_be_locked_is_named(
+    number: int, tmp_path: Path, engine: Engine
+) -> None:
+    failure = OSError(number, os.strerror(number))
+    with patch("fcntl.flock", side_effect=failure), pytest.raises(OSError, match="flock") as caught:
+        SwapDirectory(tmp_path, engine)
+    assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_file_in_place_of_a_directory_is_named(tmp_path: Path, engine: Engine) -> None:
     file = tmp_path / "file"
     file.touch()
