@@ -45,6 +45,13 @@ def _block(nvme: Any, host_memory: int, seed: int = 0, **options: Any) -> Any:
     )
 
 
+def _assert_restored(name: str, expected: dict[str, Any], nvme: Path, host_memory: int) -> None:
+    """A block that begins with other values has those of the snapshot."""
+    with _block(nvme, host_memory, seed=2) as offloaded:
+        offloaded.restore(name)
+        assert_same(expected, everything(offloaded))
+
+
 def _no_room(*_: object, **__: object) -> Any:
     raise AioError("no room", errno=errno.ENOSPC)
 
@@ -99,9 +106,7 @@ def test_snapshot_whose_last_sync_fails_is_whole_if_it_is_there(
             with pytest.raises(OSError, match="cannot be synced"):
                 offloaded.snapshot("a")
         train(offloaded, 2, 6)
-    with _block(nvme, least, seed=3) as offloaded:
-        offloaded.restore("a")
-        assert_same(expected, everything(offloaded))
+    _assert_restored("a", expected, nvme, least)
 
 
 def test_step_that_finds_no_room_is_forgotten_by_restore(
@@ -157,9 +162,7 @@ def test_snapshot_stays_when_blocks_begin_and_swap_files_are_collected(
     capsys.readouterr()
     kept = sum(path.lstat().st_blocks * 512 for path in nvme.rglob("*") if path.is_file())
     assert kept < taken.nbytes + 64 * 1024
-    with _block(nvme, least, seed=2) as offloaded:
-        offloaded.restore("a")
-        assert_same(expected, everything(offloaded))
+    _assert_restored("a", expected, nvme, least)
 
 
 def test_snapshot_is_dropped_by_the_command_and_its_space_comes_back(
@@ -175,9 +178,7 @@ def test_snapshot_is_dropped_by_the_command_and_its_space_comes_back(
     assert capsys.readouterr().out.startswith("a: step 1, ")
     kept = sum(path.lstat().st_blocks * 512 for path in nvme.rglob("*") if path.is_file())
     assert kept < taken.nbytes + 64 * 1024
-    with _block(nvme, least, seed=2) as offloaded:
-        offloaded.restore("a")
-        assert_same(expected, everything(offloaded))
+    _assert_restored("a", expected, nvme, least)
     assert cli.main(["snapshots", os.fspath(nvme), "--drop", "b"]) == 1
     assert "there is no snapshot b" in capsys.readouterr().err
     assert cli.main(["snapshots", os.fspath(nvme), "--drop", "a"]) == 0
@@ -289,9 +290,7 @@ def test_interrupted_calls_leave_whole_snapshots(least: int, nvme: Path) -> None
                 offloaded.restore("kept")
                 assert_same(expected, everything(offloaded))
                 train(offloaded, 2, 3)
-    with _block(nvme, least, seed=4) as offloaded:
-        offloaded.restore("kept")
-        assert_same(expected, everything(offloaded))
+    _assert_restored("kept", expected, nvme, least)
 
 
 @pytest.mark.parametrize("left", [(), ("points",), ("lock",), ("lock", "points")])
