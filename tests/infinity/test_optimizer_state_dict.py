@@ -14,7 +14,9 @@ from torch import nn
 import checkpoint
 import infinity
 from infinity.block import OffloadBlock
-from tests.support.models import Stack, seeded, vector_loss
+from tests.support.models import LowStack as Stack
+from tests.support.models import low_vector_loss as vector_loss
+from tests.support.models import seeded
 from tests.support.training import least_budget
 
 Trip = Callable[[dict[str, Any], Path], dict[str, Any]]
