@@ -15,6 +15,14 @@ def is_absent(error: OSError) -> bool:
     return error.errno in _ABSENT
 
 
+def is_name(text: str) -> bool:
+    """Whether a file can have this path: JSON has texts that no file system has."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def status_of(path: Path, *, follow: bool = True) -> os.stat_result | None:
     """None where nothing is. Raises OSError where that cannot be found out."""
     try:

@@ -21,7 +21,7 @@ from typing import Any
 
 from aio import read_regular_file
 from aio.descriptors import Descriptor
-from checkpoint.absence import is_absent, status_of
+from checkpoint.absence import is_absent, is_name, status_of
 
 OWNER_NAME = "owner.json"
 _MAX_BYTES = 1 << 16
@@ -90,7 +90,7 @@ def read_owner(directory: int) -> Owner | None:
     path, inode, changed = (node.get(key) for key in ("stripes", "inode", "changed"))
     if not isinstance(path, str) or type(inode) is not int or type(changed) is not int:
         return None
-    return None if "\0" in path else Owner(path, inode, changed)
+    return Owner(path, inode, changed) if is_name(path) else None
 
 
 @contextmanager

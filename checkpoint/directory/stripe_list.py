@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aio import read_regular_file
-from checkpoint.absence import is_absent, status_of
+from checkpoint.absence import is_absent, is_name, status_of
 
 STRIPES_NAME = "stripes.json"
 _MAX_STRIPES_BYTES = 1 << 20
@@ -63,7 +63,7 @@ def listed_stripes(home: Path, uuid: str) -> list[ListedStripe]:
         return []
     if not isinstance(content, list):
         return []
-    paths = [item for item in content if isinstance(item, str) and "\0" not in item]
+    paths = [item for item in content if isinstance(item, str) and is_name(item)]
     inodes = _inodes(content[-1] if content else None, len(paths))
     listed = [ListedStripe(Path(path), inode) for path, inode in zip(paths, inodes, strict=True)]
     return [

@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
+from checkpoint.absence import is_name
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from checkpoint.format.datafile import ALIGNMENT, MAX_HEADER_BYTES, align_up
@@ -80,7 +81,7 @@ def _check_unique(names: Sequence[object], what: str) -> None:
 
 def _check_root(root: str) -> None:
     parts = PurePosixPath(root).parts
-    if not root.startswith("/") or ".." in parts or "\0" in root:
+    if not root.startswith("/") or ".." in parts or not is_name(root):
         raise CorruptCheckpointError(f"root {root[:200]!r} is not an absolute path without '..'")
 
 
@@ -93,7 +94,7 @@ def _check_file(manifest: Manifest, file: FileRecord) -> None:
     if file.root is None:
         folder_fits = folder == manifest.uuid
     else:
-        folder_fits = bool(dot) and uuid == manifest.uuid and not set(stem) & {"/", "\0"}
+        folder_fits = bool(dot) and uuid == manifest.uuid and "/" not in stem and is_name(stem)
     if not folder_fits or not is_data_file_name(name):
         raise CorruptCheckpointError(f"{file.path[:200]!r} is not the path of a data file")
     header = file.header_nbytes

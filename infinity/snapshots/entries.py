@@ -117,11 +117,22 @@ def read_point(folder: Path) -> Point:
         if told.pop("format") != POINT_FORMAT:
             raise TypeError("another format")
         point = Point(**told)
+        _check(point)
     except (LookupError, TypeError) as error:
         raise ValueError(f"{folder} is a snapshot of another version of this library") from error
     if point.name != folder.name:
-        raise ValueError(f"{folder} is a snapshot with the name {point.name}; rename it back")
+        raise ValueError(f"{folder} is a snapshot with the name {point.name:.200}; rename it back")
     return point
+
+
+def _check(point: Point) -> None:
+    """Raises ``TypeError`` for what no snapshot says of itself."""
+    texts = (point.name, point.model)
+    numbers = (point.number, point.time_ns, point.step, point.kept_bytes)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a name that is no text")
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+        raise TypeError("a number that counts nothing")
 
 
 def read_entry(folder: Path) -> Entry:

@@ -6,6 +6,7 @@ state that is cut in another way.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 
-from swap.plan.layout import PAGE, Component, Segment, parameters_at
+from swap.plan.layout import PAGE, PIECE, Component, Segment, parameters_at
+
+_FILE_NAME = re.compile(r"[0-9a-f]{12}")
 
 Key = tuple[int, str]
 """A subgroup and the name of a component."""
@@ -150,11 +153,11 @@ def decode(tree: Mapping[str, Any]) -> Contents:
 
 
 def _decode(tree: Mapping[str, Any]) -> Contents:
-    kinds = [
-        tuple(Component(name, dtype, zero, per) for name, dtype, zero, per in kind)
-        for kind in tree["kinds"]
-    ]
-    files: Sequence[str] = tree["files"]
+    kinds = [tuple(_component(*told) for told in kind) for kind in tree["kinds"]]
+    files = [_file_name(told) for told in tree["files"]]
+    tables = [tree[name] for name in ("groups", "segments", "ranges")]
+    if any(table.dtype is not torch.int64 or (table < 0).any() for table in tables):
+        raise ValueError("a table has numbers that count nothing")
     groups = tree["groups"].tolist()
     segments: list[list[Segment]] = [[] for _ in groups]
     for parameter, subgroup, start, length, offset in tree["segments"].tolist():
@@ -171,8 +174,28 @@ def _decode(tree: Mapping[str, Any]) -> Contents:
     for subgroup, place, file, offset, nbytes in tree["ranges"].tolist():
         key = (subgroup, found[subgroup].components[place].name)
         ranges[key] = (*ranges.get(key, ()), FileRange(files[file], offset, nbytes))
-    parameters = tuple((str(name), int(numel)) for name, numel in tree["parameters"])
+    parameters = tuple((str(name), _count(numel)) for name, numel in tree["parameters"])
     return Contents(parameters, found, ranges)
+
+
+def _component(name: object, dtype: object, zero: object, per: object) -> Component:
+    fits = isinstance(name, str) and isinstance(dtype, torch.dtype) and isinstance(zero, bool)
+    if not fits or _count(per) == 0 or PIECE % _count(per):
+        raise ValueError(f"{(name, dtype, zero, per)!r:.200} is no component")
+    return Component(str(name), dtype, zero, _count(per))  # type: ignore[arg-type]
+
+
+def _file_name(told: object) -> str:
+    """It becomes part of a path."""
+    if not isinstance(told, str) or not _FILE_NAME.fullmatch(told):
+        raise ValueError(f"{told!r:.200} is no name of a swap file")
+    return told
+
+
+def _count(told: object) -> int:
+    if type(told) is not int or not 0 <= told < 1 << 63:
+        raise ValueError(f"{told!r:.200} is no number of anything")
+    return told
 
 
 def _check(contents: Contents) -> None:

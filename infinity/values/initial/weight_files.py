@@ -106,7 +106,8 @@ def _shards(index: Path) -> list[Path]:
         names = sorted(set(json.loads(read_regular_file(index))["weight_map"].values()))
         files = [index.parent / name for name in names]
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
+        kind = type(error).__name__
+        raise ValueError(f"{index} is no index of safetensors files: {kind}: {error}") from error
     missing = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
     if missing:
         raise FileNotFoundError(f"{index} names {listed(missing)}, which is not there")
