@@ -34,6 +34,7 @@ from samples import as_text, cpu_name, quartiles, ratios
 import infinity
 
 MODES = {"host": ("plain", "snapshot"), "nvme": ("plain", "snapshot", "verified")}
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 WARM_UP_STEPS = 3
 NAME = "last"
 
@@ -59,7 +60,7 @@ class Training:
                 self.model,
                 nvme=list(folders),
                 optimizer=infinity.AdamW(lr=1e-4),
-                compute_dtype=torch.bfloat16,
+                compute_dtype=DTYPES[options.dtype],
                 host_memory=least_bytes(options, verify=verify) if is_nvme else "4GiB",
                 verify_swap=verify,
             )
@@ -93,7 +94,10 @@ def make_model(options: argparse.Namespace) -> GPT:
 def least_bytes(options: argparse.Namespace, *, verify: bool) -> int:
     """The least budget, with which all that may be is on NVMe."""
     return infinity.plan(
-        make_model(options), host_memory=1, compute_dtype=torch.bfloat16, verify_swap=verify
+        make_model(options),
+        host_memory=1,
+        compute_dtype=DTYPES[options.dtype],
+        verify_swap=verify,
     ).least_host_bytes
 
 
@@ -193,6 +197,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--dir", action="append", required=True, help="a directory, once per SSD")
     parser.add_argument("--home", nargs="+", choices=[*MODES], default=[*MODES])
+    parser.add_argument("--dtype", choices=[*DTYPES], default="float32", help="of weights")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=4096)
