@@ -167,7 +167,9 @@ class Training:
         self.gradients.take_left()
         present = sorted(self.gradients.present)
         self.rank_context.begin_step(present, self.steps, self.optimizer.param_groups)
-        if not present:
+        self.rule.check_step()
+        if not present:  # groups may count steps all the same
+            self.rule.advance(self.optimizer.param_groups, ())
             return
         self.residency.reset()
         gradients = self.gradients

@@ -86,6 +86,11 @@ class OptimizerRule(UpdateRule):
     def check_slices(self) -> None:
         """Raises ``ValueError`` unless slices of a parameter may be updated each by itself."""
 
+    def check_step(self) -> None:
+        """Raise ``ValueError`` for what has changed since the block began and updates do not have,
+        before a step is taken.
+        """
+
     def advance(self, groups: Iterable[dict[str, Any]], stepped: Iterable[torch.Tensor]) -> None:
         """A step was taken for these parameters: let ``groups`` be what it makes of them."""
 

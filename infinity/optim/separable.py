@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
-from infinity.optim.kept_beside import REMEDY, check_kept, copied, of_modules, same
+from infinity.optim.attributes import Absent, Attributes
+from infinity.optim.kept_beside import REMEDY, check_kept, is_needed
+from infinity.optim.values import same
 from infinity.parameters.becoming import attributes_of
 
 Step = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any]]]
@@ -36,13 +38,28 @@ and of 1000.
 """
 _NOT_FINITE = {5: math.inf, 6: math.nan}
 """The numbers of steps in which one gradient is not finite."""
+_WITHOUT = {1: 0, 4: 1}
+"""Not every parameter has a gradient in every step: which of a group's has none, by step."""
 Place = tuple[int, int | None, str]
 """A group; a parameter in it, or None for the group itself; the name of a value there."""
 
 
-def options_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of all that a group holds but its parameters."""
-    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+def options_in(group: Mapping[str, Any], memo: dict[int, Any] | None = None) -> dict[str, Any]:
+    """A copy of all that a group holds but its parameters; with one ``memo``, what several groups
+    have together their copies have together. Raises ``ValueError`` for what cannot be copied.
+    """
+    memo = {} if memo is None else memo
+    options = {}
+    for key, value in group.items():
+        if key != "params":
+            try:
+                options[key] = copy.deepcopy(value, memo)
+            except Exception as error:
+                raise ValueError(
+                    f"a parameter group has {key!r}, which cannot be copied ({error}): options are "
+                    "fixed with each step; let it have numbers, text and tensors"
+                ) from error
+    return options
 
 
 def options_at(options: Mapping[str, Any], position: int) -> Mapping[str, Any]:
@@ -108,6 +125,7 @@ def advance(step: Step, group: dict[str, Any], *, has_gradients: bool) -> set[st
 
 def check_separable(
     optimizer: torch.optim.Optimizer,
+    attributes: Attributes,
     trial: Step,
     step: Step,
     prepare: Callable[[], object],
@@ -128,11 +146,11 @@ def check_separable(
             "optimizers do); weights of an offloaded model change in step() alone, "
             f"{REMEDY}"
         )
-    groups = [_small_group(group) for group in optimizer.param_groups]
+    groups = _small_groups(optimizer)
     try:
-        check_kept(optimizer, lambda: _Together(optimizer, groups, has_state=has_state))
+        check_kept(optimizer, lambda: _Together(optimizer, attributes, groups, has_state=has_state))
         prepare()
-        together = _Together(optimizer, groups, has_state=has_state)
+        together = _Together(optimizer, attributes, groups, has_state=has_state)
         alone = _Alone(groups, trial, step)
         is_separable = _take_steps(together, alone)
     except ValueError:
@@ -150,6 +168,26 @@ def check_separable(
             f"model is updated one parameter at a time, {REMEDY}"
         )
     return alone.changed
+
+
+def check_unchanged(
+    optimizer: torch.optim.Optimizer, attributes: Attributes, *, has_state: bool
+) -> None:
+    """Raise ``ValueError`` naming an attribute that was changed since the optimizer was made, by a
+    hook or by hand, if steps need it.
+    """
+    groups: list[dict[str, Any]] = []
+
+    def make() -> _Together:
+        groups[:] = groups or _small_groups(optimizer)
+        return _Together(optimizer, attributes, groups, has_state=has_state)
+
+    for key in attributes.changed(lambda key: is_needed(make, key)):
+        raise ValueError(
+            f"the attribute {key!r} of {type(optimizer).__name__}, which its steps need, was changed "
+            "since the block began, by a hook or by hand; updates of an offloaded model have "
+            "attributes as they came: keep what changes in the groups (group['steps'] += 1)"
+        )
 
 
 def _take_steps(together: _Together, alone: _Alone) -> bool:
@@ -186,22 +224,21 @@ class _Together:
     """The optimizer as it is, with throw-away parameters in the places of all that it has."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], *, has_state: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        attributes: Attributes,
+        groups: list[dict[str, Any]],
+        *,
+        has_state: bool,
     ) -> None:
         memo: dict[int, Any] = {}
         self.groups = []
-        for group, real in zip(groups, optimizer.param_groups, strict=True):
+        for group in groups:
             leaves = [like(leaf, leaf.detach().clone()) for leaf in group["params"]]
-            memo |= {id(parameter): leaves[0] for parameter in real["params"]}
-            self.groups.append(options_in(group) | {"params": leaves})
+            self.groups.append(options_in(group, memo) | {"params": leaves})
         self.worker = object.__new__(type(optimizer))
-        memo[id(optimizer)] = self.worker
-        memo |= of_modules(vars(optimizer), memo)
-        self.worker.__dict__.update(
-            (key, copied(value, memo))
-            for key, value in optimizer.__dict__.items()
-            if key not in ("param_groups", "state")
-        )
+        self.absent: Mapping[str, Absent] = {key: Absent() for key in attributes.absent}
+        vars(self.worker).update(attributes.copies(self.worker, memo) | self.absent)
         forget_hooks(self.worker)
         self.worker.param_groups = self.groups
         self.worker.state = defaultdict(dict)
@@ -320,7 +357,12 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
+def _small_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    memo: dict[int, Any] = {}
+    return [_small_group(group, memo) for group in optimizer.param_groups]
+
+
+def _small_group(group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
     """With two throw-away parameters for each number of dimensions in it."""
     rng = torch.Generator().manual_seed(1)
     parameters = group["params"]
@@ -334,7 +376,7 @@ def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
     for at in chosen:
         shape = shape_like(max(1, parameters[at].dim()))
         leaves.append(like(parameters[at], _randn(shape, rng)))
-    small = options_in(group) | {"params": leaves}
+    small = options_in(group, memo) | {"params": leaves}
     if small.get("param_names") is not None:
         small["param_names"] = [small["param_names"][at] for at in chosen]
     return small
@@ -349,8 +391,10 @@ def _gradients(groups: Sequence[Mapping[str, Any]], number: int) -> list[list[to
         gradients = [scale * _randn(leaf.shape, rng) for leaf in group["params"]]
         if gradients and not any(map(len, found)) and number in _NOT_FINITE:
             gradients[0].view(-1)[0] = _NOT_FINITE[number]
-        if number == 1:  # not every parameter has a gradient in every step
-            found.append([None] * len(gradients[:1]) + [*gradients[1:]])  # a group may be empty
+        without = _WITHOUT.get(number)
+        if without is not None:  # a group may be empty
+            found.append([*gradients])
+            found[-1][without : without + 1] = [None] * len(gradients[:1])
         else:
             found.append([*gradients])
     return found

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from infinity.optim.separable import options_at
+from infinity.optim.separable import options_at, options_in
 from infinity.parameters.becoming import attributes_of
 from infinity.parameters.records import Record
 from swap.plan.rules import ParameterUpdate
@@ -20,7 +19,7 @@ def options_of(
     """The options of every parameter's group, copied: later changes are for later steps."""
     options: dict[int, Mapping[str, Any]] = {}
     for group in groups:
-        frozen = {key: copy.deepcopy(group[key]) for key in group if key != "params"}
+        frozen = options_in(group)
         for position, parameter in enumerate(group["params"]):
             options[index_of(parameter)] = options_at(frozen, position)
     return options

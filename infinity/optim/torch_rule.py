@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from infinity.optim import adamw
+from infinity.optim.attributes import Attributes
 from infinity.optim.rule import UNNAMED, OptimizerRule, SavedState, last_name
 from infinity.optim.separable import (
     advance,
     check_separable,
+    check_unchanged,
     forget_hooks,
     like,
     options_at,
@@ -56,8 +58,11 @@ class TorchRule(OptimizerRule):
         kind = type(optimizer)
         self.kept_by = f"{kind.__module__}.{kind.__qualname__}"
         self._components: dict[torch.dtype, StateComponents] = {}
+        self._made = [options_in(group) for group in optimizer.param_groups]
+        self._attributes = Attributes(optimizer)
         self.group_keys = check_separable(
             optimizer,
+            self._attributes,
             self._trial,
             self._step_options,
             partial(self.state_components, torch.float32),
@@ -79,9 +84,10 @@ class TorchRule(OptimizerRule):
     def forget_state(self, groups: Iterable[dict[str, Any]]) -> None:
         self._small.clear()
         self._before.clear()
-        for group in groups:
+        for group, made in zip(groups, self._made, strict=False):  # there may be more by now
             for key in self.group_keys:
                 group.pop(key, None)
+            group.update(copy.deepcopy({key: made[key] for key in self.group_keys & made.keys()}))
 
     def components(self, dtype: torch.dtype) -> tuple[Component, ...]:
         return (*master_components(dtype), *self.state_components(dtype).components)
@@ -99,6 +105,9 @@ class TorchRule(OptimizerRule):
             for group in groups:
                 has_gradients = any(id(parameter) in taken for parameter in group["params"])
                 advance(self._step_options, group, has_gradients=has_gradients)
+
+    def check_step(self) -> None:
+        check_unchanged(self._optimizer, self._attributes, has_state=self._starts_with_state)
 
     def check(self, update: ParameterUpdate) -> None:
         """Optimizers of torch look at their options when they are made, and not again."""
@@ -151,7 +160,7 @@ class TorchRule(OptimizerRule):
     ) -> Mapping[str, Any]:
         # Not copy.copy: optimizers leave attributes of their own out of what they pickle.
         worker = object.__new__(type(self._optimizer))
-        worker.__dict__.update(self._optimizer.__dict__)
+        self._attributes.give(worker)
         forget_hooks(worker)
         worker.param_groups = [options | {"params": [leaf]}]
         worker.state = defaultdict(dict)
