@@ -25,19 +25,24 @@ NOT_KEPT = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_st
 """What is not an attribute of the optimizer's own. Hooks are for whole steps."""
 
 
+_PARAMETERS = "parameters, or what leads to them (their id(), a module),"
+_OPAQUE = "something of which a copy may lack a part (an iterator, a lock, what has __slots__)"
+
+
 class Attributes:
     """Of ``optimizer``; who asks for what updates do not have finds an ``Absent`` there."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         known = _known(optimizer)
         self._optimizer = optimizer
-        self.absent: dict[str, Absent] = {}
+        self.absent: dict[str, str] = {}
+        """What updates do not have, and what it is."""
         self._made: dict[str, Any] = {}
         self._bound: set[str] = set()
         for key, value in _own(optimizer):
             walk = _Walk(known, optimizer)
             if not walk.is_plain(value):
-                self.absent[key] = Absent()
+                self.absent[key] = walk.found
                 continue
             if walk.meets_itself:
                 self._bound.add(key)
@@ -51,7 +56,7 @@ class Attributes:
         memo = {} if memo is None else memo
         memo[id(self._optimizer)] = worker
         made = {key: copied(value, memo) for key, value in self._made.items()}
-        return made | self.absent
+        return made | {key: Absent() for key in self.absent}
 
     def give(self, worker: torch.optim.Optimizer) -> None:
         """Let ``worker`` have them for one update."""
@@ -102,6 +107,7 @@ class _Walk:
 
     def __init__(self, known: set[int], itself: object) -> None:
         self.meets_itself = False
+        self.found = _PARAMETERS
         self._known = known
         self._itself = itself
         self._seen: set[int] = set()
@@ -118,8 +124,11 @@ class _Walk:
             if id(one) in self._seen:
                 continue
             self._seen.add(id(one))
-            parts = None if id(one) in self._known else _parts_of(one)
+            if id(one) in self._known or isinstance(one, torch.nn.Module):
+                return False
+            parts = _parts_of(one)
             if parts is None:
+                self.found = _OPAQUE
                 return False
             left += parts
         return True
@@ -134,7 +143,7 @@ _WHOLE = (
 
 
 def _parts_of(value: Any) -> Iterable[Any] | None:
-    """What is in a value; None where a copy would not have it, or where it leads to parameters."""
+    """What is in a value; None where a copy may not have all of it."""
     if isinstance(value, _WHOLE):
         return ()
     if isinstance(value, torch.Tensor):
@@ -151,10 +160,8 @@ def _parts_of(value: Any) -> Iterable[Any] | None:
         return (value.__self__, value.__func__)
     if isinstance(value, types.FunctionType):
         return _of_function(value)
-    if isinstance(value, torch.nn.Module) or not hasattr(value, "__dict__"):
-        return None
     has_slots = any(vars(kind).get("__slots__") for kind in type(value).__mro__)
-    return None if has_slots else vars(value).values()
+    return None if has_slots or not hasattr(value, "__dict__") else vars(value).values()
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:

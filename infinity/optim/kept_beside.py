@@ -23,8 +23,8 @@ class Trial(Protocol):
     """An optimizer with throw-away parameters in the places of all that it has."""
 
     worker: torch.optim.Optimizer
-    absent: Mapping[str, Absent]
-    """The attributes that updates do not have."""
+    absent: dict[str, str]
+    """The attributes that updates do not have, and what they are."""
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -61,13 +61,10 @@ def check_kept(optimizer: torch.optim.Optimizer, make: Callable[[], Trial]) -> N
 
 
 def _check_absent(name: str, trial: Trial) -> None:
-    for key, absent in trial.absent.items():
-        if was_used(absent):
-            _refuse(
-                name,
-                f"it has parameters in its attribute {key!r}, or what leads to them (their id(), a "
-                "module), or what cannot be copied or compared (an iterator, __slots__)",
-            )
+    for key, what in trial.absent.items():
+        value = vars(trial.worker).get(key)
+        if isinstance(value, Absent) and was_used(value):
+            _refuse(name, f"its steps use the attribute {key!r}, which has {what} in it")
 
 
 def is_needed(make: Callable[[], Trial], key: str) -> bool:
@@ -112,7 +109,7 @@ def _steps_of(trial: Trial, numbers: Iterable[int]) -> tuple[list[Snapshot], lis
 
 
 def _snapshot(trial: Trial) -> tuple[Snapshot, Snapshot]:
-    as_they_are = [*trial.leaves, trial.worker, *trial.absent.values()]
+    as_they_are = [*trial.leaves, trial.worker, *map(vars(trial.worker).get, trial.absent)]
     memo: dict[int, Any] = {id(one): one for one in as_they_are}
     own = {k: copied(v, memo) for k, v in vars(trial.worker).items() if k not in NOT_KEPT}
     of_leaves: dict[str, Any] = {}

@@ -13,10 +13,10 @@ import torch
 from infinity.optim import adamw
 from infinity.optim.attributes import Attributes
 from infinity.optim.rule import UNNAMED, OptimizerRule, SavedState, last_name
-from infinity.optim.separable import (
+from infinity.optim.separable import check_separable, check_unchanged
+from infinity.optim.torch_state import IN_COMPONENTS, StateComponents
+from infinity.optim.workers import (
     advance,
-    check_separable,
-    check_unchanged,
     forget_hooks,
     like,
     options_at,
@@ -24,7 +24,6 @@ from infinity.optim.separable import (
     plain_step,
     shape_like,
 )
-from infinity.optim.torch_state import IN_COMPONENTS, StateComponents
 from swap.masters import keep_master, master_of
 from swap.plain import copy_together
 from swap.plan.layout import Component, Segment
