@@ -19,7 +19,7 @@ import infinity
 from infinity.arguments import Directories
 from infinity.block import OffloadBlock
 from infinity.model import training_of
-from infinity.optim.workers import share_hooks
+from infinity.optim.torch_optimizer.workers import share_hooks
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
 
 Choice = infinity.AdamW | Callable[[Any], torch.optim.Optimizer] | None

@@ -14,8 +14,8 @@ from infinity.optim.optimizer import (
     check_in_model,
 )
 from infinity.optim.rule import FrozenRule, NativeOptimizer, OptimizerRule
-from infinity.optim.torch_rule import TorchRule
-from infinity.optim.workers import share_hooks
+from infinity.optim.torch_optimizer.rule import TorchRule
+from infinity.optim.torch_optimizer.workers import share_hooks
 from infinity.parameters.records import Record
 
 

@@ -28,7 +28,6 @@ FLOORS: dict[str, tuple[str, ...]] = {
 MOST_FLOORS = 8
 MOST_MODULES = 10
 LARGER: dict[str, tuple[int, str]] = {
-    "infinity/optim": (12, "each optimizer is a module beside what all of them share"),
     "aio": (14, "the engine is one subject; its C sources have a folder of their own"),
     "infinity/parameters": (15, "what a parameter is, and what stands for it, is one subject"),
     "swap/storage": (13, "bytes on SSDs, and what is measured of them, is one subject"),

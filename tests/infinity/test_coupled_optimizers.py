@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.optim.torch_rule import TorchRule
+from infinity.optim.torch_optimizer.rule import TorchRule
 from tests.support.models import seeded
 from tests.support.training import WHOLE, same_bits
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.optim.torch_rule import TorchRule
+from infinity.optim.torch_optimizer.rule import TorchRule
 from tests.support.models import seeded
 from tests.support.training import WHOLE, same_bits
 
@@ -138,6 +138,7 @@ class _CountsByIterator(_Sgd):
 class _CountsInSlots(_Sgd):
     class Count:
         __slots__ = ("n",)
+        n: int
 
     def made(self, model: nn.Module) -> None:
         self.kept: Any = self.Count()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.optim.torch_rule import TorchRule
+from infinity.optim.torch_optimizer.rule import TorchRule
 from swap.plan.layout import Segment
 from swap.plan.rules import ParameterUpdate
 from tests.support.models import LowGpt as Gpt

@@ -16,7 +16,7 @@ from infinity.commands.foreign.state import MOMENTS, SHOWN, ForeignState, Shelf,
 from infinity.commands.foreign.taking import KEPT_BY
 from infinity.commands.foreign.torch_files import read_torch_file
 from infinity.commands.foreign.universal import read_universal, universal_folder
-from infinity.optim.torch_state import IN_COMPONENTS
+from infinity.optim.torch_optimizer.state import IN_COMPONENTS
 from infinity.values.initial.weight_files import WeightFolder
 from infinity.values.initial.weight_names import Recipe, recipes_for
 from infinity.values.persistence import FORMAT

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from infinity.optim.torch_state import IN_COMPONENTS
+from infinity.optim.torch_optimizer.state import IN_COMPONENTS
 from infinity.values.checkpoint_tensors import CheckpointTensor, checkpoint_tensors_of
 from infinity.values.component_bytes import ComponentBytes, components_of_tensor
 from infinity.values.loading import absent_state, check_fits, restore_scalars

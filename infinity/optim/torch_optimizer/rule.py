@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from infinity.optim import adamw
-from infinity.optim.attributes import Attributes
 from infinity.optim.rule import UNNAMED, OptimizerRule, SavedState, last_name
-from infinity.optim.separable import check_separable, check_unchanged
-from infinity.optim.torch_state import IN_COMPONENTS, StateComponents
-from infinity.optim.workers import (
+from infinity.optim.torch_optimizer.attributes import Attributes
+from infinity.optim.torch_optimizer.separable import check_separable, check_unchanged
+from infinity.optim.torch_optimizer.state import IN_COMPONENTS, StateComponents
+from infinity.optim.torch_optimizer.workers import (
     advance,
     forget_hooks,
     like,

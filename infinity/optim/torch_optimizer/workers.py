@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from infinity.optim.values import same
+from infinity.optim.torch_optimizer.values import same
 from infinity.parameters.becoming import attributes_of
 
 Step = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any]]]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from infinity.optim.attributes import Attributes
-from infinity.optim.values import same
-from infinity.optim.workers import (
+from infinity.optim.torch_optimizer.attributes import Attributes
+from infinity.optim.torch_optimizer.values import same
+from infinity.optim.torch_optimizer.workers import (
     Step,
     advance,
     forget_hooks,

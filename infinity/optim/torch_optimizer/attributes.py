@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity.optim.values import copied, same
+from infinity.optim.torch_optimizer.values import copied, same
 
 NOT_KEPT = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """What is not an attribute of the optimizer's own. Hooks are for whole steps."""

@@ -19,10 +19,17 @@ from typing import Any
 
 import torch
 
-from infinity.optim.attributes import Attributes
-from infinity.optim.kept_beside import REMEDY, check_kept, is_needed
-from infinity.optim.trials import COUNT, NOT_FINITE, SCALES, Alone, Together, small_groups
-from infinity.optim.workers import Step
+from infinity.optim.torch_optimizer.attributes import Attributes
+from infinity.optim.torch_optimizer.kept_beside import REMEDY, check_kept, is_needed
+from infinity.optim.torch_optimizer.trials import (
+    COUNT,
+    NOT_FINITE,
+    SCALES,
+    Alone,
+    Together,
+    small_groups,
+)
+from infinity.optim.torch_optimizer.workers import Step
 
 
 def check_separable(

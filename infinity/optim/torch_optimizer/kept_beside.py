@@ -15,8 +15,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from infinity.optim.attributes import NOT_KEPT, Absent, was_used
-from infinity.optim.values import copied, same
+from infinity.optim.torch_optimizer.attributes import NOT_KEPT, Absent, was_used
+from infinity.optim.torch_optimizer.values import copied, same
 
 
 class Trial(Protocol):
