@@ -11,7 +11,7 @@ import torch
 import checkpoint
 import infinity
 from infinity.snapshots.reading import SavedPoint
-from tests.support.damage import flip_in
+from tests.support.damage import flip_every_page
 from tests.support.models import seeded
 from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
 from tests.support.training import WHOLE, least_budget
@@ -128,13 +128,11 @@ def test_what_is_damaged_of_a_snapshot_is_not_saved(least: int, nvme: Path, tmp_
         train(offloaded, 0, 1)
         offloaded.snapshot("a")
         (kept,) = nvme.rglob("snapshots-*/*/*.swap")
-        for offset in range(0, kept.stat().st_size, 4096):
-            flip_in(kept, offset)
+        flip_every_page(kept)
         with pytest.raises(infinity.CorruptSwapError):
             offloaded.save(tmp_path / "saved", snapshot="a")
         assert not (tmp_path / "saved" / "manifest.json").exists()
-        for offset in range(0, kept.stat().st_size, 4096):
-            flip_in(kept, offset)
+        flip_every_page(kept)
         offloaded.save(tmp_path / "saved", snapshot="a")
         offloaded.drop_snapshot("a")
 

@@ -26,6 +26,17 @@ def flip_in(path: Path, offset: int) -> None:
         os.fsync(file.fileno())
 
 
+def flip_every_page(path: Path) -> None:
+    """Flip one bit of the first byte of each page, on the disk."""
+    with path.open("r+b") as file:
+        content = bytearray(file.read())
+        content[::4096] = bytes(byte ^ 8 for byte in content[::4096])
+        file.seek(0)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def flip(offloaded: infinity.OffloadedModel, parameter: str, component: str) -> str:
     """Flip a bit of the first value of a component of a parameter; its file. The component must be
     on NVMe, and not all zeros.
