@@ -381,3 +381,22 @@ def test_space_of_transfers_that_nobody_waited_for_is_not_given_back(
         rig.write(other, 2)
         assert rig.holds(other, 2)
         assert rig.store.used_bytes == MIB
+
+
+def test_directory_where_a_write_failed_gets_new_extents_only_when_the_others_are_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rig_over(tmp_path, num=2) as rig:
+        rig.store.reserve(8 * ALIGNMENT)
+        assert {rig.store.allocate(ALIGNMENT).directory for _ in range(2)} == {0, 1}
+        failed = str(rig.directories[1].file.path)
+        rig.store.avoid(AioError("cannot write", errno=errno.EROFS, filename=failed))
+        assert [rig.store.allocate(ALIGNMENT).directory for _ in range(6)] == [0] * 6
+        here = rig.directories[0].file
+        rig.faults.arm("allocate", errno.ENOSPC, times=1 << 20, matches=lambda r: r.file is here)
+        last = [rig.store.allocate(ALIGNMENT).directory for _ in range(200)]
+        assert last == sorted(last)
+        assert last[-1] == 1
+        first = str(here.path)
+        rig.store.avoid(AioError("cannot write", errno=errno.EIO, filename=first))
+        assert len(caplog.records) == 1, "one is left to write to, whatever it does"
