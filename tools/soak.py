@@ -10,7 +10,8 @@ fail, leave, raise, or are killed at a random call; the next goes on from the ne
 durable. Each loss, weights at random moments and after each resume, and all values at the end have
 to have the bits of the undisturbed run; what was durable may not get lost; and no descriptor,
 thread, memory or file may be left. Ends with status 1 at the first program that does not hold, and
-the command that repeats it. (Threads take turns as they like: some faults meet another call then.)
+the command that repeats it. Ctrl-C ends it with the counts so far. (Threads take turns as they
+like: some faults meet another call then.)
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def soak(seed: int, numbers: range, minutes: float, folder: Path | None) -> int:
             break
         with tempfile.TemporaryDirectory(dir=folder, prefix="soak-") as name:
             program = Program(seed, number, Path(name).resolve(), counts)
-            wrong = program.run()
+            try:
+                wrong = program.run()
+            except KeyboardInterrupt:
+                break
         if wrong:
             again = f"python tools/soak.py --seed {seed} --first {number} --programs 1"
             print(*wrong, f"{program.task}", f"seed {seed}: repeat it by  {again}", sep="\n")

@@ -177,8 +177,10 @@ def _keep(
     trainee: Offloaded, block: Block, number: int, place: Place, pending: list[tuple[int, Any]]
 ) -> None:
     how, step = block.durable[number], number + 1
-    if how == "snapshot":
-        trainee.offloaded.snapshot(f"step-{step}", block.keep, extra=trainee.extra(step))
+    if how in ("snapshot", "both"):
+        point = trainee.offloaded.snapshot(f"step-{step}", block.keep, extra=trainee.extra(step))
+        if how == "both":
+            trainee.offloaded.save(place.saves, snapshot=point.name)
     elif how != "nothing":
         done = trainee.offloaded.save(place.saves, block=how == "save", extra=trainee.extra(step))
         if how == "save behind":
