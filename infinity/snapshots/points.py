@@ -82,6 +82,9 @@ class Snapshots:
         def work(cancellation: Cancellation) -> Snapshot:
             points = self._known(training.state, make=True)
             assert points is not None
+            if name in self._damaged:
+                with suppress(OSError, ValueError):
+                    self._read_again(training.state, points, name)
             self._check_is_ours(name, model)
             number = 1 + max((e.point.number for e in self._entries.values()), default=0)
             published = training.state.components.pin_all()
@@ -199,7 +202,7 @@ class Snapshots:
         """One that can be read, with all its files."""
         points = sheltered(lambda _: self._known(state, make=False), "infinity-snapshot")
         if points is not None and name in self._damaged:
-            read_entry(points / name)
+            sheltered(lambda _: self._read_again(state, points, name), "infinity-snapshot")
         entry = self._entries.get(name)
         if entry is None:
             raise self._missing(name)
@@ -278,6 +281,13 @@ class Snapshots:
                     error,
                 )
                 self._damaged.add(name)
+
+    def _read_again(self, state: TieredState, points: Path, name: str) -> None:
+        """One that could not be read. Raises what is wrong with it, unless that has passed."""
+        entry = read_entry(points / name)
+        pin_known(state, self._folders, [entry])
+        self._entries[name] = entry
+        self._damaged.discard(name)
 
     def _publish(
         self,

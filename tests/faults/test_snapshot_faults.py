@@ -307,3 +307,30 @@ def test_folder_that_a_killed_process_had_begun_to_make_goes_with_the_next_block
         assert not folder.exists()
     assert list(nvme.iterdir()) == []
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_snapshot_that_could_not_be_read_once_is_restored_and_replaced_as_any_other(
+    is_replaced: bool, least: int, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        offloaded.snapshot("a", extra=1)
+        expected = everything(offloaded)
+    failures, read = [OSError(errno.EIO, "once", str(nvme))], points.read_entry
+
+    def read_or_fail(folder: Path) -> Any:
+        if failures:
+            raise failures.pop()
+        return read(folder)
+
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 4, 5)
+        monkeypatch.setattr(points, "read_entry", read_or_fail)
+        if is_replaced:
+            offloaded.snapshot("a", extra=2)
+            assert offloaded.restore("a") == 2
+        else:
+            assert offloaded.restore("a") == 1
+            assert_same(expected, everything(offloaded))
+        assert failures == []
