@@ -149,8 +149,11 @@ def reclaim(nvme: str | os.PathLike[str]) -> list[Path]:
     What this one let go of without closing it is closed before.
     """
     close_gone()
-    with locked(Path(nvme)):
-        return _reclaim(Path(nvme))
+    root = Path(nvme)
+    with locked(root):
+        removed = _reclaim(root)
+        _remove_if_empty(root / FOLDER)  # which one that was killed may have left
+    return removed
 
 
 @contextmanager

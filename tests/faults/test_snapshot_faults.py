@@ -15,6 +15,7 @@ from aio import AioError
 from infinity import cli
 from infinity.model import training_of
 from infinity.snapshots import points
+from infinity.snapshots.entries import read_entry
 from swap.storage.extents import ExtentStore
 from tests.support.interrupts import interrupt, sampled
 from tests.support.models import seeded
@@ -317,7 +318,7 @@ def test_snapshot_that_could_not_be_read_once_is_restored_and_replaced_as_any_ot
         train(offloaded, 0, 1)
         offloaded.snapshot("a", extra=1)
         expected = everything(offloaded)
-    failures, read = [OSError(errno.EIO, "once", str(nvme))], points.read_entry
+    failures, read = [OSError(errno.EIO, "once", str(nvme))], read_entry
 
     def read_or_fail(folder: Path) -> Any:
         if failures:
