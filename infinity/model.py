@@ -245,9 +245,11 @@ class OffloadedModel:
 
         Raises ``ValueError`` for a name that is not 1 to 100 letters, digits, ``.``, ``_`` and
         ``-``; ``RuntimeError`` with several ranks, which have ``save``; ``FileExistsError`` for the
-        name of a snapshot of another model; ``BlockingIOError`` while another block uses the
-        snapshots of these directories; ``OSError`` naming the file where the disk is full, or the
-        file system has no hard links. Training and all earlier snapshots are as before then.
+        name of a snapshot of another model, or of another version of the library;
+        ``CorruptCheckpointError`` for that of a damaged one; ``BlockingIOError`` while another
+        block uses the snapshots of these directories; ``OSError`` naming the file where the disk is
+        full, or the file system has no hard links. Training and all earlier snapshots are as before
+        then.
         """
         self._training.check_unchanged()
         checked_name(name)
@@ -261,7 +263,8 @@ class OffloadedModel:
 
     def snapshots(self) -> list[Snapshot]:
         """The snapshots on the ``nvme`` directories, the oldest first; also those of other models.
-        One that cannot be read is a warning.
+        One that is damaged, or of another version of the library, is a warning. Raises ``OSError``
+        where it cannot be told which there are; the next call reads again.
         """
         self._training.check_open()
         return self._snapshots.listed()

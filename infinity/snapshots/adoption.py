@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import checkpoint
@@ -24,26 +24,28 @@ Cut = tuple[tuple[str, int, int, int], ...]
 """Of a subgroup: the segments of parameters, by name, first element, elements, and offset."""
 
 
-def pin_known(state: TieredState, folders: Folders, entries: Iterable[Entry]) -> None:
-    """Open the swap files that snapshots need, and pin what they have in them. A file that is
-    missing is left out: who needs it is told.
+def pin_known(state: TieredState, folders: Folders, entry: Entry) -> None:
+    """Open the swap files that a snapshot needs, and pin what it has in them. A file that is
+    missing is left out, and what is in it: who needs it is told, see ``check_files``.
+
+    Raises ``OSError`` for one that is there and cannot be opened; nothing is pinned then.
     """
     if state.extents is None:
         return
-    for entry in entries:
-        files = {part.file for parts in entry.contents.ranges.values() for part in parts}
-        for name in sorted(files):
-            place = folders.file(name)
-            if name not in state.extents.names and place is not None:
-                number, path = place
-                state.extents.adopt(name, path, number)
-        for parts in entry.contents.ranges.values():
-            extent = extent_of(parts, state.extents.names)
-            if extent is not None:
-                state.extents.pin([extent], are_used=False)
-                entry.pinned.append(extent)
-        if state.extents.transfers.verifies:
-            _note_sums(state.extents, entry)
+    files = {part.file for parts in entry.contents.ranges.values() for part in parts}
+    for name in sorted(files):
+        place = folders.file(name)
+        if name not in state.extents.names and place is not None:
+            number, path = place
+            state.extents.adopt(name, path, number)
+    pinned = set(entry.pinned)
+    for parts in entry.contents.ranges.values():
+        extent = extent_of(parts, state.extents.names)
+        if extent is not None and extent not in pinned:
+            state.extents.pin([extent], are_used=False)
+            entry.pinned.append(extent)
+    if state.extents.transfers.verifies:
+        _note_sums(state.extents, entry)
 
 
 def _note_sums(extents: ExtentStore, entry: Entry) -> None:

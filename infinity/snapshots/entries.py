@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import checkpoint
 from aio import sync_directory
@@ -25,6 +25,7 @@ from swap.storage.extents import Extent
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,15 @@ class Entry:
     contents: Contents
     pinned: list[Extent] = field(default_factory=list)
 
+    @property
+    def name(self) -> str:
+        return self.point.name
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all is that it has on NVMe."""
+        return len(self.pinned) == len(self.contents.ranges)
+
 
 def checked_name(name: object) -> str:
     """Raises ``TypeError`` and ``ValueError`` for what is no name of a snapshot."""
@@ -84,14 +94,16 @@ def checked_name(name: object) -> str:
 
 
 def names_in(points: Path) -> list[str]:
-    """Of all that may be snapshots."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        return sorted(path.name for path in points.iterdir() if _NAME.fullmatch(path.name))
-    return []
+    """Of all that may be snapshots. Raises ``OSError``: a folder that is not there is not one
+    without snapshots.
+    """
+    return sorted(path.name for path in points.iterdir() if _NAME.fullmatch(path.name))
 
 
 def listed(points: Path | None) -> list[Snapshot]:
-    """The snapshots there are, the oldest first. One that is damaged is a warning."""
+    """The snapshots there are, the oldest first. One that is damaged, or of another version, is a
+    warning. Raises ``OSError`` where it is not known which there are.
+    """
     found = [] if points is None else [*_readable(points)]
     return [
         described(points / point.name, point)
@@ -101,13 +113,26 @@ def listed(points: Path | None) -> list[Snapshot]:
 
 
 def _readable(points: Path) -> Iterator[Point]:
-    for name in names_in(points):
+    names: list[str] = []
+    with suppress(FileNotFoundError):  # the last one is just being dropped
+        names = names_in(points)
+    for name in names:
         try:
-            yield read_point(points / name)
+            yield read_twice(read_point, points / name)
         except (FileNotFoundError, IncompleteCheckpointError):
             continue  # being taken or dropped
-        except (OSError, ValueError) as error:
+        except (NotADirectoryError, ValueError) as error:
             _log.warning("the snapshot %s cannot be read: %s", name, error)
+
+
+def read_twice(read: Callable[[Path], T], folder: Path) -> T:
+    """What is there is damaged where it is not what was saved the second time, too: a read may
+    have gone wrong.
+    """
+    try:
+        return read(folder)
+    except CorruptCheckpointError:
+        return read(folder)
 
 
 def read_point(folder: Path) -> Point:
@@ -159,12 +184,12 @@ def read_sums(entry: Entry) -> Sums:
 
 
 def remove_point(folder: Path) -> None:
-    """Durably. One that is damaged, too. Raises ``OSError``."""
+    """Durably. One that cannot be read, too. Raises ``OSError``."""
     try:
         uuid = read_manifest(folder).uuid
     except (FileNotFoundError, IncompleteCheckpointError):
         uuid = None
-    except CorruptCheckpointError:
+    except (OSError, CorruptCheckpointError):
         (folder / MANIFEST_NAME).unlink()
         sync_directory(folder)
         shutil.rmtree(folder)

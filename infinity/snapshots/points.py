@@ -6,8 +6,8 @@ makes the snapshot exist. Only then, durably too, older ones are removed, and wh
 is free.
 
 Invariants: an extent that a published snapshot names is pinned, or in a file that this process
-writes nothing to. What an error leaves in doubt stays pinned until the block ends. Whatever changes
-the table of snapshots runs where no signal handler does.
+neither writes to nor gives back anything of. What an error leaves in doubt stays pinned until the
+block ends. Whatever changes the table of snapshots runs where no signal handler does.
 """
 
 from __future__ import annotations
@@ -17,35 +17,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from checkpoint import ChangedTensorError
-from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.ranks.coordinator import Arrival, SingleProcess
 from checkpoint.saving.api import save_on
 from checkpoint.sheltered import Cancellation, sheltered
-from infinity.snapshots.adoption import adopt, alike, check_files, fill_host, pin_known
-from infinity.snapshots.entries import (
-    Entry,
-    Point,
-    Snapshot,
-    described,
-    listed,
-    names_in,
-    read_entry,
-    read_point,
-    remove_point,
-)
+from infinity.snapshots.adoption import adopt, alike, fill_host
+from infinity.snapshots.entries import Entry, Point, Snapshot, described, listed
+from infinity.snapshots.known import Known
 from infinity.snapshots.reading import SavedPoint
 from infinity.snapshots.saving import PointSave, save_behind, save_now
 from infinity.snapshots.sources import contents_of, model_of, tree_of
 from infinity.values.loading import load_from
 from infinity.values.persistence import TrainingState
 from swap.apart import run_apart
-from swap.snapshots.contents import FileRange, encode
+from swap.snapshots.contents import encode
 from swap.snapshots.folders import Folders
 from swap.snapshots.sums import encode_sums
 from swap.tiered import TieredState
@@ -60,11 +48,8 @@ class Snapshots:
 
     def __init__(self, directories: Sequence[str | os.PathLike[str]]) -> None:
         self._folders = Folders(directories)
-        self._entries: dict[str, Entry] = {}
-        self._damaged: set[str] = set()
-        self._in_doubt: list[Entry] = []
+        self._known = Known(self._folders)
         self._saves: list[PointSave] = []
-        self._is_known = False
         self._turn = threading.Lock()
         """Of threads that call at once."""
 
@@ -72,27 +57,25 @@ class Snapshots:
         """Take one; the step must be finished, and no other thread at work on the state.
 
         Raises ``OSError`` (``AioError``) where it cannot be written, ``FileExistsError`` for a name
-        that another model's has, ``BlockingIOError`` where another block has these folders,
-        ``ChangedTensorError`` where another thread took a step. All snapshots are as before then.
+        that one of another model or version has, ``CorruptCheckpointError`` for that of a damaged
+        one, ``BlockingIOError`` where another block has these folders, ``ChangedTensorError`` where
+        another thread took a step. All snapshots are as before then; but where all is written, and
+        what makes it durable fails, the new one may be there.
         """
         since = training.state.num_changes
         tree = tree_of(training, extra, since)
         model, step = model_of(training), max(training.steps, default=0)
 
         def work(cancellation: Cancellation) -> Snapshot:
-            points = self._known(training.state, make=True)
+            points = self._known.look(training.state, make=True)
             assert points is not None
-            if name in self._damaged:
-                with suppress(OSError, ValueError):
-                    self._read_again(training.state, points, name)
-            self._check_is_ours(name, model)
-            number = 1 + max((e.point.number for e in self._entries.values()), default=0)
+            self._known.check_is_free(name, model)
             published = training.state.components.pin_all()
             extents = [extent for extent in published.values() if extent is not None]
             contents = contents_of(training.state, published)
             point = Point(
                 name=name,
-                number=number,
+                number=self._known.next_number,
                 model=model,
                 time_ns=time.time_ns(),
                 step=step,
@@ -126,8 +109,8 @@ class Snapshots:
         ``restore`` and ``checkpoint.save``.
         """
         with self._turn:
-            entry = self._found(training.state, name)
-            point = SavedPoint(entry, self._paths(entry))
+            entry = self._known.found(training.state, name)
+            point = SavedPoint(entry, self._known.paths(entry))
             to = (point, path, stripe_dirs, training.checkpoint_bytes)
             try:
                 if not block:
@@ -155,10 +138,10 @@ class Snapshots:
         """
 
         def work(_: Cancellation) -> None:
-            points = self._known(state, make=False)
-            if points is None or not (name in self._entries or name in self._damaged):
-                raise self._missing(name)
-            self._remove(state, name, points / name)
+            points = self._known.look(state, make=False)
+            if points is None or name not in self._known:
+                raise self._known.missing(name)
+            self._known.remove(state, points / name)
 
         with self._turn:
             self._let_end(name)
@@ -172,7 +155,7 @@ class Snapshots:
         then: Callable[[], None],
     ) -> Any:
         """Let the state be as in the snapshot; returns its ``extra``. Raises what
-        ``offloaded.load`` does, and ``FileNotFoundError``.
+        ``offloaded.load`` does, ``FileNotFoundError``, and why it cannot be read, as it is.
         """
         with self._turn:
             return self._restore(training, name, begin, then)
@@ -185,7 +168,7 @@ class Snapshots:
         then: Callable[[], None],
     ) -> Any:
         state = training.state
-        entry = self._found(state, name)
+        entry = self._known.found(state, name)
 
         def adopted() -> set[int]:
             groups = alike(state, entry.contents)
@@ -193,21 +176,10 @@ class Snapshots:
             fill_host(state, entry.folder, groups, training.checkpoint_bytes)
             return {s.parameter for n in groups for s in state.layout.subgroups[n].segments}
 
-        with SavedPoint(entry, self._paths(entry), adopted) as saved:
+        with SavedPoint(entry, self._known.paths(entry), adopted) as saved:
             return load_from(
                 training, entry.folder, saved.read, saved.check, begin=begin, then=then
             )
-
-    def _found(self, state: TieredState, name: str) -> Entry:
-        """One that can be read, with all its files."""
-        points = sheltered(lambda _: self._known(state, make=False), "infinity-snapshot")
-        if points is not None and name in self._damaged:
-            sheltered(lambda _: self._read_again(state, points, name), "infinity-snapshot")
-        entry = self._entries.get(name)
-        if entry is None:
-            raise self._missing(name)
-        check_files(self._folders, entry)
-        return entry
 
     def give_back_orphans(self) -> None:
         """Give back what processes that are gone left in files that snapshots keep; what cannot be
@@ -238,56 +210,15 @@ class Snapshots:
         self._let_end()
         if not self._folders.is_held:
             return
-        points = self._folders.acquire(make=False)
-        assert points is not None
         is_empty = False
         try:
-            self._read_entries(points)
-            is_empty = not (self._entries or self._damaged or names_in(points))
-            if not self._damaged:
-                self._folders.give_back(self._needed())
+            is_empty = self._known.give_back()
         except OSError as error:
             _log.warning("cannot give back what snapshots do not need any more: %s", error)
-        self._entries, self._damaged, self._is_known = {}, set(), False
         try:
             self._folders.release(is_empty=is_empty)
         except OSError as error:
             _log.warning("the folders of snapshots stay: %s", error)
-
-    def _known(self, state: TieredState | None, *, make: bool) -> Path | None:
-        """The folder of snapshots, locked, with what is there known and pinned."""
-        points = self._folders.acquire(make=make)
-        if points is not None and not self._is_known:
-            self._read_entries(points)
-            if state is not None:
-                pin_known(state, self._folders, self._entries.values())
-            self._is_known = True
-        return points
-
-    def _read_entries(self, points: Path) -> None:
-        self._entries, self._damaged = {}, set()
-        for name in names_in(points):
-            try:
-                self._entries[name] = read_entry(points / name)
-            except IncompleteCheckpointError:
-                with suppress(OSError):
-                    remove_point(points / name)  # what a killed process left of one
-            except (OSError, ValueError) as error:
-                _log.warning(
-                    "the snapshot %s cannot be read, so nothing is given back of what it may "
-                    "need; offloaded.drop_snapshot(%r) removes it: %s",
-                    name,
-                    name,
-                    error,
-                )
-                self._damaged.add(name)
-
-    def _read_again(self, state: TieredState, points: Path, name: str) -> None:
-        """One that could not be read. Raises what is wrong with it, unless that has passed."""
-        entry = read_entry(points / name)
-        pin_known(state, self._folders, [entry])
-        self._entries[name] = entry
-        self._damaged.discard(name)
 
     def _publish(
         self,
@@ -298,98 +229,32 @@ class Snapshots:
         cancellation: Cancellation,
     ) -> None:
         """Make ``entry``, whose extents are pinned, exist; or unpin them, if it surely does not."""
-        state, name = training.state, entry.point.name
+        state = training.state
         try:
             if since != state.num_changes or not state.pipeline.is_idle:
-                raise ChangedTensorError(f"the state of snapshot {name}")
-            if state.extents is not None:
-                files = state.extents.own_files(entry.pinned)
-                self._folders.keep(file.path for file in files)
-                for file in files:
-                    file.sync()
+                raise ChangedTensorError(f"the state of snapshot {entry.name}")
+            files = [] if state.extents is None else state.extents.own_files(entry.pinned)
+            self._folders.keep(file.path for file in files)
+            for file in files:
+                file.sync()
             cancellation.check()
             to = (tree, entry.folder, None, None, SingleProcess(), Arrival())
             save_on(*to, training.checkpoint_bytes)
         except BaseException:
-            self._take_back(state, entry)
+            self._known.take_back(state, entry)
             raise
-        before = self._entries.get(name)
-        self._entries[name] = entry
-        if before is not None:
-            self._unpin(state, before)
-
-    def _take_back(self, state: TieredState, entry: Entry) -> None:
-        try:
-            found: Point | None = read_point(entry.folder)
-        except (FileNotFoundError, IncompleteCheckpointError):
-            found = None
-        except (OSError, ValueError):
-            found = entry.point  # who knows
-        if found == entry.point:
-            self._in_doubt.append(entry)
-        else:
-            self._unpin(state, entry)
-
-    def _check_is_ours(self, name: str, model: str) -> None:
-        if name in self._damaged:
-            raise CorruptCheckpointError(
-                f"the snapshot {name} is there and cannot be read; "
-                f"offloaded.drop_snapshot({name!r}) first"
-            )
-        if name in self._entries and self._entries[name].point.model != model:
-            raise FileExistsError(
-                f"the snapshot {name} is there and is another model's; give another name, or "
-                f"offloaded.drop_snapshot({name!r}) first"
-            )
+        self._known.put(state, entry)
 
     def _drop_surplus(self, state: TieredState, model: str, keep: int | None) -> None:
         """The new one is durable: what goes wrong with older ones is a warning."""
-        ours = [e for e in self._entries.values() if e.point.model == model]
-        ours.sort(key=lambda entry: entry.point.number)
+        ours = self._known.of_model(model)
         for save in [save for save in self._saves if save.pending.done()]:
             self._let_end(save.name)
         busy = {save.name for save in self._saves}
         for entry in ours[: -keep if keep else 0]:
-            if entry.point.name in busy:
+            if entry.name in busy:
                 continue  # the next one drops it
             try:
-                self._remove(state, entry.point.name, entry.folder)
+                self._known.remove(state, entry.folder)
             except OSError as error:
-                _log.warning("cannot drop the snapshot %s: %s", entry.point.name, error)
-
-    def _remove(self, state: TieredState | None, name: str, folder: Path) -> None:
-        remove_point(folder)
-        entry = self._entries.pop(name, None)
-        self._damaged.discard(name)
-        if entry is not None:
-            self._unpin(state, entry)
-
-    def _unpin(self, state: TieredState | None, entry: Entry) -> None:
-        if state is not None and state.extents is not None:
-            pinned, entry.pinned = entry.pinned, []
-            state.extents.unpin(pinned)
-
-    def _needed(self) -> dict[str, list[FileRange]]:
-        needed: dict[str, list[FileRange]] = {}
-        for entry in self._entries.values():
-            for parts in entry.contents.ranges.values():
-                for part in parts:
-                    needed.setdefault(part.file, []).append(part)
-        return needed
-
-    def _paths(self, entry: Entry) -> dict[str, Path]:
-        paths: dict[str, Path] = {}
-        for parts in entry.contents.ranges.values():
-            for part in parts:
-                if part.file not in paths:
-                    place = self._folders.file(part.file)
-                    assert place is not None
-                    paths[part.file] = place[1]
-        return paths
-
-    def _missing(self, name: str) -> FileNotFoundError:
-        names = ", ".join(self._entries) or "none"
-        return FileNotFoundError(
-            f"there is no snapshot {name} on these nvme directories (there are: {names}); give "
-            "the directories that it was taken with, in the same order"
-        )
+                _log.warning("cannot drop the snapshot %s: %s", entry.name, error)

@@ -49,6 +49,7 @@ class Folders:
         self._lock: Descriptor | None = None
         self._place: tuple[Path, str] | None = None
         """The primary and the name of the store, once it is locked."""
+        self._is_durable = False
         note(self)
 
     def after_fork(self) -> None:
@@ -82,6 +83,7 @@ class Folders:
             with locked(root):
                 place = self._find() or self._make()
                 if self._try_to_lock(place):
+                    self._renew_points()
                     break
             if time.monotonic() > deadline:
                 raise _in_use(_folder(*place))
@@ -92,6 +94,9 @@ class Folders:
     def keep(self, swap_files: Iterable[Path]) -> None:
         """Let swap files outlive their folders, durably. Raises ``OSError``."""
         assert self._place is not None
+        if not self._is_durable:  # who made it may have been killed before it was
+            sync_directory(_folder(*self._place))
+            self._is_durable = True
         for path in swap_files:
             root = path.parents[2]
             folder = _folder(root, self._place[1])
@@ -182,6 +187,7 @@ class Folders:
         finally:
             self._lock.close()
             self._lock = self._place = None
+            self._is_durable = False
 
     def _find(self) -> tuple[Path, str] | None:
         for root in self._roots:
@@ -199,6 +205,16 @@ class Folders:
             pass
         sync_directory(folder)
         return root, name
+
+    def _renew_points(self) -> None:
+        """A killed process may have removed all but the lock. Where files are kept, some snapshot
+        is lost from sight, and the folder that is missing is an error to who looks into it.
+        """
+        assert self._place is not None
+        points = _folder(*self._place) / _POINTS
+        stores = [_folder(root, self._place[1]) for root in self._roots]
+        if not points.exists() and not any(name for store in stores for name in _kept_files(store)):
+            points.mkdir(mode=0o700)
 
     def _try_to_lock(self, place: tuple[Path, str]) -> bool:
         path = _folder(*place) / _LOCK

@@ -9,7 +9,7 @@ extent is put together from several. So whether there is room is a matter of byt
 
 An extent that is pinned stays, and must not be written to, until it is unpinned. Files of other
 processes may be adopted: what is in them is read, never written, and what nothing keeps any more
-goes back to the file system.
+goes back to the file system, once the caller says that all that others need of them is pinned.
 """
 
 from __future__ import annotations
@@ -32,13 +32,7 @@ from swap.forks import note
 from swap.plan.pins import Pins
 from swap.storage.directory import SwapDirectory
 from swap.storage.transfers import Kind, Transfers
-from swap.storage.volumes import (
-    ALIGNMENT,
-    Extent,
-    Volume,
-    grown_anywhere,
-    side_by_side,
-)
+from swap.storage.volumes import ALIGNMENT, Extent, Volume, grown_anywhere, side_by_side
 from swap.undo import Undo, behind
 
 __all__ = ["ALIGNMENT", "Extent", "ExtentStore"]
@@ -78,6 +72,7 @@ class ExtentStore:
         ]
         self._own = tuple(self._volumes)  # extents are allocated from; adopted ones come after
         self._adopted = Undo()
+        self._adopted_may_go = False
         note(self)
         self._pins: Pins[Extent] = Pins()
         self._engine = engine
@@ -231,6 +226,13 @@ class ExtentStore:
             file = self._engine.open(path, "r")
             self._adopted.callback(file.close)
             self.transfers.add(Volume(name, file, lane, holes=holes))
+
+    def let_adopted_go(self, may_go: bool) -> None:
+        """Whether what nothing keeps of adopted files goes back from now on: only as long as all
+        that others need of them is pinned. What is let go of meanwhile stays as it is.
+        """
+        with self._lock:
+            self._adopted_may_go = may_go
 
     @property
     def names(self) -> list[str]:
@@ -389,5 +391,6 @@ class ExtentStore:
         """Those side by side at once, as they were allocated."""
         pieces = [piece for extent in extents for piece in extent.pieces or (extent,)]
         for run in side_by_side(pieces):
-            sizes = [piece.nbytes for piece in run]
-            self._volumes[run[0].directory].give_back(run[0].offset, *sizes)
+            volume = self._volumes[run[0].directory]
+            if volume.directory is not None or self._adopted_may_go:
+                volume.give_back(run[0].offset, *(piece.nbytes for piece in run))
