@@ -336,7 +336,7 @@ class _Decoder:
         for key, item in pairs:
             value = self.decode((*path, key), item)
             if key in target:
-                raise CorruptCheckpointError(f"{render(path)}: the key {key!r} is there twice")
+                raise CorruptCheckpointError(f"{render(path)}: the key {key!r:.200} is there twice")
             if value is not MISSING:
                 target[key] = value
         return self._kept(path, target, not pairs)

@@ -106,8 +106,11 @@ def _check_flags(path: Path, node: DataNode, dtype: torch.dtype) -> None:
         raise _corrupt(path, "a flag that is not true or false")
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise _corrupt(path, f"a gradient for {dtype}")
+    device = node.get("device", "cpu")
     try:
-        torch.device(node.get("device", _CPU))
+        if not isinstance(device, str):
+            raise TypeError("a device is a text")
+        torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise _corrupt(path, "not a device") from error
 

@@ -23,7 +23,6 @@ _LEAST_LEAK = 16
 _SCRIPT = """
     import ctypes, gc, json, os, sys
     from pathlib import Path
-from typing import cast
     import numpy as np
     from aio import Engine, Slab
     from checkpoint.tensors.arenas import Arenas

@@ -1,5 +1,6 @@
 """A link to a device whose copies happen as late as a stream allows: when one is waited for."""
 
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -32,6 +33,8 @@ class LateLink:
     def __init__(self) -> None:
         self._up: deque[LateEvent] = deque()
         self._down: deque[LateEvent] = deque()
+        # Who waits for a copy that another thread is at waits for that thread.
+        self._lock = threading.RLock()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((numel * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)
@@ -54,6 +57,7 @@ class LateLink:
         return event.is_done
 
     def wait(self, event: LateEvent) -> None:
-        for stream in (self._up, self._down):
-            while event in stream:
-                stream.popleft().carry_out()
+        with self._lock:
+            for stream in (self._up, self._down):
+                while event in stream:
+                    stream.popleft().carry_out()
