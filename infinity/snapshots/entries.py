@@ -126,12 +126,12 @@ def _readable(points: Path) -> Iterator[Point]:
 
 
 def read_twice(read: Callable[[Path], T], folder: Path) -> T:
-    """What is there is damaged where it is not what was saved the second time, too: a read may
-    have gone wrong.
+    """What goes wrong the second time, too, is told: a read may fail once, or give what is not
+    there.
     """
     try:
         return read(folder)
-    except CorruptCheckpointError:
+    except (OSError, CorruptCheckpointError):
         return read(folder)
 
 

@@ -14,7 +14,7 @@ import infinity
 from aio import AioError
 from infinity import cli
 from infinity.model import training_of
-from infinity.snapshots import points
+from infinity.snapshots import known, points
 from infinity.snapshots.entries import read_entry
 from swap.storage.extents import ExtentStore
 from tests.support.interrupts import interrupt, sampled
@@ -327,7 +327,7 @@ def test_snapshot_that_could_not_be_read_once_is_restored_and_replaced_as_any_ot
 
     with _block(nvme, least) as offloaded:
         train(offloaded, 4, 5)
-        monkeypatch.setattr(points, "read_entry", read_or_fail)
+        monkeypatch.setattr(known, "read_entry", read_or_fail)
         if is_replaced:
             offloaded.snapshot("a", extra=2)
             assert offloaded.restore("a") == 2
