@@ -1,4 +1,4 @@
-"""The C code of kernels, arenas and checksums under sanitizers and valgrind, without Python."""
+"""The C code of kernels and arenas under sanitizers and valgrind, without Python."""
 
 from __future__ import annotations
 
