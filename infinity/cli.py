@@ -203,7 +203,11 @@ def _gc(options: argparse.Namespace, console: Console) -> int:
 
 
 def _snapshots(options: argparse.Namespace, console: Console) -> int:
+    for directory in options.directories:
+        with os.scandir(directory):
+            pass  # who mistypes one is told
     snapshots = Snapshots(options.directories)
+    snapshots.warn_of_others()
     try:
         for name in options.drop or ():
             snapshots.drop(None, checked_name(name))

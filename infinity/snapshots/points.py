@@ -119,8 +119,8 @@ class Snapshots:
             except BaseException:
                 point.close()
                 raise
-        with point:
-            return save_now(*to)
+            with point:  # with other threads kept from dropping it
+                return save_now(*to)
 
     def _let_end(self, name: str | None = None) -> None:
         """Wait for the saves of one snapshot, or of all."""
@@ -187,13 +187,7 @@ class Snapshots:
         """
         try:
             self._folders.remove_unfinished()
-            for folder in self._folders.others():
-                _log.warning(
-                    "%s keeps what snapshots of a run with other nvme directories need, or with "
-                    "these in another order: neither listed nor given back here. Give those "
-                    "directories to use or drop them; if one is gone for good, remove the folder",
-                    folder,
-                )
+            self.warn_of_others()
             if self._folders.acquire(make=False, waits=False) is None:
                 return
         except BlockingIOError:
@@ -202,6 +196,16 @@ class Snapshots:
             _log.warning("cannot look for what snapshots do not need any more: %s", error)
             return
         self.close()
+
+    def warn_of_others(self) -> None:
+        """Say where there are snapshots that these directories do not give. Raises ``OSError``."""
+        for folder in self._folders.others():
+            _log.warning(
+                "%s keeps what snapshots of a run with other nvme directories need, or with these "
+                "in another order: neither listed nor given back here. Give those directories to "
+                "use or drop them; if one is gone for good, remove the folder",
+                folder,
+            )
 
     def close(self) -> None:
         """Give back what no snapshot needs, and let others have the folders. The files of the state

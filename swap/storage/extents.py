@@ -126,7 +126,8 @@ class ExtentStore:
                 raise AioError(
                     f"{failure}; the swap files take {nbytes} bytes over "
                     f"{len(self._own)} directories, {missing} of which have no room: make "
-                    "room, add a directory, or raise host_memory",
+                    "room (infinity snapshots DIR ... lists restore points, and drops them), add a "
+                    "directory, or raise host_memory",
                     errno=failure.errno or 0,
                     filename=failure.filename,
                     nbytes=nbytes,

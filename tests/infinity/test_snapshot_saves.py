@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import checkpoint
 import infinity
+from infinity.snapshots import points
 from infinity.snapshots.reading import SavedPoint
 from tests.support.damage import flip_every_page
 from tests.support.models import seeded
@@ -148,3 +150,27 @@ def test_what_cannot_be_saved_of_a_snapshot_is_refused(nvme: Path, tmp_path: Pat
         with pytest.raises(ValueError, match="no name of a snapshot"):
             offloaded.save(tmp_path / "saved", snapshot="../a")
     assert list(tmp_path.iterdir()) == [nvme]
+
+
+def test_snapshot_that_another_thread_would_drop_while_it_is_saved_is_saved_whole(
+    least: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = vars(points)["save_now"]
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 2)
+        before = everything(offloaded)
+        offloaded.snapshot("a")
+        other = threading.Thread(target=offloaded.drop_snapshot, args=("a",))
+
+        def save_while_it_is_dropped(*to: Any) -> Any:
+            other.start()
+            other.join(0.1)  # it would be done, if it were let
+            train(offloaded, 2, 6)
+            return save(*to)
+
+        monkeypatch.setattr(points, "save_now", save_while_it_is_dropped)
+        offloaded.save(tmp_path / "saved", snapshot="a")
+        other.join()
+        assert offloaded.snapshots() == []
+        offloaded.load(tmp_path / "saved")
+        assert_same(before, everything(offloaded))

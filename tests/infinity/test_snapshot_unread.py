@@ -292,3 +292,19 @@ def test_snapshot_whose_manifest_cannot_be_read_at_all_is_dropped(
             offloaded.drop_snapshot("good")
         assert [one.name for one in offloaded.snapshots()] == ["other"]
     _check(nvme, least, expected, "other")
+
+
+def test_command_names_directories_that_are_not_there_and_snapshots_of_others(
+    least: int, nvme: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = tmp_path / "more"
+    more.mkdir()
+    options = {"host_memory": least, "optimizer": ADAMW}
+    with infinity.offload(seeded(_net(), 0), [nvme, more], **options) as offloaded:  # type: ignore[arg-type]
+        offloaded.snapshot("a")
+    (tmp_path / "file").touch()
+    for name in ("typo", "file"):
+        assert cli.main(["snapshots", os.fspath(tmp_path / name)]) == 1
+        assert name in capsys.readouterr().err
+    assert cli.main(["snapshots", os.fspath(nvme), os.fspath(more), "--drop", "a"]) == 0
+    assert [*nvme.iterdir(), *more.iterdir()] == []
