@@ -32,6 +32,7 @@ sys.path.insert(0, os.fspath(Path(__file__).parents[1]))  # the tests have the r
 from crashes.scenarios import SCENARIOS as SAVES
 from failures.attempts import Attempts, BlockAttempts, LoadAttempts, RunAttempts, SaveAttempts
 from failures.interposed import KINDS, Interposer, Kind, interposed, start_again
+from failures.snapshots import SNAPSHOT_ACTIONS, SnapshotAttempts
 
 from tests.support.interrupted_runs import ACTIONS as RUN_ACTIONS
 from tests.support.interrupted_runs import Blocks, Scenario, running
@@ -46,7 +47,8 @@ _RUNS = [
 ]
 _WIDTH, _DEPTH = 400, 6
 """Of a model of which most is on NVMe at the least budget."""
-ACTIONS = (*_SAVES, *_LOADS, *_RUNS)
+_SNAPSHOTS = [f"snapshot:{action}" for action in SNAPSHOT_ACTIONS]
+ACTIONS = (*_SAVES, *_LOADS, *_RUNS, *_SNAPSHOTS)
 
 
 @contextmanager
@@ -57,6 +59,9 @@ def attacked(action: str, folder: Path) -> Iterator[Attempts]:
     if what in ("save", "load") and where in SAVES:
         kind = SaveAttempts if what == "save" else LoadAttempts
         yield kind(SAVES[where], folder, interposer)
+        return
+    if what == "snapshot":
+        yield SnapshotAttempts(folder, where, interposer)
         return
     activations, _, budget = where.partition("-")
     scenario = Scenario(activations, budget == "least", width=_WIDTH, depth=_DEPTH)
