@@ -19,7 +19,7 @@ from infinity.snapshots.entries import read_entry
 from swap.storage.extents import ExtentStore
 from tests.support.interrupts import interrupt, sampled
 from tests.support.models import seeded
-from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
+from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, save_and_fail, train
 from tests.support.training import WHOLE, least_budget
 
 
@@ -91,12 +91,6 @@ def test_snapshot_that_fails_leaves_training_and_earlier_ones_whole(
 def test_snapshot_whose_last_sync_fails_is_whole_if_it_is_there(
     least: int, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = vars(points)["save_on"]
-
-    def save_and_fail(*arguments: Any) -> Any:
-        save(*arguments)
-        raise OSError(errno.EIO, "the directory cannot be synced")
-
     with _block(nvme, least) as offloaded:
         train(offloaded, 0, 1)
         offloaded.snapshot("a")

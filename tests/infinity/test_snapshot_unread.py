@@ -19,7 +19,7 @@ from infinity import cli
 from infinity.snapshots import entries, known, points
 from swap.snapshots.folders import Folders
 from tests.support.models import seeded
-from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
+from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, save_and_fail, train
 from tests.support.training import least_budget
 
 Patch = pytest.MonkeyPatch
@@ -251,12 +251,6 @@ def test_damaged_snapshot_that_is_put_right_is_restored_in_the_same_block(
 def test_snapshot_that_failed_behind_its_rename_is_known_to_its_block(
     least: int, nvme: Path, monkeypatch: Patch
 ) -> None:
-    save = vars(points)["save_on"]
-
-    def save_and_fail(*arguments: Any) -> Any:
-        save(*arguments)
-        raise OSError(errno.EIO, "the directory cannot be synced")
-
     with _block(nvme, least) as offloaded:
         train(offloaded, 0, 1)
         offloaded.snapshot("a")
