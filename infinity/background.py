@@ -17,7 +17,7 @@ class BackgroundSaves:
 
     def add(self, save: PendingSave) -> None:
         """A save that has been started."""
-        self._pending = [o for o in self._pending if not o.done() or o.is_untold] + [save]
+        self._pending = [o for o in self._pending if not o.done() or o.is_unraised] + [save]
 
     def wait_read(self) -> None:
         """Wait until values may change: every save has read them, or has failed."""
@@ -35,10 +35,12 @@ class BackgroundSaves:
 
     def tell_at_end(self, kind: object, error: object, trace: object) -> None:
         """The end of a block, when all have ended: raises the error of one that failed and that
-        nobody asked, unless another error is on its way. The others are logged.
+        nobody asked, be it logged as another save began, unless another error is on its way. The
+        others are logged.
         """
-        failed = [save for save in self._pending if save.is_untold]
+        failed = [save for save in self._pending if save.is_unraised]
         for save in failed if kind is not None else failed[1:]:
-            save.log()
+            if save.is_untold:
+                save.log()
         if failed and kind is None:
             failed[0].tell()

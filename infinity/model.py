@@ -180,8 +180,8 @@ class OffloadedModel:
 
         ``snapshot`` saves what the one of that name has, its ``extra`` too, in place of the state
         of now: no step waits for that, with or without ``block``. Until it is done, dropping that
-        snapshot or taking another of its name waits. Raises as ``restore``, and ``ValueError`` with
-        ``extra`` or ``only_trainable``.
+        snapshot, taking another of its name and saving any snapshot wait. Raises as ``restore``,
+        and ``ValueError`` with ``extra`` or ``only_trainable``.
         """
         check_place(path)
         if snapshot is not None:

@@ -42,7 +42,7 @@ class PendingSave:
         self._is_refused = False
         self._info: SaveInfo | None = None
         self._error: BaseException | None = None
-        self._is_told = False
+        self._is_told = self._is_raised = False
         self._after = after
         self._cancellation = Cancellation()
         self._pid = os.getpid()
@@ -88,7 +88,7 @@ class PendingSave:
     def tell(self) -> None:
         """Raises the error of a save that is done, if it has one; it then counts as told."""
         if self._error is not None:
-            self._is_told = True
+            self._is_told = self._is_raised = True
             raise self._error
 
     def attended(self, cancellation: Cancellation) -> None:
@@ -143,7 +143,7 @@ class PendingSave:
         if self._error is None:
             return
         self._is_refused = not self.has_begun.is_set()
-        self._is_told = is_told or self._is_refused
+        self._is_told = self._is_raised = is_told or self._is_refused
         let_go(self._error)
         if not self._is_refused:
             self._error.add_note(f"raised by the background save to {self.path}")
@@ -156,6 +156,11 @@ class PendingSave:
     def is_untold(self) -> bool:
         """Whether it has failed and nobody knows."""
         return self._error is not None and not self._is_told
+
+    @property
+    def is_unraised(self) -> bool:
+        """Whether it has failed, and that was logged at the most."""
+        return self._error is not None and not self._is_raised
 
     def log(self) -> None:
         """Tells its error in the log."""

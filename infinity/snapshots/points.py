@@ -50,7 +50,8 @@ class Snapshots:
         self._folders = Folders(directories)
         self._known = Known(self._folders)
         self._saves: list[PointSave] = []
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
+        self._alone = threading.Lock()
         """Of threads that call at once."""
 
     def take(self, training: TrainingState, name: str, keep: int | None, extra: Any) -> Snapshot:
@@ -91,7 +92,7 @@ class Snapshots:
             self._drop_surplus(training.state, model, keep)
             return described(entry.folder, point)
 
-        with self._turn:
+        with self._turn, self._by_itself():
             self._let_end(name)
             return sheltered(work, "infinity-snapshot")
 
@@ -108,7 +109,8 @@ class Snapshots:
         what comes, and until it is done this one is neither replaced nor dropped. Raises as
         ``restore`` and ``checkpoint.save``.
         """
-        with self._turn:
+        with self._turn, self._by_itself():
+            self._let_end()
             entry = self._known.found(training.state, name)
             point = SavedPoint(entry, self._known.paths(entry))
             to = (point, path, stripe_dirs, training.checkpoint_bytes)
@@ -121,6 +123,18 @@ class Snapshots:
                 raise
             with point:  # with other threads kept from dropping it
                 return save_now(*to)
+
+    def _by_itself(self) -> threading.Lock:
+        """What the call is within, which no other one of its thread is within: handlers of signals
+        run in the middle of calls, and would wait for themselves.
+        """
+        if self._alone.locked():
+            raise RuntimeError(
+                "a call about snapshots of this thread is under way, and a handler of a signal (or "
+                "a finalizer) that came in it cannot begin another one: set a flag there, and take "
+                "the snapshot behind the next step; offloaded.save(path) works there"
+            )
+        return self._alone
 
     def _let_end(self, name: str | None = None) -> None:
         """Wait for the saves of one snapshot, or of all."""
@@ -143,7 +157,7 @@ class Snapshots:
                 raise self._known.missing(name)
             self._known.remove(state, points / name)
 
-        with self._turn:
+        with self._turn, self._by_itself():
             self._let_end(name)
             sheltered(work, "infinity-snapshot")
 
@@ -157,7 +171,7 @@ class Snapshots:
         """Let the state be as in the snapshot; returns its ``extra``. Raises what
         ``offloaded.load`` does, ``FileNotFoundError``, and why it cannot be read, as it is.
         """
-        with self._turn:
+        with self._turn, self._by_itself():
             return self._restore(training, name, begin, then)
 
     def _restore(

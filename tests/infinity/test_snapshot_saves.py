@@ -99,6 +99,45 @@ def test_a_snapshot_that_is_being_saved_is_neither_replaced_nor_dropped_before(
             offloaded.drop_snapshot(point.name)
 
 
+def test_snapshots_are_saved_one_after_the_other(least: int, nvme: Path, tmp_path: Path) -> None:
+    """Each takes memory beside the budget of the tiers."""
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        offloaded.snapshot("a")
+        offloaded.snapshot("b")
+        first = offloaded.save(tmp_path / "a", block=False, snapshot="a")
+        second = offloaded.save(tmp_path / "b", block=False, snapshot="b")
+        assert first.done()
+        second.result()
+        offloaded.drop_snapshot("a")
+        offloaded.drop_snapshot("b")
+
+
+@pytest.mark.parametrize("snapshot", [None, "a"])
+def test_error_of_a_save_is_raised_by_the_end_of_the_block_also_if_a_snapshot_came_behind_it(
+    snapshot: str | None, least: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "full").mkdir()
+
+    def no_room(*_: object) -> None:
+        raise OSError(28, "no room")
+
+    def save_behind() -> None:
+        with _block(nvme, least) as offloaded:
+            train(offloaded, 0, 1)
+            offloaded.snapshot("a")
+            with monkeypatch.context() as patch:
+                patch.setattr("checkpoint.saving.commit.write_files", no_room)
+                offloaded.save(tmp_path / "full", block=False, snapshot=snapshot).wait_done()
+            offloaded.snapshot("b")
+
+    with pytest.raises(OSError, match="no room"):
+        save_behind()
+    with _block(nvme, least) as offloaded:
+        offloaded.drop_snapshot("a")
+        offloaded.drop_snapshot("b")
+
+
 def test_the_end_of_the_block_waits_for_the_save_of_a_snapshot_and_tells_its_error(
     least: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

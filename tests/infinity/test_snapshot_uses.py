@@ -13,6 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.model import training_of
+from infinity.snapshots import points
 from tests.support.models import seeded
 from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
@@ -236,6 +237,35 @@ def test_files_that_a_restored_block_reads_are_closed_with_it(least: int, nvme: 
         assert not open_files()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("call", ["snapshot", "restore", "drop_snapshot", "save"])
+def test_call_in_the_midst_of_a_snapshot_of_its_thread_is_refused(
+    call: str, least: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a handler of a signal would make it, which comes while the snapshot is waited for."""
+    sheltered = vars(points)["sheltered"]
+    with infinity.offload(seeded(Net), nvme, optimizer=ADAMW, host_memory=least) as offloaded:
+        train(offloaded, 0, 1)
+        offloaded.snapshot("a")
+        calls: dict[str, Callable[[], object]] = {
+            "snapshot": lambda: offloaded.snapshot("b"),
+            "restore": lambda: offloaded.restore("a"),
+            "drop_snapshot": lambda: offloaded.drop_snapshot("a"),
+            "save": lambda: offloaded.save(tmp_path / "saved", snapshot="a"),
+        }
+
+        def interrupted(*arguments: Any) -> Any:
+            with pytest.raises(RuntimeError, match="set a flag there"):
+                calls[call]()
+            return sheltered(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(points, "sheltered", interrupted)
+            offloaded.snapshot("c")
+        assert {point.name for point in offloaded.snapshots()} == {"a", "c"}
+        offloaded.drop_snapshot("a")
+        offloaded.drop_snapshot("c")
 
 
 def test_what_snapshots_of_other_directories_keep_is_told(
