@@ -174,11 +174,17 @@ class DeviceArena:
         return entry
 
     def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
-        entry.event = self._link.upload(entry.weight[start : start + values.numel()], values)
+        self._upload(entry, start, values)
+        with self._lock:  # an entry that is dropped keeps its memory until this is over
+            self._drop_finished_uploads()
+            self._uploads.append((entry.event, values))
 
     def put(self, entry: Entry, start: int, values: torch.Tensor) -> None:
-        self.fill(entry, start, values)
+        self._upload(entry, start, values)
         self._link.wait(entry.event)
+
+    def _upload(self, entry: Entry, start: int, values: torch.Tensor) -> None:
+        entry.event = self._link.upload(entry.weight[start : start + values.numel()], values)
 
     def arrived(self, entry: Entry) -> None:
         if entry.landing is None:

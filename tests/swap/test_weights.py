@@ -124,6 +124,16 @@ def test_acquiring_more_than_fits_is_a_budget_error_and_pins_nothing(make: Make)
         rig.use(parameter)
 
 
+@pytest.mark.parametrize("link", LINKS)
+def test_weights_from_memory_that_nobody_used_give_their_room_back(make: Make, link: str) -> None:
+    """Also those that are on their way to the device when they are dropped."""
+    rig = make(num=3, room=1, link=LINKS[link](), state_on_nvme=lambda _: False)
+    for _ in range(2):
+        with pytest.raises(BudgetError, match="no room for p"):
+            rig.weights.acquire([0, 1], "test")
+        rig.use(2)
+
+
 def test_memory_that_somebody_still_refers_to_is_not_reused(make: Make) -> None:
     rig = make(room=2)
     kept = rig.weights.borrow(0)
