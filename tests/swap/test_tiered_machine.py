@@ -108,7 +108,6 @@ class TiersMachine(RuleBasedStateMachine):
             path.mkdir()
         self.before = Leftovers.of(*self.folders)
         self.stack.enter_context(patch("swap.gradients.spill._RELEASE_SECONDS", 5.0))
-        self.stack.enter_context(patch("swap.cache.weight_cache._RELEASE_SECONDS", 0.2))
         if late:
             self.stack.enter_context(late_engines(seed))
         self.state = TieredState(
