@@ -4,7 +4,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.11 or later)
 #   TORCH=torch         another torch than the pinned one, such as the CUDA build; remembered
 #   ARGS="..."          more arguments for pytest (test, proof, test-gpu, test-asan) or the demo
-#   WORKERS=2           how many processes `make test` runs tests in
+#   WORKERS=3           how many processes run tests; they wait for the disk now and then
 #   MINUTES=10 SEED=0   how long `make soak` goes on, and what it draws its programs from
 
 SHELL := /bin/bash
@@ -21,7 +21,7 @@ C_FILES := $(wildcard */csrc/*.[ch])
 ALL_C_FILES := $(C_FILES) $(wildcard tests/*/*.[ch] tools/*/*.[ch])
 BUILD_INPUTS := setup.py pyproject.toml MANIFEST.in $(wildcard */_build.py) $(C_FILES)
 ARGS :=
-WORKERS := 2
+WORKERS := 3
 MINUTES := 10
 SEED := 0
 PYTEST := $(BIN)/python -m pytest -q --durations=10
