@@ -19,7 +19,7 @@ from infinity.optim.optimizer import OptimizerFactory
 from infinity.optim.rule import NativeOptimizer
 from infinity.parameters.records import ALWAYS_ON_HOST_ELEMENTS, Record
 from infinity.tiling.layers import MIN_TILE_BYTES
-from swap.storage.directory import check_usable
+from swap.storage.drives.directory import check_usable
 from swap.tiers import Budget, format_bytes, parse_bytes
 
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

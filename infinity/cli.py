@@ -27,9 +27,9 @@ from infinity.commands.waiting import told
 from infinity.snapshots.entries import checked_name
 from infinity.snapshots.points import Snapshots
 from infinity.values.initial.weight_files import WeightFolder
-from swap.storage.bandwidth import measure_and_keep
-from swap.storage.directory import reclaim
-from swap.storage.endurance import DRIVE_ENDURANCE
+from swap.storage.drives.bandwidth import measure_and_keep
+from swap.storage.drives.directory import reclaim
+from swap.storage.drives.endurance import DRIVE_ENDURANCE
 from swap.tiers import format_bytes
 
 MODEL = "model."

@@ -26,7 +26,7 @@ from infinity.snapshots.points import Snapshots
 from infinity.tiling.weight import TiledWeight
 from infinity.training import Training
 from infinity.values import loading, persistence
-from swap.storage.endurance import DRIVE_ENDURANCE
+from swap.storage.drives.endurance import DRIVE_ENDURANCE
 from swap.tiers import check_count, parse_amount
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from checkpoint.directory.destination import check_place
 from infinity.activations.offloading import Activations
 from swap.plan.traffic import traffic_of
-from swap.storage.endurance import DRIVE_ENDURANCE, Wear, endurance_of
+from swap.storage.drives.endurance import DRIVE_ENDURANCE, Wear, endurance_of
 from swap.tiered import TieredState
 from swap.tiers import Tier, format_bytes
 from swap.timeline import KINDS, Event, Timeline, busy_seconds, overlap_seconds, without

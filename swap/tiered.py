@@ -23,6 +23,8 @@ from swap.cache.weight_cache import WeightCache
 from swap.forks import check_process
 from swap.gradients.store import GradientStore
 from swap.masters import components_from, values_from
+from swap.memory.passage import Passage
+from swap.memory.slabs import slab_of, slab_sizes, slots_of
 from swap.mixture import Mixture
 from swap.plan.layout import Layout, Subgroup, neighbours
 from swap.plan.placement import Placement
@@ -30,8 +32,6 @@ from swap.plan.rules import ParameterUpdate, UpdateRule
 from swap.storage.components import ComponentStore
 from swap.storage.extents import ExtentStore
 from swap.storage.opening import open_extents
-from swap.storage.passage import Passage
-from swap.storage.slabs import slab_of, slab_sizes, slots_of
 from swap.timeline import Timeline
 from swap.undo import Undo
 from swap.update.pipeline import UpdatePipeline, parts_of

@@ -26,7 +26,7 @@ from bounds.validation import Comparison, comparisons
 from rich.console import Console
 from rich.table import Table
 
-from swap.storage.endurance import DRIVE_ENDURANCE
+from swap.storage.drives.endurance import DRIVE_ENDURANCE
 from swap.tiers import format_bytes, parse_bytes
 
 RATES = {

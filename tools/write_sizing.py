@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 import infinity
-from swap.storage.endurance import DRIVE_ENDURANCE
+from swap.storage.drives.endurance import DRIVE_ENDURANCE
 from swap.tiers import format_bytes
 
 BILLIONS = (7, 13, 70)

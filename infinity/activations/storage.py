@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from aio import AioError, Operation
-from swap.storage.bandwidth import shares
 from swap.storage.components import as_bytes, page_aligned
+from swap.storage.drives.bandwidth import shares
 from swap.storage.extents import Extent
 from swap.storage.opening import open_extents
 from swap.timeline import Timeline

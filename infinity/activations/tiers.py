@@ -20,9 +20,9 @@ import torch
 from aio import AioError
 from infinity.activations.offloading import Activations
 from infinity.activations.storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of
+from swap.memory.heap import give_back_freed_memory
 from swap.plan import eviction
 from swap.storage.components import page_aligned
-from swap.storage.heap import give_back_freed_memory
 from swap.tiers import Budget
 from swap.timeline import Timeline
 

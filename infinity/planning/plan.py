@@ -38,8 +38,8 @@ from infinity.planning.placing import (
 from infinity.planning.typical import typical_model
 from infinity.tiling.layers import Tiling
 from swap.plan.traffic import traffic_of
-from swap.storage.bandwidth import Bandwidth, measure
-from swap.storage.endurance import DRIVE_ENDURANCE, Wear, endurance_of
+from swap.storage.drives.bandwidth import Bandwidth, measure
+from swap.storage.drives.endurance import DRIVE_ENDURANCE, Wear, endurance_of
 from swap.tiers import Budget, BudgetError, check_count, format_bytes, parse_amount
 
 _DEFAULT_OPTIMIZER = AdamW()

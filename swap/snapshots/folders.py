@@ -8,7 +8,7 @@ and ``points``, where the snapshots themselves are.
 
 Who changes anything holds ``lock`` with flock(2): a block from its first use of snapshots to its
 end, or a process that enters a block, for as long as it gives back what killed ones left. What is
-reclaimed of swap files (``swap.storage.directory``) is never in here.
+reclaimed of swap files (``swap.storage.drives.directory``) is never in here.
 
 Folders are for their user alone, as those of swap files are, and links are not followed.
 """
@@ -29,7 +29,7 @@ from aio import AioError, sync_directory
 from aio.descriptors import Descriptor
 from swap.forks import note
 from swap.snapshots.contents import FileRange
-from swap.storage.directory import FOLDER, check_folder, locked, make_shared, try_to_lock
+from swap.storage.drives.directory import FOLDER, check_folder, locked, make_shared, try_to_lock
 
 _STORE = re.compile(r"[0-9a-f]{12}")
 _FILE = re.compile(r"([0-9a-f]{12})\.swap")

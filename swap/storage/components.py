@@ -19,6 +19,7 @@ import torch
 from aio import AioError, Operation, Slab
 from swap.apart import run_apart
 from swap.kernels import copy_bytes
+from swap.memory.passage import Passage, lies_as
 from swap.mixture import Mixture
 from swap.plain import check_plain, plain
 from swap.plan.layout import PAGE, Component, Segment, Subgroup, parameters_at
@@ -26,7 +27,6 @@ from swap.plan.placement import Placement
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import components_of
 from swap.storage.extents import Extent, ExtentStore
-from swap.storage.passage import Passage, lies_as
 from swap.storage.volumes import place_in
 from swap.tiers import Tier
 

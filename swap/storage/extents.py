@@ -30,7 +30,7 @@ from aio.descriptors import Descriptor
 from aio.errors import is_no_room, let_go
 from swap.forks import note
 from swap.plan.pins import Pins
-from swap.storage.directory import SwapDirectory
+from swap.storage.drives.directory import SwapDirectory
 from swap.storage.transfers import Kind, Transfers
 from swap.storage.volumes import ALIGNMENT, Extent, Volume, grown_anywhere, side_by_side
 from swap.undo import Undo, behind

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aio import Engine
-from swap.storage.directory import SwapDirectory
+from swap.storage.drives.directory import SwapDirectory
 from swap.storage.extents import ExtentStore
 from swap.undo import Undo
 

@@ -10,7 +10,7 @@ from typing import Any
 from aio import AioError, File, RangeAllocator
 from aio.descriptors import Descriptor
 from swap.storage.checksums import BlockSums
-from swap.storage.directory import SwapDirectory
+from swap.storage.drives.directory import SwapDirectory
 
 ALIGNMENT = 4096
 

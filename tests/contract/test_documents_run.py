@@ -26,7 +26,7 @@ import checkpoint
 import infinity
 from checkpoint.bench.conditions.arguments import parse_arguments
 from infinity.cli import _arguments
-from swap.storage.bandwidth import Bandwidth
+from swap.storage.drives.bandwidth import Bandwidth
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,9 +14,9 @@ import infinity
 from aio import AioError, Operation, Slab
 from aio.errors import let_go
 from infinity import restoring
+from swap.memory import passage as passages
+from swap.memory.passage import Passage
 from swap.plan.layout import CHUNK_BYTES, PASSAGE_BYTES
-from swap.storage import passage as passages
-from swap.storage.passage import Passage
 from swap.undo import Undo
 from tests.support.training import values_of
 

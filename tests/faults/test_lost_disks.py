@@ -17,7 +17,7 @@ import torch
 
 import infinity
 from aio import AioError
-from swap.storage.directory import reclaim
+from swap.storage.drives.directory import reclaim
 from tests.support.aio_loop import loop_mount, unavailable_reason
 from tests.support.late_engine import Faults, Kind
 from tests.support.models import seeded

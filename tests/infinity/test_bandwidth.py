@@ -9,8 +9,8 @@ import pytest
 
 import infinity
 from aio import AioError, File
-from swap.storage import bandwidth
-from swap.storage.bandwidth import kept, measure, measure_and_keep
+from swap.storage.drives import bandwidth
+from swap.storage.drives.bandwidth import kept, measure, measure_and_keep
 from tests.support.models import Stack
 
 

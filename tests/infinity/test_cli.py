@@ -8,7 +8,7 @@ import torch
 import checkpoint
 import infinity
 from infinity.cli import main
-from swap.storage.bandwidth import Bandwidth, kept, shares
+from swap.storage.drives.bandwidth import Bandwidth, kept, shares
 from tests.support.models import Stack, vector_loss
 
 

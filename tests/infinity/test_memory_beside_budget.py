@@ -9,7 +9,7 @@ from torch import nn
 
 import infinity
 from checkpoint.plan.write_runs import Slots, plan_slots
-from swap.storage import heap
+from swap.memory import heap
 from tests.support.training import budgets
 
 MARGIN_BYTES = 12 << 20

@@ -11,7 +11,7 @@ from torch import nn
 import infinity
 from infinity.report import Report
 from swap.plan.traffic import Traffic, traffic_of
-from swap.storage.endurance import Wear, endurance_of
+from swap.storage.drives.endurance import Wear, endurance_of
 from swap.tiers import format_bytes
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.proof import matrix

@@ -15,7 +15,7 @@ import pytest
 
 from aio import AioError, Engine
 from aio.descriptors import Descriptor
-from swap.storage.directory import SwapDirectory, reclaim
+from swap.storage.drives.directory import SwapDirectory, reclaim
 from tests.support.forks import FORKS
 from tests.support.interrupts import interrupt
 from tests.support.proof import matrix
@@ -25,7 +25,7 @@ from tests.support.tiers import Leftovers
 HOLD = """
 import signal, sys
 from aio import Engine
-from swap.storage.directory import SwapDirectory
+from swap.storage.drives.directory import SwapDirectory
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 engine = Engine("posix")
 directory = SwapDirectory(sys.argv[1], engine)
@@ -346,7 +346,7 @@ def test_lock_that_is_none_is_neither_waited_for_nor_followed(
 def test_directory_that_stays_locked_is_named_after_a_while(
     tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swap.storage.directory._TURN_SECONDS", 0.0)
+    monkeypatch.setattr("swap.storage.drives.directory._TURN_SECONDS", 0.0)
     before = Leftovers.of(tmp_path)
     with Descriptor(tmp_path, os.O_RDONLY) as held:
         fcntl.flock(held.number, fcntl.LOCK_EX)

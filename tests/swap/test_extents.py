@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from aio import AioError, File
 from swap.storage import extents as module
-from swap.storage.directory import SwapDirectory
+from swap.storage.drives.directory import SwapDirectory
 from swap.storage.extents import Extent, ExtentStore
 from swap.storage.volumes import ALIGNMENT
 from tests.support.examples import examples

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from aio import AioError, Operation, Slab
 from swap.gradients.store import GradientStore
 from swap.plan.layout import PIECE, Layout, pack
-from swap.storage.directory import SwapDirectory
+from swap.storage.drives.directory import SwapDirectory
 from swap.storage.extents import ExtentStore
 from swap.timeline import Timeline
 from tests.support.examples import examples

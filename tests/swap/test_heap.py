@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from swap.storage.heap import _glibc
+from swap.memory.heap import _glibc
 
 needs_glibc = pytest.mark.skipif(
     _glibc("malloc_trim") is None, reason="malloc is not glibc's: nothing is done there"
 )
 _PRELUDE = """
 import ctypes
-from swap.storage.heap import MMAP_THRESHOLD_BYTES, SmallHeap
+from swap.memory.heap import MMAP_THRESHOLD_BYTES, SmallHeap
 
 libc = ctypes.CDLL(None)
 libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
@@ -78,7 +78,7 @@ with SmallHeap():
 def test_small_heap_in_a_child_forked_while_another_thread_enters_does_not_wait() -> None:
     run("""
 import os, signal, threading
-from swap.storage import heap
+from swap.memory import heap
 
 entered, forked = threading.Event(), threading.Event()
 

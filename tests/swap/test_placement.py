@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from infinity.optim.adamw import AdamRule
 from infinity.optim.rule import FrozenRule
+from swap.memory.slabs import slab_sizes
 from swap.plan import placement as planner
 from swap.plan.layout import PIECE, ParameterSpec
 from swap.plan.placement import MIN_CHECKPOINT_BYTES, MIN_SLOTS, Placement, place
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import gradient_bytes, state_bytes
 from swap.plan.traffic import traffic_of
-from swap.storage.slabs import slab_sizes
 from swap.tiers import Budget, BudgetError, Tier
 from tests.support.examples import examples
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from aio import Engine
 from swap.plan.layout import PAGE, Component
 from swap.plan.slots import MOST_BYTES, plan_slot
-from swap.storage.directory import SwapDirectory
+from swap.storage.drives.directory import SwapDirectory
 from swap.storage.extents import Extent, ExtentStore
 from swap.update.runs import Part, runs_of
 

@@ -315,7 +315,7 @@ def test_construction_that_fails_leaves_nothing(tmp_path: Path, failing: str) ->
             expected = NotADirectoryError
         elif failing == "slab":
             stack.enter_context(
-                patch("swap.storage.slabs.Slab", side_effect=MemoryError("no memory"))
+                patch("swap.memory.slabs.Slab", side_effect=MemoryError("no memory"))
             )
             expected = MemoryError
         else:

@@ -24,8 +24,8 @@ from checkpoint.interop.packing import pack, unpack
 from checkpoint.interop.shard_folder import ShardFolder
 from infinity.snapshots.entries import listed, read_entry
 from infinity.values.initial.weight_files import INDEX, WHOLE, WeightFolder
-from swap.storage import bandwidth
-from swap.storage.directory import FOLDER
+from swap.storage.drives import bandwidth
+from swap.storage.drives.directory import FOLDER
 
 _GOLDEN = Path(__file__).parents[2] / "tests" / "checkpoint" / "golden" / "nodes"
 _UUID = "00c0ffee"

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from infinity.adamw.tiers.sweep import StateGroup, Sweeps, Work
+from swap.memory.passage import Passage
+from swap.memory.slabs import slab_of, slab_sizes, slots_of
 from swap.plan.layout import ParameterSpec
 from swap.plan.placement import MIN_CHECKPOINT_BYTES, Placement
 from swap.plan.rules import UpdateRule
 from swap.plan.state_placement import Taken, place_state
-from swap.storage.bandwidth import shares
 from swap.storage.components import ComponentStore
+from swap.storage.drives.bandwidth import shares
 from swap.storage.extents import ExtentStore
 from swap.storage.opening import open_extents
-from swap.storage.passage import Passage
-from swap.storage.slabs import slab_of, slab_sizes, slots_of
 from swap.tiers import Budget
 from swap.timeline import Timeline
 from swap.undo import Undo

@@ -24,7 +24,7 @@ from aio import (
 )
 from aio.descriptors import Descriptor
 from aio.errors import is_no_room
-from swap.storage.directory import FOLDER, SwapDirectory, make_shared
+from swap.storage.drives.directory import FOLDER, SwapDirectory, make_shared
 from swap.undo import Undo
 
 _PROBE_BYTES = 256 * 1024 * 1024
