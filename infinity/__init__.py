@@ -13,7 +13,7 @@ from infinity.ranks.agreement import RankDifferenceError
 from infinity.report import Report
 from infinity.snapshots.entries import Snapshot
 from infinity.tiling.tiled_linear import TiledLinear
-from swap.mixture import MixedStateError
+from swap.interruptions.mixture import MixedStateError
 from swap.storage.checksums import CorruptSwapError
 from swap.tiers import BudgetError
 

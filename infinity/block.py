@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from infinity.model import OffloadedModel, training_of
 from infinity.parameters.modes import own_modes
 from infinity.training import Training
-from swap.undo import Undo
+from swap.interruptions.undo import Undo
 
 _log = logging.getLogger(__name__)
 _entered: dict[int, OffloadBlock] = {}

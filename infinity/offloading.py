@@ -51,13 +51,13 @@ from infinity.tiling.layers import Tiling
 from infinity.training import Parts, Training
 from infinity.values.buffers import BufferConversion
 from infinity.values.initial.materialize import fill_all, values_for
+from swap.interruptions.undo import Undo
 from swap.memory.heap import SmallHeap, give_back_freed_memory
 from swap.plan.placement import Placement
 from swap.plan.rules import UpdateRule
 from swap.storage.drives.bandwidth import shares
 from swap.storage.drives.directory import reclaim
 from swap.tiered import TieredState
-from swap.undo import Undo
 
 _DEFAULT_OPTIMIZER = AdamW()
 

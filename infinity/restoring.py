@@ -37,8 +37,8 @@ from infinity.parameters.placeholders import (
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE
 from infinity.ranks.context import RankContext
+from swap.interruptions.undo import Closing
 from swap.tiered import TieredState
-from swap.undo import Closing
 
 _log = logging.getLogger(__name__)
 

@@ -38,14 +38,14 @@ from infinity.parameters.placeholders import check_not_transformed
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.restoring import Restoring
-from swap.apart import run_apart
-from swap.forks import check_process
-from swap.mixture import MixedStateError
+from swap.interruptions.apart import run_apart
+from swap.interruptions.forks import check_process
+from swap.interruptions.mixture import MixedStateError
+from swap.interruptions.undo import Undo
 from swap.plan.rules import ParameterUpdate
 from swap.storage.checksums import CorruptSwapError
 from swap.tiered import TieredState
 from swap.tiers import Budget
-from swap.undo import Undo
 from swap.update.stages import Step
 
 _UNCLIPPED_STEPS = 4

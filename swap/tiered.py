@@ -16,16 +16,17 @@ from pathlib import Path
 import torch
 
 from aio import Engine, Slab
-from swap.apart import run_apart
 from swap.cache.arena import Arena, HostArena
 from swap.cache.device_arena import CudaLink, DeviceArena, GradientInbox, Link, register_with_cuda
 from swap.cache.weight_cache import WeightCache
-from swap.forks import check_process
 from swap.gradients.store import GradientStore
+from swap.interruptions.apart import run_apart
+from swap.interruptions.forks import check_process
+from swap.interruptions.mixture import Mixture
+from swap.interruptions.undo import Undo
 from swap.masters import components_from, values_from
 from swap.memory.passage import Passage
 from swap.memory.slabs import slab_of, slab_sizes, slots_of
-from swap.mixture import Mixture
 from swap.plan.layout import Layout, Subgroup, neighbours
 from swap.plan.placement import Placement
 from swap.plan.rules import ParameterUpdate, UpdateRule
@@ -33,7 +34,6 @@ from swap.storage.components import ComponentStore
 from swap.storage.extents import ExtentStore
 from swap.storage.opening import open_extents
 from swap.timeline import Timeline
-from swap.undo import Undo
 from swap.update.pipeline import UpdatePipeline, parts_of
 from swap.update.speculation import Speculation
 from swap.update.stages import Stages, Step

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from aio import AioError, Operation
+from swap.interruptions.undo import Undo
 from swap.storage.components import as_bytes, page_aligned
 from swap.storage.drives.bandwidth import shares
 from swap.storage.extents import Extent
 from swap.storage.opening import open_extents
 from swap.timeline import Timeline
-from swap.undo import Undo
 
 _BLOCK_BYTES = 256 * 1024
 ENGINE_BYTES = 8 * _BLOCK_BYTES

@@ -20,7 +20,7 @@ import torch
 
 from aio.threads import Latch
 from checkpoint.sheltered import Cancellation, sheltered
-from swap import forks
+from swap.interruptions import forks
 from swap.processors import stay_in_background
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from infinity.adamw.names import names_of
 from infinity.adamw.step import MemberUpdate, Step, Updater, take
 from infinity.adamw.tiers.store import StateStore
 from infinity.optim.adamw import AdamRule
-from swap.mixture import MixedStateError
+from swap.interruptions.mixture import MixedStateError
 
 T = TypeVar("T")
 _REMEDY = "the step is not finished: mend that, then call optimizer.flush() to finish it"

@@ -35,8 +35,8 @@ from infinity.adamw.state_view import ParameterState, TieredStateView, refuse_ch
 from infinity.adamw.step import Step, is_asked_by_torch, makes_state_only, never
 from infinity.arguments import Directories, budget_of_rank, directories_of
 from infinity.optim.adamw import AdamW
+from swap.interruptions.undo import Closing
 from swap.timeline import busy_seconds
-from swap.undo import Closing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from infinity.parameters.modes import own_modes
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.tiling.weight import TiledWeight
-from swap.apart import run_apart
+from swap.interruptions.apart import run_apart
 
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor | None
 

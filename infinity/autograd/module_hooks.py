@@ -21,7 +21,7 @@ from infinity.autograd.versions import Versions
 from infinity.parameters.parameter import cannot_be_copied
 from infinity.parameters.placeholders import check_not_transformed
 from infinity.parameters.records import Record
-from swap.undo import Undo
+from swap.interruptions.undo import Undo
 
 _TABLES = (
     "_forward_pre_hooks",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infinity.parameters.parameter import OffloadedParameter, cannot_be_copied
-from swap.undo import Undo
+from swap.interruptions.undo import Undo
 
 _AVERAGING = "offload the plain model and pass process_group=torch.distributed.group.WORLD"
 _WRAPPERS = {

@@ -59,7 +59,7 @@ from infinity.parameters.placeholders import (
 )
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
-from swap.forks import check_process, note
+from swap.interruptions.forks import check_process, note
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ from infinity.model import training_of
 from infinity.values.checkpoint_tensors import CheckpointTensor, checkpoint_tensors_of
 from infinity.values.initial.weight_files import WeightFolder
 from infinity.values.module_state import persistent_buffers
-from swap.mixture import Scope
+from swap.interruptions.mixture import Scope
 
 
 class OffloadedStateDict(Mapping[str, torch.Tensor]):
@@ -77,7 +77,7 @@ def replacing(
     offloaded: infinity.OffloadedModel, what: str, targets: Iterable[object]
 ) -> Iterator[None]:
     """Values of weights among ``targets`` are replaced inside, one after the other. What stops that
-    leaves them mixed, see ``swap.mixture``; ``what`` names it then.
+    leaves them mixed, see ``swap.interruptions.mixture``; ``what`` names it then.
     """
     weights = (target for target in targets if isinstance(target, CheckpointTensor))
     indices = frozenset(part.index for leaf in weights for part in leaf.parts)

@@ -6,8 +6,8 @@ import torch
 
 from aio import AioError
 from infinity.parameters.records import Record
-from swap.apart import run_apart
-from swap.mixture import Scope
+from swap.interruptions.apart import run_apart
+from swap.interruptions.mixture import Scope
 from swap.plain import check_memory
 from swap.tiered import TieredState
 

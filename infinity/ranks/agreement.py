@@ -20,8 +20,8 @@ from checkpoint.errors import RankFailedError
 from checkpoint.transfer.memory import machine
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import Ranks
+from swap.interruptions.undo import Undo
 from swap.plan.rules import UpdateRule
-from swap.undo import Undo
 
 _SHORT = 200
 

@@ -32,7 +32,7 @@ from infinity.snapshots.saving import PointSave, save_behind, save_now
 from infinity.snapshots.sources import contents_of, model_of, tree_of
 from infinity.values.loading import load_from
 from infinity.values.persistence import TrainingState
-from swap.apart import run_apart
+from swap.interruptions.apart import run_apart
 from swap.snapshots.contents import encode
 from swap.snapshots.folders import Folders
 from swap.snapshots.sums import encode_sums

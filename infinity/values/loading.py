@@ -46,8 +46,8 @@ from infinity.values.rank_state import (
     restore_random,
     saves_seen,
 )
+from swap.interruptions.mixture import Change, Scope
 from swap.kernels import merge_master
-from swap.mixture import Change, Scope
 from swap.plan.layout import Component
 from swap.tiered import CHUNK_ELEMENTS, TieredState
 
@@ -78,8 +78,8 @@ def load(
 
     Raises ``ValueError`` naming what does not match before anything is changed. A failure or an
     interrupt later (a corrupt file, an I/O error) leaves values mixed, and all but loading again is
-    refused until that has worked, see ``swap.mixture``. What a ``set_extra_state`` raises
-    leaves that module and those after it with what they had, and everything else loaded.
+    refused until that has worked, see ``swap.interruptions.mixture``. What a ``set_extra_state``
+    raises leaves that module and those after it with what they had, and everything else loaded.
     """
     read = partial(checkpoint.load, path, stripe_dirs=stripe_dirs)
     fits = partial(check_targets, Path(path).resolve(), relocation(stripe_dirs))

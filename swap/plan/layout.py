@@ -29,7 +29,7 @@ PIECE = 4096
 PAGE = 4096
 """Bytes to which components are padded, for direct I/O."""
 CHUNK_BYTES = 128 * 1024
-"""Of what direct I/O cannot take as it is: copied so much at a time, see ``storage.passage``."""
+"""Of what direct I/O cannot take as it is: copied so much at a time, see ``memory.passage``."""
 PASSAGE_BYTES = 4 * (CHUNK_BYTES + PAGE)
 """Four chunks in flight, each with room to start anywhere in a page."""
 

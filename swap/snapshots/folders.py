@@ -27,7 +27,7 @@ from pathlib import Path
 
 from aio import AioError, sync_directory
 from aio.descriptors import Descriptor
-from swap.forks import note
+from swap.interruptions.forks import note
 from swap.snapshots.contents import FileRange
 from swap.storage.drives.directory import FOLDER, check_folder, locked, make_shared, try_to_lock
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from aio import AioError, Operation, Slab
-from swap.apart import run_apart
+from swap.interruptions.apart import run_apart
+from swap.interruptions.mixture import Mixture
 from swap.kernels import copy_bytes
 from swap.memory.passage import Passage, lies_as
-from swap.mixture import Mixture
 from swap.plain import check_plain, plain
 from swap.plan.layout import PAGE, Component, Segment, Subgroup, parameters_at
 from swap.plan.placement import Placement

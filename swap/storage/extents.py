@@ -28,12 +28,12 @@ from typing import Any, TypeVar
 from aio import AioError, Engine, File, Operation
 from aio.descriptors import Descriptor
 from aio.errors import is_no_room, let_go
-from swap.forks import note
+from swap.interruptions.forks import note
+from swap.interruptions.undo import Undo, behind
 from swap.plan.pins import Pins
 from swap.storage.drives.directory import SwapDirectory
 from swap.storage.transfers import Kind, Transfers
 from swap.storage.volumes import ALIGNMENT, Extent, Volume, grown_anywhere, side_by_side
-from swap.undo import Undo, behind
 
 __all__ = ["ALIGNMENT", "Extent", "ExtentStore"]
 

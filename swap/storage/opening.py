@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from aio import Engine
+from swap.interruptions.undo import Undo
 from swap.storage.drives.directory import SwapDirectory
 from swap.storage.extents import ExtentStore
-from swap.undo import Undo
 
 
 def open_extents(

@@ -30,7 +30,7 @@ import torch
 from aio.errors import advise, is_no_room, let_go
 from aio.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.weight_cache import WeightCache
-from swap.mixture import MixedStateError
+from swap.interruptions.mixture import MixedStateError
 from swap.plan.layout import Subgroup
 from swap.processors import stay_in_background
 from swap.update.stages import Job, Stages, Step

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from aio import AioError, Operation
-from swap.mixture import Mixture
+from swap.interruptions.mixture import Mixture
 from swap.plan.layout import Subgroup
 from swap.plan.slots import Place, SlotPlan, plan_slot
 from swap.storage.components import ComponentStore, as_tensor

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # in no folder stand by themselves. The folders of a program within a package are counted within it.
 FLOORS: dict[str, tuple[str, ...]] = {
     "swap": (
-        *("plan", "memory", "storage.drives", "storage"),
+        *("interruptions", "plan", "memory", "storage.drives", "storage"),
         *("snapshots", "cache", "gradients", "update"),
     ),
     "checkpoint": (
@@ -33,7 +33,6 @@ MOST_MODULES = 10
 LARGER: dict[str, tuple[int, str]] = {
     "aio": (14, "the engine is one subject; its C sources have a folder of their own"),
     "infinity/parameters": (15, "what a parameter is, and what stands for it, is one subject"),
-    "swap": (12, "what every folder uses (kernels, tiers, mixture) stands beside the face"),
 }
 
 

@@ -21,8 +21,8 @@ import checkpoint
 import infinity
 from aio import Engine
 from checkpoint.dcp import StorageWriter
+from swap.interruptions.undo import Closing, close_gone
 from swap.storage.drives.directory import SwapDirectory, reclaim
-from swap.undo import Closing, close_gone
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget
 

@@ -14,10 +14,10 @@ import infinity
 from aio import AioError, Operation, Slab
 from aio.errors import let_go
 from infinity import restoring
+from swap.interruptions.undo import Undo
 from swap.memory import passage as passages
 from swap.memory.passage import Passage
 from swap.plan.layout import CHUNK_BYTES, PASSAGE_BYTES
-from swap.undo import Undo
 from tests.support.training import values_of
 
 

@@ -17,8 +17,8 @@ from torch import nn
 import infinity
 from aio import AioError
 from infinity import restoring
+from swap.interruptions.undo import close_gone
 from swap.storage.components import ComponentStore
-from swap.undo import close_gone
 from swap.update.stages import Stages
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget, same_bits, values_of

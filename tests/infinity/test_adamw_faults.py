@@ -13,9 +13,9 @@ import torch
 from aio import AioError, Engine
 from aio.backends import MemoryBackend
 from infinity import OffloadedAdamW
+from swap.interruptions.undo import close_gone
 from swap.storage import opening
 from swap.storage.extents import ExtentStore
-from swap.undo import close_gone
 from tests.support.adamw_model import (
     AMPLE,
     DTYPES,

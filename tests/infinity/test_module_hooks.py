@@ -13,7 +13,7 @@ from torch import nn
 from infinity.autograd.module_hooks import ModelHooks
 from infinity.autograd.phases import Passes
 from infinity.parameters.records import records_of
-from swap.undo import Undo
+from swap.interruptions.undo import Undo
 
 
 class _Noted:

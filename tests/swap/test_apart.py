@@ -9,7 +9,7 @@ import pytest
 
 from aio import AioError
 from aio.threads import Thread, join_thread, start_thread
-from swap.apart import run_apart
+from swap.interruptions.apart import run_apart
 from tests.support.keyboard import PATIENCE_SECONDS, Keyboard, keyboard_of
 
 

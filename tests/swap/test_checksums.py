@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio import AioError
+from swap.interruptions.undo import Undo
 from swap.storage.checksums import BLOCK, CorruptSwapError
 from swap.storage.extents import Extent, ExtentStore
 from swap.storage.opening import open_extents
-from swap.undo import Undo
 from tests.support.examples import examples
 
 BLOCKS = 6

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from aio import AioError
-from swap.mixture import MixedStateError, Scope
+from swap.interruptions.mixture import MixedStateError, Scope
 from swap.plan.layout import PIECE, pack
 from swap.plan.placement import place
 from swap.tiered import TieredState

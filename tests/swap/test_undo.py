@@ -2,7 +2,7 @@
 
 import pytest
 
-from swap.undo import Leave, Undo
+from swap.interruptions.undo import Leave, Undo
 from tests.support.interrupts import interrupt
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from infinity.adamw.tiers.sweep import StateGroup, Sweeps, Work
+from swap.interruptions.undo import Undo
 from swap.memory.passage import Passage
 from swap.memory.slabs import slab_of, slab_sizes, slots_of
 from swap.plan.layout import ParameterSpec
@@ -20,7 +21,6 @@ from swap.storage.extents import ExtentStore
 from swap.storage.opening import open_extents
 from swap.tiers import Budget
 from swap.timeline import Timeline
-from swap.undo import Undo
 from swap.update.staging import Staged, Staging
 
 

@@ -17,7 +17,7 @@ from infinity.values.component_bytes import ComponentBytes, components_of_tensor
 from infinity.values.loading import absent_state, check_fits, restore_scalars
 from infinity.values.optimizer_match import OF_MEMBERS
 from infinity.values.persistence import FORMAT, TrainingState
-from swap.mixture import Scope
+from swap.interruptions.mixture import Scope
 from swap.storage.components import as_bytes
 
 KEPT_BY = "torch.optim.adamw.AdamW"
@@ -53,7 +53,7 @@ def check_given(training: TrainingState, given: GivenState) -> None:
 
 def take_given(training: TrainingState, given: GivenState) -> None:
     """Let training go on from this state and its options; the update must be flushed. Weights stay.
-    A failure leaves the state mixed, see ``swap.mixture``.
+    A failure leaves the state mixed, see ``swap.interruptions.mixture``.
 
     Raises as ``check_given``, before anything is changed.
     """

@@ -24,8 +24,8 @@ from aio import (
 )
 from aio.descriptors import Descriptor
 from aio.errors import is_no_room
+from swap.interruptions.undo import Undo
 from swap.storage.drives.directory import FOLDER, SwapDirectory, make_shared
-from swap.undo import Undo
 
 _PROBE_BYTES = 256 * 1024 * 1024
 _REQUEST_BYTES = 8 * 1024 * 1024

@@ -33,8 +33,8 @@ from pathlib import Path
 from aio import Engine, File
 from aio.descriptors import Descriptor
 from aio.errors import let_go
-from swap.forks import note
-from swap.undo import Undo, close_gone
+from swap.interruptions.forks import note
+from swap.interruptions.undo import Undo, close_gone
 
 FOLDER = ".infinity"
 """Where everything of ours is, in each directory."""
