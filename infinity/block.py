@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from infinity.model import OffloadedModel, training_of
-from infinity.parameters.modes import own_modes
+from infinity.parameters.offloaded.modes import own_modes
 from infinity.training import Training
 from swap.interruptions.undo import Undo
 

@@ -17,8 +17,8 @@ from checkpoint.directory.relocation import StripeDirs
 from infinity.autograd.modifying import Parameters, records_of
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.stepping import as_norm, clip_coefficient
-from infinity.parameters.modes import own_modes
-from infinity.parameters.parameter import cannot_be_copied
+from infinity.parameters.offloaded.modes import own_modes
+from infinity.parameters.offloaded.parameter import cannot_be_copied
 from infinity.ranks.collectives import LOAD, SAVE
 from infinity.report import Report, make_report, write_trace
 from infinity.snapshots.entries import Snapshot, checked_name

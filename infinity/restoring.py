@@ -24,10 +24,10 @@ from aio.errors import let_go
 from checkpoint.errors import RankFailedError
 from infinity.autograd.lost_values import refuse_calls
 from infinity.autograd.restore_error import RestoreError, alive, listed
-from infinity.parameters.becoming import become_plain, replace_parameter
-from infinity.parameters.modes import own_modes
-from infinity.parameters.parameter import take_grad
-from infinity.parameters.placeholders import (
+from infinity.parameters.offloaded.becoming import become_plain, replace_parameter
+from infinity.parameters.offloaded.modes import own_modes
+from infinity.parameters.offloaded.parameter import take_grad
+from infinity.parameters.offloaded.placeholders import (
     lost,
     reason_of,
     refusal_of_gone,

@@ -30,11 +30,11 @@ from infinity.optim.optimizer import OffloadedOptimizer, StepTaker
 from infinity.optim.rule import OptimizerRule
 from infinity.optim.state_reference import StateReference
 from infinity.optim.stepping import as_norm, clip_coefficient, options_of, updates_for
-from infinity.parameters.becoming import become_offloaded
-from infinity.parameters.gradient import ChangeCount
-from infinity.parameters.modes import own_modes, unseen
-from infinity.parameters.parameter import take_grad
-from infinity.parameters.placeholders import check_not_transformed
+from infinity.parameters.offloaded.becoming import become_offloaded
+from infinity.parameters.offloaded.gradient import ChangeCount
+from infinity.parameters.offloaded.modes import own_modes, unseen
+from infinity.parameters.offloaded.parameter import take_grad
+from infinity.parameters.offloaded.placeholders import check_not_transformed
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.restoring import Restoring

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.parameters.placeholders import is_placeholder, refusal_of_lost, refuse
+from infinity.parameters.offloaded.placeholders import is_placeholder, refusal_of_lost, refuse
 
 
 class _Refusal:

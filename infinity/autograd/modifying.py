@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.versions import KeptViews, Versions
-from infinity.parameters.modes import own_modes
+from infinity.parameters.offloaded.modes import own_modes
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.tiling.weight import TiledWeight

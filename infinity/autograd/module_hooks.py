@@ -18,8 +18,8 @@ from infinity.autograd.refusals import check_call, refuse_script
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.saved_tensors import SavedTensors
 from infinity.autograd.versions import Versions
-from infinity.parameters.parameter import cannot_be_copied
-from infinity.parameters.placeholders import check_not_transformed
+from infinity.parameters.offloaded.parameter import cannot_be_copied
+from infinity.parameters.offloaded.placeholders import check_not_transformed
 from infinity.parameters.records import Record
 from swap.interruptions.undo import Undo
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from infinity.parameters.parameter import OffloadedParameter, cannot_be_copied
+from infinity.parameters.offloaded.parameter import OffloadedParameter, cannot_be_copied
 from swap.interruptions.undo import Undo
 
 _AVERAGING = "offload the plain model and pass process_group=torch.distributed.group.WORLD"

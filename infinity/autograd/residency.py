@@ -42,15 +42,15 @@ from torch import nn
 
 from infinity.autograd.refusals import WatchedParameters
 from infinity.backward_passes import has_ended
-from infinity.parameters.becoming import overwrite_data
-from infinity.parameters.modes import unseen
-from infinity.parameters.parameter import (
+from infinity.parameters.offloaded.becoming import overwrite_data
+from infinity.parameters.offloaded.modes import unseen
+from infinity.parameters.offloaded.parameter import (
     AbsentParameter,
     OffloadedParameter,
     mark_absent,
     put_data,
 )
-from infinity.parameters.placeholders import (
+from infinity.parameters.offloaded.placeholders import (
     end_lending,
     is_placeholder,
     lend,

@@ -33,8 +33,8 @@ from infinity.activations.offloading import Activations
 from infinity.activations.storage import SavedActivation
 from infinity.autograd.phases import Phases
 from infinity.autograd.views import View, bytes_of, is_whole
-from infinity.parameters.modes import unseen
-from infinity.parameters.parameter import OffloadedParameter
+from infinity.parameters.offloaded.modes import unseen
+from infinity.parameters.offloaded.parameter import OffloadedParameter
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
 

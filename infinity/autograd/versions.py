@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence, Set
 import torch
 from torch import nn
 
-from infinity.parameters.modes import unseen
-from infinity.parameters.placeholders import placeholder, refusal_of_view
+from infinity.parameters.offloaded.modes import unseen
+from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_view
 from infinity.parameters.records import Record
 from infinity.parameters.structure import Structure
 

@@ -18,9 +18,9 @@ import torch
 from aio.errors import let_go
 from infinity.backward_passes import BackwardPasses
 from infinity.optim.loss_scale import GradientScale, LossScale
-from infinity.parameters.gradient import ChangeCount
-from infinity.parameters.parameter import take_grad
-from infinity.parameters.placeholders import came_frozen
+from infinity.parameters.offloaded.gradient import ChangeCount
+from infinity.parameters.offloaded.parameter import take_grad
+from infinity.parameters.offloaded.placeholders import came_frozen
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.tiling.deferred import taken

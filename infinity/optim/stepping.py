@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from infinity.optim.torch_optimizer.workers import options_at, options_in
-from infinity.parameters.becoming import attributes_of
+from infinity.parameters.offloaded.becoming import attributes_of
 from infinity.parameters.records import Record
 from swap.plan.rules import ParameterUpdate
 

@@ -1,1 +1,1 @@
-"""What a model consists of: its parameters as records, and what stands in their place."""
+"""What a model consists of: its parameters as records, and what memory they share."""

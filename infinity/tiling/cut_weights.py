@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from infinity.parameters.placeholders import placeholder, refusal_of_tiled
+from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_tiled
 from infinity.tiling.belongings import reason_against_parameter
 from infinity.tiling.groups import touch
 from infinity.tiling.joining import Cut, StateDictHooks

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.parameters.placeholders import placeholder, refusal_of_tiled
+from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_tiled
 from infinity.parameters.records import compute_dtype_of
 from infinity.tiling.belongings import cut_gradient
 from infinity.tiling.tile import CHILD, RowRange, Tile, TileList, lie_as_cut

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from infinity.parameters.changes import Changes, copy_of, wait_for, writes_later
-from infinity.parameters.gradient import ChangeCount, GradientOwner, OffloadedGradient
-from infinity.parameters.parameter import SHOWS_MEMORY
-from infinity.parameters.placeholders import as_they_are
+from infinity.parameters.offloaded.changes import Changes, copy_of, wait_for, writes_later
+from infinity.parameters.offloaded.gradient import ChangeCount, GradientOwner, OffloadedGradient
+from infinity.parameters.offloaded.parameter import SHOWS_MEMORY
+from infinity.parameters.offloaded.placeholders import as_they_are
 
 RowRange = tuple[int, int]
 """First row, and the row after the last."""

@@ -10,7 +10,7 @@ from torch import nn
 import infinity
 from infinity import OffloadedModel
 from infinity.autograd import residency
-from infinity.parameters.parameter import OffloadedParameter, put_data
+from infinity.parameters.offloaded.parameter import OffloadedParameter, put_data
 from tests.support.interrupts import Lines, interrupt, interrupt_behind_call, sampled
 from tests.support.training import WHOLE, least_budget
 

@@ -11,7 +11,7 @@ import torch
 
 import infinity
 from aio import AioError
-from infinity.parameters.gradient import OffloadedGradient
+from infinity.parameters.offloaded.gradient import OffloadedGradient
 from swap.tiered import TieredState
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import WHOLE, least_budget, same_bits

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.parameters.gradient import OffloadedGradient
+from infinity.parameters.offloaded.gradient import OffloadedGradient
 from tests.support.models import LowStack as Stack
 from tests.support.models import low_vector_loss as vector_loss
 from tests.support.models import seeded

@@ -20,7 +20,7 @@ from torch import nn
 import infinity
 from aio import AioError
 from infinity import restoring
-from infinity.parameters import placeholders
+from infinity.parameters.offloaded import placeholders
 from swap.storage.components import ComponentStore
 from tests.infinity.test_entrances import ENTRANCES
 from tests.support.training import same_bits

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from infinity.autograd.residency import ModuleResidency
-from infinity.parameters.becoming import become_offloaded
-from infinity.parameters.parameter import AbsentParameter
+from infinity.parameters.offloaded.becoming import become_offloaded
+from infinity.parameters.offloaded.parameter import AbsentParameter
 from infinity.parameters.records import records_of
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from infinity.optim.torch_optimizer.values import same
-from infinity.parameters.becoming import attributes_of
+from infinity.parameters.offloaded.becoming import attributes_of
 
 Step = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any]]]
 """A step of one parameter, by group options and state: the state after it, and the options."""

@@ -17,12 +17,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from infinity.parameters.assigned import check_assigned
-from infinity.parameters.changes import CopyOwner, copy_of, wait_for, weight_changes, writes_later
-from infinity.parameters.differentiated import PASSES, by_edges, is_by_inputs_alone
-from infinity.parameters.gradient import GradientOwner, OffloadedGradient
-from infinity.parameters.metadata import ABOUT_PARAMETERS
-from infinity.parameters.placeholders import (
+from infinity.parameters.offloaded.assigned import check_assigned
+from infinity.parameters.offloaded.changes import (
+    CopyOwner,
+    copy_of,
+    wait_for,
+    weight_changes,
+    writes_later,
+)
+from infinity.parameters.offloaded.differentiated import PASSES, by_edges, is_by_inputs_alone
+from infinity.parameters.offloaded.gradient import GradientOwner, OffloadedGradient
+from infinity.parameters.offloaded.metadata import ABOUT_PARAMETERS
+from infinity.parameters.offloaded.placeholders import (
     came_frozen,
     is_placeholder,
     lender_of,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from infinity.parameters.gradient import OffloadedGradient
+from infinity.parameters.offloaded.gradient import OffloadedGradient
 from swap.plain import memory_fault
 
 

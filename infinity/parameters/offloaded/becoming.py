@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.parameters.parameter import OffloadedParameter, Owner
-from infinity.parameters.placeholders import (
+from infinity.parameters.offloaded.parameter import OffloadedParameter, Owner
+from infinity.parameters.offloaded.placeholders import (
     as_they_are,
     is_lost,
     placeholder,

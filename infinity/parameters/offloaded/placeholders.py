@@ -22,7 +22,7 @@ from weakref import finalize
 import torch
 from torch.utils._pytree import tree_leaves
 
-from infinity.parameters.modes import own_modes
+from infinity.parameters.offloaded.modes import own_modes
 
 _functorch: Any = torch._C._functorch
 _NAME = "TESTING_ONLY_GenericWrapper"

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from infinity.parameters.placeholders import as_they_are
+from infinity.parameters.offloaded.placeholders import as_they_are
 
 PASSES: frozenset[Callable[..., Any]] = frozenset({torch.autograd.grad, torch.autograd.backward})
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from infinity.parameters.changes import Changes, wait_for, writes_later
-from infinity.parameters.metadata import ABOUT_GRADIENTS
-from infinity.parameters.placeholders import as_they_are
+from infinity.parameters.offloaded.changes import Changes, wait_for, writes_later
+from infinity.parameters.offloaded.metadata import ABOUT_GRADIENTS
+from infinity.parameters.offloaded.placeholders import as_they_are
 
 
 @dataclass(slots=True, eq=False)

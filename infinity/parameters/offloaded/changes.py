@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from checkpoint.format.checksum import crc32c
-from infinity.parameters.modes import unseen
-from infinity.parameters.placeholders import as_they_are
+from infinity.parameters.offloaded.modes import unseen
+from infinity.parameters.offloaded.placeholders import as_they_are
 
 
 class Changes:

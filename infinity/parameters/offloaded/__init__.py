@@ -1,0 +1,1 @@
+"""What a parameter is while its values are elsewhere: placeholder, operations, gradient."""
