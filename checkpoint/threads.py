@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
 from typing import TypeVar
 
 from aio.threads import WatchedThread
@@ -96,13 +95,8 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for _ in self._threads:
+    def __exit__(self, *_: object) -> None:
+        for _thread in self._threads:
             self._work.put(None)
         for thread in self._threads:
             thread.join()

@@ -37,9 +37,9 @@ from infinity.ranks.agreement import (
     check_same,
     divided_by_ranks,
     facts_of,
+    on_all_ranks,
     open_ranks,
     ranks_here,
-    together,
 )
 from infinity.ranks.collectives import Ranks
 from infinity.ranks.context import RankContext, SingleRank
@@ -141,10 +141,10 @@ def _begin(model: nn.Module, given: Arguments, undo: Undo) -> OffloadedModel:
         target = device_of(given.device)
     except Exception:
         # The others are waiting: this rank comes there to tell them.
-        with together(open_ranks(undo, given.process_group, torch.device("cpu"))):
+        with on_all_ranks(open_ranks(undo, given.process_group, torch.device("cpu"))):
             raise
     ranks = open_ranks(undo, given.process_group, target)
-    with together(ranks):
+    with on_all_ranks(ranks):
         options = checked(given, target)
     if given.host_memory is None and ranks is not None:
         options = options.among(ranks_here(ranks))
@@ -155,7 +155,7 @@ def _begin(model: nn.Module, given: Arguments, undo: Undo) -> OffloadedModel:
 def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) -> OffloadedModel:
     """Offload ``model``; ``undo`` undoes all of it."""
     dtype = options.compute_dtype
-    with together(ranks):
+    with on_all_ranks(ranks):
         check_model(model)
         check_not_held(model)
         snapshots = _reclaimed(options.directories)
@@ -181,14 +181,14 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
         check_same(ranks, facts_of(model, records, rule, options.facts()))
         check_devices(ranks, options.device)
         records = records_of(model, dtype, rank=ranks.rank, world_size=ranks.world_size)
-    with together(ranks):
+    with on_all_ranks(ranks):
         kind = {"is_partitioned": ranks is not None, "verifies": options.verify_swap}
         demand = demand_of(model, records, rule, options.share, **kind)
         placed = place_within(demand, options.budget)
     if not has_room_for_freed_memory(demand, placed, options.budget):
         undo.enter_context(SmallHeap())
     state = _open_state(undo, placed.placement, rule, options, ranks, snapshots.close)
-    with together(ranks):
+    with on_all_ranks(ranks):
         activations = activations_for(
             options.share, options.budget.host_bytes, options.directories, state.timeline
         )
@@ -211,7 +211,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
             run=_name_of_run(ranks),
         )
     )
-    with together(ranks):
+    with on_all_ranks(ranks):
         fill_all(state, records, values, rank_context)
     rank_context.agree_on_values()
     undo.enter_context(BufferConversion(model, options.device, dtype, values))
@@ -247,7 +247,7 @@ def _open_state(
     bandwidths = shares(options.directories)
     if ranks is not None:
         bandwidths = divided_by_ranks(ranks, options.directories, bandwidths)
-    with together(ranks):
+    with on_all_ranks(ranks):
         state = TieredState(
             placement,
             rule,

@@ -244,7 +244,7 @@ class Restoring:
         except Exception as failure:
             self._failures.append(let_go(failure))
             if record.is_partitioned:  # the others wait for the part that this rank keeps
-                self._rank_context.leaving(type(failure), failure, failure.__traceback__)
+                self._rank_context.leave(failure)
             else:
                 self._missing[record.index] = record
         return nothing((refusal_of_gone if record.is_partitioned else refusal_of_lost)(record.name))

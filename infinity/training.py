@@ -371,7 +371,7 @@ class Training:
             if record.spec.trainable:
                 self.watch_gradients(record.index)
         undo.callback(self.residency.reset)
-        undo.push(self.rank_context.leaving)
+        undo.push(lambda _kind, error, _trace: self.rank_context.leave(error))
         for index, gradient in self._restoring.gradients.items():
             if self.records[index].spec.trainable:  # accumulated to, as plain PyTorch does
                 self.gradients.add(index, gradient)
@@ -396,5 +396,5 @@ class Training:
         try:
             self.state.mixture.check()
         except MixedStateError as error:
-            self.rank_context.leaving(type(error), error, error.__traceback__)
+            self.rank_context.leave(error)
             raise

@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -194,12 +193,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __enter__(self) -> OffloadedAdamW:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,10 +6,9 @@ Whatever ranks do not agree on is told on every rank, by name, before anything i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -52,25 +51,12 @@ def open_ranks(undo: Undo, process_group: Any, device: torch.device) -> Ranks | 
     if dist.get_world_size(process_group) == 1:
         return None
     ranks = Ranks(process_group, device)
-    undo.push(leaving(ranks))
+    undo.push(lambda _kind, error, _trace: ranks.leave(error))
     return ranks
 
 
-def leaving(ranks: Ranks) -> Callable[..., None]:
-    """An exit callback that takes this rank out of ``ranks``, telling the others of an error."""
-
-    def leave(
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        ranks.leave(error)
-
-    return leave
-
-
 @contextmanager
-def together(ranks: Ranks | None) -> Iterator[None]:
+def on_all_ranks(ranks: Ranks | None) -> Iterator[None]:
     """What is done inside is done by all ranks, or raises on all: where it failed what failed, and
     ``RankFailedError`` on the others.
     """

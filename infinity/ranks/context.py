@@ -5,11 +5,11 @@ of one process that shares them with nobody.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
+from checkpoint.ranks.coordinator import Coordinator, SingleProcess
 from infinity.parameters.first_values import StoredValues
 from infinity.parameters.local_values import read_values, weight_of, write_back
 from infinity.parameters.records import Record
@@ -25,15 +25,10 @@ class RankContext(Protocol):
     rank: int
     world_size: int
     weights: Weights
-    coordinator: Any
-    """For checkpoints; None for one process."""
+    coordinator: Coordinator
+    """For checkpoints."""
 
-    def leaving(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def leave(self, error: BaseException | None) -> None:
         """The block is left: first of all, tell the other ranks if that is because of an error."""
 
     @property
@@ -104,7 +99,7 @@ class SingleRank:
 
     rank = 0
     world_size = 1
-    coordinator = None
+    coordinator: Coordinator = SingleProcess()
     is_whole = True
     peak_host_bytes = 0
 
@@ -113,12 +108,7 @@ class SingleRank:
         self.weights: Weights = state.weights
         self.outside_bytes = 0 if state.arena is None else state.arena.nbytes // 2
 
-    def leaving(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def leave(self, error: BaseException | None) -> None:
         """There is nobody to tell."""
 
     def note(

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
 from checkpoint.format.checksum import crc32c
+from checkpoint.ranks.coordinator import Coordinator
 from infinity.parameters.first_values import StoredValues
 from infinity.parameters.local_values import read_values, weight_of, write_back
 from infinity.parameters.records import Record
@@ -48,7 +48,7 @@ class Zero3:
         self.ranks = ranks
         self.rank = ranks.rank
         self.world_size = ranks.world_size
-        self.coordinator = ranks.saving
+        self.coordinator: Coordinator = ranks.saving
         self._gathered = GatheredWeights(
             records,
             state.weights,
@@ -69,12 +69,7 @@ class Zero3:
         self._step = 0
         ranks.names = [record.name for record in records]
 
-    def leaving(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def leave(self, error: BaseException | None) -> None:
         if error is not None:
             self.ranks.leave(error)
 

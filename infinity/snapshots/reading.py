@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -61,12 +60,7 @@ class SavedPoint:
     def __enter__(self) -> SavedPoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ dtype, inside the block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -44,12 +43,7 @@ class BufferConversion:
             self._before.append((module, name, buffer, inside))
             module._buffers[name] = inside
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         ended = [
             (module, name, before, buffer, buffer is inside)
             for module, name, before, inside in self._before

@@ -18,9 +18,8 @@ import torch
 
 import checkpoint
 from checkpoint.directory.relocation import StripeDirs, relocation
-from checkpoint.ranks.coordinator import SingleProcess, apart
+from checkpoint.ranks.coordinator import apart
 from infinity.parameters.records import Record
-from infinity.ranks.context import RankContext
 from infinity.values import saved_state
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
 from infinity.values.component_bytes import MASTER_COMPONENTS
@@ -138,7 +137,7 @@ def _replace(
     saved and ``extra``.
     """
     ranks = training.rank_context
-    saved, targets = together(ranks, lambda: _checked(training, path, read, fits, change))
+    saved, targets = apart(ranks.coordinator, lambda: _checked(training, path, read, fits, change))
     begin()
     change.begin(_scope(training, saved))
 
@@ -151,7 +150,7 @@ def _replace(
         return loaded
 
     try:
-        extra, states = together(ranks, replace)
+        extra, states = apart(ranks.coordinator, replace)
     finally:
         then()
     return saved, extra, states
@@ -168,7 +167,7 @@ def _set_module_states(
     training: TrainingState, saved: Mapping[str, Any], states: dict[str, Any]
 ) -> None:
     try:
-        together(training.rank_context, lambda: set_module_states(training.model, states))
+        apart(training.rank_context.coordinator, lambda: set_module_states(training.model, states))
     finally:  # which may have drawn random numbers
         restore_random(training.rank_context.rank, training.state.device, saved)
 
@@ -195,11 +194,6 @@ def absent_state(training: TrainingState, saved: Mapping[str, Any]) -> set[str]:
         for component in training.state.component_names(leaf.first.index)
         if component not in MASTER_COMPONENTS and component not in saved["planes"][leaf.name]
     }
-
-
-def together(rank_context: RankContext, step: Callable[[], T]) -> T:
-    """Take a step that all ranks take: where one fails, all raise."""
-    return apart(rank_context.coordinator or SingleProcess(), step)
 
 
 def _read_scalars(

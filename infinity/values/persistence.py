@@ -37,7 +37,6 @@ from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.ranks.coordinator import (
     Arrival,
     Operation,
-    SingleProcess,
     accompanied,
     tell,
 )
@@ -99,7 +98,7 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
 
     Several ranks save one checkpoint, each what it keeps, see ``rank_state``.
     """
-    ranks = training.rank_context.coordinator or SingleProcess()
+    ranks = training.rank_context.coordinator
 
     def way(arrival: Arrival) -> Any:
         warn_of_gradients(training, path)
@@ -124,7 +123,7 @@ def _state(
     state["infinity"] = {
         "random_of_ranks": random_of_ranks(training.rank_context, training.state.device)
     }
-    if training.rank_context.coordinator is not None:
+    if training.rank_context.world_size > 1:
         state["ranks"] = own
     if training.rank_context.rank:
         return state
@@ -230,12 +229,12 @@ def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]
     shards: no rank ever has the model. Buffers are those of rank 0. What ends that on one rank,
     wherever it is, ends it on all.
     """
-    coordinator, staging = training.rank_context.coordinator, training.checkpoint_bytes
-    if coordinator is None:
+    ranks, staging = training.rank_context.coordinator, training.checkpoint_bytes
+    if ranks.world_size == 1:
         weights = _weights_of_rank(training)
         files = checkpoint.write_safetensors(weights, folder, staging_bytes=staging)
         return [os.fspath(file) for file in files]
-    ranks, arrival = coordinator, Arrival()
+    arrival = Arrival()
 
     def tell_before(error: BaseException) -> None:
         if arrival.is_for("error"):

@@ -101,7 +101,7 @@ def saves_seen(rank_context: RankContext, path: str | os.PathLike[str]) -> list[
 
     Raises ``RankDifferenceError`` on every rank where they are given different paths.
     """
-    if rank_context.coordinator is None:
+    if rank_context.world_size == 1:
         return [peek_saved(Path(path))]
     every: list[Any] = together(
         rank_context.coordinator, lambda: [Path(path).resolve().name, peek_saved(Path(path))]

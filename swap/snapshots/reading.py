@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -42,12 +41,7 @@ class RangeReader:
     def __enter__(self) -> RangeReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def read(self, parts: Sequence[FileRange], start: int, out: np.ndarray) -> None:

@@ -205,7 +205,7 @@ class ComponentStore:
         Raises ``AioError``; ``out`` is the caller's again then, too. The caller sees to it that no
         update is under way.
         """
-        self._together(partial(self._read, parameter, name, start, out))
+        self._transfer_all(partial(self._read, parameter, name, start, out))
 
     def _read(
         self, parameter: int, name: str, start: int, out: torch.Tensor, pending: list[Operation]
@@ -227,7 +227,7 @@ class ComponentStore:
         For filling and loading, with no update under way; several threads may write different
         ones. Raises ``AioError``; ``values`` is the caller's again then, too.
         """
-        self._together(partial(self._write, parameter, name, start, values))
+        self._transfer_all(partial(self._write, parameter, name, start, values))
 
     def _write(
         self, parameter: int, name: str, start: int, values: torch.Tensor, pending: list[Operation]
@@ -279,7 +279,7 @@ class ComponentStore:
         )
         self._extents.transfers.note_sums(new, self._extents.transfers.sums(old))
 
-    def _together(self, begin: Callable[[list[Operation]], None]) -> None:
+    def _transfer_all(self, begin: Callable[[list[Operation]], None]) -> None:
         """Begin transfers, and wait for all of them."""
 
         def run() -> None:

@@ -191,9 +191,9 @@ def test_an_error_that_leaves_the_block_is_told_and_a_good_end_is_not(
     records: list[Record],
 ) -> None:
     over, ranks, _ = _over(records)
-    over.leaving(None, None, None)
+    over.leave(None)
     assert ranks.left == []
     error = ValueError("of the program")
-    over.leaving(ValueError, error, None)
+    over.leave(error)
     assert ranks.left == [error]
     assert over.is_whole

@@ -11,7 +11,6 @@ import logging
 import warnings
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,12 +130,7 @@ class OffloadMixin(_Base):
     def __enter__(self) -> OffloadMixin:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # The life of the model.
