@@ -40,6 +40,12 @@ class CacheEntries:
         self.owners = Owners()
 
     @property
+    def arena(self) -> Arena:
+        """Where not all weights are computed with at home."""
+        assert self._arena is not None
+        return self._arena
+
+    @property
     def pinned(self) -> set[int]:
         """Parameters that are held, by whomever."""
         return {parameter for held in self.pins.values() for parameter in held}
@@ -74,25 +80,22 @@ class CacheEntries:
         return entry
 
     def _new(self, parameter: int, landing: bool, *, apart: bool = False) -> Entry | None:
-        assert self._arena is not None
         try:
-            return self._arena.new(self._specs[parameter], landing=landing, apart=apart)
+            return self.arena.new(self._specs[parameter], landing=landing, apart=apart)
         except SlabFullError:
             return None
 
     def arrive(self, entry: Entry) -> None:
         """All its reads are finished."""
-        assert self._arena is not None
         if entry.is_reading:
-            self._arena.arrived(entry)
+            self.arena.arrived(entry)
             entry.operations = []  # last: an interrupt before this has it done again
 
     def send_on(self, *, wait: bool = False) -> None:
         """Let entries whose reads are finished go on to the device, if there is one; with ``wait``
         those that are being read, too.
         """
-        assert self._arena is not None
-        if self._arena.uses_home:
+        if self.arena.uses_home:
             return
         for parameter, entry in list(self.entries.items()):
             if not entry.is_reading or not (wait or entry.finished_reading()):
@@ -106,21 +109,20 @@ class CacheEntries:
         """The error of weights that there is no room for, whatever else leaves; those ``at_home``
         are computed with where they live.
         """
-        assert self._arena is not None
         spec = self._specs[parameter]
         held = sum(self._specs[pinned].weight_bytes for pinned in self.pinned - at_home)
-        memory = "host_memory" if self._arena.uses_home else "device_memory"
+        memory = "host_memory" if self.arena.uses_home else "device_memory"
         what = f"no room for {spec.name} ({format_bytes(spec.weight_bytes)}): "
-        if held > self._arena.nbytes:
+        if held > self.arena.nbytes:
             return BudgetError(
                 f"{what}{format_bytes(held)} of weights are needed at once, by one operation over "
                 "weights of several modules (torch.cat of them, say) or by forward passes of "
-                f"several threads, and there is room for {format_bytes(self._arena.nbytes)}; give "
-                f"at least {format_bytes(held - self._arena.nbytes)} more {memory}, or use "
+                f"several threads, and there is room for {format_bytes(self.arena.nbytes)}; give "
+                f"at least {format_bytes(held - self.arena.nbytes)} more {memory}, or use "
                 "these weights one after another"
             )
         return BudgetError(
-            f"{what}all {format_bytes(self._arena.nbytes)} for weights are taken, "
+            f"{what}all {format_bytes(self.arena.nbytes)} for weights are taken, "
             f"{format_bytes(held)} by modules and operations at work, the rest by tensors that "
             "autograd or the program still holds (views, as parameters_to_vector takes; a "
             "checkpointed block keeps its weights until its backward is over, and what hooks save, "

@@ -164,10 +164,9 @@ class WeightCache:
                 entry = self._entries.get(parameter)
         if entry is None or entry.missing or not wait_for(entry):
             return False
-        assert self._arena is not None
         with self._lock:
             self._cached.arrive(entry)
-        weight = self._arena.ready(entry)
+        weight = self._cached.arena.ready(entry)
         copy_values(weight[segment.start : segment.start + segment.length], out)
         if segment.start + segment.length == entry.spec.numel:
             with self._lock:
@@ -188,8 +187,7 @@ class WeightCache:
                 entry = self._open_for_refresh(segment.parameter)
         if entry is None or segment.subgroup not in entry.missing:
             return
-        assert self._arena is not None
-        self._arena.put(entry, segment.start, weight)
+        self._cached.arena.put(entry, segment.start, weight)
         with self._lock:
             entry.missing.discard(segment.subgroup)
             self._changes.tell()
@@ -255,15 +253,14 @@ class WeightCache:
             return self._changes.next()
 
     def _fetch(self, parameter: int) -> torch.Tensor:
-        assert self._arena is not None
         with self._lock:
             entry = self._entries.get(parameter)
             if entry is not None and not entry.missing and not entry.is_reading:
                 self.hits += 1
-                return self._arena.ready(entry).view(-1)  # what is held is told by it
+                return self._cached.arena.ready(entry).view(-1)  # what is held is told by it
         with self._timeline.span("stall", label=self._specs[parameter].name):
             entry = self._read(parameter)
-        return self._arena.ready(entry).view(-1)  # what is held is told by it
+        return self._cached.arena.ready(entry).view(-1)  # what is held is told by it
 
     def _read(self, parameter: int) -> Entry:
         """What failed when it was read ahead is read again: it was nobody's error then, and the
@@ -281,13 +278,12 @@ class WeightCache:
 
     def _find_or_read(self, parameter: int) -> Entry:
         """The entry of ``parameter``, be it reading. Waits without the lock, which others need."""
-        assert self._arena is not None
         patience = Patience(_RELEASE_SECONDS)
         with self._workers.waiting():
             while (entry := self._find_or_start(parameter)) is None:
                 # When another thread has computed with weights, nothing tells that they may go.
                 is_at_work = bool(self._pending) or self._workers.is_another_at_work
-                if not patience.waits(self._arena.wait_for_release, is_at_work=is_at_work):
+                if not patience.waits(self._cached.arena.wait_for_release, is_at_work=is_at_work):
                     at_home = {i for i in range(len(self._specs)) if self.at_home(i) is not None}
                     raise self._cached.too_small(parameter, at_home)
         return entry
@@ -316,7 +312,6 @@ class WeightCache:
 
     def _finish_reading(self, entry: Entry) -> None:
         """Wait for the reads of ``entry``; a failed read is raised, and the entry is forgotten."""
-        assert self._arena is not None
         try:
             for operation in entry.operations:
                 operation.result()

@@ -48,10 +48,10 @@ class GradientStore:
     ) -> None:
         self._layout: Layout = placement.layout
         self._extents = extents
-        self._spills: SpillWriter | None = None
+        self._writer: SpillWriter | None = None
         if spill is not None:
             assert extents is not None
-            self._spills = SpillWriter(spill, extents, timeline)
+            self._writer = SpillWriter(spill, extents, timeline)
         self._timeline = timeline
         self._chunk_bytes = placement.spill_chunk_bytes
         self._host: dict[int, torch.Tensor] = {}
@@ -177,8 +177,8 @@ class GradientStore:
         touched.
         """
         gone = self.present | self.lost
-        if self._spills is not None:
-            self._spills.discard_failed(gone if parameter is None else gone & {parameter})
+        if self._writer is not None:
+            self._writer.discard_failed(gone if parameter is None else gone & {parameter})
         if parameter is None:
             self._squares.clear()
             self._lost.clear()
@@ -213,17 +213,21 @@ class GradientStore:
         """Wait until every spill is on the SSD; raises ``AioError``, and waits for a second try
         then.
         """
-        if self._spills is not None:
-            self._spills.wait_for_all()
+        if self._writer is not None:
+            self._writer.wait_for_all()
+
+    @property
+    def _spills(self) -> SpillWriter:
+        """Of a placement that has gradients on NVMe."""
+        assert self._writer is not None
+        return self._writer
 
     def _wait_for_spills(self, subgroup: int) -> None:
-        assert self._spills is not None
         self._spills.wait_for(subgroup)
 
     def _spill_segment(
         self, segment: Segment, part: torch.Tensor, accumulate: bool, squares: _Squares
     ) -> None:
-        assert self._spills is not None
         self._spilled.add(segment.subgroup)
         # Writes to the same bytes must not be in flight together: either could come last.
         if accumulate:
@@ -244,7 +248,6 @@ class GradientStore:
         accumulate: bool,
         squares: _Squares,
     ) -> None:
-        assert self._spills is not None
         chunk = self._spills.take(values.numel(), self._layout.subgroups[segment.subgroup].dtype)
         start = (segment.offset + first) * chunk.dtype.itemsize
         if accumulate:

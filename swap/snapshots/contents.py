@@ -179,10 +179,11 @@ def _decode(tree: Mapping[str, Any]) -> Contents:
 
 
 def _component(name: object, dtype: object, zero: object, per: object) -> Component:
-    fits = isinstance(name, str) and isinstance(dtype, torch.dtype) and isinstance(zero, bool)
-    if not fits or _count(per) == 0 or PIECE % _count(per):
-        raise ValueError(f"{(name, dtype, zero, per)!r:.200} is no component")
-    return Component(str(name), dtype, zero, _count(per))  # type: ignore[arg-type]
+    if isinstance(name, str) and isinstance(dtype, torch.dtype) and isinstance(zero, bool):
+        count = _count(per)
+        if count and PIECE % count == 0:
+            return Component(name, dtype, zero, count)
+    raise ValueError(f"{(name, dtype, zero, per)!r:.200} is no component")
 
 
 def _file_name(told: object) -> str:

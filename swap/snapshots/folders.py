@@ -59,6 +59,12 @@ class Folders:
             self._lock = None
 
     @property
+    def _held(self) -> tuple[Path, str]:
+        """The root with the lock, and the name of the store."""
+        assert self._place is not None
+        return self._place
+
+    @property
     def is_held(self) -> bool:
         return self._lock is not None
 
@@ -88,18 +94,16 @@ class Folders:
             if time.monotonic() > deadline:
                 raise _in_use(_folder(*place))
             time.sleep(_POLL_SECONDS)
-        assert self._place is not None
-        return _folder(*self._place) / _POINTS
+        return _folder(*self._held) / _POINTS
 
     def keep(self, swap_files: Iterable[Path]) -> None:
         """Let swap files outlive their folders, durably. Raises ``OSError``."""
-        assert self._place is not None
         if not self._is_durable:  # who made it may have been killed before it was
-            sync_directory(_folder(*self._place))
+            sync_directory(_folder(*self._held))
             self._is_durable = True
         for path in swap_files:
             root = path.parents[2]
-            folder = _folder(root, self._place[1])
+            folder = _folder(root, self._held[1])
             kept = folder / f"{path.parent.name}.swap"
             if kept.exists():
                 sync_directory(folder)  # which may be what failed the last time
@@ -130,9 +134,8 @@ class Folders:
 
     def file(self, name: str) -> tuple[int, Path] | None:
         """(number of the directory, path) of the kept swap file of that name, if it is there."""
-        assert self._place is not None
         for number, root in enumerate(self._roots):
-            path = _folder(root, self._place[1]) / f"{name}.swap"
+            path = _folder(root, self._held[1]) / f"{name}.swap"
             if path.is_file():
                 return number, path
         return None
@@ -142,10 +145,9 @@ class Folders:
 
         Returns the bytes of files that were removed. What cannot be is a warning.
         """
-        assert self._place is not None
         removed = 0
         for root in self._roots:
-            for name, path in _kept_files(_folder(root, self._place[1])):
+            for name, path in _kept_files(_folder(root, self._held[1])):
                 if (root / FOLDER / name).exists():
                     continue  # its process lives
                 try:
@@ -210,9 +212,8 @@ class Folders:
         """A killed process may have removed all but the lock. Where files are kept, some snapshot
         is lost from sight, and the folder that is missing is an error to who looks into it.
         """
-        assert self._place is not None
-        points = _folder(*self._place) / _POINTS
-        stores = [_folder(root, self._place[1]) for root in self._roots]
+        points = _folder(*self._held) / _POINTS
+        stores = [_folder(root, self._held[1]) for root in self._roots]
         if not points.exists() and not any(name for store in stores for name in _kept_files(store)):
             points.mkdir(mode=0o700)
 
@@ -227,8 +228,7 @@ class Folders:
         return True
 
     def _remove(self) -> None:
-        assert self._place is not None
-        primary, name = self._place
+        primary, name = self._held
         for root in self._roots:
             folder = _folder(root, name)
             with suppress(OSError):  # files of a process that lives, or other things

@@ -101,6 +101,18 @@ class ComponentStore:
             extents.transfers.tell_owner(self.owner_of)
         self._weights = tuple(self._contiguous(spec.index) for spec in self.layout.specs)
 
+    @property
+    def _nvme(self) -> ExtentStore:
+        """Of a placement that has something there."""
+        assert self._extents is not None
+        return self._extents
+
+    @property
+    def _bounce(self) -> Passage:
+        """What memory that direct I/O does not take goes through."""
+        assert self._passage is not None
+        return self._passage
+
     def names(self, subgroup: int) -> tuple[str, ...]:
         """Names of the components of a subgroup, the weights first where they are kept."""
         return tuple(component.name for component in self._components[subgroup])
@@ -152,11 +164,10 @@ class ComponentStore:
 
     def publish(self, subgroup: int, extents: Mapping[str, Extent]) -> None:
         """Replace the extents of some components at once and release the old ones."""
-        assert self._extents is not None
         with self._lock:
             old = [self._on_nvme[subgroup, name] for name in extents]
             self._on_nvme.update({(subgroup, name): new for name, new in extents.items()})
-        self._extents.release_all(extent for extent in old if extent is not None)
+        self._nvme.release_all(extent for extent in old if extent is not None)
 
     def pin_all(self) -> dict[tuple[int, str], Extent | None]:
         """Pin every extent that is published; gives them by subgroup and component, None for what
@@ -164,25 +175,24 @@ class ComponentStore:
         """
         with self._lock:
             published = dict(self._on_nvme)
-            if self._extents is not None:
-                extents = [extent for extent in published.values() if extent is not None]
-                self._extents.pin(extents, are_used=True)
+            extents = [extent for extent in published.values() if extent is not None]
+            if extents:
+                self._nvme.pin(extents, are_used=True)
         return published
 
     def adopt(self, subgroup: int, name: str, extent: Extent | None) -> None:
         """Let a pinned extent, or zeros, take the place of what is published; it is never written
         to. The caller drops what is cached.
         """
-        assert self._extents is not None
         with self._lock:
             old = self._on_nvme[subgroup, name]
             if old == extent:
                 return
             if extent is not None:
-                self._extents.use(extent)
+                self._nvme.use(extent)
             self._on_nvme[subgroup, name] = extent
         if old is not None:
-            self._extents.release(old)
+            self._nvme.release(old)
 
     def zero(self, name: str) -> None:
         """Make every component of that name all zeros, wherever it is; an interrupt comes before or
@@ -252,32 +262,28 @@ class ComponentStore:
             return extent
 
     def _fixed(self, extent: Extent) -> bool:
-        assert self._extents is not None
-        return self._extents.is_fixed(extent)
+        return self._nvme.is_fixed(extent)
 
     def _copy(self, subgroup: int, name: str) -> None:
         """Publish another extent with the same bytes."""
-        assert self._extents is not None
         old = self.extent(subgroup, name)
         assert old is not None
-        new = self._extents.allocate(old.nbytes)
+        new = self._nvme.allocate(old.nbytes)
         try:
-            self._extents.run_drained(partial(self._copy_bytes, old, new))
+            self._nvme.run_drained(partial(self._copy_bytes, old, new))
         except BaseException:
-            self._extents.release(new)
+            self._nvme.release(new)
             raise
         self.publish(subgroup, {name: new})
 
     def _copy_bytes(self, old: Extent, new: Extent) -> None:
-        assert self._passage is not None
-        assert self._extents is not None
         # What is damaged stays known as that, until its new values are written.
-        self._passage.copy(
+        self._bounce.copy(
             old.nbytes,
             partial(self._transfer, "read as is", old),
             partial(self._transfer, "write", new),
         )
-        self._extents.transfers.note_sums(new, self._extents.transfers.sums(old))
+        self._nvme.transfers.note_sums(new, self._nvme.transfers.sums(old))
 
     def _transfer_all(self, begin: Callable[[list[Operation]], None]) -> None:
         """Begin transfers, and wait for all of them."""
@@ -314,16 +320,14 @@ class ComponentStore:
         if lies_as(start, memory):
             pending.append(self._transfer(kind, extent, start, memory))
             return
-        assert self._passage is not None
-        way = self._passage.read if kind == "read" else self._passage.write
+        way = self._bounce.read if kind == "read" else self._bounce.write
         way(start, memory, lambda at, buffer: self._transfer(kind, extent, start + at, buffer))
 
     def _transfer(self, kind: str, extent: Extent, start: int, memory: np.ndarray) -> Operation:
-        assert self._extents is not None
         if kind.startswith("read"):
             as_is = kind == "read as is"
-            return self._extents.read(extent, start, memory, urgent=True, as_is=as_is)
-        return self._extents.write(extent, start, memory)
+            return self._nvme.read(extent, start, memory, urgent=True, as_is=as_is)
+        return self._nvme.write(extent, start, memory)
 
     def _map_unit(self, unit: list[Subgroup], slab: Slab) -> None:
         """One array a component for the whole unit, so that a split parameter stays contiguous."""
@@ -336,32 +340,28 @@ class ComponentStore:
                 first += group.numel
 
     def _allocate(self, group: Subgroup) -> None:
-        assert self._extents is not None
         for component in self._components[group.index]:
             extent = None
             if not component.zero:
-                extent = self._extents.allocate(component.nbytes(group.numel))
+                extent = self._nvme.allocate(component.nbytes(group.numel))
             self._on_nvme[group.index, component.name] = extent
 
     def _fill_with_zeros(self, subgroup: int, name: str) -> None:
-        assert self._extents is not None
         nbytes = self.component(subgroup, name).nbytes(self.layout.subgroups[subgroup].numel)
-        extent = self._extents.allocate(nbytes)
-        assert self._passage is not None
+        extent = self._nvme.allocate(nbytes)
         try:
-            if not self._extents.transfers.zero(extent):
-                self._passage.write_zeros(nbytes, partial(self._transfer, "write", extent))
+            if not self._nvme.transfers.zero(extent):
+                self._bounce.write_zeros(nbytes, partial(self._transfer, "write", extent))
         except BaseException:
-            self._extents.release(extent)
+            self._nvme.release(extent)
             raise
         self.publish(subgroup, {name: extent})
 
     def _drop(self, subgroup: int, name: str) -> None:
-        assert self._extents is not None
         with self._lock:
             extent, self._on_nvme[subgroup, name] = self._on_nvme[subgroup, name], None
         if extent is not None:
-            self._extents.release(extent)
+            self._nvme.release(extent)
 
     def _contiguous(self, parameter: int) -> torch.Tensor | None:
         segments = self.layout.segments_of[parameter]

@@ -69,6 +69,12 @@ class Staging(Generic[S]):
     def mixture(self) -> Mixture:
         return self._components.mixture
 
+    @property
+    def _nvme(self) -> ExtentStore:
+        """Of a placement that has something there."""
+        assert self._extents is not None
+        return self._extents
+
     def can_start(self, subgroup: Subgroup) -> bool:
         """Whether ``subgroup`` needs no slot, or there is one."""
         return bool(self._slots) or not self._needs_slot(subgroup)
@@ -99,7 +105,6 @@ class Staging(Generic[S]):
         """Start writing to new extents; components in HOST are at home already."""
         if self._components.is_host(staged.subgroup.index):
             return
-        assert self._extents is not None
         assert staged.plan is not None
         for places, sizes in staged.plan.runs:
             self._allocate(staged, places, sizes)
@@ -107,7 +112,7 @@ class Staging(Generic[S]):
             Part(place.name, staged.extents[place.name], 0, place.start, place.nbytes)
             for place in staged.plan.places
         ]
-        self._begin(staged, staged.writes, self._extents.write, parts)
+        self._begin(staged, staged.writes, self._nvme.write, parts)
 
     def is_written(self, staged: S) -> bool:
         return _are_done(staged.writes)
@@ -118,8 +123,7 @@ class Staging(Generic[S]):
             try:
                 operation.result()
             except AioError as failure:
-                assert self._extents is not None
-                self._extents.avoid(failure)
+                self._nvme.avoid(failure)
                 raise
         staged.writes.clear()
 
@@ -138,8 +142,7 @@ class Staging(Generic[S]):
         staged.reads.clear()
         staged.writes.clear()
         for extent in staged.extents.values():
-            assert self._extents is not None
-            self._extents.release(extent)
+            self._nvme.release(extent)
         staged.extents = {}
 
     def abandon(self, staged: S) -> None:
@@ -177,7 +180,6 @@ class Staging(Generic[S]):
         """Of components in host memory there is nothing to read."""
         if staged.plan is None:
             return
-        assert self._extents is not None
         assert staged.slot is not None
         parts: list[Part] = []
         published = self._components.extents(staged.subgroup.index)
@@ -187,7 +189,7 @@ class Staging(Generic[S]):
                 staged.slot[place.start : place.stop].fill(0)
             else:
                 parts += self._parts_to_read(staged, place, extent)
-        self._begin(staged, staged.reads, partial(self._extents.read, urgent=False), parts)
+        self._begin(staged, staged.reads, partial(self._nvme.read, urgent=False), parts)
 
     def _parts_to_read(self, staged: S, place: Place, extent: Extent) -> Iterable[Part]:
         """Of a component that is on NVMe."""
@@ -195,18 +197,16 @@ class Staging(Generic[S]):
 
     def _allocate(self, staged: S, places: Sequence[Place], sizes: Sequence[int]) -> None:
         """New extents for components, side by side as in the slot if there is room for that."""
-        assert self._extents is not None
-        adjacent = self._extents.allocate_adjacent(sizes)
+        adjacent = self._nvme.allocate_adjacent(sizes)
         for index, place in enumerate(places):
-            extent = adjacent[index] if adjacent else self._extents.allocate(place.nbytes)
+            extent = adjacent[index] if adjacent else self._nvme.allocate(place.nbytes)
             staged.extents[place.name] = extent
 
     def _begin(
         self, staged: S, noted: list[Operation], submit: Submit, parts: Iterable[Part]
     ) -> None:
         """Transfers of the slot, which no other subgroup gets while they are under way."""
-        assert self._extents is not None
-        self._extents.run_drained(partial(self._begin_runs, staged, noted, submit, parts))
+        self._nvme.run_drained(partial(self._begin_runs, staged, noted, submit, parts))
 
     def _begin_runs(
         self, staged: S, noted: list[Operation], submit: Submit, parts: Iterable[Part]
