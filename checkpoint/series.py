@@ -23,7 +23,7 @@ from pathlib import Path
 from checkpoint.directory.locate import peek_saved, read_manifest
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
-from checkpoint.format.rules import MAX_SIZE
+from checkpoint.format.records import MAX_SIZE
 
 logger = logging.getLogger(__name__)
 

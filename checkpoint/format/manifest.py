@@ -16,16 +16,16 @@ from typing import Any, Final, TypeVar
 
 from checkpoint.collector import paused_collector
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.format import elements
+from checkpoint.format.bulk.fields import as_crc, as_size, as_text, check_keys
+from checkpoint.format.bulk.tensors import decode_tensors
 from checkpoint.format.records import (
-    MAX_DIMENSIONS,
     ChunkRecord,
     FileRecord,
     Manifest,
     Shape,
     TensorRecord,
 )
-from checkpoint.format.rules import MAX_SIZE, validate
+from checkpoint.format.rules import validate
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "infinity-checkpoint"
@@ -36,7 +36,6 @@ MAX_JSON_VALUES: Final = 16_000_000
 _T = TypeVar("_T")
 
 _FIRST_LINE = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n')
-_CRC = re.compile("[0-9a-f]{8}")
 _FIRST_LINE_BYTES = len('{"sha256":"') + 64 + len('",\n')
 
 
@@ -200,14 +199,14 @@ _MANIFEST_KEYS = {"sha256", "format", "version", "uuid", "world_size", "roots"} 
 
 
 def _manifest(node: dict[str, Any]) -> Manifest:
-    _keys(node, _MANIFEST_KEYS, {"saved"}, "manifest")
+    check_keys(node, _MANIFEST_KEYS, {"saved"}, "manifest")
     return Manifest(
-        uuid=_as_text(node["uuid"]),
+        uuid=as_text(node["uuid"]),
         world_size=_integer(node, "world_size", low=1),
-        roots=tuple(_items(node, "roots", _as_text)),
+        roots=tuple(_items(node, "roots", as_text)),
         files=tuple(_items(node, "files", _file)),
-        storages=tuple(_items(node, "storages", _as_size)),
-        tensors=tuple(_items(node, "tensors", _tensor)),
+        storages=tuple(_items(node, "storages", as_size)),
+        tensors=decode_tensors(node["tensors"]),
         tree=node["tree"],
         saved=_integer(node, "saved") if "saved" in node else 0,
     )
@@ -217,71 +216,14 @@ _FILE_KEYS = {"root", "path", "nbytes", "header_nbytes", "header_crc32c"}
 
 
 def _file(node: Any) -> FileRecord:
-    _keys(node, _FILE_KEYS, set(), "file")
+    check_keys(node, _FILE_KEYS, set(), "file")
     return FileRecord(
         root=None if node["root"] is None else _integer(node, "root"),
-        path=_as_text(node["path"]),
+        path=as_text(node["path"]),
         nbytes=_integer(node, "nbytes"),
         header_nbytes=_integer(node, "header_nbytes"),
-        header_crc32c=_as_crc(node["header_crc32c"]),
+        header_crc32c=as_crc(node["header_crc32c"]),
     )
-
-
-_TENSOR_KEYS = {"name", "dtype", "shape", "chunks"}
-
-
-def _tensor(node: Any) -> TensorRecord:
-    """Called for every tensor, of which there may be many; so is `_chunk`."""
-    _keys(node, _TENSOR_KEYS, {"strides", "storage"}, "tensor")
-    name, dtype = _as_text(node["name"]), _as_text(node["dtype"])
-    if dtype not in elements.BY_NAME:
-        raise CorruptCheckpointError(f"no dtype {dtype[:40]!r} in this torch", tensor=name)
-    shape = _shape(node["shape"])
-    storage = _shape(node["storage"]) if "storage" in node else None
-    if storage is not None and len(storage) != 2:
-        raise CorruptCheckpointError("'storage' is not an index and an offset", tensor=name)
-    chunks = node["chunks"]
-    if type(chunks) is not list:
-        raise ValueError("'chunks' is not a list")
-    return TensorRecord(
-        name,
-        dtype,
-        shape,
-        tuple([_chunk(chunk, shape) for chunk in chunks]),
-        _shape(node["strides"]) if "strides" in node else None,
-        None if storage is None else (storage[0], storage[1]),
-    )
-
-
-_CHUNK_KEYS = {"file", "offset", "nbytes", "crc32c"}
-
-
-def _chunk(node: Any, whole: Shape) -> ChunkRecord:
-    _keys(node, _CHUNK_KEYS, {"start", "shape"}, "chunk")
-    if ("start" in node) != ("shape" in node):
-        raise ValueError("a chunk has one of 'start' and 'shape' without the other")
-    crcs = node["crc32c"]
-    if type(crcs) is not list:
-        raise ValueError("'crc32c' is not a list")
-    return ChunkRecord(
-        _as_size(node["file"]),
-        _as_size(node["offset"]),
-        _as_size(node["nbytes"]),
-        _shape(node["start"]) if "start" in node else (0,) * len(whole),
-        _shape(node["shape"]) if "shape" in node else whole,
-        tuple([_as_crc(crc) for crc in crcs]),
-    )
-
-
-def _keys(node: Any, needed: set[str], allowed: set[str], what: str) -> None:
-    if not isinstance(node, dict):
-        raise ValueError(f"a {what} that is no JSON object")
-    if node.keys() == needed:
-        return
-    for key in needed - node.keys():
-        raise ValueError(f"a {what} without {key!r}")
-    for key in node.keys() - needed - allowed:
-        raise ValueError(f"a {what} with an unknown key {key[:40]!r}")
 
 
 def _items(node: dict[str, Any], key: str, convert: Callable[[Any], _T]) -> list[_T]:
@@ -290,38 +232,8 @@ def _items(node: dict[str, Any], key: str, convert: Callable[[Any], _T]) -> list
     return [convert(item) for item in node[key]]
 
 
-def _as_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a value that should be a string is not")
-    return value
-
-
 def _integer(node: dict[str, Any], key: str, low: int = 0) -> int:
-    value = _as_size(node[key])
+    value = as_size(node[key])
     if value < low:
         raise ValueError(f"{key!r} is {value}, less than {low}")
     return value
-
-
-def _as_size(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError("a value that should be an integer is not")
-    if not 0 <= value <= MAX_SIZE:
-        raise ValueError(f"{str(value)[:40]} is not between 0 and {MAX_SIZE}")
-    return value
-
-
-def _shape(value: Any) -> Shape:
-    if type(value) is not list:
-        raise ValueError("sizes that are not a list")
-    if len(value) > MAX_DIMENSIONS:
-        raise ValueError(f"{len(value)} dimensions, more than {MAX_DIMENSIONS}")
-    for size in value:
-        _as_size(size)
-    return tuple(value)
-
-
-def _as_crc(value: Any) -> int:
-    if not isinstance(value, str) or _CRC.fullmatch(value) is None:
-        raise ValueError("a checksum that is not eight hexadecimal digits")
-    return int(value, 16)

@@ -17,6 +17,9 @@ from checkpoint.format.checksum import CRC_BLOCK_BYTES
 
 Shape = tuple[int, ...]
 
+MAX_SIZE = (1 << 63) - 1
+"""Of any integer in a manifest."""
+
 MAX_CHUNKS = 4096
 """Of a tensor: readers compare each of them with all others."""
 

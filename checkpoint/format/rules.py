@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
@@ -17,11 +16,13 @@ import numpy as np
 
 from checkpoint.absence import is_name
 from checkpoint.errors import CorruptCheckpointError
+from checkpoint.format.bulk.columns import ChunkColumns, Column, chunk_columns, unclear_tensors
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from checkpoint.format.datafile import ALIGNMENT, MAX_HEADER_BYTES, align_up
 from checkpoint.format.records import (
     MAX_CHUNKS,
     MAX_DIMENSIONS,
+    MAX_SIZE,
     ChunkRecord,
     FileRecord,
     Manifest,
@@ -31,8 +32,6 @@ from checkpoint.format.slices import is_dense, span_elements
 
 _UUID = re.compile("[0-9a-f]{8}")
 _DATA_FILE = re.compile(r"r(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})\.safetensors")
-MAX_SIZE = (1 << 63) - 1
-"""Of any integer in a manifest."""
 _MAX_SPREAD = 4096
 
 
@@ -58,9 +57,10 @@ def validate(manifest: Manifest) -> None:
         _check_file(manifest, file)
     _check_unique([(file.root, file.path) for file in manifest.files], "file")
     _check_unique([tensor.name for tensor in manifest.tensors], "tensor")
-    for tensor in manifest.tensors:
-        _check_tensor(manifest, tensor)
-    _check_extents(manifest)
+    columns = chunk_columns(manifest.tensors)
+    for index in unclear_tensors(manifest.files, manifest.tensors, columns):
+        _check_tensor(manifest, manifest.tensors[index])
+    _check_extents(manifest, columns)
     _check_storages(manifest)
 
 
@@ -181,25 +181,42 @@ def _check_tiling(tensor: TensorRecord) -> None:
             raise CorruptCheckpointError("two of its chunks overlap", tensor=tensor.name)
 
 
-def _check_extents(manifest: Manifest) -> None:
-    by_file: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
-    for tensor in manifest.tensors:
-        for chunk in tensor.chunks:
-            if chunk.nbytes:
-                by_file[chunk.file].append((chunk.offset, chunk.nbytes, tensor.name))
-    for number, file in enumerate(manifest.files):
-        reached = file.header_nbytes
-        for offset, nbytes, name in sorted(by_file[number]):
-            if offset != align_up(reached):
-                what = "overlaps another extent" if offset < reached else "leaves a gap before it"
-                raise CorruptCheckpointError(
-                    what, path=file.path, tensor=name, offset=offset, nbytes=nbytes
-                )
-            reached = offset + nbytes
-        if file.nbytes != align_up(reached):
+def _check_extents(manifest: Manifest, columns: ChunkColumns) -> None:
+    """The chunks of a file, which have been checked each for itself, fill it."""
+    rows = columns.in_files()
+    file, offset = columns.file[rows], columns.offset[rows]
+    ends = offset + columns.nbytes[rows]
+    reached = np.array([each.header_nbytes for each in manifest.files], np.int64)
+    before = np.where(np.diff(file, prepend=-1) != 0, reached[file], np.roll(ends, 1))
+    reached[file] = ends  # of several chunks the last one counts
+    for misplaced in np.flatnonzero(offset != _aligned(before))[:1].tolist():
+        _check_ends(manifest, reached, int(file[misplaced]))
+        chunk = columns.chunks[rows[misplaced]]
+        what = "overlaps another extent"
+        if chunk.offset >= before[misplaced]:
+            what = "leaves a gap before it"
+        raise CorruptCheckpointError(
+            what,
+            path=manifest.files[chunk.file].path,
+            tensor=manifest.tensors[columns.tensor[rows[misplaced]]].name,
+            offset=chunk.offset,
+            nbytes=chunk.nbytes,
+        )
+    _check_ends(manifest, reached, len(manifest.files))
+
+
+def _check_ends(manifest: Manifest, reached: Column, count: int) -> None:
+    """The first `count` files end with the last of their chunks."""
+    for file, end in zip(manifest.files[:count], reached.tolist(), strict=False):
+        if file.nbytes != align_up(end):
             raise CorruptCheckpointError(
-                f"{file.nbytes} bytes, its tensors end at {reached}", path=file.path
+                f"{file.nbytes} bytes, its tensors end at {end}", path=file.path
             )
+
+
+def _aligned(values: Column) -> Column:
+    """`align_up` of each."""
+    return -(-values // ALIGNMENT) * ALIGNMENT
 
 
 def _check_storages(manifest: Manifest) -> None:
