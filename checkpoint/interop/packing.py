@@ -65,7 +65,7 @@ def unpack(data: torch.Tensor) -> Any:
     for index, tensor in assembler.tensors.items():
         for chunk in manifest.tensors[index].chunks:
             part = data[origin + chunk.offset :][: chunk.nbytes]
-            place = TensorTarget(tensor).place(chunk.start, chunk.shape)
+            place = TensorTarget.of(tensor).place(chunk.start, chunk.shape)
             if place.address is not None:
                 copy_ranges([part.data_ptr()], [place.address], [chunk.nbytes])
             elif place.deliver is not None:

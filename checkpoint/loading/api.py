@@ -161,11 +161,20 @@ def _load_new(manifest: Manifest, checkpoint: Path, wanted: _Wanted, options: Re
 @paused_collector()
 def _assemble(manifest: Manifest, wanted: _Wanted) -> tuple[Any, dict[int, Target]]:
     """The tree that was asked for, its memory still to be filled, and what of it is to be read."""
+    if not wanted.selection.is_everything:
+        return _assemble_selected(manifest, wanted)
+    assembler = Assembler(manifest, wanted.device, dtype=wanted.dtype)
+    assembler.make_all()
+    tree = decode_tree(manifest.tree, assembler.build)
+    return tree, targets_of(manifest, assembler.tensors, {})
+
+
+def _assemble_selected(manifest: Manifest, wanted: _Wanted) -> tuple[Any, dict[int, Target]]:
     # By order: keys that are not equal to themselves (NaN) would make no path to find a name by.
     nodes, selection = data_nodes(manifest.tree), wanted.selection
     names = iter(nodes)
     windows: dict[int, Window] = {}
-    if not selection.is_everything and wanted.dtype is None:
+    if wanted.dtype is None:
         places = (place for name, place in nodes.items() if selection.wants(name))
         windows = windows_of(manifest, (view_of(manifest, *place) for place in places))
     assembler = Assembler(manifest, wanted.device, windows, wanted.dtype)
@@ -173,8 +182,7 @@ def _assemble(manifest: Manifest, wanted: _Wanted) -> tuple[Any, dict[int, Targe
     def data(path: tuple[object, ...], node: DataNode) -> Any:
         return assembler.build(path, node) if selection.wants(next(names)) else MISSING
 
-    wants = None if selection.is_everything else selection.wants
-    tree = decode_tree(manifest.tree, data, wants)
+    tree = decode_tree(manifest.tree, data, selection.wants)
     selection.check_matched()
     if tree is MISSING:
         tree = empty_tree(manifest.tree)

@@ -199,7 +199,7 @@ def _replace(path: Path, into: Any, saved: SavedLeaves, selection: Selection) ->
 
 def _is_cast(target: Target) -> bool:
     """Whether the bytes that come are not those that a target has in the end."""
-    return isinstance(target, TensorTarget) and target.saved not in (None, target.tensor.dtype)
+    return isinstance(target, TensorTarget) and target.saved != target.tensor.dtype
 
 
 def _target(
@@ -250,7 +250,7 @@ def _target(
         raise ValueError(
             f"{where} is a tensor whose elements share memory with each other, as expanded ones do"
         )
-    return TensorTarget(value, view.dtype)
+    return TensorTarget.of(value, view.dtype)
 
 
 def _check_carried(where: str, value: Any, saved: np.dtype[Any] | None) -> None:

@@ -188,12 +188,34 @@ class Assembler:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._arenas = Arenas()
 
+    def make_all(self) -> None:
+        """Makes memory for every stored tensor of the usual kind, small and row-major in a storage
+        of its own, that is known to come as it was saved, before it is asked for.
+        """
+        device = self._device
+        if device is None or self._dtype is not None:
+            return
+        models: dict[tuple[str, Shape], torch.Tensor | None] = {}
+        for index, record in enumerate(self._manifest.tensors):
+            if record.strides is not None or record.storage is not None:
+                continue
+            kind = record.dtype, record.shape
+            if kind not in models:
+                is_mapped = record.nbytes >= MIN_MAPPED_BYTES and device == _CPU
+                models[kind] = None if is_mapped else self._stored(index, device)
+            elif (model := models[kind]) is not None:
+                self.tensors[index] = torch.empty_like(model)  # in half the time of `empty`
+
     def build(self, path: Path, node: DataNode) -> Any:
         """The leaf of a node, its content yet to be read. Raises CorruptCheckpointError."""
         if len(node) == 1 and "tensor" in node:  # as most are
-            record = _record(self._manifest, path, node["tensor"])
-            self._note_dtype(path, node["tensor"], record.element.torch, is_tensor=True)
-            return self._stored(node["tensor"], self._device_of(node))
+            index = node["tensor"]
+            made = self.tensors.get(index) if type(index) is int else None
+            if made is not None and self._dtype is None:
+                return made
+            record = _record(self._manifest, path, index)
+            self._note_dtype(path, index, record.element.torch, is_tensor=True)
+            return self._stored(index, self._device_of(node))
         view = view_of(self._manifest, path, node)
         self._note_dtype(path, view.index, view.dtype, is_tensor="array" not in node)
         if "view" in node:

@@ -30,7 +30,7 @@ def place_of_box(box: BoxPicker) -> Place:
     target, shape = box.target, tuple(box.target.shape)
     first = flat_first(box.whole, box.start, shape)
     if target.dtype == box.dtype and first is not None:
-        place = TensorTarget(target).place((0,) * len(shape), shape)
+        place = TensorTarget.of(target).place((0,) * len(shape), shape)
         if place.address is not None:
             return Place(place.address - first * box.dtype.itemsize, None)
     return Place(None, box)

@@ -102,7 +102,7 @@ def part_of_view(record: TensorRecord, view: TensorView, target: Target) -> Part
             return None
         # In the order of its dimensions in memory the view is row-major.
         order = sorted(range(len(shape)), key=lambda axis: (shape[axis] > 1, -strides[axis]))
-        target = TensorTarget(target.tensor.detach().permute(order))
+        target = TensorTarget.of(target.tensor.detach().permute(order))
         shape = tuple(shape[axis] for axis in order)
     return Part(view.offset, nbytes, target.place((0,) * len(shape), shape))
 
@@ -143,7 +143,7 @@ def windows_of(manifest: Manifest, views: Iterable[TensorView]) -> dict[int, Win
 def window_target(record: TensorRecord, window: Window, memory: torch.Tensor) -> PartsTarget:
     """The target of a window, whose memory is a flat tensor of bytes."""
     first, last = window
-    place = TensorTarget(memory).place((0,), (last - first,))
+    place = TensorTarget.of(memory).place((0,), (last - first,))
     return PartsTarget(record, [Part(first, last - first, place)])
 
 
@@ -154,6 +154,6 @@ def targets_of(
     return {
         index: window_target(manifest.tensors[index], windows[index], tensor)
         if index in windows
-        else TensorTarget(tensor, manifest.tensors[index].element.torch)
+        else TensorTarget.of(tensor, manifest.tensors[index].element.torch)
         for index, tensor in tensors.items()
     }

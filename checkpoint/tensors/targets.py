@@ -39,26 +39,40 @@ class Target(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TensorTarget:
-    """A tensor in memory, of any strides, on any device; what is stored as `saved` is converted."""
+class TensorTarget(NamedTuple):
+    """A tensor in memory, of any strides, on any device; what is stored as `saved` is converted.
+
+    `address` is that of host memory in which the bytes lie in a row as they are stored.
+    """
 
     tensor: torch.Tensor
-    saved: torch.dtype | None = None
+    saved: torch.dtype
+    address: int | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, saved: torch.dtype | None = None) -> TensorTarget:
+        """`saved`: None for what is stored as it is in memory."""
+        if saved is not None and saved != tensor.dtype:
+            return cls(tensor, saved, None)
+        in_a_row = tensor.is_cpu and tensor.is_contiguous() and is_plain(tensor)
+        return cls(tensor, tensor.dtype, tensor.data_ptr() if in_a_row else None)
 
     def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
-        return [(0, math.prod(shape) * (self.saved or self.tensor.dtype).itemsize)]
+        return [(0, math.prod(shape) * self.saved.itemsize)]
 
     def place(self, start: Shape, shape: Shape) -> Place:
-        part = self.tensor.detach() if self.tensor.requires_grad else self.tensor
-        if shape != tuple(part.shape):
+        part = self.tensor
+        if shape == part.shape:
+            if self.address is not None:  # as most have
+                return Place(self.address, None)
+        else:
             for axis, (low, size) in enumerate(zip(start, shape, strict=True)):
-                part = part.narrow(axis, low, size)
-        if self.saved is not None and self.saved != part.dtype:
-            return Place(None, _BoxWriter(part, shape, self.saved))
-        if part.is_cpu and part.is_contiguous() and is_plain(part):
+                part = part.detach().narrow(axis, low, size)
+        if self.saved != part.dtype:
+            return Place(None, _BoxWriter(part.detach(), shape, self.saved))
+        if self.address is not None and part.is_contiguous():
             return Place(part.data_ptr(), None)
-        part = integer_view(part)
+        part = integer_view(part.detach())
         return Place(None, _BoxWriter(part, shape, part.dtype))
 
 
