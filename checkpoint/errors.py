@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_MOST_SHOWN = 200
+
 
 class CorruptCheckpointError(ValueError):
     """A checkpoint exists and cannot be trusted: its manifest or its data is not what was saved.
@@ -82,6 +84,6 @@ def _place(path: str | None, tensor: str | None, offset: int | None, nbytes: int
     return ", ".join(parts) + ": " if parts else ""
 
 
-def _short(text: str, limit: int = 200) -> str:
+def _short(text: str) -> str:
     """A hostile name may be megabytes long; an error message may not."""
-    return text if len(text) <= limit else text[:limit] + "..."
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."

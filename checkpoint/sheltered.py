@@ -66,8 +66,6 @@ class Worker(Generic[T]):
     def __init__(self, work: Callable[[Cancellation], T], name: str) -> None:
         self.cancellation = Cancellation()
         self.ended = Latch()
-        self.was_withdrawn = False
-        """It has not begun and never will."""
         self._work = [work]  # taken by whoever does it
         self._name = name
         self._claim: dict[str, str] = {}  # by who begins the work or withdraws it, for ever
@@ -96,7 +94,6 @@ class Worker(Generic[T]):
         self.cancellation.request()
         if self._claimed_for("nothing"):
             self._work.clear()
-            self.was_withdrawn = True
             self.ended.set()
 
     def outcome(self) -> T:

@@ -120,14 +120,11 @@ class TieredState:
                 self.link, self.slabs["inbox"], self._store_gradient, self.gradients.lose
             )
             self._undo.callback(self.inbox.close)
-        specs = self.layout.specs
-        self.weights = WeightCache(
-            specs, self.components, self.extents, self.arena, self.timeline, prefetch=overlap
-        )
+        self.weights = WeightCache(self.components, self.arena, self.timeline, prefetch=overlap)
         staging = self.slabs.get("staging")
         slots = deque(() if staging is None else slots_of(staging, placement))
         self.stages = Stages(
-            self.components, self.gradients, self.weights, self.extents, rule, slots, self.timeline
+            self.components, self.gradients, self.weights, rule, slots, self.timeline
         )
         self.pipeline = UpdatePipeline(self.stages, self.weights, overlap=overlap)
         self._undo.callback(self.pipeline.close)

@@ -85,13 +85,13 @@ class Timeline:
                 self.moved[kind, purpose] += part
 
     @contextmanager
-    def span(self, kind: str, *, nbytes: int = 0, label: str = "") -> Iterator[None]:
+    def span(self, kind: str, *, label: str) -> Iterator[None]:
         """Record the body as one event, also when it raises."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(kind, start, time.perf_counter(), nbytes=nbytes, label=label)
+            self.add(kind, start, time.perf_counter(), label=label)
 
     def watch(
         self, operation: Operation, label: str, *, purpose: str | Mapping[str, int]

@@ -304,11 +304,9 @@ def _wait_until_traced(process: int) -> None:
         os.sched_yield()
 
 
-def guarded_saves(
-    place: Place, count: int, *, offset: int, num_bytes: int = 8 * MIB
-) -> Iterator[tuple[int, list[str]]]:
+def guarded_saves(place: Place, count: int, *, offset: int) -> Iterator[tuple[int, list[str]]]:
     """Guarded saves with a step right behind each; gives the number of each and what is wrong."""
-    weight = torch.nn.Parameter(aligned(num_bytes, offset).view(torch.float32).zero_())
+    weight = torch.nn.Parameter(aligned(8 * MIB, offset).view(torch.float32).zero_())
     weight.grad = torch.full_like(weight, -1.0)
     average = torch.zeros(100)
     optimizer = torch.optim.SGD([weight], lr=1.0)

@@ -75,8 +75,8 @@ def render(path: Path, root: str = "state") -> str:
     return root + "".join(f"[{key!r}]" for key in path)
 
 
-def closest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
+def closest(name: str, names: Iterable[str]) -> list[str]:
     """Names that resemble one that was not found, for error messages."""
     import difflib
 
-    return difflib.get_close_matches(name, list(names), n=count, cutoff=0.5)
+    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)

@@ -55,7 +55,6 @@ class Reductions:
         self._exchanges: deque[_Exchange] = deque()
         self._bucket: list[tuple[int, torch.Tensor]] = []
         self._bucket_bytes = 0
-        self.reduced_bytes = 0
         memory.make_room.append(self.finish_exchanges)
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
@@ -64,7 +63,6 @@ class Reductions:
         Raises ``RankFailedError``, also when another rank has the gradient of another parameter.
         """
         flat = plain(gradient.detach()).reshape(-1)
-        self.reduced_bytes += flat.numel() * flat.dtype.itemsize
         if not self._records[index].is_partitioned:
             self._collect(index, flat)
             return

@@ -5,22 +5,14 @@ from __future__ import annotations
 from swap.cache.arena import Arena, Entry
 from swap.plan.layout import PIECE, Segment
 from swap.storage.components import ComponentStore, as_bytes
-from swap.storage.extents import ExtentStore
 from swap.timeline import Timeline
 
 
 class WeightReads:
     """Starts them; who needs the weights waits for the operations of the entry."""
 
-    def __init__(
-        self,
-        components: ComponentStore,
-        extents: ExtentStore | None,
-        arena: Arena,
-        timeline: Timeline,
-    ) -> None:
+    def __init__(self, components: ComponentStore, arena: Arena, timeline: Timeline) -> None:
         self._components = components
-        self._extents = extents
         self._arena = arena
         self._timeline = timeline
 
@@ -43,7 +35,6 @@ class WeightReads:
 
     def _read(self, entry: Entry, segment: Segment) -> None:
         """Whole pages: the entry is padded like the component."""
-        assert self._extents is not None
         assert entry.landing is not None
         extent = self._components.extent(segment.subgroup, "weight")
         assert extent is not None
@@ -52,5 +43,5 @@ class WeightReads:
         entry.landed.append((segment.start, segment.length))
         start = segment.offset * part.dtype.itemsize
         urgent = not entry.is_ahead
-        operation = self._extents.read(extent, start, as_bytes(part), urgent=urgent)
+        operation = self._components.nvme.read(extent, start, as_bytes(part), urgent=urgent)
         entry.operations.append(self._timeline.watch(operation, entry.spec.name, purpose="weights"))

@@ -23,10 +23,9 @@ from swap.cache.eviction import CacheEntries, wait_for
 from swap.cache.patience import Patience, Workers
 from swap.cache.reads import WeightReads
 from swap.plan import eviction
-from swap.plan.layout import ParameterSpec, Segment
+from swap.plan.layout import Segment
 from swap.plan.schedule import Schedule
 from swap.storage.components import ComponentStore, copy_values
-from swap.storage.extents import ExtentStore
 from swap.timeline import Timeline
 
 _LOOKS_PER_ARENA = 16
@@ -39,9 +38,7 @@ class WeightCache:
 
     def __init__(
         self,
-        specs: tuple[ParameterSpec, ...],
         components: ComponentStore,
-        extents: ExtentStore | None,
         arena: Arena | None,
         timeline: Timeline,
         *,
@@ -49,14 +46,14 @@ class WeightCache:
     ) -> None:
         self.schedule = Schedule()
         self.hits = self.misses = 0
-        self._specs = specs
+        self._specs = components.layout.specs
         self._components = components
         self._arena = arena
-        self._reads = None if arena is None else WeightReads(components, extents, arena, timeline)
+        self._reads = None if arena is None else WeightReads(components, arena, timeline)
         self._timeline = timeline
         self._prefetch = prefetch
         self._policy = eviction.for_weights(self.schedule)
-        self._cached = CacheEntries(specs, arena, self._policy)
+        self._cached = CacheEntries(self._specs, arena, self._policy)
         self._entries = self._cached.entries
         self._stale = self._cached.stale
         self._pins = self._cached.pins

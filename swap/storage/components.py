@@ -102,8 +102,8 @@ class ComponentStore:
         self._weights = tuple(self._contiguous(spec.index) for spec in self.layout.specs)
 
     @property
-    def _nvme(self) -> ExtentStore:
-        """Of a placement that has something there."""
+    def nvme(self) -> ExtentStore:
+        """Where components are that are there. Not to be asked for where none is."""
         assert self._extents is not None
         return self._extents
 
@@ -167,7 +167,7 @@ class ComponentStore:
         with self._lock:
             old = [self._on_nvme[subgroup, name] for name in extents]
             self._on_nvme.update({(subgroup, name): new for name, new in extents.items()})
-        self._nvme.release_all(extent for extent in old if extent is not None)
+        self.nvme.release_all(extent for extent in old if extent is not None)
 
     def pin_all(self) -> dict[tuple[int, str], Extent | None]:
         """Pin every extent that is published; gives them by subgroup and component, None for what
@@ -177,7 +177,7 @@ class ComponentStore:
             published = dict(self._on_nvme)
             extents = [extent for extent in published.values() if extent is not None]
             if extents:
-                self._nvme.pin(extents, are_used=True)
+                self.nvme.pin(extents, are_used=True)
         return published
 
     def adopt(self, subgroup: int, name: str, extent: Extent | None) -> None:
@@ -189,10 +189,10 @@ class ComponentStore:
             if old == extent:
                 return
             if extent is not None:
-                self._nvme.use(extent)
+                self.nvme.use(extent)
             self._on_nvme[subgroup, name] = extent
         if old is not None:
-            self._nvme.release(old)
+            self.nvme.release(old)
 
     def zero(self, name: str) -> None:
         """Make every component of that name all zeros, wherever it is; an interrupt comes before or
@@ -262,17 +262,17 @@ class ComponentStore:
             return extent
 
     def _fixed(self, extent: Extent) -> bool:
-        return self._nvme.is_fixed(extent)
+        return self.nvme.is_fixed(extent)
 
     def _copy(self, subgroup: int, name: str) -> None:
         """Publish another extent with the same bytes."""
         old = self.extent(subgroup, name)
         assert old is not None
-        new = self._nvme.allocate(old.nbytes)
+        new = self.nvme.allocate(old.nbytes)
         try:
-            self._nvme.run_drained(partial(self._copy_bytes, old, new))
+            self.nvme.run_drained(partial(self._copy_bytes, old, new))
         except BaseException:
-            self._nvme.release(new)
+            self.nvme.release(new)
             raise
         self.publish(subgroup, {name: new})
 
@@ -283,7 +283,7 @@ class ComponentStore:
             partial(self._transfer, "read as is", old),
             partial(self._transfer, "write", new),
         )
-        self._nvme.transfers.note_sums(new, self._nvme.transfers.sums(old))
+        self.nvme.transfers.note_sums(new, self.nvme.transfers.sums(old))
 
     def _transfer_all(self, begin: Callable[[list[Operation]], None]) -> None:
         """Begin transfers, and wait for all of them."""
@@ -326,8 +326,8 @@ class ComponentStore:
     def _transfer(self, kind: str, extent: Extent, start: int, memory: np.ndarray) -> Operation:
         if kind.startswith("read"):
             as_is = kind == "read as is"
-            return self._nvme.read(extent, start, memory, urgent=True, as_is=as_is)
-        return self._nvme.write(extent, start, memory)
+            return self.nvme.read(extent, start, memory, urgent=True, as_is=as_is)
+        return self.nvme.write(extent, start, memory)
 
     def _map_unit(self, unit: list[Subgroup], slab: Slab) -> None:
         """One array a component for the whole unit, so that a split parameter stays contiguous."""
@@ -343,17 +343,17 @@ class ComponentStore:
         for component in self._components[group.index]:
             extent = None
             if not component.zero:
-                extent = self._nvme.allocate(component.nbytes(group.numel))
+                extent = self.nvme.allocate(component.nbytes(group.numel))
             self._on_nvme[group.index, component.name] = extent
 
     def _fill_with_zeros(self, subgroup: int, name: str) -> None:
         nbytes = self.component(subgroup, name).nbytes(self.layout.subgroups[subgroup].numel)
-        extent = self._nvme.allocate(nbytes)
+        extent = self.nvme.allocate(nbytes)
         try:
-            if not self._nvme.transfers.zero(extent):
+            if not self.nvme.transfers.zero(extent):
                 self._bounce.write_zeros(nbytes, partial(self._transfer, "write", extent))
         except BaseException:
-            self._nvme.release(extent)
+            self.nvme.release(extent)
             raise
         self.publish(subgroup, {name: extent})
 
@@ -361,7 +361,7 @@ class ComponentStore:
         with self._lock:
             extent, self._on_nvme[subgroup, name] = self._on_nvme[subgroup, name], None
         if extent is not None:
-            self._nvme.release(extent)
+            self.nvme.release(extent)
 
     def _contiguous(self, parameter: int) -> torch.Tensor | None:
         segments = self.layout.segments_of[parameter]

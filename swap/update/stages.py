@@ -20,7 +20,7 @@ from swap.plan.layout import Segment, Subgroup, pad
 from swap.plan.rules import ParameterUpdate, UpdateRule
 from swap.plan.slots import Place
 from swap.storage.components import ComponentStore
-from swap.storage.extents import Extent, ExtentStore
+from swap.storage.extents import Extent
 from swap.timeline import Timeline
 from swap.update.runs import Part
 from swap.update.staging import Staged, Staging
@@ -57,12 +57,11 @@ class Stages(Staging[Job]):
         components: ComponentStore,
         gradients: GradientStore,
         weights: WeightCache,
-        extents: ExtentStore | None,
         rule: UpdateRule,
         slots: deque[np.ndarray],
         timeline: Timeline,
     ) -> None:
-        super().__init__(components, extents, slots, timeline)
+        super().__init__(components, slots, timeline)
         self._gradients = gradients
         self._weights = weights
         self._rule = rule

@@ -21,7 +21,7 @@ from swap.interruptions.mixture import Mixture
 from swap.plan.layout import Subgroup
 from swap.plan.slots import Place, SlotPlan, plan_slot
 from swap.storage.components import ComponentStore, as_tensor
-from swap.storage.extents import Extent, ExtentStore
+from swap.storage.extents import Extent
 from swap.timeline import Timeline
 from swap.update.runs import Part, runs_of
 
@@ -56,24 +56,16 @@ class Staging(Generic[S]):
     def __init__(
         self,
         components: ComponentStore,
-        extents: ExtentStore | None,
         slots: deque[np.ndarray],
         timeline: Timeline,
     ) -> None:
         self._components = components
-        self._extents = extents
         self._slots = slots
         self._timeline = timeline
 
     @property
     def mixture(self) -> Mixture:
         return self._components.mixture
-
-    @property
-    def _nvme(self) -> ExtentStore:
-        """Of a placement that has something there."""
-        assert self._extents is not None
-        return self._extents
 
     def can_start(self, subgroup: Subgroup) -> bool:
         """Whether ``subgroup`` needs no slot, or there is one."""
@@ -112,7 +104,7 @@ class Staging(Generic[S]):
             Part(place.name, staged.extents[place.name], 0, place.start, place.nbytes)
             for place in staged.plan.places
         ]
-        self._begin(staged, staged.writes, self._nvme.write, parts)
+        self._begin(staged, staged.writes, self._components.nvme.write, parts)
 
     def is_written(self, staged: S) -> bool:
         return _are_done(staged.writes)
@@ -123,7 +115,7 @@ class Staging(Generic[S]):
             try:
                 operation.result()
             except AioError as failure:
-                self._nvme.avoid(failure)
+                self._components.nvme.avoid(failure)
                 raise
         staged.writes.clear()
 
@@ -142,7 +134,7 @@ class Staging(Generic[S]):
         staged.reads.clear()
         staged.writes.clear()
         for extent in staged.extents.values():
-            self._nvme.release(extent)
+            self._components.nvme.release(extent)
         staged.extents = {}
 
     def abandon(self, staged: S) -> None:
@@ -189,7 +181,7 @@ class Staging(Generic[S]):
                 staged.slot[place.start : place.stop].fill(0)
             else:
                 parts += self._parts_to_read(staged, place, extent)
-        self._begin(staged, staged.reads, partial(self._nvme.read, urgent=False), parts)
+        self._begin(staged, staged.reads, partial(self._components.nvme.read, urgent=False), parts)
 
     def _parts_to_read(self, staged: S, place: Place, extent: Extent) -> Iterable[Part]:
         """Of a component that is on NVMe."""
@@ -197,16 +189,16 @@ class Staging(Generic[S]):
 
     def _allocate(self, staged: S, places: Sequence[Place], sizes: Sequence[int]) -> None:
         """New extents for components, side by side as in the slot if there is room for that."""
-        adjacent = self._nvme.allocate_adjacent(sizes)
+        adjacent = self._components.nvme.allocate_adjacent(sizes)
         for index, place in enumerate(places):
-            extent = adjacent[index] if adjacent else self._nvme.allocate(place.nbytes)
+            extent = adjacent[index] if adjacent else self._components.nvme.allocate(place.nbytes)
             staged.extents[place.name] = extent
 
     def _begin(
         self, staged: S, noted: list[Operation], submit: Submit, parts: Iterable[Part]
     ) -> None:
         """Transfers of the slot, which no other subgroup gets while they are under way."""
-        self._nvme.run_drained(partial(self._begin_runs, staged, noted, submit, parts))
+        self._components.nvme.run_drained(partial(self._begin_runs, staged, noted, submit, parts))
 
     def _begin_runs(
         self, staged: S, noted: list[Operation], submit: Submit, parts: Iterable[Part]

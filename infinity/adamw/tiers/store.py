@@ -150,7 +150,7 @@ class StateStore:
             self._sweeps.replace_slots(slots_of(slabs["staging"], placement))
         self.nvme_bytes += placement.nvme_bytes
         self.extents, self._passage = opened, passage
-        self._note(components, Staging(components, opened, self._sweeps.free_slots, self.timeline))
+        self._note(components, Staging(components, self._sweeps.free_slots, self.timeline))
         return sum(sizes.values())
 
     def _note(self, components: ComponentStore, staging: Staging[Staged]) -> None:

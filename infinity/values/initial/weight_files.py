@@ -145,6 +145,7 @@ def _check_not_pickled(path: Path, suffix: str) -> None:
     )
 
 
+_MOST_LISTED = 8
 _PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
@@ -155,9 +156,9 @@ def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return stored == wanted or any({stored, wanted} <= kind for kind in _CONVERTED)
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(names[:_MOST_LISTED]) + more
 
 
 _CONVERTED = (
