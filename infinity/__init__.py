@@ -12,6 +12,7 @@ from infinity.planning.plan import Plan, plan
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.report import Report
 from infinity.snapshots.entries import Snapshot
+from infinity.snapshots.pending import PendingSnapshot
 from infinity.tiling.tiled_linear import TiledLinear
 from swap.interruptions.mixture import MixedStateError
 from swap.storage.checksums import CorruptSwapError
@@ -24,6 +25,7 @@ __all__ = [
     "MixedStateError",
     "OffloadedAdamW",
     "OffloadedModel",
+    "PendingSnapshot",
     "Plan",
     "RankDifferenceError",
     "RankFailedError",

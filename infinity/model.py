@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from infinity.parameters.offloaded.parameter import cannot_be_copied
 from infinity.ranks.collectives import LOAD, SAVE
 from infinity.report import Report, make_report, write_trace
 from infinity.snapshots.entries import Snapshot, checked_name
+from infinity.snapshots.pending import PendingSnapshot
 from infinity.snapshots.points import Snapshots
 from infinity.tiling.weight import TiledWeight
 from infinity.training import Training
@@ -231,7 +232,29 @@ class OffloadedModel:
         begin, then = self._training.begin_replacing(), self._training.loaded
         return loading.load(self._training, path, stripe_dirs, begin=begin, then=then)
 
-    def snapshot(self, name: str, keep: int | None = None, *, extra: Any = None) -> Snapshot:
+    @overload
+    def snapshot(
+        self,
+        name: str,
+        keep: int | None = None,
+        *,
+        extra: Any = None,
+        block: Literal[True] = True,
+    ) -> Snapshot: ...
+
+    @overload
+    def snapshot(
+        self, name: str, keep: int | None = None, *, extra: Any = None, block: Literal[False]
+    ) -> PendingSnapshot: ...
+
+    @overload
+    def snapshot(
+        self, name: str, keep: int | None = None, *, extra: Any = None, block: bool
+    ) -> Snapshot | PendingSnapshot: ...
+
+    def snapshot(
+        self, name: str, keep: int | None = None, *, extra: Any = None, block: bool = True
+    ) -> Snapshot | PendingSnapshot:
         """Take a durable restore point of all that ``save`` saves, on the ``nvme`` directories.
 
         When this returns it survives the end of the process, however it comes, and power loss. What
@@ -242,6 +265,14 @@ class OffloadedModel:
         A snapshot of the same name is replaced, at once. With ``keep`` the oldest snapshots of this
         model (parameters of these names and shapes) beyond so many are dropped when the new one is
         durable. ``extra`` is as in ``save``.
+
+        Without ``block`` it is that of the moment of the call all the same, and becomes durable
+        behind training: until then it does not exist, and what it replaces stays. The next step
+        waits until what is in host memory has been read, the end of the block until all is done.
+        ``result()`` of what is returned waits, and gives the snapshot. So do, first of all, another
+        ``snapshot``, ``restore``, ``drop_snapshot``, ``save(snapshot=)`` and ``load``; ``flush``
+        and ``snapshots`` do not. An error that nobody asked for is raised by the next call that
+        gives the same name, or else by the end of the block, as that of a background save.
 
         Raises ``ValueError`` for a name that is not 1 to 100 letters, digits, ``.``, ``_`` and
         ``-``; ``RuntimeError`` with several ranks, which have ``save``; ``FileExistsError`` for the
@@ -259,12 +290,16 @@ class OffloadedModel:
         self._check_alone("snapshot()")
         self._training.state.flush()
         persistence.warn_of_gradients(self._training, f"the snapshot {name}")
-        return self._snapshots.take(self._training, name, keep, extra)
+        if block:
+            return self._snapshots.take(self._training, name, keep, extra)
+        add = self._training.saves.add
+        return self._snapshots.take_behind(self._training, name, keep, extra, add)
 
     def snapshots(self) -> list[Snapshot]:
         """The snapshots on the ``nvme`` directories, the oldest first; also those of other models.
-        One that is damaged, or of another version of the library, is a warning. Raises ``OSError``
-        where it cannot be told which there are; the next call reads again.
+        One that is still on its way (``block=False``) is not there yet. One that is damaged, or of
+        another version of the library, is a warning. Raises ``OSError`` where it cannot be told
+        which there are; the next call reads again.
         """
         self._training.check_open()
         return self._snapshots.listed()

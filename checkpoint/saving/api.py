@@ -187,10 +187,13 @@ def start_save(
     previous: PendingSave | None = None,
     memory: KeptMemory | None = None,
     on_committed: Callable[[Manifest], None] | None = None,
+    when_read: Callable[[], None] = lambda: None,
+    on_end: Callable[[BaseException | None], None] = lambda _: None,
 ) -> PendingSave:
     """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
     for its copies that is kept for the next one. `on_committed` is given the manifest of a save by
-    one process. `previous` and `arrival` are as in `save_on`.
+    one process. `previous` and `arrival` are as in `save_on`, `when_read` and `on_end` as in
+    `Order`.
     """
     staging = STAGING_BYTES if staging_bytes is None else staging_bytes
 
@@ -218,6 +221,8 @@ def start_save(
         gate=None if guard is None else partial(gate_of, guard),
         previous=previous,
         on_committed=on_committed,
+        when_read=when_read,
+        on_end=on_end,
     )
     return save_behind(order, after)
 

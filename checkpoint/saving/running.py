@@ -10,6 +10,7 @@ raised by the call on every rank; what fails once it has begun is that of `resul
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from aio import Engine
-from aio.threads import Latch
+from aio.threads import Latch, say
 from checkpoint.directory.lock import end_given_up
 from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, apart
@@ -30,6 +31,8 @@ from checkpoint.threads import started
 from checkpoint.transfer.memory import machine
 from checkpoint.transfer.snapshot import Snapshot
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
@@ -38,6 +41,11 @@ class Order:
     `previous` is a save that this one belongs with. `plan`, `snapshot` and `gate` are called on the
     thread of the save. A rank that does not begin, because it finds no thread or is interrupted,
     has an error for its `arrival`: see `accompanied`.
+
+    Of a save with a guard `when_read` is called on that thread when the tensors may change: the
+    save fails if it raises, and nothing is published before it has returned. `on_end` is called
+    there when a background save that had begun has ended, with its error if it has one, and before
+    anybody knows.
     """
 
     path: Path
@@ -49,6 +57,8 @@ class Order:
     gate: Callable[[], Gate] | None = None
     previous: PendingSave | None = None
     on_committed: Callable[[Manifest], None] | None = None
+    when_read: Callable[[], None] = lambda: None
+    on_end: Callable[[BaseException | None], None] = lambda _: None
 
 
 def save_now(order: Order) -> SaveInfo:
@@ -103,6 +113,11 @@ def _carry_out(
         )
     except BaseException as error:
         outcome = error
+    if pending.has_begun.is_set():
+        try:
+            order.on_end(outcome if isinstance(outcome, BaseException) else None)
+        except BaseException:  # somebody waits for the end
+            say(logger.exception, "after the background save to %s", order.path)
     # Whoever was interrupted knows.
     pending.finish(outcome, is_told=not is_background or cancellation.is_requested)
 
@@ -147,6 +162,7 @@ def _write(
         def staged() -> None:
             plan.versions.check()
             pending.set_staged()
+            order.when_read()
 
         return _commit(order, plan, engine, staged, None)
     with ExitStack() as stack:

@@ -204,10 +204,15 @@ def described(folder: Path, point: Point) -> Snapshot:
     written = 0
     with suppress(OSError, ValueError):
         written = sum(file.nbytes for file in read_manifest(folder).files)
+    return told_of(point, written)
+
+
+def told_of(point: Point, written_bytes: int) -> Snapshot:
+    """The same, of one for which so much was written."""
     return Snapshot(
         name=point.name,
         time=datetime.fromtimestamp(point.time_ns / 1e9, UTC),
         step=point.step,
-        nbytes=point.kept_bytes + written,
-        written_bytes=written,
+        nbytes=point.kept_bytes + written_bytes,
+        written_bytes=written_bytes,
     )

@@ -3,11 +3,14 @@
 The order of a snapshot: the step is finished; its extents are pinned; swap files get their second
 names, durably; what was written to them is durable; the rest is saved as a checkpoint, whose rename
 makes the snapshot exist. Only then, durably too, older ones are removed, and what nothing else pins
-is free.
+is free. Behind training all from the second names on is done on the thread of the save, the second
+names once host memory has been read, for which the next step waits.
 
 Invariants: an extent that a published snapshot names is pinned, or in a file that this process
 neither writes to nor gives back anything of. What an error leaves in doubt stays pinned until the
-block ends. Whatever changes the table of snapshots runs where no signal handler does.
+block ends. Whatever changes the table of snapshots runs where no signal handler does. One snapshot
+at most is on its way behind training, and until it has ended the table is that thread's alone: a
+call that needs it waits first. That thread never waits for a call.
 """
 
 from __future__ import annotations
@@ -15,27 +18,25 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from checkpoint import ChangedTensorError
+from checkpoint import PendingSave
 from checkpoint.ranks.coordinator import Arrival, SingleProcess
-from checkpoint.saving.api import save_on
+from checkpoint.saving.api import save_on, start_save
 from checkpoint.sheltered import Cancellation, sheltered
 from infinity.snapshots.adoption import adopt, alike, fill_host
-from infinity.snapshots.entries import Entry, Point, Snapshot, described, listed
+from infinity.snapshots.entries import Entry, Snapshot, described, listed
 from infinity.snapshots.known import Known
+from infinity.snapshots.moment import Moment, keep_files, moment_of, pinned
+from infinity.snapshots.pending import PendingSnapshot
 from infinity.snapshots.reading import SavedPoint
 from infinity.snapshots.saving import PointSave, save_behind, save_now
-from infinity.snapshots.sources import contents_of, model_of, tree_of
 from infinity.values.loading import load_from
 from infinity.values.persistence import TrainingState
 from swap.interruptions.apart import run_apart
-from swap.snapshots.contents import encode
 from swap.snapshots.folders import Folders
-from swap.snapshots.sums import encode_sums
 from swap.tiered import TieredState
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class Snapshots:
         self._folders = Folders(directories)
         self._known = Known(self._folders)
         self._saves: list[PointSave] = []
+        self._pending: PendingSnapshot | None = None
+        """The last one that was taken behind training."""
         self._turn = threading.RLock()
         self._alone = threading.Lock()
         """Of threads that call at once."""
@@ -63,38 +66,90 @@ class Snapshots:
         another thread took a step. All snapshots are as before then; but where all is written, and
         what makes it durable fails, the new one may be there.
         """
-        since = training.state.num_changes
-        tree = tree_of(training, extra, since)
-        model, step = model_of(training), max(training.steps, default=0)
+        moment = moment_of(training, name, extra, copies=False)
 
         def work(cancellation: Cancellation) -> Snapshot:
-            points = self._known.look(training.state, make=True)
-            assert points is not None
-            self._known.check_is_free(name, model)
-            published = training.state.components.pin_all()
-            extents = [extent for extent in published.values() if extent is not None]
-            contents = contents_of(training.state, published)
-            point = Point(
-                name=name,
-                number=self._known.next_number,
-                model=model,
-                time_ns=time.time_ns(),
-                step=step,
-                kept_bytes=contents.nbytes,
-            )
-            entry = Entry(points / name, point, contents, extents)
-            tree.update(point=point.to_tree(), contents=encode(contents))
-            transfers = None if training.state.extents is None else training.state.extents.transfers
-            if transfers is not None and transfers.verifies:
-                known = (sums for extent in extents for sums in transfers.sums(extent))
-                tree["sums"] = {"blocks": encode_sums(known)}
-            self._publish(training, entry, tree, since, cancellation)
-            self._drop_surplus(training.state, model, keep)
-            return described(entry.folder, point)
+            entry = self._pinned(moment)
+            try:
+                keep_files(self._folders, training.state, entry)
+                cancellation.check()
+                to = (moment.tree, entry.folder, None, None, SingleProcess(), Arrival())
+                save_on(*to, training.checkpoint_bytes)
+            except BaseException:
+                self._known.take_back(training.state, entry)
+                raise
+            self._taken(moment, entry, keep)
+            return described(entry.folder, entry.point)
 
         with self._turn, self._by_itself():
+            self._wait_pending(name)
             self._let_end(name)
             return sheltered(work, "infinity-snapshot")
+
+    def take_behind(
+        self,
+        training: TrainingState,
+        name: str,
+        keep: int | None,
+        extra: Any,
+        add: Callable[[PendingSave], None],
+    ) -> PendingSnapshot:
+        """As ``take``, behind what comes: the next step of the optimizer waits until host memory
+        has been read. ``add`` takes note of the save, for all else that changes values. Raises
+        what keeps it from beginning.
+        """
+        moment = moment_of(training, name, extra, copies=True)
+        state = training.state
+
+        def work(cancellation: Cancellation) -> PendingSnapshot:
+            entry = self._pinned(moment)
+
+            def ended(error: BaseException | None) -> None:
+                if error is None:
+                    self._taken(moment, entry, keep)
+                else:
+                    self._known.take_back(state, entry)
+
+            try:
+                cancellation.check()
+                save = start_save(
+                    *(moment.tree, entry.folder, None, training.optimizer, None),
+                    *(SingleProcess(), Arrival()),
+                    staging_bytes=training.checkpoint_bytes,
+                    when_read=partial(keep_files, self._folders, state, entry),
+                    on_end=ended,
+                )
+            except BaseException:
+                self._known.take_back(state, entry)
+                raise
+            self._pending = PendingSnapshot(entry.point, save)
+            add(save)
+            return self._pending
+
+        with self._turn, self._by_itself():
+            self._wait_pending(name)
+            self._let_end(name)
+            return sheltered(work, "infinity-snapshot")
+
+    def _pinned(self, moment: Moment) -> Entry:
+        points = self._known.look(moment.training.state, make=True)
+        assert points is not None
+        self._known.check_is_free(moment.name, moment.model)
+        return pinned(moment, points, self._known.next_number)
+
+    def _taken(self, moment: Moment, entry: Entry, keep: int | None) -> None:
+        """``entry`` is durable."""
+        self._known.put(moment.training.state, entry)
+        self._drop_surplus(moment.training.state, moment.model, keep)
+
+    def _wait_pending(self, name: str | None = None) -> None:
+        """Wait for the snapshot that is taken behind training. Raises the error of one of that
+        name, if nobody knows of it.
+        """
+        if self._pending is not None:
+            self._pending.wait_done()
+            if self._pending.name == name:
+                self._pending.tell()
 
     def save(
         self,
@@ -110,6 +165,7 @@ class Snapshots:
         ``restore`` and ``checkpoint.save``.
         """
         with self._turn, self._by_itself():
+            self._wait_pending(name)
             self._let_end()
             entry = self._known.found(training.state, name)
             point = SavedPoint(entry, self._known.paths(entry))
@@ -143,7 +199,7 @@ class Snapshots:
             self._saves.remove(save)
 
     def listed(self) -> list[Snapshot]:
-        """All there are, the oldest first."""
+        """All there are, the oldest first; one that is on its way is not there yet."""
         return listed(self._folders.find())
 
     def drop(self, state: TieredState | None, name: str) -> None:
@@ -158,6 +214,7 @@ class Snapshots:
             self._known.remove(state, points / name)
 
         with self._turn, self._by_itself():
+            self._wait_pending(name)
             self._let_end(name)
             sheltered(work, "infinity-snapshot")
 
@@ -172,6 +229,7 @@ class Snapshots:
         ``offloaded.load`` does, ``FileNotFoundError``, and why it cannot be read, as it is.
         """
         with self._turn, self._by_itself():
+            self._wait_pending(name)
             return self._restore(training, name, begin, then)
 
     def _restore(
@@ -225,6 +283,7 @@ class Snapshots:
         """Give back what no snapshot needs, and let others have the folders. The files of the state
         must be closed. Idempotent; what cannot be given back is a warning.
         """
+        self._wait_pending()
         self._let_end()
         if not self._folders.is_held:
             return
@@ -237,31 +296,6 @@ class Snapshots:
             self._folders.release(is_empty=is_empty)
         except OSError as error:
             _log.warning("the folders of snapshots stay: %s", error)
-
-    def _publish(
-        self,
-        training: TrainingState,
-        entry: Entry,
-        tree: dict[str, Any],
-        since: int,
-        cancellation: Cancellation,
-    ) -> None:
-        """Make ``entry``, whose extents are pinned, exist; or unpin them, if it surely does not."""
-        state = training.state
-        try:
-            if since != state.num_changes or not state.pipeline.is_idle:
-                raise ChangedTensorError(f"the state of snapshot {entry.name}")
-            files = [] if state.extents is None else state.extents.own_files(entry.pinned)
-            self._folders.keep(file.path for file in files)
-            for file in files:
-                file.sync()
-            cancellation.check()
-            to = (tree, entry.folder, None, None, SingleProcess(), Arrival())
-            save_on(*to, training.checkpoint_bytes)
-        except BaseException:
-            self._known.take_back(state, entry)
-            raise
-        self._known.put(state, entry)
 
     def _drop_surplus(self, state: TieredState, model: str, keep: int | None) -> None:
         """The new one is durable: what goes wrong with older ones is a warning."""

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -67,8 +68,8 @@ class HostBytes:
             raise ChangedTensorError(f"{self.name} of subgroup {self.subgroup}")
 
 
-def tree_of(training: TrainingState, extra: Any, since: int) -> dict[str, Any]:
-    """All but ``point`` and ``contents``."""
+def tree_of(training: TrainingState, extra: Any, since: int, *, copies: bool) -> dict[str, Any]:
+    """All but ``point`` and ``contents``; ``copies`` of what may change before the next step."""
     state = training.state
     hosts: dict[str, dict[str, HostBytes]] = {}
     for group in state.layout.subgroups:
@@ -77,11 +78,16 @@ def tree_of(training: TrainingState, extra: Any, since: int) -> dict[str, Any]:
             own = {name: HostBytes(state, group.index, name, since) for name in names}
             hosts[str(group.index)] = own
     leaves = checkpoint_tensors_of(training.model, training.records)
+    scalars, buffers = scalars_of(training), persistent_buffers(training.model)
+    if copies:
+        buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        extra = copy.deepcopy(extra)
+        scalars["module_states"] = copy.deepcopy(scalars["module_states"])
     return {
-        "training": scalars_of(training) | {"own_states": [], "random_of_ranks": {}},
+        "training": scalars | {"own_states": [], "random_of_ranks": {}},
         "leaves": {leaf.name: [part.name for part in leaf.parts] for leaf in leaves},
         "host": hosts,
-        "model": persistent_buffers(training.model),
+        "model": buffers,
         "extra": {"given": extra is not None, "value": extra},
     }
 
