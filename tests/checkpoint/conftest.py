@@ -1,7 +1,8 @@
-"""Runs tests that are coroutines, as those of zarr's conformance suite are."""
+"""Runs tests that are coroutines, as those of zarr's conformance suite are; and two stripes."""
 
 import asyncio
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +15,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in names if name != "self"}
     asyncio.run(pyfuncitem.obj(**arguments))
     return True
+
+
+@pytest.fixture
+def stripes(tmp_path: Path) -> list[Path]:
+    folders = [tmp_path / f"ssd{k}" for k in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    return folders

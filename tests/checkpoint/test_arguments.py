@@ -15,14 +15,6 @@ import checkpoint
 import checkpoint.dcp
 
 
-@pytest.fixture
-def stripes(tmp_path: Path) -> list[Path]:
-    folders = [tmp_path / f"ssd{k}" for k in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    return folders
-
-
 def test_a_manager_uses_stripes_that_a_generator_gives(tmp_path: Path, stripes: list[Path]) -> None:
     manager = checkpoint.Manager(tmp_path / "run", stripe_dirs=(stripe for stripe in stripes))  # type: ignore[arg-type]
     for step in (1, 2):

@@ -49,14 +49,6 @@ def zeros_like(tree: Any) -> Any:
     return type(tree)() if isinstance(tree, int | str) else tree * 0
 
 
-@pytest.fixture
-def stripes(tmp_path: Path) -> list[Path]:
-    made = [tmp_path / "ssd0", tmp_path / "ssd1"]
-    for stripe in made:
-        stripe.mkdir()
-    return made
-
-
 @pytest.mark.parametrize("striped", [False, True])
 def test_what_dcp_saves_dcp_loads(tmp_path: Path, stripes: list[Path], striped: bool) -> None:
     writer = checkpoint.dcp.StorageWriter(tmp_path / "step", stripes if striped else None)

@@ -40,14 +40,6 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-@pytest.fixture
-def stripes(tmp_path: Path) -> list[Path]:
-    made = [tmp_path / "ssd0", tmp_path / "ssd1"]
-    for stripe in made:
-        stripe.mkdir()
-    return made
-
-
 class Unreadable:
     """A source that fails when half of it has been read."""
 

@@ -32,14 +32,6 @@ def holds(value: int, path: Path, **options: Any) -> bool:
     return all(torch.equal(found[name], tensor) for name, tensor in state(value).items())
 
 
-@pytest.fixture
-def stripes(tmp_path: Path) -> list[Path]:
-    made = [tmp_path / "ssd0", tmp_path / "ssd1"]
-    for stripe in made:
-        stripe.mkdir()
-    return made
-
-
 def data_of(stripes: list[Path]) -> list[str]:
     return sorted(entry.name for stripe in stripes for entry in stripe.iterdir())
 

@@ -23,14 +23,6 @@ CODES = [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.EACCES]
 
 
 @pytest.fixture
-def stripes(tmp_path: Path) -> list[Path]:
-    folders = [tmp_path / f"ssd{k}" for k in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    return folders
-
-
-@pytest.fixture
 def fail_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[str]]:
     """Lets the next opening of a file of that name for reading fail; gives what failed."""
 

@@ -14,14 +14,6 @@ from aio import sync_directory
 from checkpoint.directory.stripe_list import STRIPES_NAME, listed_stripes
 
 
-@pytest.fixture
-def stripes(tmp_path: Path) -> list[Path]:
-    folders = [tmp_path / f"ssd{k}" for k in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    return folders
-
-
 def state(number: int) -> dict[str, torch.Tensor]:
     return {f"w{k}": torch.full((1000,), number) for k in range(4)}
 

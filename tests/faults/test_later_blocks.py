@@ -2,11 +2,9 @@
 a later block.
 """
 
-import errno
 import pickle
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import infinity
-from aio import AioError
 from infinity import restoring
 from swap.storage.components import ComponentStore
+from tests.support.damage import fail, restore_error
 from tests.support.training import same_bits
 
 BIG = 256  # 256 x 256 elements are on NVMe, biases and norms are not
@@ -32,22 +30,6 @@ def _model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(BIG, BIG, bias=False) for _ in range(2)))
 
 
-def _fail(*arguments: Any) -> None:
-    raise AioError("no bytes today", errno=errno.EIO, filename="state.swap")
-
-
-def _lost(model: nn.Module, nvme: Path) -> infinity.RestoreError:
-    """That of a block at whose end no read worked."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(infinity.RestoreError) as caught,
-        infinity.offload(model, nvme, optimizer=None),
-    ):
-        patch.setattr(ComponentStore, "read", _fail)
-    assert [name for name, p in model.named_parameters() if p.is_meta] == caught.value.parameters
-    return caught.value
-
-
 def _check_whole(model: nn.Module, nvme: Path) -> None:
     for (name, found), expected in zip(
         model.named_parameters(), _model().parameters(), strict=True
@@ -58,7 +40,7 @@ def _check_whole(model: nn.Module, nvme: Path) -> None:
 
 def test_block_over_values_that_an_error_still_has_is_refused_by_name(tmp_path: Path) -> None:
     model = _model()
-    error = _lost(model, tmp_path)
+    error = restore_error(model, tmp_path)
     for part in (model, model[1]):
         with (
             pytest.raises(ValueError, match=r"weight.* RestoreError .*retry\(\) first"),
@@ -74,7 +56,7 @@ def test_block_over_values_that_an_error_still_has_is_refused_by_name(tmp_path: 
 
 def test_retry_inside_a_block_is_refused_and_works_after_it(tmp_path: Path) -> None:
     model, other = _model(), _model()
-    error = _lost(model, tmp_path)
+    error = restore_error(model, tmp_path)
     lost = model[1].weight
     with infinity.offload(other, tmp_path, optimizer=None):
         model[1].weight = other[1].weight
@@ -91,7 +73,7 @@ def test_call_of_a_model_without_its_values_is_refused_by_name_until_it_has_some
 ) -> None:
     model, inputs = _model(), torch.ones(2, BIG)
     expected = model(inputs)
-    error = _lost(model, tmp_path)
+    error = restore_error(model, tmp_path)
     elsewhere = pickle.loads(ForkingPickler.dumps(model))
     for called, name in ((model, "0.weight"), (model[1], "1.weight"), (elsewhere, "0.weight")):
         with pytest.raises(RuntimeError, match=rf"{name}.* has no values.* retry\(\)"):
@@ -99,10 +81,10 @@ def test_call_of_a_model_without_its_values_is_refused_by_name_until_it_has_some
     error.retry()
     assert same_bits(model(inputs), expected)
     del error
-    _lost(model, tmp_path)
+    restore_error(model, tmp_path)
     model.load_state_dict(_model().state_dict(), assign=True)
     assert same_bits(model(inputs), expected)
-    _lost(model, tmp_path)
+    restore_error(model, tmp_path)
     save_file(_model().state_dict(), tmp_path / "weights.safetensors")
     weights = tmp_path / "weights.safetensors"
     with infinity.offload(model, tmp_path, optimizer=None, weights=weights):
@@ -111,7 +93,7 @@ def test_call_of_a_model_without_its_values_is_refused_by_name_until_it_has_some
 
 def test_errors_of_two_blocks_are_retried_in_any_order(tmp_path: Path) -> None:
     model = _model()
-    errors = [_lost(part, tmp_path) for part in model]
+    errors = [restore_error(part, tmp_path) for part in model]
     for error in reversed(errors):
         error.retry()
     _check_whole(model, tmp_path)
@@ -119,12 +101,12 @@ def test_errors_of_two_blocks_are_retried_in_any_order(tmp_path: Path) -> None:
 
 def test_retry_puts_values_where_the_model_has_other_parameters_now(tmp_path: Path) -> None:
     model = _model()
-    error = _lost(model, tmp_path)
+    error = restore_error(model, tmp_path)
     model.to_empty(device="cpu")
     with pytest.raises(ValueError, match=r"retry\(\) first"), infinity.offload(model, tmp_path):
         pass
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ComponentStore, "read", _fail)
+        patch.setattr(ComponentStore, "read", fail)
         with pytest.raises(infinity.RestoreError) as caught:
             error.retry()
     assert not any(parameter.is_meta for parameter in model.parameters())
@@ -134,7 +116,7 @@ def test_retry_puts_values_where_the_model_has_other_parameters_now(tmp_path: Pa
 
 def test_retry_where_the_model_has_another_shape_is_refused_and_works_later(tmp_path: Path) -> None:
     model = _model()
-    error = _lost(model, tmp_path)
+    error = restore_error(model, tmp_path)
     lost = model[1].weight
     model[1].weight = nn.Parameter(torch.zeros(3, BIG))
     with pytest.raises(RuntimeError, match=r"1\.weight is of shape \(3, 256\).* swap files stay"):

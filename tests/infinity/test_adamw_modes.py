@@ -1,8 +1,6 @@
 """Modes of the program change nothing of an ``OffloadedAdamW``, on whatever thread they are on."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,18 +8,9 @@ import torch
 from torch import nn
 
 from infinity import OffloadedAdamW
+from tests.support.training import default_dtype
 
 NUM_ELEMENTS = 100
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _gradient(step: int) -> torch.Tensor:
@@ -45,7 +34,7 @@ def test_state_dict_taken_under_a_default_dtype_resumes_bit_for_bit(
     first = nn.Parameter(torch.ones(NUM_ELEMENTS))
     with _optimizer_of(first, tmp_path) as optimizer:
         _train(first, optimizer, range(259))  # bfloat16 has 258 and 260
-        with _default_dtype(default):
+        with default_dtype(default):
             state = optimizer.state_dict()
             step = optimizer.state[first]["step"]
         assert (step.dtype, step.item()) == (torch.float32, 259)

@@ -3,7 +3,6 @@ it names the parameter, whichever way torch is called.
 """
 
 import copy
-import errno
 import gc
 import io
 import re
@@ -18,11 +17,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import infinity
-from aio import AioError
 from infinity import restoring
 from infinity.parameters.offloaded import placeholders
-from swap.storage.components import ComponentStore
 from tests.infinity.test_entrances import ENTRANCES
+from tests.support.damage import restore_error
 from tests.support.training import same_bits
 
 BIG = 256  # 256 x 256 elements are on NVMe
@@ -41,21 +39,6 @@ def _model() -> nn.Sequential:
 
 def _weight(model: nn.Module) -> nn.Parameter:
     return next(model.parameters())
-
-
-def _fail(*arguments: Any) -> None:
-    raise AioError("no bytes today", errno=errno.EIO, filename="state.swap")
-
-
-def _lost(model: nn.Module, nvme: Path) -> infinity.RestoreError:
-    """That of a block at whose end no read worked."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(infinity.RestoreError) as caught,
-        infinity.offload(model, nvme, optimizer=None),
-    ):
-        patch.setattr(ComponentStore, "read", _fail)
-    return caught.value
 
 
 def _with_autocast(w: Any) -> torch.Tensor:
@@ -102,7 +85,7 @@ TO_OTHER_PROCESSES = "multiprocessing"
 @pytest.mark.filterwarnings("ignore")  # torch would have some of these done in other ways
 def test_every_entrance_names_a_lost_parameter_or_gives_it_itself(tmp_path: Path) -> None:
     model, wrong = _model(), list[str]()
-    error = _lost(model, tmp_path)
+    error = restore_error(model, tmp_path)
     weight = _weight(model)
     for way, ask in {**ENTRANCES, **WAYS}.items():
         try:
@@ -125,7 +108,7 @@ def test_every_entrance_names_a_lost_parameter_or_gives_it_itself(tmp_path: Path
 
 def test_lost_parameter_tells_what_is_not_its_values(tmp_path: Path) -> None:
     model = _model()
-    error = _lost(model, tmp_path)
+    error = restore_error(model, tmp_path)
     weight = _weight(model)
     assert type(weight) is nn.Parameter
     assert (weight.shape, weight.dtype, weight.stride()) == ((BIG, BIG), torch.float32, (BIG, 1))
@@ -154,7 +137,7 @@ def test_model_with_lost_values_is_not_written_nor_converted(
     write: Callable[[nn.Module, Path], Any], tmp_path: Path
 ) -> None:
     model = _model()
-    error = _lost(model, tmp_path)
+    error = restore_error(model, tmp_path)
     with pytest.raises(Exception, match=r"0\.weight has no values"):
         write(model, tmp_path / "written")
     error.retry()
@@ -187,7 +170,7 @@ def test_lost_parameter_that_was_given_values_is_as_any_other(
     give: Callable[[nn.Sequential, Path], None], tmp_path: Path
 ) -> None:
     model = _model()
-    error = _lost(model, tmp_path)
+    error = restore_error(model, tmp_path)
     give(model, tmp_path)
     weight = _weight(model)
     inputs = torch.ones(2, BIG)
@@ -202,7 +185,7 @@ def test_lost_parameter_that_was_given_values_is_as_any_other(
 def test_parameter_without_values_is_lost_again_after_a_block_with_others(tmp_path: Path) -> None:
     model, inputs = _model(), torch.ones(2, BIG)
     expected = model(inputs).detach()
-    _lost(model, tmp_path)
+    restore_error(model, tmp_path)
     gc.collect()
     weights = tmp_path / "weights.safetensors"
     save_file(_model().state_dict(), weights)
@@ -215,7 +198,7 @@ def test_parameter_without_values_is_lost_again_after_a_block_with_others(tmp_pa
 
 def test_what_is_said_of_lost_values_goes_with_them(tmp_path: Path) -> None:
     model = _model()
-    _lost(model, tmp_path)
+    restore_error(model, tmp_path)
     key = _weight(model).untyped_storage()._cdata
     gc.collect()
     assert "0.weight" in placeholders._texts[key]

@@ -14,7 +14,7 @@ from torch import nn
 import checkpoint
 import infinity
 from tests.support.models import seeded
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
+from tests.support.training import WHOLE, default_dtype, least_budget, same_bits, values_of
 
 WIDTH = 144
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -34,16 +34,6 @@ class _Model(nn.Module):
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
 def _default_device() -> Iterator[None]:
     torch.set_default_device("meta")
     try:
@@ -55,8 +45,8 @@ def _default_device() -> Iterator[None]:
 MODES: dict[str, Mode] = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
-    "bfloat16": lambda: _default_dtype(torch.bfloat16),
-    "float64": lambda: _default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
     "on meta": lambda: torch.device("meta"),
     "default device": _default_device,
 }

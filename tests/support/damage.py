@@ -1,12 +1,18 @@
-"""Bits that flip in swap files under a model that is offloaded."""
+"""Bits that flip in swap files under a model that is offloaded, and reads that fail."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
+import pytest
+from torch import nn
+
 import infinity
+from aio import AioError
 from infinity.model import training_of
+from swap.storage.components import ComponentStore
 from swap.storage.extents import Extent
 from swap.tiered import TieredState
 
@@ -58,3 +64,20 @@ def flip_at(state: TieredState, extent: Extent, at: int) -> str:
     flip_in(path, extent.offset + at)
     state.weights.drop()  # what is read ahead is not read from there
     return str(path)
+
+
+def fail(*_: object) -> None:
+    """In the place of a read or a write."""
+    raise AioError("no bytes today", errno=errno.EIO, filename="state.swap")
+
+
+def restore_error(model: nn.Module, nvme: Path) -> infinity.RestoreError:
+    """That of a block at whose end no read worked."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(infinity.RestoreError) as caught,
+        infinity.offload(model, nvme, optimizer=None),
+    ):
+        patch.setattr(ComponentStore, "read", fail)
+    assert [name for name, p in model.named_parameters() if p.is_meta] == caught.value.parameters
+    return caught.value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -60,15 +59,6 @@ class Mixed(nn.Module):
 
 def tokens(number: int) -> torch.Tensor:
     return torch.randint(0, TOKENS, (6,), generator=torch.Generator().manual_seed(number))
-
-
-def digest(*found: torch.Tensor) -> str:
-    """A name for the bits of tensors."""
-    hashed = hashlib.sha256()
-    for tensor in found:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        hashed.update(flat.numpy().tobytes())
-    return hashed.hexdigest()[:16]
 
 
 class Handle(Protocol):

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from soaking.models import digest
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import infinity
-from tests.support.program_models import WIDTH, Handle, Mixed, PlainHandle, digest, tokens
+from tests.support.program_models import WIDTH, Handle, Mixed, PlainHandle, tokens
 
 UNDEFINED = "what it holds now is not defined"
 """What is said of weights that were changed where they must not be."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,16 @@ def assert_same_runs(runs: Mapping[str, Outcome]) -> None:
         assert first.values.keys() == run.values.keys()
         for key, value in first.values.items():
             assert same_bits(value, run.values[key]), f"{key} of {pair}"
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
