@@ -14,6 +14,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from typing import NamedTuple
 
@@ -94,11 +95,13 @@ def plan_packed_file(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -
 
 
 def _row(name: str, code: str, shape: tuple[int, ...], begin: int, end: int) -> str:
-    dimensions = ",".join(map(str, shape))
-    return (
-        f'{encode_basestring_ascii(name)}:{{"dtype":"{code}","shape":[{dimensions}],'
-        f'"data_offsets":[{begin},{end}]}}'
-    )
+    kind = _kind(code, shape)
+    return f'{encode_basestring_ascii(name)}:{{{kind},"data_offsets":[{begin},{end}]}}'
+
+
+@lru_cache(maxsize=1 << 10)  # there are few different ones
+def _kind(code: str, shape: tuple[int, ...]) -> str:
+    return f'"dtype":"{code}","shape":[{",".join(map(str, shape))}]'
 
 
 def _with_sharding(

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -99,7 +100,7 @@ def _file_node(file: FileRecord) -> dict[str, Any]:
 
 def _tensor_text(tensor: TensorRecord) -> str:
     """JSON text; there may be a hundred thousand of them, so it is put together by hand."""
-    chunks = ",".join(_chunk_text(chunk, tensor) for chunk in tensor.chunks)
+    chunks = ",".join([_chunk_text(chunk, tensor) for chunk in tensor.chunks])
     text = (
         f'{{"name":{encode_basestring_ascii(tensor.name)},"dtype":"{tensor.dtype}",'
         f'"shape":{_list_text(tensor.shape)},"chunks":[{chunks}]'
@@ -115,13 +116,14 @@ def _chunk_text(chunk: ChunkRecord, tensor: TensorRecord) -> str:
     box = ""
     if chunk.shape != tensor.shape:
         box = f'"start":{_list_text(chunk.start)},"shape":{_list_text(chunk.shape)},'
-    crcs = ",".join([f'"{crc:08x}"' for crc in chunk.crc32c])
+    crcs = ",".join(['"%08x"' % crc for crc in chunk.crc32c])  # noqa: UP031
     return (
         f'{{"file":{chunk.file},"offset":{chunk.offset},"nbytes":{chunk.nbytes},'
         f'{box}"crc32c":[{crcs}]}}'
     )
 
 
+@lru_cache(maxsize=1 << 10)  # there are few different ones
 def _list_text(sizes: Shape) -> str:
     return f"[{','.join(map(str, sizes))}]"
 

@@ -19,7 +19,9 @@ _ESCAPED = "escaped~"
 
 def natural_name(path: Path) -> str:
     """`("model", "h.0.weight")` gives `model.h.0.weight`; the root itself is called `state`."""
-    name = ".".join(str(key) for key in path) or ROOT_NAME
+    name = ".".join(map(str, path)) or ROOT_NAME
+    if name.isascii():  # as most are
+        return name
     # Half of a surrogate pair is a legal Python string and no legal UTF-8.
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -32,6 +34,8 @@ def unique_names(natural: Sequence[str]) -> list[str]:
     """
     wanted = [_unreserved(name) for name in natural]
     by_nature = set(wanted)
+    if len(by_nature) == len(wanted):
+        return wanted
     taken: set[str] = set()
     next_suffix: dict[str, int] = {}
     names = []
@@ -46,7 +50,8 @@ def unique_names(natural: Sequence[str]) -> list[str]:
 
 
 def _unreserved(name: str) -> str:
-    return "~" + name if name == METADATA_KEY or name.startswith(PAD_PREFIX) else name
+    is_reserved = name[:2] == "__" and (name == METADATA_KEY or name.startswith(PAD_PREFIX))
+    return "~" + name if is_reserved else name
 
 
 def data_name(name: str) -> str:

@@ -82,9 +82,8 @@ class TensorRecord(NamedTuple):
 
     def with_chunks(self, chunks: Iterable[ChunkRecord]) -> TensorRecord:
         """The same tensor, stored in these."""
-        return TensorRecord(
-            self.name, self.dtype, self.shape, tuple(chunks), self.strides, self.storage
-        )
+        name, dtype, shape, _, strides, storage = self
+        return TensorRecord(name, dtype, shape, tuple(chunks), strides, storage)
 
     @property
     def element(self) -> elements.ElementType:
@@ -111,8 +110,8 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Bytes of all tensors: their chunks are all of them."""
+        return sum(chunk.nbytes for tensor in self.tensors for chunk in tensor.chunks)
 
     def file_path(self, checkpoint: Path, file: FileRecord) -> Path:
         """Where a data file of the checkpoint at `checkpoint` is."""

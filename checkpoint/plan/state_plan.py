@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from checkpoint.format import elements
 from checkpoint.format.datafile import DataFileLayout, Entry, plan_data_file
 from checkpoint.format.manifest import encode_node
 from checkpoint.format.names import render
@@ -21,6 +22,7 @@ from checkpoint.plan.aliasing import Region, Stored, View, plan_aliasing
 from checkpoint.plan.readable import check_tree
 from checkpoint.plan.striping import Part, Shard, plan_stripes
 from checkpoint.tensors.changes import Versions
+from checkpoint.tensors.held import HeldStorage
 from checkpoint.tensors.sources import Source, is_data_leaf, local_tensor, source_of
 
 
@@ -71,18 +73,22 @@ def plan_state(state: object) -> StatePlan:
     encoded = encode_tree(state, is_data_leaf)
     leaves = encoded.leaves
     sources = [_source(leaf) for leaf in leaves]
-    aliasing = plan_aliasing(_regions(leaves))
-    stored = [index for index, place in enumerate(aliasing.places) if isinstance(place, Stored)]
-    number = {index: position for position, index in enumerate(stored)}
+    aliasing = plan_aliasing(_regions(leaves, sources))
     tensors: list[TensorPlan] = []
-    for index in stored:
-        record = _record(leaves[index], sources[index], aliasing.places[index])
-        tensors.append(TensorPlan(record, sources[index]))
-    for index, (leaf, place) in enumerate(zip(leaves, aliasing.places, strict=True)):
+    number: dict[int, int] = {}
+    views: list[tuple[Leaf, View]] = []
+    for index, (leaf, source, place) in enumerate(
+        zip(leaves, sources, aliasing.places, strict=True)
+    ):
         if isinstance(place, View):
-            _fill_view(leaf, place, number[place.base], tensors[number[place.base]].record)
-        else:
-            _fill_node(leaf, number[index])
+            views.append((leaf, place))
+            continue
+        number[index] = len(tensors)
+        _fill_node(leaf, len(tensors))
+        tensors.append(TensorPlan(_record(leaf, source, place), source))
+    for leaf, view in views:
+        base = number[view.base]
+        _fill_view(leaf, view, base, tensors[base].record)
     check_tree(encoded.node, [tensor.record for tensor in tensors], aliasing.storages)
     return StatePlan(tuple(tensors), aliasing.storages, encode_node(encoded.node), encoded.node)
 
@@ -95,9 +101,15 @@ def _source(leaf: Leaf) -> Source:
         raise TypeError(f"cannot save {render(leaf.path)}: {error}") from error
 
 
-def _regions(leaves: Sequence[Leaf]) -> list[Region | None]:
+def _regions(leaves: Sequence[Leaf], sources: Sequence[Source]) -> list[Region | None]:
     """Where tensors lie in their storages, for those that are not alone in theirs."""
-    keys = [_storage_key(leaf.value) for leaf in leaves]
+    keys = [
+        # What is read by address is on the host and neither conjugated nor negated.
+        source.held.address
+        if source.address is not None and isinstance(source.held, HeldStorage)
+        else _storage_key(leaf.value)
+        for leaf, source in zip(leaves, sources, strict=True)
+    ]
     members = Counter(keys)
     return [
         _region(leaf.value, key) if key is not None and members[key] > 1 else None
@@ -126,8 +138,7 @@ def _region(value: torch.Tensor, key: object) -> Region:
     return Region(key, offset, itemsize, tuple(value.shape), value.stride(), value.dtype)
 
 
-def _record(leaf: Leaf, source: Source, place: Stored | View) -> TensorRecord:
-    assert isinstance(place, Stored)
+def _record(leaf: Leaf, source: Source, place: Stored) -> TensorRecord:
     storage = None if place.storage is None else (place.storage, place.offset)
     # What is read by address lies row by row already.
     strides = None if source.read is None else _strides_to_keep(leaf.value, place)
@@ -193,8 +204,10 @@ def plan_files(
     Raises ValueError if a data file's header would be longer than safetensors allows.
     """
     records = [tensor.record for tensor in state.tensors]
+    kinds = [(record.dtype, record.shape) for record in records]
+    parts = {kind: whole_part(*kind) for kind in set(kinds)}  # there are few different ones
     return plan_part_files(
-        records, [whole_part(record) for record in records], uuid=uuid, rank=rank, weights=weights
+        records, [parts[kind] for kind in kinds], uuid=uuid, rank=rank, weights=weights
     )
 
 
@@ -244,17 +257,15 @@ def _plan_file(
     return FilePlan(number, tuple(shards), layout, tuple(entry.name for entry in entries))
 
 
-def whole_part(record: TensorRecord) -> Part:
+def whole_part(dtype: str, shape: tuple[int, ...]) -> Part:
     """All of a tensor."""
-    return Part(record.element.itemsize, (0,) * len(record.shape), record.shape)
+    return Part(elements.BY_NAME[dtype].itemsize, (0,) * len(shape), shape)
 
 
 def _entry(record: TensorRecord, shard: Shard) -> Entry:
-    element = record.element
-    return Entry(
-        record.name,
-        element.file_code,
-        shard.shape + element.file_suffix,
-        shard.start + (0,) * len(element.file_suffix),
-        shard.nbytes,
-    )
+    element = elements.BY_NAME[record.dtype]
+    _, start, shape, _, nbytes = shard
+    suffix = element.file_suffix
+    if suffix:
+        start, shape = start + (0,) * len(suffix), shape + suffix
+    return Entry(record.name, element.file_code, shape, start, nbytes)

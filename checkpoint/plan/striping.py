@@ -58,9 +58,15 @@ def plan_stripes(
     parts: Sequence[Part], weights: Sequence[float], min_shard_bytes: int = MIN_SHARD_BYTES
 ) -> list[list[Shard]]:
     """Gives each stripe its shards; `weights` are the stripes' shares of all bytes, any scale."""
+    bytes_of = {part: part.nbytes for part in set(parts)}  # there are few different ones
+    sizes = [bytes_of[part] for part in parts]
     if len(weights) == 1:
-        return [[_whole(index, part) for index, part in enumerate(parts)]]
-    sizes = [part.nbytes for part in parts]
+        return [
+            [
+                Shard(index, part.start, part.shape, 0, nbytes)
+                for index, (part, nbytes) in enumerate(zip(parts, sizes, strict=True))
+            ]
+        ]
     scale = sum(sizes) / sum(weights)
     lacks = [weight * scale for weight in weights]
     stripes: list[list[Shard]] = [[] for _ in weights]

@@ -115,7 +115,8 @@ def commit(
             def staged() -> None:
                 on_staged()
                 if is_alone:  # the last writes are still in flight
-                    draft.make([files.records()])
+                    with paused_collector():
+                        draft.make([files.records()])
 
             made = generation.unsynced if is_first else plan.destination.data_directories
             with copy_errors(snapshot):

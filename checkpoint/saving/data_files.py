@@ -86,15 +86,13 @@ class RankFiles:
         for index, filler in enumerate(self._fillers):
             files.append(self._file_record(filler))
             plan = filler.plan
-            for shard, offset, crcs in zip(
+            for (tensor, start, shape, _, nbytes), offset, crcs in zip(
                 plan.shards, plan.layout.offsets, filler.sums, strict=True
             ):
-                num_blocks = -(-shard.nbytes // CRC_BLOCK_BYTES)
+                num_blocks = -(-nbytes // CRC_BLOCK_BYTES)
                 assert len(crcs) == num_blocks, "a shard was not written whole"
-                chunk = ChunkRecord(
-                    index, offset, shard.nbytes, shard.start, shard.shape, tuple(crcs)
-                )
-                chunks[shard.tensor] = (*chunks.get(shard.tensor, ()), chunk)
+                chunk = ChunkRecord(index, offset, nbytes, start, shape, tuple(crcs))
+                chunks[tensor] = (*chunks[tensor], chunk) if tensor in chunks else (chunk,)
         return RankRecords(tuple(files), chunks)
 
     def _file_record(self, filler: Filler) -> FileRecord:
@@ -118,15 +116,17 @@ def filling_supplies(fillers: Sequence[Filler], slots: Sequence[Slots]) -> list[
 
 def merge_records(
     ranks: Sequence[RankRecords],
-) -> tuple[tuple[FileRecord, ...], dict[int, list[ChunkRecord]]]:
+) -> tuple[tuple[FileRecord, ...], dict[int, tuple[ChunkRecord, ...]]]:
     """All ranks' files, each rank's numbered after those before, and the chunks by tensor."""
     files: list[FileRecord] = []
-    chunks: dict[int, list[ChunkRecord]] = {}
+    chunks: dict[int, tuple[ChunkRecord, ...]] = {}
     for records in ranks:
         before = len(files)
         for tensor, own in records.chunks.items():
-            moved = [chunk._replace(file=chunk.file + before) for chunk in own]
-            chunks.setdefault(tensor, []).extend(moved)
+            moved = own
+            if before:
+                moved = tuple([chunk._replace(file=chunk.file + before) for chunk in own])
+            chunks[tensor] = (*chunks[tensor], *moved) if tensor in chunks else moved
         files.extend(records.files)
     return tuple(files), chunks
 

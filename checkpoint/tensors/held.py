@@ -8,7 +8,7 @@ change of size within one read of one piece (16 MiB at most) cannot be seen in t
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,19 +22,21 @@ class Held(Protocol):
         ...
 
 
-class HeldStorage:
+class HeldStorage(NamedTuple):
     """That of a tensor. Holds the storage, whatever becomes of the tensor."""
 
-    __slots__ = ("_address", "_nbytes", "_storage")
+    storage: torch.UntypedStorage
+    address: int
+    nbytes: int
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._storage = tensor.untyped_storage()
-        self._address = self._storage.data_ptr()
-        self._nbytes = self._storage.nbytes()
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> HeldStorage:
+        storage = tensor.untyped_storage()
+        return cls(storage, storage.data_ptr(), storage.nbytes())
 
     def is_there(self) -> bool:
-        storage = self._storage
-        return storage.data_ptr() == self._address and storage.nbytes() == self._nbytes
+        storage, address, nbytes = self
+        return storage.data_ptr() == address and storage.nbytes() == nbytes
 
 
 class HeldArray:
