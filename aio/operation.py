@@ -96,8 +96,8 @@ class Ticket:
 
     def settle(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        if error := self.error():
-            unasked.watch(self, self.file.first_error, error)
+        if outcome.errno:
+            unasked.watch(self, self.file.first_error, self.error(outcome))
         self._wake()
         self._run_callbacks()
 
@@ -146,11 +146,8 @@ class Ticket:
     def describe(self) -> str:
         return f"{self.kind} of {self.nbytes} bytes at offset {self.offset} of {self.file.path}"
 
-    def error(self) -> OSError | None:
-        """A new exception for a failed outcome; None when there is none."""
-        outcome = self.outcome
-        if outcome is None or not outcome.errno:
-            return None
+    def error(self, outcome: Outcome) -> OSError:
+        """A new exception for one that failed."""
         return transfer_error(
             self.kind,
             os.fspath(self.file.path),
@@ -192,9 +189,11 @@ class Operation:
             self._check_may_wait()
             if not ticket.wait(timeout):
                 raise TimeoutError(f"{ticket.describe()} has not ended after {timeout} s")
-        if error := ticket.error():
+        outcome = self._outcome()
+        if outcome.errno:
             ticket.file.first_error.take()
-            raise error
+            # In no variable: its traceback leads to this frame, and to the buffer of its callers.
+            raise ticket.error(outcome)
         return ticket.nbytes
 
     def abandon(self) -> None:

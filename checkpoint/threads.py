@@ -48,8 +48,9 @@ def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: st
         for thread in threads:
             thread.join()
         raise
-    for error in sorted(errors, key=lambda error: isinstance(error, StoppedError)):
-        raise error
+    errors.sort(key=lambda error: isinstance(error, StoppedError))
+    if errors:
+        raise errors.pop(0)
     return [results[index] for index in range(len(tasks))]
 
 

@@ -276,16 +276,15 @@ class Restoring:
 
     def _insist(self, action: Callable[[], T]) -> T:
         """What fails for a moment is no failure."""
-        failure: OSError | None = None
+        failures: list[OSError] = []
         for pause in self._pauses:
             time.sleep(pause)
             try:
                 return action()
             except OSError as error:
-                failure = let_go(error)
-        assert failure is not None
+                failures = [let_go(error)]
         self._pauses = _PAUSES_SECONDS[:1]
-        raise failure
+        raise failures.pop()
 
     def _error(self, failure: BaseException) -> RestoreError:
         names = [record.name for record in self._missing.values()]

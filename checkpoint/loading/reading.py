@@ -190,8 +190,8 @@ def _in_background(reader: Reader) -> Iterator[None]:
         reader.stop()
         thread.join()
         raise
-    for error in errors:
-        raise error
+    if errors:
+        raise errors.pop()
 
 
 def _check_files(

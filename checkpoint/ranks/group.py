@@ -87,17 +87,18 @@ class GroupCoordinator:
         """How long ranks wait. What is wrong with the arguments of one of them is told to all: they
         would wait in vain for it to connect.
         """
-        timeout, refusal = _timeout_of(parent), None
+        timeout = _timeout_of(parent)
+        refusals: list[Exception] = []
         try:
             _check_arguments(seconds, name)
             timeout = timeout if seconds is None else timedelta(0, seconds)
         except (TypeError, ValueError, OverflowError) as error:
-            refusal = error
+            refusals.append(error)
         keys = [f"{_MADE}-{rank}" for rank in range(self.world_size)]
         try:
-            self._store.set(keys[self.rank], "" if refusal is None else describe(refusal))
-            if refusal is not None:
-                raise refusal
+            self._store.set(keys[self.rank], describe(refusals[0]) if refusals else "")
+            if refusals:
+                raise refusals.pop()
             self._store.wait(keys, timeout)
             answers = [self._store.get(key).decode(errors="replace") for key in keys]
         except RuntimeError as error:

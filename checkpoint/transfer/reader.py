@@ -296,9 +296,13 @@ class _ReadStream:
             )
 
     def _damaged(self, problem: CorruptCheckpointError) -> None:
-        if self.problems is None:
+        if self.problems is not None:
+            self.problems.append(problem)
+            return
+        try:
             raise problem
-        self.problems.append(problem)
+        finally:
+            del problem  # its traceback leads to this frame, and would keep the buffers
 
     def drain(self) -> None:
         while self._in_flight:

@@ -110,12 +110,13 @@ def place_within(demand: Demand, budget: Budget) -> Placed:
             least_host_bytes=refusal.least_host_bytes,
         )
     rest = demand.share.rest_of(budget)
+    failures: list[BudgetError] = []
     for plan in plans:
         try:
             _check_device(demand, plan, budget)
             placement = _place(demand.specs, demand, plan.rest_of(rest) if plan else rest)
         except BudgetError as error:
-            failure = error
+            failures.append(error)
         else:
             return Placed(
                 placement=placement,
@@ -124,7 +125,7 @@ def place_within(demand: Demand, budget: Budget) -> Placed:
                 least_host_bytes=refusal.least_host_bytes,
                 least_device_bytes=least_device_bytes(demand),
             )
-    raise failure
+    raise failures.pop()
 
 
 def has_room_for_freed_memory(demand: Demand, placed: Placed, budget: Budget) -> bool:

@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 
 from aio import AioError, Operation, Slab, SlabFullError
+from swap.cache.patience import Patience
 from swap.plan.layout import PIECE, Segment
 from swap.storage.components import as_bytes, as_tensor
 from swap.storage.extents import Extent, ExtentStore
 from swap.timeline import Timeline
 
 _RELEASE_SECONDS = 60.0
-"""How long a new chunk waits for memory that the engine is about to let go of."""
+"""How long a new chunk waits for memory that someone is about to let go of."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +57,15 @@ class SpillWriter:
         back, and raises ``AioError`` when one of them failed.
         """
         nbytes = -(-numel // PIECE) * PIECE * dtype.itemsize
+        patience = Patience(_RELEASE_SECONDS)
         while True:
             with contextlib.suppress(SlabFullError):
                 return as_tensor(self._slab.allocate(nbytes), dtype)
             finished = self._finish_some()
-            _raise_first(finished)
-            if not finished and not self._slab.wait_for_release(_RELEASE_SECONDS):
-                gc.collect()  # frames of an error that is kept in a cycle may hold it
-                if not self._slab.wait_for_release(0.0):
-                    raise _held_elsewhere(nbytes, self._slab)
+            if finished:
+                _raise_first(finished)
+            elif not patience.waits(self._slab.wait_for_release):
+                raise _held_elsewhere(nbytes, self._slab)
 
     def write(self, segment: Segment, extent: Extent, start: int, values: torch.Tensor) -> None:
         """Start writing a buffer, which is the writer's from now on."""
@@ -166,7 +166,9 @@ def _held_elsewhere(nbytes: int, slab: Slab) -> AioError:
     )
 
 
-def _raise_first(outcomes: Iterable[AioError | None]) -> None:
-    for failure in outcomes:
-        if failure is not None:
-            raise failure
+def _raise_first(outcomes: list[AioError | None]) -> None:
+    """``outcomes`` is empty then: an error's traceback leads to who has it."""
+    failures = [failure for failure in outcomes if failure is not None]
+    outcomes.clear()
+    if failures:
+        raise failures.pop(0)

@@ -105,6 +105,7 @@ class Undo:
         finally:
             told.__context__ = context  # ``raise`` has set what is being handled here
             self._failure = self._interrupt = None
+            del told  # its traceback leads to this frame
 
 
 def _details(

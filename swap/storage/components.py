@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from aio import AioError, Operation, Slab
+from aio.errors import let_go
 from swap.interruptions.apart import run_apart
 from swap.interruptions.mixture import Mixture
 from swap.kernels import copy_bytes
@@ -377,7 +378,7 @@ class ComponentStore:
 def _ended_together() -> Iterator[list[Operation]]:
     """Transfers that have all ended when the block is left; raises the first failure among them."""
     pending: list[Operation] = []
-    failure: AioError | None = None
+    failures: list[AioError] = []
     try:
         yield pending
     finally:
@@ -385,9 +386,9 @@ def _ended_together() -> Iterator[list[Operation]]:
             try:
                 operation.result()
             except AioError as error:
-                failure = failure or error
-    if failure is not None:
-        raise failure
+                failures.append(let_go(error))
+    if failures:
+        raise failures.pop(0)
 
 
 def _units(subgroups: tuple[Subgroup, ...]) -> list[list[Subgroup]]:

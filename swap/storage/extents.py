@@ -340,7 +340,7 @@ class ExtentStore:
             offset = self._volumes[index].ranges.allocate(nbytes)
             if offset is not None:
                 return self._taken(Extent(index, offset, nbytes))
-        failure: AioError | None = None
+        failures: list[AioError] = []
         # Disks with no room for a large step may still have enough for this extent.
         for is_large, index in itertools.product((True, False), order):
             volume = self._volumes[index]
@@ -348,15 +348,14 @@ class ExtentStore:
             try:
                 volume.grow(max(nbytes, step) if is_large else nbytes)
             except AioError as error:
-                failure = failure or error
+                failures.append(error)
                 continue
             offset = volume.ranges.allocate(nbytes)
             assert offset is not None
             return self._taken(Extent(index, offset, nbytes))
-        assert failure is not None
         missing = nbytes - sum(self._volumes[index].ranges.free_bytes for index in order)
         if missing > 0 and grown_anywhere([self._volumes[index] for index in order], missing):
-            raise failure
+            raise failures.pop(0)
         return self._taken(self._put_together(order, nbytes))
 
     def _put_together(self, order: Sequence[int], nbytes: int) -> Extent:

@@ -25,16 +25,16 @@ class JoinedOperation(Operation):
     def result(self, timeout: float | None = None) -> int:
         """As of one operation. After an error, too, all have ended and the buffer is free."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        failure: AioError | None = None
+        failures: list[AioError] = []
         moved = 0
         for piece in self._pieces:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
                 moved += piece.result(left)
             except AioError as error:
-                failure = failure or let_go(error)
-        if failure is not None:
-            raise failure
+                failures.append(let_go(error))
+        if failures:
+            raise failures.pop(0)
         return moved
 
     def add_done_callback(self, callback: Callable[[Operation], object]) -> None:

@@ -4,12 +4,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from aio import Engine, MemoryBackend, Operation, Request
+from aio import AioError, Engine, MemoryBackend, Operation, Request
 from tests.aio.conftest import Gate, open_descriptors, random_bytes, run_python
 
 MIB = 1 << 20
@@ -53,6 +54,24 @@ class TestBuffers:
             assert alive() is not None  # the request refers to it
             del operation
             assert alive() is None
+
+    @pytest.mark.parametrize("way", ["result", "abandon"])
+    def test_failed_operation_that_is_dropped_gives_its_buffer_back_without_the_collector(
+        self, engine: Engine, make_file: Callable[..., Path], way: str
+    ) -> None:
+        gc.disable()
+        try:
+            with engine.open(make_file(100)) as file:
+                buffer = tracked(4096)
+                alive = weakref.ref(buffer)
+                operation = engine.read(file, 0, buffer)
+                with suppress(AioError):
+                    getattr(operation, way)()
+                assert operation.done()
+                del operation, buffer
+            assert alive() is None
+        finally:
+            gc.enable()
 
     def test_buffer_in_flight_cannot_be_resized(
         self, gate: Gate, gated: Engine, make_file: Callable[..., Path]
@@ -208,7 +227,7 @@ class TestClose:
 
 _FORK = """
     import os, sys
-    from aio import Engine, MemoryBackend
+    from aio import AioError, Engine, MemoryBackend
 
     path = sys.argv[1]
     gate = os.eventfd(0)

@@ -83,12 +83,12 @@ class _Checkpoint:
             try:
                 load(target, storage_reader=self._reader, no_dist=True)
             except CheckpointException as error:  # which is no Exception
-                cause = next(iter(error.failures.values()))[0]
-                if not isinstance(cause, Exception):
-                    raise cause from None  # an interrupt
+                causes = [failure for failure, _ in error.failures.values()][:1]
+                if not isinstance(causes[0], Exception):
+                    raise causes.pop() from None  # an interrupt
                 raise ValueError(
-                    f"{', '.join(list(target)[:3])} of {self._path} cannot be read ({cause!r}); "
-                    "copy the checkpoint again, whole"
+                    f"{', '.join(list(target)[:3])} of {self._path} cannot be read "
+                    f"({causes[0]!r}); copy the checkpoint again, whole"
                 ) from error
 
     def source(self, name: str) -> Shelved:

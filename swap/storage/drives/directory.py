@@ -109,16 +109,16 @@ class SwapDirectory:
         """
         if not self._is_open:
             return
-        failure: OSError | None = None
+        failures: list[OSError] = []
         file: File | None = vars(self).get("file")
         if file is not None:
             try:
                 file.close()
             except OSError as error:
-                failure = let_go(error)
+                failures.append(let_go(error))
         self._remove()
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures.pop()
 
     def _remove(self) -> None:
         """Of a folder that is not there, or whose turn does not come, the lock alone."""
