@@ -250,13 +250,21 @@ class WeightCache:
             return self._changes.next()
 
     def _fetch(self, parameter: int) -> torch.Tensor:
+        weight = self._arrived(parameter)
+        if weight is None:
+            with self._timeline.span("stall", label=self._specs[parameter].name):
+                weight = self._ready(self._read(parameter))
+        return weight
+
+    def _arrived(self, parameter: int) -> torch.Tensor | None:
         with self._lock:
             entry = self._entries.get(parameter)
-            if entry is not None and not entry.missing and not entry.is_reading:
-                self.hits += 1
-                return self._cached.arena.ready(entry).view(-1)  # what is held is told by it
-        with self._timeline.span("stall", label=self._specs[parameter].name):
-            entry = self._read(parameter)
+            if entry is None or entry.missing or entry.is_reading:
+                return None
+            self.hits += 1
+        return self._ready(entry)
+
+    def _ready(self, entry: Entry) -> torch.Tensor:
         return self._cached.arena.ready(entry).view(-1)  # what is held is told by it
 
     def _read(self, parameter: int) -> Entry:
@@ -267,11 +275,11 @@ class WeightCache:
             entry = self._find_or_read(parameter)
             try:
                 self._finish_reading(entry)
+                return entry
             except AioError:
                 if not entry.is_ahead:
                     raise
-            else:
-                return entry
+            del entry  # what it was read into may be all the room that there is
 
     def _find_or_read(self, parameter: int) -> Entry:
         """The entry of ``parameter``, be it reading. Waits without the lock, which others need."""

@@ -211,6 +211,17 @@ def test_prefetch_that_fails_never_becomes_weights_and_is_nobodys_error(
 
 
 @pytest.mark.parametrize("link", [None, *LINKS])
+def test_prefetch_that_fails_in_the_only_room_there_is_makes_it_free(
+    make: Make, link: str | None
+) -> None:
+    rig = make(room=1, link=None if link is None else LINKS[link]())
+    rig.faults.arm("read", errno.EIO)
+    rig.weights._start_early(1)
+    rig.use(1)
+    assert rig.faults.raised == 1
+
+
+@pytest.mark.parametrize("link", [None, *LINKS])
 @pytest.mark.parametrize("eager", [0.0, 1.0])
 def test_what_was_prefetched_and_not_used_is_right_for_the_update(
     make: Make, link: str | None, eager: float
