@@ -107,7 +107,6 @@ class Stages(Staging[Job]):
         """Wait for the writes; then the new extents replace the old ones, and slot and gradients
         are free.
         """
-        self.finish_write(job)
         self.insert_weights(job)
         super().publish(job)
         group = job.subgroup
