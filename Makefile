@@ -26,6 +26,7 @@ MINUTES := 10
 SEED := 0
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 ASAN_TREE := build/asan
+COUNTS := build/counts.json
 
 # Every interpreter of a run reads what the first has compiled, whatever the shell has set.
 unexport PYTHONDONTWRITEBYTECODE
@@ -50,9 +51,10 @@ test: $(VENV)/built ## Run the tests, without those that take long
 
 # Programs that take all processors run one after the other.
 proof: $(VENV)/built ## Run the tests that take long, and properties on many more examples
+	mkdir -p build && rm -f $(COUNTS)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "(proof or hypothesis) and not alone" \
-	    --hypothesis-profile=proof $(ARGS)
-	$(PYTEST) -m alone $(ARGS)
+	    --hypothesis-profile=proof --counts $(COUNTS) $(ARGS)
+	$(PYTEST) -m alone --counts $(COUNTS) $(ARGS)
 
 soak: $(VENV)/built ## Run random programs with faults and kills for MINUTES, by SEED
 	$(BIN)/python tools/soak.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)

@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from aio import unasked
 
-pytest_plugins = ["tests.support.skips"]
+pytest_plugins = ["tests.support.skips", "tests.support.counts"]
 
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 settings.register_profile("test", deadline=None, max_examples=25)
