@@ -11,7 +11,7 @@ from aio import AioError
 from aio.threads import Thread, join_thread, start_thread
 from infinity.snapshots.adoption import adopt, alike
 from infinity.snapshots.sources import contents_of
-from swap.apart import run_apart
+from swap.interruptions.apart import run_apart
 from swap.storage.extents import Extent
 from swap.tiered import TieredState
 from tests.support.tiers import Plain, same_bits
