@@ -129,7 +129,7 @@ class Contents:
     def _chunks(
         self, view: TensorView
     ) -> list[tuple[tuple[int, ...], tuple[int, ...], StoredChunk | TensorView]]:
-        record = self._manifest.tensors[view.index]
+        record = self._manifest.tensors[view.tensor]
         if not view.is_whole:
             return [((0,) * len(view.shape), view.shape, view)]
         return [(chunk.start, chunk.shape, StoredChunk(record, chunk)) for chunk in record.chunks]

@@ -116,7 +116,7 @@ def _references(opened: OpenCheckpoint, cancellation: Cancellation) -> dict[str,
 
 def _layout(manifest: Manifest, view: TensorView) -> ArrayLayout | None:
     """How a leaf is cut; None if it lies in boxes of which no array is made up."""
-    layout, record = array_layout(view.dtype, view.shape), manifest.tensors[view.index]
+    layout, record = array_layout(view.dtype, view.shape), manifest.tensors[view.tensor]
     if not is_in_boxes(record):
         return layout
     if view.shape != record.shape:
@@ -146,7 +146,7 @@ def _reference(
 def _extent(
     manifest: Manifest, view: TensorView, first: int, nbytes: int, padded: int
 ) -> tuple[int, int] | None:
-    record = manifest.tensors[view.index]
+    record = manifest.tensors[view.tensor]
     first += view.offset
     if is_in_boxes(record):
         return _extent_in_box(record, first, nbytes)

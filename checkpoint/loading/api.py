@@ -224,7 +224,7 @@ def _read_while_planning(
         targets: dict[int, Target] = {}
         for read in plan.reads:
             is_part = isinstance(read.target, PartsTarget)
-            if is_part or targets.setdefault(read.index, read.target) is not read.target:
+            if is_part or targets.setdefault(read.tensor, read.target) is not read.target:
                 rest.append(read)
         return plan, targets
 

@@ -36,6 +36,7 @@ from checkpoint.tensors.sources import (
     integer_view,
     local_tensor,
     memory_fault,
+    plain_memory,
 )
 from checkpoint.tensors.targets import SinkTarget, Target, TensorTarget
 
@@ -63,9 +64,12 @@ class IntoPlan:
         return self.replace()
 
 
+_IN_MEMORY = (torch.Tensor, np.ndarray)
+
+
 def is_target(value: object) -> bool:
     """Whether a leaf of a live tree takes tensor data."""
-    if isinstance(value, torch.Tensor | np.ndarray):
+    if isinstance(value, _IN_MEMORY):
         return True
     return isinstance(value, ByteSink) and not isinstance(value, type)
 
@@ -74,7 +78,7 @@ def count_whole_targets(tree: Any) -> int:
     """How many leaves of a live tree take all of a tensor."""
     if type(tree) in _CONTAINERS:
         return sum(count_whole_targets(item) for _, item in _items(tree))
-    if isinstance(tree, torch.Tensor | np.ndarray):
+    if isinstance(tree, _IN_MEMORY):
         return 1  # to ask a nested tensor for the attributes of a protocol is an error
     return int(is_target(tree) and not isinstance(tree, PartialSink))
 
@@ -113,11 +117,11 @@ def check_into(
         target = _target(leaf.path, leaf.value, view, array_dtype(node), dtype)
         plan.written.extend(_tensors_of(leaf.value, target))
         if view.is_whole:
-            plan.reads.append(TensorRead(view.index, target))
+            plan.reads.append(TensorRead(view.tensor, target))
         elif not _is_cast(target) and (
-            part := part_of_view(manifest.tensors[view.index], view, target)
+            part := part_of_view(manifest.tensors[view.tensor], view, target)
         ):
-            parts.setdefault(view.index, []).append(part)
+            parts.setdefault(view.tensor, []).append(part)
         else:
             # Its bytes lie apart in another tensor's: read that one whole, then copy.
             plan.copies.append(_copy(assembler.build(path, node), target))
@@ -214,6 +218,9 @@ def _target(
 
     Raises ValueError if it does not fit what was saved.
     """
+    is_tensor = saved is None and cast is None and isinstance(value, torch.Tensor)
+    if is_tensor and plain_memory(value) and (value.dtype, value.shape) == (view.dtype, view.shape):
+        return TensorTarget(value, view.dtype, value.data_ptr())
     where = render(path, "into")
     _check_carried(where, value, saved)
     try:

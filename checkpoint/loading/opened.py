@@ -109,7 +109,7 @@ class OpenCheckpoint(ChunkReader):
 
         Raises what `read` does.
         """
-        record, shape = self.manifest.tensors[view.index], tuple(values.shape)
+        record, shape = self.manifest.tensors[view.tensor], tuple(values.shape)
         strides = contiguous_strides(view.shape) if view.strides is None else view.strides
         itemsize = view.dtype.itemsize
         if view.is_row_major:
@@ -174,7 +174,7 @@ class OpenCheckpoint(ChunkReader):
 
     def source(self, view: TensorView) -> ByteSource:
         """A leaf of the checkpoint as a byte source, verified as it is read."""
-        record = self.manifest.tensors[view.index]
+        record = self.manifest.tensors[view.tensor]
         if view.is_row_major:
             return _StoredRange(self, record, view.offset, view.dtype, view.shape)
         return _PickedView(self, record, view, view.dtype, view.shape)

@@ -6,10 +6,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from aio import Engine
 from checkpoint.collector import paused_collector
@@ -25,11 +24,10 @@ T = TypeVar("T")
 MAX_LANES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRead:
-    """Stored tensor `index`, all of it, into `target`."""
+class TensorRead(NamedTuple):
+    """Stored tensor number `tensor`, all of it, into `target`."""
 
-    index: int
+    tensor: int
     target: Target
 
 
@@ -46,7 +44,7 @@ def read_tensors(
     """
     by_file: dict[int, list[PlacedRead]] = defaultdict(list)
     for read in reads:
-        record = manifest.tensors[read.index]
+        record = manifest.tensors[read.tensor]
         for chunk in record.chunks:
             if chunk.nbytes:
                 place = read.target.place(chunk.start, chunk.shape)

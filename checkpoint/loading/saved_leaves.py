@@ -23,13 +23,19 @@ class SavedLeaves:
         self._data: dict[Path, DataNode] = {}
         tree = decode_tree(manifest.tree, self._note)
         self._values = dict(_plain_leaves((), tree))
-        self._data_paths = _by_name(self._data)
-        self._value_paths = _by_name(self._values)
 
     def lacks(self, path: Path) -> bool:
         """Whether there is nothing for a leaf of the live tree, of whatever kind."""
         is_there = path in self._data or path in self._values
         return not is_there and natural_name(path) not in self._names
+
+    @cached_property
+    def _data_paths(self) -> dict[str, Path]:
+        return _by_name(self._data)
+
+    @cached_property
+    def _value_paths(self) -> dict[str, Path]:
+        return _by_name(self._values)
 
     @cached_property
     def _names(self) -> set[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from checkpoint.format.datafile import ALIGNMENT, align_up
@@ -17,8 +18,7 @@ MAX_GAP_BYTES = 64 << 10
 """Unwanted bytes worth reading so as not to begin another request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """Bytes [first, last) of a chunk of `nbytes` at `offset` of the file.
 
     `direct` if the device may put whole pages of it where they belong, without staging.
@@ -31,8 +31,7 @@ class Wanted:
     direct: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPiece:
+class ReadPiece(NamedTuple):
     """Bytes of chunk number `chunk`, `first` on, at `place` of the run; `kept` if wanted."""
 
     chunk: int

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from checkpoint.format.datafile import ALIGNMENT, align_up
@@ -31,8 +32,7 @@ ZEROS = -1
 """Extent number of a piece of padding."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Bytes of one source in the file; `direct` if they can be written from where they lie."""
 
     offset: int

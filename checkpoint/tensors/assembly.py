@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,15 +34,14 @@ _FLAGS = {"requires_grad", "parameter", "device"}
 _VIEW_KEYS = {"view", "dtype", "shape", "strides"}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorView:
-    """What a node stands for: stored tensor `index`, or a view `offset` bytes into it.
+class TensorView(NamedTuple):
+    """What a node stands for: stored tensor number `tensor`, or a view `offset` bytes into it.
 
     `strides` are in elements; None for row-major. `is_whole` if it is all of the stored tensor as
     it was saved.
     """
 
-    index: int
+    tensor: int
     offset: int
     dtype: torch.dtype
     shape: Shape
@@ -65,6 +63,8 @@ class TensorView:
 
 def view_of(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
     """Checks everything that a tensor's node says. Raises CorruptCheckpointError."""
+    if len(node) == 1 and "tensor" in node:  # as most are
+        return _whole(node["tensor"], _record(manifest, path, node["tensor"]))
     if "array" in node:
         return _checked_array(manifest, path, node)
     if "view" in node:
@@ -217,15 +217,15 @@ class Assembler:
             self._note_dtype(path, index, record.element.torch, is_tensor=True)
             return self._stored(index, self._device_of(node))
         view = view_of(self._manifest, path, node)
-        self._note_dtype(path, view.index, view.dtype, is_tensor="array" not in node)
+        self._note_dtype(path, view.tensor, view.dtype, is_tensor="array" not in node)
         if "view" in node:
             return _flagged(node, self._view(view, self._device_of(node)))
         kind = "array" if "array" in node else "tensor"
-        leaf = self._leaves.get((kind, view.index))
+        leaf = self._leaves.get((kind, view.tensor))
         if leaf is None:
-            stored = self._stored(view.index, self._device_of(node))
+            stored = self._stored(view.tensor, self._device_of(node))
             leaf = _flagged(node, stored) if kind == "tensor" else array_over(node, stored)
-            self._leaves[kind, view.index] = leaf
+            self._leaves[kind, view.tensor] = leaf
         return leaf
 
     def _note_dtype(self, path: Path, index: int, dtype: torch.dtype, *, is_tensor: bool) -> None:
@@ -267,13 +267,13 @@ class Assembler:
         return torch.device(node.get("device", _CPU)) if self._device is None else self._device
 
     def _view(self, view: TensorView, device: torch.device) -> torch.Tensor:
-        base = self._stored(view.index, device)
+        base = self._stored(view.tensor, device)
         offset, dtype = view.offset, view.dtype
-        if self._loaded_dtype(view.index) != self._manifest.tensors[view.index].element.torch:
+        if self._loaded_dtype(view.tensor) != self._manifest.tensors[view.tensor].element.torch:
             offset, dtype = offset // dtype.itemsize * base.element_size(), base.dtype
         offset += int(base.storage_offset()) * base.element_size()
-        if view.index in self._windows:
-            offset -= self._windows[view.index][0]
+        if view.tensor in self._windows:
+            offset -= self._windows[view.tensor][0]
         strides = contiguous_strides(view.shape) if view.strides is None else view.strides
         return _typed(base.untyped_storage(), dtype, offset, view.shape, strides)
 

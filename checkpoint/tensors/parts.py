@@ -128,7 +128,7 @@ def windows_of(manifest: Manifest, views: Iterable[TensorView]) -> dict[int, Win
     """
     found: dict[int, list[TensorView]] = {}
     for view in views:
-        found.setdefault(view.index, []).append(view)
+        found.setdefault(view.tensor, []).append(view)
     windows: dict[int, Window] = {}
     for index, own in found.items():
         record = manifest.tensors[index]

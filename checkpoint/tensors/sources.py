@@ -133,9 +133,10 @@ def local_tensor(value: Any) -> Any:
 
 def source_of(value: Any) -> Source:
     """The source of a data leaf. Raises TypeError, without a path, for what cannot be saved."""
-    if type(value) in _TENSOR_TYPES and (plain := _plain_source(value)) is not None:
-        return plain
     if isinstance(value, torch.Tensor):
+        plain = _plain_source(value)
+        if plain is not None:
+            return plain
         source = tensor_source(value)
     elif isinstance(value, np.ndarray):
         source = array_source(value)
@@ -151,18 +152,26 @@ def source_of(value: Any) -> Source:
 
 def _plain_source(tensor: torch.Tensor) -> Source | None:
     """What `tensor_source` gives of a tensor as most are, in fewer steps; None of any other."""
-    element = elements.BY_TORCH.get(tensor.dtype)
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    if element is None or not (tensor.is_cpu and is_strided and tensor.is_contiguous()):
+    held = plain_memory(tensor)
+    if held is None or tensor.dim() > MAX_DIMENSIONS:
         return None
-    shape = tuple(tensor.shape)
-    if len(shape) > MAX_DIMENSIONS or not is_plain(tensor):
+    element = elements.BY_TORCH[tensor.dtype]
+    return Source(element, tuple(tensor.shape), tensor.data_ptr(), None, tensor, None, held)
+
+
+def plain_memory(tensor: torch.Tensor) -> HeldStorage | None:
+    """The memory of a tensor as most are, whose values lie in a row in host memory that is there
+    for all of them; None of any other, and of an empty one.
+    """
+    if type(tensor) not in _TENSOR_TYPES or tensor.dtype not in elements.BY_TORCH:
+        return None
+    if not tensor.is_cpu or tensor.is_nested or tensor.layout is not torch.strided:
+        return None
+    if not tensor.is_contiguous() or not is_plain(tensor):
         return None
     held, address = HeldStorage.of(tensor), tensor.data_ptr()
-    # An empty tensor has no address, and may have a storage that does.
-    if not address or address + tensor.nbytes > held.address + held.nbytes:
-        return None
-    return Source(element, shape, address, None, tensor, None, held)
+    is_there = address and address + tensor.nbytes <= held.address + held.nbytes
+    return held if is_there else None
 
 
 def tensor_source(tensor: torch.Tensor) -> Source:
