@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from checkpoint.loading.manifest_cache import KnownManifests
 from checkpoint.loading.verdicts import Verdict, is_directory, verdict_of, warned, weakest
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accompanied, ranks_of
 from checkpoint.ranks.turn import Turn, in_turn
-from checkpoint.saving.api import save_on, start_save
+from checkpoint.saving.api import SaveRequest, save_on, start_save
 from checkpoint.saving.guard import Guard
 from checkpoint.saving.pending import PendingSave, is_being_saved
 from checkpoint.series import (
@@ -125,9 +125,7 @@ class Manager:
         """
 
         def way(arrival: Arrival) -> SaveInfo:
-            path, previous = self.path(step), self._wait_for_previous()
-            stripes, engine, ranks = self._stripe_dirs, self._engine, self._ranks
-            return save_on(state, path, stripes, engine, ranks, arrival, previous=previous)
+            return save_on(self._request(step, state, arrival))
 
         info = accompanied(self._ranks, Operation.SAVE, way)
         self._retire_after_save()
@@ -137,29 +135,32 @@ class Manager:
         """Saves in the background; see `checkpoint.save_async`.
 
         A save of this manager that is still running is waited for, and its error raised here if
-        nobody has asked for its result. What is not to be kept is
-        removed when the new one is durable. Without a guard, the memory for the copy is kept for
-        the next one, which is then made at the speed of memory, until the manager is gone.
+        nobody has asked for its result. What is not to be kept is removed when the new one is
+        durable. Without a guard, the memory for the copy is kept for the next one, which is then
+        made at the speed of memory, until the manager is gone.
         """
 
         def way(arrival: Arrival) -> PendingSave:
-            path, previous = self.path(step), self._wait_for_previous()
             self._pending = start_save(
-                state,
-                path,
-                self._stripe_dirs,
-                guard,
-                self._engine,
-                self._ranks,
-                arrival,
+                replace(self._request(step, state, arrival), guard=guard),
                 after=self._retire_after_save,
-                previous=previous,
                 memory=self._memory,
-                on_committed=partial(self._known.add, path),
+                on_committed=partial(self._known.add, self.path(step)),
             )
             return self._pending
 
         return accompanied(self._ranks, Operation.SAVE, way)
+
+    def _request(self, step: int, state: object, arrival: Arrival) -> SaveRequest:
+        return SaveRequest(
+            state=state,
+            path=self.path(step),
+            stripe_dirs=self._stripe_dirs,
+            engine=self._engine,
+            ranks=self._ranks,
+            arrival=arrival,
+            previous=self._wait_for_previous(),
+        )
 
     def steps(self) -> list[int]:
         """Steps that can be loaded, ascending: their manifests are valid, their files are there.

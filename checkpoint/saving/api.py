@@ -7,7 +7,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from checkpoint.ranks.coordinator import (
     Arrival,
     Coordinator,
     Operation,
+    SingleProcess,
     accompanied,
     apart,
     ranks_of,
@@ -49,6 +50,29 @@ from checkpoint.transfer.snapshot import COPY_SLOT_BYTES, Snapshot
 
 _MAX_NAME_BYTES = 246
 """File systems take 255; `<name>.<uuid>` is the directory on a stripe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What is to be saved and where, and who takes part. See `save` and `save_async`; `previous` is
+    a background save whose error this one raises. For the `arrival` see `accompanied`, in which a
+    request is carried out.
+    """
+
+    state: object
+    path: PathLike
+    stripe_dirs: Sequence[PathLike] | None = None
+    guard: Guard | None = None
+    engine: Engine | None = None
+    ranks: Coordinator = field(default_factory=SingleProcess)
+    arrival: Arrival = field(default_factory=Arrival)
+    staging_bytes: int | None = None
+    previous: PendingSave | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """For staging."""
+        return STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
 
 
 def save(
@@ -90,42 +114,40 @@ def save(
     ranks = ranks_of(coordinator)
 
     def way(arrival: Arrival) -> SaveInfo:
-        return save_on(state, path, stripe_dirs, engine, ranks, arrival, staging_bytes)
+        check_staging_bytes(staging_bytes)
+        request = SaveRequest(
+            state=state,
+            path=path,
+            stripe_dirs=stripe_dirs,
+            engine=engine,
+            ranks=ranks,
+            arrival=arrival,
+            staging_bytes=staging_bytes,
+        )
+        return save_on(request)
 
     return accompanied(ranks, Operation.SAVE, way)
 
 
-def save_on(
-    state: object,
-    path: PathLike,
-    stripe_dirs: Sequence[PathLike] | None,
-    engine: Engine | None,
-    ranks: Coordinator,
-    arrival: Arrival,
-    staging_bytes: int = STAGING_BYTES,
-    *,
-    previous: PendingSave | None = None,
-) -> SaveInfo:
-    """`save` on these ranks. `previous` is a background save whose error this one raises. For the
-    `arrival` see `accompanied`, in which it is called.
-    """
-
-    def plan(cancellation: Cancellation) -> SavePlan:
-        return plan_save(state, path, stripe_dirs, ranks, staging_bytes, cancellation)
-
-    target = _target(path, staging_bytes, engine)
+def save_on(request: SaveRequest) -> SaveInfo:
+    """`save`, on these ranks."""
     order = Order(
-        path=target, ranks=ranks, arrival=arrival, engine=engine, plan=plan, previous=previous
+        path=_target(request),
+        ranks=request.ranks,
+        arrival=request.arrival,
+        engine=request.engine,
+        plan=partial(plan_save, request),
+        previous=request.previous,
     )
     return save_now(order)
 
 
-def _target(path: PathLike, staging_bytes: int, engine: Engine | None) -> Path:
+def _target(request: SaveRequest) -> Path:
     """Where to save to, once the tensors are what the program has computed."""
-    check_staging_bytes(staging_bytes)
-    check_engine(engine)
+    check_staging_bytes(request.memory_bytes)
+    check_engine(request.engine)
     finish_device_work()
-    return checkpoint_path(path)
+    return checkpoint_path(request.path)
 
 
 def save_async(
@@ -166,25 +188,25 @@ def save_async(
     ranks = ranks_of(coordinator)
 
     def way(arrival: Arrival) -> PendingSave:
-        return start_save(
-            state, path, stripe_dirs, guard, engine, ranks, arrival, staging_bytes=staging_bytes
+        request = SaveRequest(
+            state=state,
+            path=path,
+            stripe_dirs=stripe_dirs,
+            guard=guard,
+            engine=engine,
+            ranks=ranks,
+            arrival=arrival,
+            staging_bytes=staging_bytes,
         )
+        return start_save(request)
 
     return accompanied(ranks, Operation.SAVE, way)
 
 
 def start_save(
-    state: object,
-    path: PathLike,
-    stripe_dirs: Sequence[PathLike] | None,
-    guard: Guard | None,
-    engine: Engine | None,
-    ranks: Coordinator,
-    arrival: Arrival,
+    request: SaveRequest,
     *,
-    staging_bytes: int | None = None,
     after: Callable[[], None] | None = None,
-    previous: PendingSave | None = None,
     memory: KeptMemory | None = None,
     on_committed: Callable[[Manifest], None] | None = None,
     when_read: Callable[[], None] = lambda: None,
@@ -192,34 +214,32 @@ def start_save(
 ) -> PendingSave:
     """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
     for its copies that is kept for the next one. `on_committed` is given the manifest of a save by
-    one process. `previous` and `arrival` are as in `save_on`, `when_read` and `on_end` as in
-    `Order`.
+    one process. `when_read` and `on_end` are as in `Order`.
     """
-    staging = STAGING_BYTES if staging_bytes is None else staging_bytes
+    guard = request.guard
 
     def plan(cancellation: Cancellation) -> SavePlan:
-        memory_bytes = STAGING_BYTES if staging_bytes is None else staging_bytes
-        planned = plan_save(state, path, stripe_dirs, ranks, memory_bytes, cancellation, guard)
-        return planned if guard is None else _with_large_slots(planned, memory_bytes)
+        planned = plan_save(request, cancellation)
+        return planned if guard is None else _with_large_slots(planned, request.memory_bytes)
 
     def snapshot(plan: SavePlan, num_here: int) -> Snapshot:
         return Snapshot(
             plan.fillers,
-            _budget(plan, staging_bytes, num_here),
+            _budget(plan, request.staging_bytes, num_here),
             memory,
             plan.versions.check,
             plan.cancellation,
         )
 
     order = Order(
-        path=_target(path, staging, engine),
-        ranks=ranks,
-        arrival=arrival,
-        engine=engine,
+        path=_target(request),
+        ranks=request.ranks,
+        arrival=request.arrival,
+        engine=request.engine,
         plan=plan,
         snapshot=snapshot if guard is None else None,
         gate=None if guard is None else partial(gate_of, guard),
-        previous=previous,
+        previous=request.previous,
         on_committed=on_committed,
         when_read=when_read,
         on_end=on_end,
@@ -238,21 +258,14 @@ def _budget(plan: SavePlan, staging_bytes: int | None, num_here: int) -> int:
 
 
 @paused_collector()
-def plan_save(
-    state: object,
-    path: PathLike,
-    stripe_dirs: Sequence[PathLike] | None,
-    coordinator: Coordinator,
-    staging_bytes: int,
-    cancellation: Cancellation,
-    guard: Guard | None = None,
-) -> SavePlan:
+def plan_save(request: SaveRequest, cancellation: Cancellation) -> SavePlan:
     """Decides everything about a save and touches nothing; raises what `save` does before that."""
+    coordinator, staging_bytes = request.ranks, request.memory_bytes
     if coordinator.world_size == 1:
-        target, stripes, state_plan = _checked(state, path, stripe_dirs, guard)
+        target, stripes, state_plan = _checked(request)
         check_whole(state_plan)
         uuid, weights = _new_uuid(target), [1.0] * max(len(stripes), 1)
-        saved = time_of_save(path, uuid)
+        saved = time_of_save(request.path, uuid)
         files = plan_files(state_plan, uuid=uuid, rank=0, weights=weights)
         sources = [state_plan.sources_of(file) for file in files]
         return _save_plan(
@@ -268,9 +281,9 @@ def plan_save(
     is_first = coordinator.rank == 0
 
     def check() -> dict[str, Any]:
-        target, stripes, state_plan = _checked(state, path, stripe_dirs, guard)
+        target, stripes, state_plan = _checked(request)
         uuid = _new_uuid(target) if is_first else None
-        saved = 0 if uuid is None else time_of_save(path, uuid)
+        saved = 0 if uuid is None else time_of_save(request.path, uuid)
         found.append((target, stripes, state_plan, saved))
         return account_of(state_plan, target, stripes, uuid)
 
@@ -289,22 +302,17 @@ def plan_save(
     return apart(coordinator, decide)
 
 
-def _checked(
-    state: object,
-    path: PathLike,
-    stripe_dirs: Sequence[PathLike] | None,
-    guard: Guard | None,
-) -> tuple[Path, tuple[Path, ...], StatePlan]:
-    if guard is not None:
-        gate_of(guard)  # raises for one that cannot wait
-    target = checkpoint_path(path)
+def _checked(request: SaveRequest) -> tuple[Path, tuple[Path, ...], StatePlan]:
+    if request.guard is not None:
+        gate_of(request.guard)  # raises for one that cannot wait
+    target = checkpoint_path(request.path)
     _check_target(target)
-    stripes = stripe_paths(stripe_dirs)
+    stripes = stripe_paths(request.stripe_dirs)
     if stripes:
         _check_name(target)
-    state_plan = plan_state(state)
-    if guard is not None:
-        state_plan = replace(state_plan, tensors=copied(state_plan.tensors, guard))
+    state_plan = plan_state(request.state)
+    if request.guard is not None:
+        state_plan = replace(state_plan, tensors=copied(state_plan.tensors, request.guard))
     check_limits(state_plan.tree_text.encode("ascii"))
     return target, stripes, state_plan
 

@@ -23,8 +23,7 @@ from functools import partial
 from typing import Any
 
 from checkpoint import PendingSave
-from checkpoint.ranks.coordinator import Arrival, SingleProcess
-from checkpoint.saving.api import save_on, start_save
+from checkpoint.saving.api import SaveRequest, save_on, start_save
 from checkpoint.sheltered import Cancellation, sheltered
 from infinity.snapshots.adoption import adopt, alike, fill_host
 from infinity.snapshots.entries import Entry, Snapshot, described, listed
@@ -73,8 +72,8 @@ class Snapshots:
             try:
                 keep_files(self._folders, training.state, entry)
                 cancellation.check()
-                to = (moment.tree, entry.folder, None, None, SingleProcess(), Arrival())
-                save_on(*to, training.checkpoint_bytes)
+                memory = training.checkpoint_bytes
+                save_on(SaveRequest(state=moment.tree, path=entry.folder, staging_bytes=memory))
             except BaseException:
                 self._known.take_back(training.state, entry)
                 raise
@@ -113,9 +112,12 @@ class Snapshots:
             try:
                 cancellation.check()
                 save = start_save(
-                    *(moment.tree, entry.folder, None, training.optimizer, None),
-                    *(SingleProcess(), Arrival()),
-                    staging_bytes=training.checkpoint_bytes,
+                    SaveRequest(
+                        state=moment.tree,
+                        path=entry.folder,
+                        guard=training.optimizer,
+                        staging_bytes=training.checkpoint_bytes,
+                    ),
                     when_read=partial(keep_files, self._folders, state, entry),
                     on_end=ended,
                 )

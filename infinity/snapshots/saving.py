@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from checkpoint import PendingSave
-from checkpoint.ranks.coordinator import Arrival, SingleProcess
-from checkpoint.saving.api import save_on, start_save
+from checkpoint.saving.api import SaveRequest, save_on, start_save
 from infinity.snapshots.reading import SavedPoint
 
 
@@ -68,8 +67,7 @@ def save_now(
     staging_bytes: int,
 ) -> Any:
     """As ``checkpoint.save``."""
-    to = (tree_of_point(point), path, stripe_dirs, None, SingleProcess(), Arrival())
-    return save_on(*to, staging_bytes)
+    return save_on(_request(point, path, stripe_dirs, staging_bytes))
 
 
 def save_behind(
@@ -81,8 +79,18 @@ def save_behind(
     """As ``checkpoint.save_async``, with nothing that waits for it; ``point`` is read until it is
     done.
     """
-    to = (tree_of_point(point), path, stripe_dirs, _NothingToGuard(), None)
-    return start_save(*to, SingleProcess(), Arrival(), staging_bytes=staging_bytes)
+    request = _request(point, path, stripe_dirs, staging_bytes)
+    return start_save(replace(request, guard=_NothingToGuard()))
+
+
+def _request(
+    point: SavedPoint,
+    path: str | os.PathLike[str],
+    stripe_dirs: Sequence[str | os.PathLike[str]] | None,
+    staging_bytes: int,
+) -> SaveRequest:
+    state = tree_of_point(point)
+    return SaveRequest(state=state, path=path, stripe_dirs=stripe_dirs, staging_bytes=staging_bytes)
 
 
 def tree_of_point(point: SavedPoint) -> dict[str, Any]:

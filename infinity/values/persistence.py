@@ -25,7 +25,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,7 +41,7 @@ from checkpoint.ranks.coordinator import (
     tell,
 )
 from checkpoint.ranks.turn import Turn, before_turn
-from checkpoint.saving.api import save_on, start_save
+from checkpoint.saving.api import SaveRequest, save_on, start_save
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.rule import OptimizerRule
@@ -105,12 +105,17 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
         training.reference.saved(path)
         # What fails in there fails on all ranks, which then all say so in the next meeting.
         own = {} if ranks.world_size == 1 else own_states(ranks, training.model, extra)
-        state, staging_bytes = _state(training, own, extra, how), training.checkpoint_bytes
-        to = (state, path, how.stripe_dirs)
+        request = SaveRequest(
+            state=_state(training, own, extra, how),
+            path=path,
+            stripe_dirs=how.stripe_dirs,
+            ranks=ranks,
+            arrival=arrival,
+            staging_bytes=training.checkpoint_bytes,
+        )
         if how.block:
-            return save_on(*to, None, ranks, arrival, staging_bytes)
-        guard = training.optimizer
-        return start_save(*to, guard, None, ranks, arrival, staging_bytes=staging_bytes)
+            return save_on(request)
+        return start_save(replace(request, guard=training.optimizer))
 
     return accompanied(ranks, Operation.SAVE, way)
 
@@ -244,7 +249,11 @@ def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]
     def look(turn: Turn) -> list[str]:
         parts = Path(folder).absolute().with_name(f".{Path(folder).name}.parts")
         state = {"model": _weights_of_rank(training)}
-        info = save_on(state, parts, None, None, ranks, arrival, staging)
+        info = save_on(
+            SaveRequest(
+                state=state, path=parts, ranks=ranks, arrival=arrival, staging_bytes=staging
+            )
+        )
         turn.begin()
         is_first = training.rank_context.rank == 0
         merge: Callable[[], list[str]] = partial(_merge, info, folder) if is_first else list
