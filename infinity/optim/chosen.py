@@ -88,8 +88,7 @@ def optimizer_for(
     """
     trained = [record.parameter for record in records if record.spec.trainable]
     if inner is not None:
-        groups = inner.param_groups
-        offloaded = OffloadedOptimizer(trained, inner.defaults, owner, param_groups=groups)
+        offloaded = OffloadedOptimizer(trained, inner.defaults, owner, made=inner)
         share_hooks(offloaded, inner)
         return offloaded
     options = (optimizer if isinstance(optimizer, NativeOptimizer) else AdamW()).defaults()

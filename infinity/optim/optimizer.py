@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity.optim.state_reference import KEY
+from infinity.optim.torch_optimizer.workers import has_own
 from infinity.tiling.weight import TiledWeight
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -81,18 +82,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         owner: StepTaker,
         *,
-        param_groups: list[dict[str, Any]] | None = None,
+        made: torch.optim.Optimizer | None = None,
     ) -> None:
-        super().__init__(parameters if param_groups is None else param_groups, defaults)
+        """``made`` by a factory: the groups are those of that."""
+        super().__init__(parameters if made is None else made.param_groups, defaults)
         self._owner = owner
+        self._made = made
         self.state = AbsentState()  # type: ignore[assignment]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Of parameters of the model. Raises ``ValueError`` for another one, which nothing would
-        update; the group is not added then.
+        update, and where the class that a factory made does it in its own way; the group is not
+        added then.
         """
+        self._check_not_own("add_param_group", "make all groups in the factory")
         _add_param_group(self, param_group)
-        if not hasattr(self, "_owner"):
+        if "_owner" not in vars(self):
             return  # made as the block begins
         for parameter in self.param_groups[-1]["params"]:
             if isinstance(parameter, TiledWeight):
@@ -145,13 +150,49 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Take the options of ``state_dict``, and its loss scale; the state that it is of must be
         here already, in the run that it was taken in or by ``offloaded.load``.
 
-        Raises ``ValueError`` saying what to do if it is not, before anything is changed.
+        Raises ``ValueError`` saying what to do if it is not, or if the class that a factory made
+        loads in its own way, before anything is changed.
         """
+        self._check_not_own("load_state_dict", "offloaded.load(path) goes on from what was saved")
         self._owner.check_state(state_dict)
         groups = {"state": {}, "param_groups": state_dict["param_groups"]}
         super().load_state_dict(groups)
         self.state = AbsentState()  # type: ignore[assignment]
         self._owner.restore_loss_scale(state_dict[KEY]["loss_scale"])
+
+    def _check_not_own(self, method: str, instead: str) -> None:
+        made = vars(self).get("_made")
+        if made is not None and has_own(made, method):
+            raise ValueError(
+                f"{type(made).__name__} has a {method}() of its own, which an offloaded optimizer "
+                f"does not call; {instead}, and what else it does belongs into step()"
+            )
+
+    def _is_of_made(self, name: str) -> bool:
+        """Whether the optimizer that a factory made has it, and this one has not."""
+        made = vars(self).get("_made")
+        if made is None or name.startswith("_") or hasattr(OffloadedOptimizer, name):
+            return False
+        return name not in vars(self) and (name in vars(made) or hasattr(type(made), name))
+
+    def _refusal(self, name: str) -> AttributeError:
+        return AttributeError(
+            f"the optimizer of an offloaded model has no {name!r}; that of "
+            f"{type(self._made).__name__}, which the factory made, is not available here, as "
+            "updates of single parameters have the optimizer as it was made: what its methods do "
+            "belongs into step(), and what changes between steps into the groups "
+            "(optimizer.param_groups[0]['...'])"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if self._is_of_made(name):
+            raise self._refusal(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_of_made(name):
+            raise self._refusal(name)
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(

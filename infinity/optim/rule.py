@@ -91,6 +91,9 @@ class OptimizerRule(UpdateRule):
         before a step is taken.
         """
 
+    def check_saving(self) -> None:
+        """Raise ``ValueError`` for state that what is saved now would not have."""
+
     def advance(self, groups: Iterable[dict[str, Any]], stepped: Iterable[torch.Tensor]) -> None:
         """A step was taken for these parameters: let ``groups`` be what it makes of them."""
 

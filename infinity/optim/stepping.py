@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from infinity.optim.torch_optimizer.workers import options_at, options_in
+from infinity.optim.thread_settings import ThreadSettings
+from infinity.optim.torch_optimizer.workers import kind_in_updates, options_at, options_in
 from infinity.parameters.offloaded.becoming import attributes_of
 from infinity.parameters.records import Record
 from swap.plan.rules import ParameterUpdate
@@ -31,11 +32,13 @@ def updates_for(
     records: Sequence[Record],
     steps: Sequence[int],
 ) -> dict[int, ParameterUpdate]:
-    """An update for each of ``indices`` (None: all that have options); ``steps`` counts those done.
+    """An update for each of ``indices`` (None: all that have options), by a step that this thread
+    takes; ``steps`` counts those done.
 
     Raises ``ValueError`` naming a parameter that is in no group.
     """
     updates = {}
+    within = ThreadSettings.here().set
     for index in options if indices is None else indices:
         record = records[index]
         if index not in options:
@@ -47,6 +50,8 @@ def updates_for(
             options=options[index],
             first=record.first,
             attributes=attributes_of(record.parameter),
+            kind=kind_in_updates(record.kind),
+            within=within,
         )
     return updates
 

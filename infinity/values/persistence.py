@@ -197,6 +197,7 @@ def _saving(training: TrainingState) -> Saving:
 
 def scalars_of(training: TrainingState) -> dict[str, Any]:
     """What is saved beside tensors: counts, groups, options, random state, and what is where."""
+    training.rule.check_saving()
     names = {id(record.parameter): record.name for record in training.records}
     leaves = checkpoint_tensors_of(training.model, training.records)
     scale = training.loss_scale_state

@@ -6,7 +6,8 @@ the one to use is handed down.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +28,10 @@ class ParameterUpdate:
     """Which element of the whole parameter is the first that is kept here."""
     attributes: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """What programs gave the parameter, for optimizers that look at it."""
+    kind: type[torch.Tensor] = field(default=torch.nn.Parameter, compare=False)
+    """Its class, for those."""
+    within: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, compare=False)
+    """Enters what the thread that took the step had set for what it computes."""
 
 
 class UpdateRule(Protocol):

@@ -286,7 +286,7 @@ class _CountsInASharedTensor(_Sgd):
 
 
 def test_what_goes_on_without_gradients_couples_parameters() -> None:
-    with pytest.raises(ValueError, match="two of them together"):
+    with pytest.raises(ValueError, match="it moves parameters that have no gradient"):
         TorchRule(_AveragesWithoutGradient(nn.Linear(4, 4).parameters()))
 
 

@@ -47,8 +47,9 @@ class Attributes:
             if walk.meets_itself:
                 self._bound.add(key)
             self._made[key] = copied(value, {id(optimizer): optimizer})
+        self._anew: set[str] = set()
         self._shared = self.copies(optimizer)
-        """What updates find there: one may compute what the next one finds computed."""
+        """What updates find there, as none of them changes it."""
         self._unneeded: set[str] = set()
 
     def copies(self, worker: object, memo: dict[int, Any] | None = None) -> dict[str, Any]:
@@ -59,10 +60,19 @@ class Attributes:
         return made | {key: Absent() for key in self.absent}
 
     def give(self, worker: torch.optim.Optimizer) -> None:
-        """Let ``worker`` have them for one update."""
+        """Let ``worker`` have them for one update: those that steps change, as they were made."""
         vars(worker).update(self._shared)
-        for key in self._bound:
-            setattr(worker, key, copied(self._made[key], {id(self._optimizer): worker}))
+        memo: dict[int, Any] = {id(self._optimizer): worker}
+        for key in sorted(self._bound | self._anew):
+            vars(worker)[key] = copied(self._made[key], memo)
+
+    def are_changed_by_steps(self, keys: Iterable[str]) -> None:
+        """Of these each update has a copy of its own from now on."""
+        self._anew.update(key for key in keys if key in self._made)
+
+    def forget_trials(self) -> None:
+        """Let updates find nothing that a trial left."""
+        self._shared = self.copies(self._optimizer)
 
     def changed(self, is_needed: Callable[[str], bool]) -> list[str]:
         """Those that are not as they were made, but for what no step needs."""

@@ -3,9 +3,9 @@ or those of parameters, and in state that is no parameter's. Each offloaded para
 a copy of the optimizer as it was made, which has that alone.
 
 An attribute that steps change is right where no step needs what one before it left there (a norm
-that each step computes anew), or where it is the same after every step (a flag, a table of
-constants). Whether steps need it is found by steps without it. One that is not plain, see
-``attributes``, is right where no step asks for it.
+that each step computes anew), or where it is the same after every step, whatever the gradients, the
+options and the shapes (a flag, a table of constants). Whether steps need it is found by steps
+without it. One that is not plain, see ``attributes``, is right where no step asks for it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,18 @@ _STEPS, _OTHER_STEPS = range(3), range(7, 10)
 """Numbers of steps with gradients that are finite."""
 
 
-def check_kept(optimizer: torch.optim.Optimizer, make: Callable[[], Trial]) -> None:
+Make = Callable[[], Trial]
+
+
+def check_kept(
+    optimizer: torch.optim.Optimizer, make: Make, varied: Make, varied_options: Make
+) -> set[str]:
     """Raise ``ValueError`` naming what steps of ``optimizer`` need of those before them, or of its
-    parameters, that updates of one parameter at a time do not have. ``make`` gives trials.
+    parameters, that updates of one parameter at a time do not have; gives the attributes that its
+    steps change.
+
+    All three give trials: ``varied`` with other options and parameters of other shapes,
+    ``varied_options`` with the same parameters.
     """
     name = type(optimizer).__name__
     trial = make()
@@ -51,13 +60,28 @@ def check_kept(optimizer: torch.optim.Optimizer, make: Callable[[], Trial]) -> N
     for owner, kept in trial.worker.state.items():
         if not any(owner is leaf for leaf in trial.leaves) and kept:
             _refuse(name, f"it keeps state by {owner!r}, which is no parameter of its own")
-    again, of_leaves_again = _steps_of(make(), _OTHER_STEPS)
+    again, _ = _steps_of(varied(), _OTHER_STEPS)
     for key in _unsettled(own, again):
         if _is_needed(make, _worker_of, key, after=1):
-            _refuse(name, f"it keeps something from step to step in its attribute {key!r}")
-    for key in _unsettled(of_leaves, of_leaves_again):
-        if _is_needed(make, _leaves_of, key, after=1):
-            _refuse(name, f"it keeps something in the attribute {key!r} of parameters")
+            _refuse(name, _what_is_kept(key, own))
+    if any(of_leaves):
+        _, of_leaves_again = _steps_of(varied_options(), _OTHER_STEPS)
+        for key in _unsettled(of_leaves, of_leaves_again):
+            if _is_needed(make, _leaves_of, key, after=1):
+                _refuse(name, f"it keeps something in the attribute {key!r} of parameters")
+    return {key for key in _keys(own) if not _is_kept(key, own)} | {
+        key for key in _keys(again) if not _is_kept(key, again)
+    }
+
+
+def _what_is_kept(key: str, own: Sequence[Snapshot]) -> str:
+    if _is_kept(key, own[1:]):
+        return (
+            f"its first step sets the attribute {key!r} by what it finds (options, shapes, "
+            "values), which is another thing for each parameter and later step: compute it in "
+            "__init__, or anew in each step"
+        )
+    return f"it keeps something from step to step in its attribute {key!r}"
 
 
 def _check_absent(name: str, trial: Trial) -> None:
@@ -121,17 +145,24 @@ def _snapshot(trial: Trial) -> tuple[Snapshot, Snapshot]:
 
 def _unsettled(one: Sequence[Snapshot], other: Sequence[Snapshot]) -> list[str]:
     """The attributes that steps change, but for those that are the same after all of them."""
-    keys = dict.fromkeys(key for snapshot in one for key in snapshot)
     after = [*one[1:], *other[1:]]
+    return [
+        key
+        for key in _keys([*one, *other])
+        if not (_is_kept(key, one) and _is_kept(key, other)) and not _is_kept(key, after)
+    ]
 
-    def is_kept(key: str, snapshots: Sequence[Snapshot]) -> bool:
-        first = snapshots[0]
-        return all(
-            (key in first) == (key in later) and same(first.get(key), later.get(key))
-            for later in snapshots[1:]
-        )
 
-    return [key for key in keys if not (is_kept(key, one) or is_kept(key, after))]
+def _keys(snapshots: Iterable[Snapshot]) -> Iterable[str]:
+    return dict.fromkeys(key for snapshot in snapshots for key in snapshot)
+
+
+def _is_kept(key: str, snapshots: Sequence[Snapshot]) -> bool:
+    first = snapshots[0]
+    return all(
+        (key in first) == (key in later) and same(first.get(key), later.get(key))
+        for later in snapshots[1:]
+    )
 
 
 def _is_needed(

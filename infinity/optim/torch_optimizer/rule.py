@@ -12,17 +12,24 @@ import torch
 
 from infinity.optim import adamw
 from infinity.optim.rule import UNNAMED, OptimizerRule, SavedState, last_name
+from infinity.optim.thread_settings import ThreadSettings, Within
 from infinity.optim.torch_optimizer.attributes import Attributes
-from infinity.optim.torch_optimizer.separable import check_separable, check_unchanged
+from infinity.optim.torch_optimizer.probing import probe
+from infinity.optim.torch_optimizer.separable import (
+    check_no_state,
+    check_separable,
+    check_unchanged,
+)
 from infinity.optim.torch_optimizer.state import IN_COMPONENTS, StateComponents
 from infinity.optim.torch_optimizer.workers import (
     advance,
     forget_hooks,
+    kind_in_updates,
+    leaf_of,
     like,
     options_at,
     options_in,
     plain_step,
-    shape_like,
 )
 from swap.masters import keep_master, master_of
 from swap.plain import copy_together
@@ -59,6 +66,7 @@ class TorchRule(OptimizerRule):
         self._components: dict[torch.dtype, StateComponents] = {}
         self._made = [options_in(group) for group in optimizer.param_groups]
         self._attributes = Attributes(optimizer)
+        self._within: Within = ThreadSettings.of_trials
         self.group_keys = check_separable(
             optimizer,
             self._attributes,
@@ -95,7 +103,8 @@ class TorchRule(OptimizerRule):
         """Of parameters with weights of ``dtype``."""
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         if kind not in self._components:
-            self._components[kind] = self._probe(kind)
+            self._components[kind] = probe(self._optimizer, self._step_one, kind)
+            self._attributes.forget_trials()
         return self._components[kind]
 
     def advance(self, groups: Iterable[dict[str, Any]], stepped: Iterable[torch.Tensor]) -> None:
@@ -106,7 +115,12 @@ class TorchRule(OptimizerRule):
                 advance(self._step_options, group, has_gradients=has_gradients)
 
     def check_step(self) -> None:
+        check_no_state(self._optimizer)
         check_unchanged(self._optimizer, self._attributes, has_state=self._starts_with_state)
+        self._within = ThreadSettings.here().set
+
+    def check_saving(self) -> None:
+        check_no_state(self._optimizer)
 
     def check(self, update: ParameterUpdate) -> None:
         """Optimizers of torch look at their options when they are made, and not again."""
@@ -132,14 +146,13 @@ class TorchRule(OptimizerRule):
         components: Mapping[str, torch.Tensor],
         small: dict[str, Any],
     ) -> None:
-        leaf = torch.nn.Parameter(master.view(update.shape))
-        for name, value in update.attributes.items():
-            setattr(leaf, name, value)
+        leaf = leaf_of(master.view(update.shape), update.kind, update.attributes)
         leaf.grad = gradient
         kept = self.state_components(master.dtype)
         state = kept.state(small, components, leaf.detach())
         # A step may count in what a group holds, and that of all its parameters is one.
-        after = self._step_one(leaf, copy.deepcopy(dict(update.options)), state)
+        options = copy.deepcopy(dict(update.options))
+        after = self._step_one(leaf, options, state, update.within)
         moves = kept.keep(dict(after), components, small, leaf.detach())
         # The optimizer may have put other data in its place, those of the state too.
         copy_together([*moves, (master, leaf.detach())])
@@ -155,7 +168,11 @@ class TorchRule(OptimizerRule):
         return self._small[update.parameter]
 
     def _step_one(
-        self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
+        self,
+        leaf: torch.Tensor,
+        options: dict[str, Any],
+        state: dict[str, Any],
+        within: Within = ThreadSettings.of_trials,
     ) -> Mapping[str, Any]:
         # Not copy.copy: optimizers leave attributes of their own out of what they pickle.
         worker = object.__new__(type(self._optimizer))
@@ -169,7 +186,7 @@ class TorchRule(OptimizerRule):
             # What it made when it was made was for all parameters at once, and is gone.
             make: Any = type(worker)
             worker.state = make([options | {"params": [leaf]}], **worker.defaults).state
-        plain_step(worker)
+        plain_step(worker, within)
         result: Mapping[str, Any] = worker.state[leaf]
         options.update({k: v for k, v in worker.param_groups[0].items() if k != "params"})
         return result
@@ -177,13 +194,13 @@ class TorchRule(OptimizerRule):
     def _step_options(
         self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        return self._step_one(leaf, options, state), options
+        return self._step_one(leaf, options, state, self._within), options
 
     def _trial(
         self, leaf: torch.Tensor, options: dict[str, Any], state: dict[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """``apply``, with ``state`` in components of its own."""
-        master = leaf.detach().view(-1)
+        master = leaf.detach().clone().view(-1)
         if not state:
             state = {
                 component.name: torch.zeros(len(master), dtype=component.dtype, device="cpu")
@@ -191,11 +208,18 @@ class TorchRule(OptimizerRule):
             }
             state["small"] = {}
         update = ParameterUpdate(
-            parameter=-1, step=1, shape=leaf.shape, options=options, attributes=vars(leaf)
+            parameter=-1,
+            step=1,
+            shape=leaf.shape,
+            options=options,
+            attributes=vars(leaf),
+            kind=type(leaf),
+            within=ThreadSettings.of_trials,
         )
         assert leaf.grad is not None
         components = {name: value for name, value in state.items() if name != "small"}
         self._apply(master, leaf.grad, update, components, state["small"])
+        leaf.detach().view(-1).copy_(master)
         return state, options
 
     def check_slices(self) -> None:
@@ -254,42 +278,13 @@ class TorchRule(OptimizerRule):
         gradients: torch.Tensor,
     ) -> torch.Tensor:
         """A throw-away parameter like ``parameter`` after a step for each of ``gradients``."""
-        leaf = like(parameter, first.clone())
+        leaf = like(parameter, first.clone(), kind_in_updates(type(parameter)))
         state: Mapping[str, Any] = {}
         for gradient in gradients:
             leaf.grad = gradient.clone()
             state = self._step_one(leaf, dict(options), dict(state))
         return leaf.detach()
 
-    def _probe(self, dtype: torch.dtype) -> StateComponents:
-        """The state that has a value for each element, found by steps on throw-away parameters of
-        as many dimensions as those of each group have.
-        """
-        found = StateComponents(type(self._optimizer).__name__)
-        for group in self._optimizer.param_groups:
-            for position, parameter in _one_of_each(group["params"]):
-                options = {**options_at(options_in(group), position)}
-                leaf = like(
-                    parameter,
-                    torch.zeros(shape_like(max(1, parameter.dim())), dtype=dtype, device="cpu"),
-                )
-                state: Mapping[str, Any] = {}
-                for _ in range(_PROBE_STEPS):
-                    leaf.grad = torch.ones_like(leaf)
-                    state = dict(self._step_one(leaf, options, dict(state)))
-                    found.note(state, leaf.shape)
-        return found
-
 
 _OURS = "infinity."
 """Begins what checkpoints call the optimizers of ours, whose state means something else."""
-_PROBE_STEPS = 3
-"""Optimizers make some of their state after the first step."""
-
-
-def _one_of_each(parameters: Iterable[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """A parameter, and where it is, for each number of dimensions."""
-    found: dict[int, tuple[int, torch.Tensor]] = {}
-    for position, parameter in enumerate(parameters):
-        found.setdefault(max(1, parameter.dim()), (position, parameter))
-    return list(found.values())

@@ -3,33 +3,46 @@ it keeps of all of them in its groups.
 
 What a group holds may change with every step (a count of steps, a weight of averages) as long as
 that does not depend on gradients: it is carried on with a throw-away parameter. What an optimizer
-keeps beside groups and state is looked at in ``kept_beside``. Everything else that parameters have
-in common (a norm over all, a rate estimated from all) is looked for by a trial: steps of several
-small parameters together must give the bits of the same steps with each one alone. There are three
-first steps, in one of which some parameters have no gradient; then all counts of steps are set
-ahead to one that most periods end at; then a gradient is infinite, and NaN. What shows neither in
-these steps nor beside groups and state is not found: a period or a bound of the optimizer's own
-that none of them comes to (step 500 alone), values outside of it (a closure, a global, its class).
+keeps beside groups and state is looked at in ``kept_beside``, what goes by the place of a parameter
+in ``places``. Everything else that parameters have in common (a norm over all, a rate estimated
+from all) is looked for by a trial: steps of several small parameters together must give the bits of
+the same steps with each one alone. There are three first steps, in one of which some parameters
+have no gradient, and in the last of which options are other ones, as schedulers make them; then all
+counts of steps are set ahead to one that most periods end at; then a gradient is infinite, and NaN.
+What shows neither in these steps nor beside groups and state is not found: a period or a bound of
+the optimizer's own that none of them comes to (step 500 alone), values outside of it (a closure, a
+global, its class).
+
+Trials leave nothing: not in the optimizer, not in what updates have of it, not in random states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from infinity.optim.torch_optimizer.attributes import Attributes
 from infinity.optim.torch_optimizer.kept_beside import REMEDY, check_kept, is_needed
+from infinity.optim.torch_optimizer.places import difference_of_places
 from infinity.optim.torch_optimizer.trials import (
     COUNT,
     NOT_FINITE,
     SCALES,
     Alone,
+    Groups,
     Together,
+    gradients_for,
     small_groups,
+    vary,
 )
-from infinity.optim.torch_optimizer.workers import Step
+from infinity.optim.torch_optimizer.values import copied, same
+from infinity.optim.torch_optimizer.workers import Step, has_own, is_of_torch, options_in
 
 
 def check_separable(
@@ -48,20 +61,22 @@ def check_separable(
     says what becomes of options.
     """
     name = type(optimizer).__name__
-    _check_step(optimizer)
-    if all(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
-        raise ValueError(
-            f"{name} has train() and eval(), which change all weights between steps (schedule-free "
-            "optimizers do); weights of an offloaded model change in step() alone, "
-            f"{REMEDY}"
-        )
-    groups = small_groups(optimizer)
+    _check_methods(optimizer)
+    trials = _Trials(optimizer, attributes, trial, step, has_state)
     try:
-        check_kept(optimizer, lambda: Together(optimizer, attributes, groups, has_state=has_state))
-        prepare()
-        together = Together(optimizer, attributes, groups, has_state=has_state)
-        alone = Alone(groups, trial, step)
-        is_separable = _take_steps(together, alone)
+        with _random_states() as are_same:
+            trials.find_variation()
+            kept = check_kept(optimizer, trials.make, trials.varied, trials.varied_options)
+            attributes.are_changed_by_steps(kept)
+            prepare()
+            changed = trials.changed_groups()
+            difference = None if changed is not None else _what_differs(trials, kept)
+            if difference is None and not is_of_torch(type(optimizer)):
+                difference = difference_of_places(
+                    optimizer, attributes, trial, step, has_state=has_state
+                )
+            if not are_same() and trials.draw():
+                difference = _DRAWS
     except ValueError:
         raise
     except Exception as error:
@@ -69,14 +84,152 @@ def check_separable(
             f"{name} cannot take a step with dense gradients and without a closure "
             f"({type(error).__name__}: {error}); {REMEDY}"
         ) from error
-    if not is_separable:
+    finally:
+        attributes.forget_trials()
+    if difference is not None or changed is None:
         raise ValueError(
-            f"{name} does not update every parameter by itself: two of them together become "
-            "something else than each of them alone (through a norm over all of them, say, a test "
-            "that all of them are finite, or what it keeps in a group); an offloaded "
+            f"{name} does not update every parameter by itself: {difference}; an offloaded "
             f"model is updated one parameter at a time, {REMEDY}"
         )
-    return alone.changed
+    return changed
+
+
+@dataclass(slots=True)
+class _Trials:
+    """Trials of one optimizer; each is of parameters of its own."""
+
+    optimizer: torch.optim.Optimizer
+    attributes: Attributes
+    trial: Step
+    step: Step
+    has_state: bool
+    shapes: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1), (2, 0)])
+    """Those of the first trial, and those of a varied one."""
+    varies: bool = True
+    """Whether options can be other ones."""
+
+    def find_variation(self) -> None:
+        """Let trials be as different as steps can be taken; raises what the plainest one raises."""
+        for shapes in ([(0, 1), (2, 0)], [(0, 0), (0, 0)]):
+            self.shapes = shapes
+            for self.varies in (True, False):
+                with suppress(Exception):
+                    for trial in (self.make(), self.varied()):
+                        for number in range(2):
+                            trial.take(number)
+                    return
+
+    def draw(self) -> bool:
+        """Whether steps draw random numbers; those before may have been drawn by another thread."""
+        for _ in range(2):
+            trial = self.make()
+            with _random_states() as are_same:
+                for number in range(2):
+                    trial.take(number)
+                if are_same():
+                    return False
+        return True
+
+    def make(self) -> Together:
+        return self._together(small_groups(self.optimizer, shapes=self.shapes[0]))
+
+    def varied(self) -> Together:
+        return self._together(
+            small_groups(self.optimizer, shapes=self.shapes[1], varies=self.varies)
+        )
+
+    def varied_options(self) -> Together:
+        return self._together(
+            small_groups(self.optimizer, shapes=self.shapes[0], varies=self.varies)
+        )
+
+    def _together(self, groups: Groups) -> Together:
+        return Together(self.optimizer, self.attributes, groups, has_state=self.has_state)
+
+    def changed_groups(self, *, for_all: bool = False) -> set[str] | None:
+        """The keys of groups that steps change; None if parameters come to something else together
+        than alone. ``for_all``: in steps in which all have a gradient.
+        """
+        together = self.make()
+        groups = small_groups(self.optimizer, shapes=self.shapes[0])
+        alone = Alone(groups, self.trial, self.step)
+        is_separable = _take_steps(together, alone, varies=self.varies, for_all=for_all)
+        return alone.changed if is_separable else None
+
+
+def _what_differs(trials: _Trials, kept: set[str]) -> str:
+    if _moves_without_gradient(trials.make()) and trials.changed_groups(for_all=True) is not None:
+        return (
+            "it moves parameters that have no gradient, or changes their state; let it skip them "
+            "(`if p.grad is None: continue`)"
+        )
+    hint = ""
+    if kept:
+        names = ", ".join(map(repr, sorted(kept)))
+        hint = (
+            f"; its steps set {names}, which each update finds as it was made: let nothing go by "
+            "that (make the state of a parameter where it has none)"
+        )
+    return (
+        "two of them together become something else than each of them alone (through a norm over "
+        "all of them, say, a test that all of them are finite, or what it keeps in a group)" + hint
+    )
+
+
+def _moves_without_gradient(trial: Together) -> bool:
+    """Whether a step changes a parameter that has no gradient in it, or the state of one."""
+    leaves = trial.leaves
+    for number in range(len(SCALES)):
+        before = [(leaf.detach().clone(), copied(trial.state_of(leaf), {})) for leaf in leaves]
+        gradients = gradients_for(trial.groups, number)
+        has_none = [gradient is None for found in gradients for gradient in found]
+        trial.step(gradients)
+        for leaf, (values, state), is_without in zip(leaves, before, has_none, strict=True):
+            if is_without and not (same(leaf, values) and same(trial.state_of(leaf), state)):
+                return True
+    return False
+
+
+_DRAWS = (
+    "it draws random numbers in its steps, and updates of single parameters, which come in another "
+    "order and beside the next forward pass, would draw others; let it use a torch.Generator that "
+    "it seeds anew for each parameter"
+)
+
+
+@contextmanager
+def _random_states() -> Iterator[Callable[[], bool]]:
+    """They are the same afterwards; what is given says whether they are."""
+    before: Any = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def are_same() -> bool:
+        now: Any = np.random.get_state()
+        return (
+            random.getstate() == before[0]
+            and bool(now[2] == before[1][2] and (now[1] == before[1][1]).all())
+            and torch.equal(before[2], torch.get_rng_state())
+        )
+
+    try:
+        yield are_same
+    finally:
+        if not are_same():
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            torch.set_rng_state(before[2])
+
+
+def check_no_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ValueError`` if something was called on ``optimizer``, made by a factory, that left
+    state there: no update has that.
+    """
+    if any(optimizer.state.values()):
+        raise ValueError(
+            f"the {type(optimizer).__name__} that the factory made has state of its own, left by a "
+            "call of its step() or of another of its methods; updates of an offloaded model do not "
+            "have it, and it is not saved: call offloaded.step() alone, and let the optimizer's "
+            "step do what other methods did"
+        )
 
 
 def check_unchanged(
@@ -85,7 +238,7 @@ def check_unchanged(
     """Raise ``ValueError`` naming an attribute that was changed since the optimizer was made, by a
     hook or by hand, if steps need it.
     """
-    groups: list[dict[str, Any]] = []
+    groups: Groups = []
 
     def make() -> Together:
         groups[:] = groups or small_groups(optimizer)
@@ -99,14 +252,21 @@ def check_unchanged(
         )
 
 
-def _take_steps(together: Together, alone: Alone) -> bool:
+def _take_steps(together: Together, alone: Alone, *, varies: bool, for_all: bool) -> bool:
     """Whether both come to the same: in their first steps, in one that any period ends at, and with
-    a gradient that is not finite.
+    a gradient that is not finite. ``varies``: options become other ones, unless steps count there.
     """
+    made = [options_in(group) for group in together.groups]
+
+    def take(trial: Together | Alone, number: int) -> None:
+        trial.step(gradients_for(trial.groups, number, for_all=for_all))
+
     for number in range(len(SCALES)):
         counts = together.counts()
         for trial in (together, alone):
-            trial.take(number)
+            if varies and number == len(SCALES) - 1:
+                vary(trial.groups, made)
+            take(trial, number)
     if not alone.is_like(together):
         return False
     counted = {
@@ -120,20 +280,32 @@ def _take_steps(together: Together, alone: Alone) -> bool:
             trial.set_count(place, ahead)
     for number in range(len(SCALES), 1 + max(NOT_FINITE)):
         try:
-            together.take(number)
+            take(together, number)
         except Exception:  # a schedule that ends, or a check of gradients: no trial goes beyond
             return True
-        alone.take(number)
+        take(alone, number)
         if not alone.is_like(together):
             return False
     return True
 
 
-def _check_step(optimizer: torch.optim.Optimizer) -> None:
+def _check_methods(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise ValueError(
-            f"{type(optimizer).__name__} has a step that was set on it after it was made, which "
+            f"{name} has a step that was set on it after it was made, which "
             "parameters that are updated one at a time would not go through; give a subclass that "
             "step, or put hooks on it (register_step_pre_hook)"
+        )
+    if has_own(optimizer, "zero_grad"):
+        raise ValueError(
+            f"{name} has a zero_grad() of its own, and offloaded.optimizer.zero_grad() clears "
+            "gradients and does nothing else; let step() do what it does, at its end"
+        )
+    if all(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
+        raise ValueError(
+            f"{name} has train() and eval(), which change all weights between steps (schedule-free "
+            "optimizers do); weights of an offloaded model change in step() alone, "
+            f"{REMEDY}"
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from infinity.parameters.records import ALWAYS_ON_HOST_ELEMENTS
 from swap.plain import is_same_view, overlap
 from swap.plan.layout import Component
 
@@ -36,6 +37,8 @@ class StateComponents:
     def __init__(self, optimizer: str) -> None:
         self._optimizer = optimizer
         self._components: dict[str, Component] = {}
+        self._others: set[str] = set()
+        """The names of tensors of other shapes, which one of the shape of a parameter can have."""
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -53,6 +56,8 @@ class StateComponents:
                 self._components.setdefault(
                     name, Component(_component_name(name), value.dtype, zero=True)
                 )
+            elif isinstance(value, torch.Tensor) and value.numel() > 1:
+                self._others.add(name)
 
     def state(
         self,
@@ -80,9 +85,11 @@ class StateComponents:
         """Bring ``after``, the state of a parameter, which has these ``weights`` now, to ``small``
         and to the components: gives the copies for that, which are to be made together.
 
-        Raises ``ValueError`` naming what lies in a part of the memory of another.
+        Raises ``ValueError`` naming what lies in a part of the memory of another, and what of a
+        large parameter has no component; nothing is changed then.
         """
         memories = [*components.values()]
+        self._check_places(after, weights.shape)
         same = self._same(after, weights, memories)
         small.clear()
         moves, held = [], []
@@ -97,6 +104,28 @@ class StateComponents:
         if same:
             small[_SAME_AS] = same
         return moves
+
+    def _check_places(self, after: Mapping[str, Any], shape: torch.Size) -> None:
+        if shape.numel() <= ALWAYS_ON_HOST_ELEMENTS:
+            return
+        for name, value in after.items():
+            component = self._components.get(name)
+            is_of_all = isinstance(value, torch.Tensor) and value.shape == shape
+            if not is_of_all or (component is None and name in self._others):
+                continue
+            if component is None:
+                raise ValueError(
+                    f"{self._optimizer} keeps the state {name!r} with a value for each element, "
+                    "and made none in its first steps for parameters of as many dimensions: it has "
+                    "no place but in memory beside the budget; let the first step make it, for "
+                    "parameters of all sizes"
+                )
+            if value.dtype != component.dtype:
+                raise ValueError(
+                    f"{self._optimizer} keeps the state {name!r} in {value.dtype}, and in "
+                    f"{component.dtype} in its first steps: it has no place but in memory beside "
+                    "the budget; let it keep it in one dtype"
+                )
 
     def _same(
         self,

@@ -5,22 +5,24 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from infinity.optim.torch_optimizer.attributes import Attributes
-from infinity.optim.torch_optimizer.values import same
+from infinity.optim.torch_optimizer.values import same, varied, whole_number, with_count
 from infinity.optim.torch_optimizer.workers import (
     Step,
     advance,
     forget_hooks,
+    kind_in_updates,
     like,
     options_at,
     options_in,
     plain_step,
     shape_like,
+    values_of,
 )
 
 SCALES = (30.0, 0.01, 1.0)
@@ -35,6 +37,11 @@ _WITHOUT = {1: 0, 4: 1}
 """Not every parameter has a gradient in every step: which of a group's has none, by step."""
 Place = tuple[int, int | None, str]
 """A group; a parameter in it, or None for the group itself; the name of a value there."""
+Groups = list[dict[str, Any]]
+Gradients = list[list[torch.Tensor | None]]
+"""Those of the parameters in each group."""
+_FACTORS = (0.75, 0.5, 0.875)
+"""Of options that are varied, by group: those of neighbours come to differ."""
 
 
 class Together:
@@ -44,14 +51,14 @@ class Together:
         self,
         optimizer: torch.optim.Optimizer,
         attributes: Attributes,
-        groups: list[dict[str, Any]],
+        groups: Groups,
         *,
         has_state: bool,
     ) -> None:
         memo: dict[int, Any] = {}
         self.groups = []
         for group in groups:
-            leaves = [like(leaf, leaf.detach().clone()) for leaf in group["params"]]
+            leaves = [like(p, values_of(p).clone(), type(p)) for p in group["params"]]
             self.groups.append(options_in(group, memo) | {"params": leaves})
         self.worker = object.__new__(type(optimizer))
         self.absent = attributes.absent
@@ -69,7 +76,10 @@ class Together:
         return [leaf for group in self.groups for leaf in group["params"]]
 
     def take(self, number: int) -> None:
-        for group, found in zip(self.groups, _gradients(self.groups, number), strict=True):
+        self.step(gradients_for(self.groups, number))
+
+    def step(self, gradients: Gradients) -> None:
+        for group, found in zip(self.groups, gradients, strict=True):
             for leaf, gradient in zip(group["params"], found, strict=True):
                 leaf.grad = gradient
         plain_step(self.worker)
@@ -79,18 +89,18 @@ class Together:
         return {
             (at, position, key): count
             for at, group in enumerate(self.groups)
-            for position, kept in [(None, group), *enumerate(map(self._state, group["params"]))]
+            for position, kept in [(None, group), *enumerate(map(self.state_of, group["params"]))]
             for key, value in kept.items()
-            if (count := _whole(value)) is not None
+            if (count := whole_number(value)) is not None
         }
 
     def set_count(self, place: Place, count: int) -> None:
         at, position, key = place
         group = self.groups[at]
-        kept = group if position is None else self._state(group["params"][position])
-        kept[key] = _with_count(kept[key], count)
+        kept = group if position is None else self.state_of(group["params"][position])
+        kept[key] = with_count(kept[key], count)
 
-    def _state(self, leaf: torch.Tensor) -> dict[str, Any]:
+    def state_of(self, leaf: torch.Tensor) -> dict[str, Any]:
         kept: dict[str, Any] = self.worker.state.get(leaf, {})
         return kept
 
@@ -98,15 +108,22 @@ class Together:
 class Alone:
     """Each parameter in a step of its own, as ``TorchRule`` has it."""
 
-    def __init__(self, groups: list[dict[str, Any]], trial: Step, step: Step) -> None:
+    def __init__(self, groups: Groups, trial: Step, step: Step) -> None:
         self._trial = trial
         self._step = step
         self._groups = groups
         self._states: dict[int, dict[str, Any]] = defaultdict(dict)
         self.changed: set[str] = set()
 
+    @property
+    def groups(self) -> Groups:
+        return self._groups
+
     def take(self, number: int) -> None:
-        for group, found in zip(self._groups, _gradients(self._groups, number), strict=True):
+        self.step(gradients_for(self._groups, number))
+
+    def step(self, gradients: Gradients) -> None:
+        for group, found in zip(self._groups, gradients, strict=True):
             options = options_in(group)
             for position, leaf in enumerate(group["params"]):
                 gradient = found[position]
@@ -125,7 +142,7 @@ class Alone:
         if position is not None:
             kept = self._states[id(kept["params"][position])].get("small", {})
         if key in kept:
-            kept[key] = _with_count(kept[key], count)
+            kept[key] = with_count(kept[key], count)
 
     def is_like(self, other: Together) -> bool:
         for ours, theirs in zip(self._groups, other.groups, strict=True):
@@ -138,64 +155,120 @@ class Alone:
         return True
 
 
-def small_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def small_groups(
+    optimizer: torch.optim.Optimizer, *, shapes: Sequence[int] = (0, 1), varies: bool = False
+) -> Groups:
+    """With throw-away parameters of these shapes in the places of the first parameter and the last
+    for each number of dimensions in a group.
+    """
     memo: dict[int, Any] = {}
-    return [_small_group(group, memo) for group in optimizer.param_groups]
+    groups = [_small_group(group, memo, shapes) for group in optimizer.param_groups]
+    if varies:
+        vary(groups)
+    return groups
 
 
-def _small_group(group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    """With two throw-away parameters for each number of dimensions in it."""
+def _small_group(
+    group: Mapping[str, Any], memo: dict[int, Any], shapes: Sequence[int]
+) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(1)
     parameters = group["params"]
     by_dimensions: dict[int, list[int]] = defaultdict(list)
     for position, parameter in enumerate(parameters):
         by_dimensions[max(1, parameter.dim())].append(position)
     chosen = [
-        at for d in sorted(by_dimensions) for at in (by_dimensions[d][0], by_dimensions[d][-1])
+        (at, shape_like(d, which))
+        for d in sorted(by_dimensions)
+        for at, which in zip(_ends(by_dimensions[d]), shapes, strict=False)
     ]
-    leaves = []
-    for at in chosen:
-        shape = shape_like(max(1, parameters[at].dim()))
-        leaves.append(like(parameters[at], _randn(shape, rng)))
-    small = options_in(group, memo) | {"params": leaves}
+    leaves = [
+        like(parameters[at], _randn(shape, rng), kind_in_updates(type(parameters[at])))
+        for at, shape in chosen
+    ]
+    small = moving_options(group, memo) | {"params": leaves}
     if small.get("param_names") is not None:
-        small["param_names"] = [small["param_names"][at] for at in chosen]
+        small["param_names"] = [small["param_names"][at] for at, _ in chosen]
     return small
 
 
-def _gradients(groups: Sequence[Mapping[str, Any]], number: int) -> list[list[torch.Tensor | None]]:
-    """Those of the parameters in each group for the step of that number."""
+def _ends(positions: Sequence[int]) -> Iterable[int]:
+    return dict.fromkeys((positions[0], positions[-1]))
+
+
+def whole_groups(optimizer: torch.optim.Optimizer) -> Groups:
+    """With a throw-away parameter of its class in the place of each; those of as many dimensions
+    have the same values, in the same memory.
+    """
+    memo: dict[int, Any] = {}
+    values = _SameValues(0)
+    return [
+        moving_options(group, memo)
+        | {"params": [like(p, values[max(1, p.dim())], type(p)) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def same_gradients(groups: Groups, number: int) -> Gradients:
+    """Those of a step of that number, the same for all parameters of as many dimensions."""
+    values = _SameValues(number)
+    return [[values[leaf.dim()].clone() for leaf in group["params"]] for group in groups]
+
+
+class _SameValues(dict[int, torch.Tensor]):
+    """By the number of dimensions."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def __missing__(self, dimensions: int) -> torch.Tensor:
+        rng = torch.Generator().manual_seed(self._number)
+        self[dimensions] = _randn(shape_like(dimensions), rng)
+        return self[dimensions]
+
+
+def moving_options(group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    """``options_in``, with a rate at which weights move where it is zero (as schedulers begin)."""
+    options = options_in(group, memo)
+    rate = options.get("lr")
+    if isinstance(rate, int | float) and not rate:
+        options["lr"] = _RATE
+    elif isinstance(rate, torch.Tensor) and rate.is_floating_point() and not rate.any():
+        rate.fill_(_RATE)
+    return options
+
+
+_RATE = 0.01
+
+
+def vary(groups: Groups, made: Sequence[Mapping[str, Any]] | None = None) -> None:
+    """Give the options of groups other values, as schedulers do: numbers with a point, and rates;
+    with ``made`` those alone that are as there.
+    """
+    memo: dict[int, Any] = {}
+    for at, group in enumerate(groups):
+        factor = _FACTORS[at % len(_FACTORS)]
+        for key, value in group.items():
+            if key == "params" or (made is not None and not same(value, made[at].get(key))):
+                continue
+            is_whole_rate = key == "lr" and type(value) is int
+            group[key] = varied(float(value) if is_whole_rate else value, factor, memo)
+
+
+def gradients_for(groups: Groups, number: int, *, for_all: bool = False) -> Gradients:
+    """Those for the step of that number, in which not all have one unless ``for_all``."""
     rng = torch.Generator().manual_seed(number)
-    found: list[list[torch.Tensor | None]] = []
+    found: Gradients = []
     for group in groups:
         scale = SCALES[number % len(SCALES)]
         gradients = [scale * _randn(leaf.shape, rng) for leaf in group["params"]]
         if gradients and not any(map(len, found)) and number in NOT_FINITE:
             gradients[0].view(-1)[0] = NOT_FINITE[number]
-        without = _WITHOUT.get(number)
+        found.append([*gradients])
+        without = None if for_all else _WITHOUT.get(number)
         if without is not None:  # a group may be empty
-            found.append([*gradients])
             found[-1][without : without + 1] = [None] * len(gradients[:1])
-        else:
-            found.append([*gradients])
     return found
-
-
-def _whole(value: Any) -> int | None:
-    """``value`` as the whole number that it is; None if it is none."""
-    if isinstance(value, torch.Tensor):
-        is_one = value.numel() == 1 and value.dtype in _WHOLE_IN
-        return _whole(value.item()) if is_one else None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return int(value) if is_number and math.isfinite(value) and value == int(value) else None
-
-
-_WHOLE_IN = (torch.float32, torch.float64, torch.int32, torch.int64)
-"""What has place for a large count."""
-
-
-def _with_count(value: Any, count: int) -> Any:
-    return value.fill_(count) if isinstance(value, torch.Tensor) else type(value)(count)
 
 
 def _randn(shape: Sequence[int], rng: torch.Generator) -> torch.Tensor:

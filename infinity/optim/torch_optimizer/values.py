@@ -1,8 +1,9 @@
-"""Values of optimizers: copies, and whether two are the same."""
+"""Values of optimizers: copies, whether two are the same, counts, and others of their kind."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -56,4 +57,40 @@ def _same_tensors(a: Any, b: Any) -> bool:
         return False
     if a.layout != torch.strided:
         return torch.equal(a.to_dense(), b.to_dense())
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def whole_number(value: Any) -> int | None:
+    """``value`` as the whole number that it is; None if it is none."""
+    if isinstance(value, torch.Tensor):
+        is_one = value.numel() == 1 and value.dtype in _WHOLE_IN
+        return whole_number(value.item()) if is_one else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and math.isfinite(value) and value == int(value) else None
+
+
+_WHOLE_IN = (torch.float32, torch.float64, torch.int32, torch.int64)
+"""What has place for a large count."""
+
+
+def with_count(value: Any, count: int) -> Any:
+    return value.fill_(count) if isinstance(value, torch.Tensor) else type(value)(count)
+
+
+def varied(value: Any, factor: float, memo: dict[int, Any]) -> Any:
+    """``value`` with all numbers that have a point times ``factor``; with one ``memo``, what is one
+    object stays one.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, float):
+        return value * factor
+    made: Any = value
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
+        made = value.detach() * factor
+    elif type(value) in (list, tuple):
+        made = type(value)(varied(part, factor, memo) for part in value)
+    elif type(value) is dict:
+        made = {key: varied(part, factor, memo) for key, part in value.items()}
+    memo[id(value)] = made
+    return made

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from infinity.optim.thread_settings import ThreadSettings, Within
 from infinity.optim.torch_optimizer.values import same
 from infinity.parameters.offloaded.becoming import attributes_of
 
@@ -41,19 +43,61 @@ def options_at(options: Mapping[str, Any], position: int) -> Mapping[str, Any]:
     return {**options, "param_names": [options["param_names"][position]]}
 
 
-def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.nn.Parameter:
+def values_of(leaf: torch.Tensor) -> torch.Tensor:
+    """Its memory, as a plain tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return leaf.detach()
+
+
+def leaf_of(
+    values: torch.Tensor, kind: type[torch.Tensor], attributes: Mapping[str, Any]
+) -> torch.nn.Parameter:
+    """A parameter of that class with ``values`` and attributes."""
+    leaf: Any = torch.nn.Parameter(values)
+    vars(leaf).update(attributes)
+    if kind is not torch.nn.Parameter:
+        with suppress(TypeError):  # of another layout, which cannot be offloaded
+            leaf.__class__ = kind
+    return leaf  # type: ignore[no-any-return]
+
+
+def is_of_torch(kind: type) -> bool:
+    """Whether a class is defined in torch, which keeps to what updates need where it can at all."""
+    return kind.__module__.partition(".")[0] == "torch"
+
+
+def has_own(optimizer: torch.optim.Optimizer, method: str) -> bool:
+    """Whether its ``method`` is another one than torch's."""
+    by = next(kind for kind in type(optimizer).__mro__ if method in vars(kind))
+    return method in vars(optimizer) or not is_of_torch(by)
+
+
+def kind_in_updates(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """The class of parameters of ``kind`` as they are updated: their own, if operations give plain
+    tensors of them.
+    """
+    is_plain = (
+        issubclass(kind, torch.nn.Parameter)
+        and kind.__torch_function__ == torch.nn.Parameter.__torch_function__
+        and kind.__torch_dispatch__ == torch.nn.Parameter.__torch_dispatch__
+    )
+    return kind if is_plain else torch.nn.Parameter
+
+
+def like(
+    parameter: torch.Tensor, values: torch.Tensor, kind: type[torch.Tensor] = torch.nn.Parameter
+) -> torch.nn.Parameter:
     """A parameter of ``values`` with the attributes of ``parameter``; tensors among them that have
     its shape, or one that is expanded to it, get that of ``values``.
     """
-    leaf = torch.nn.Parameter(values)
-    for name, value in attributes_of(parameter).items():
+    attributes = attributes_of(parameter)
+    for name, value in attributes.items():
         is_tensor = isinstance(value, torch.Tensor) and values.dim() == parameter.dim()
         shape = _shape_for(values, parameter, value) if is_tensor else None
         if shape is not None and shape != value.shape:
             places = torch.arange(shape.numel(), device="cpu") % max(1, value.numel())
-            value = value.detach().reshape(-1)[places].view(shape)
-        setattr(leaf, name, value)
-    return leaf
+            attributes[name] = value.detach().reshape(-1)[places].view(shape)
+    return leaf_of(values, kind, attributes)
 
 
 def _shape_for(
@@ -72,9 +116,10 @@ def _shape_for(
     return torch.Size(sizes)
 
 
-def shape_like(dimensions: int) -> tuple[int, ...]:
-    """Of a throw-away parameter of as many dimensions."""
-    return (8, 4, *[2] * dimensions)[:dimensions]
+def shape_like(dimensions: int, which: int = 0) -> tuple[int, ...]:
+    """Of a throw-away parameter of as many dimensions: one of three."""
+    first, second, others = ((8, 4, 2), (12, 8, 4), (10, 6, 3))[which]
+    return (first, second, *[others] * dimensions)[:dimensions]
 
 
 def advance(step: Step, group: dict[str, Any], *, has_gradients: bool) -> set[str]:
@@ -95,7 +140,7 @@ def advance(step: Step, group: dict[str, Any], *, has_gradients: bool) -> set[st
     return changed
 
 
-def plain_step(optimizer: torch.optim.Optimizer) -> None:
+def plain_step(optimizer: torch.optim.Optimizer, within: Within = ThreadSettings.of_trials) -> None:
     """The step of the class of a worker, which has no hooks: see ``forget_hooks``."""
     step: Any = type(optimizer).step
     # Torch puts its own function around the step, which calls the hooks of all optimizers.
@@ -103,7 +148,8 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
     of_torch = getattr(step, "__globals__", None) is hooked.__globals__
     if of_torch and step.__code__.co_name == "wrapper":
         step = step.__wrapped__
-    step(optimizer)
+    with within():
+        step(optimizer)
 
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
