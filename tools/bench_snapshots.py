@@ -5,10 +5,13 @@ of steps of each mode take turns, so that a noisy neighbour hits all alike:
 
   plain      steps alone
   snapshot   ``offloaded.snapshot("last")`` after each step, in the same block
+  background the same with ``block=False``: written behind the next step
   verified   steps alone, in another block of the same model, with ``verify_swap=True``; NVMe only
 
-A group ends with ``offloaded.flush()``, so that every update is counted where it belongs. ``bytes``
-are those that the snapshots of a group wrote, for each of them, which is what was in host memory.
+A group ends with ``offloaded.flush()``, so that every update is counted where it belongs. One of
+snapshots in the background begins with one that is on its way, and ends without waiting for its
+last: so many are written within its time as steps are taken. ``bytes`` are those that the snapshots
+of a group wrote, for each of them, which is what was in host memory.
 
     python tools/bench_snapshots.py --dir DIR [--dir DIR2 ...] [--home host nvme] [--json out.json]
 
@@ -33,7 +36,10 @@ from samples import as_text, cpu_name, quartiles, ratios
 
 import infinity
 
-MODES = {"host": ("plain", "snapshot"), "nvme": ("plain", "snapshot", "verified")}
+MODES = {
+    "host": ("plain", "snapshot", "background"),
+    "nvme": ("plain", "snapshot", "background", "verified"),
+}
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 WARM_UP_STEPS = 3
 NAME = "last"
@@ -67,18 +73,25 @@ class Training:
         )
         self.run(WARM_UP_STEPS)
 
-    def run(self, steps: int, *, snapshot: bool = False) -> tuple[float, int]:
+    def run(self, steps: int, mode: str = "plain") -> tuple[float, int]:
         """(seconds, bytes that snapshots wrote) of each of so many steps."""
-        written = 0
+        written, pending = 0, None
+        if mode == "background":
+            pending = self.offloaded.snapshot(NAME, block=False)
         started = time.perf_counter()
         for _ in range(steps):
             for tokens in self._batches:
                 self.model(tokens, tokens.roll(-1, dims=1)).backward()
             self.offloaded.step()
-            if snapshot:
+            if mode == "snapshot":
                 written += self.offloaded.snapshot(NAME).written_bytes
+            elif mode == "background":
+                pending = self.offloaded.snapshot(NAME, block=False)
         self.offloaded.flush()
-        return (time.perf_counter() - started) / steps, written // steps
+        seconds = time.perf_counter() - started
+        if pending is not None:
+            written = steps * pending.result().written_bytes
+        return seconds / steps, written // steps
 
 
 def make_model(options: argparse.Namespace) -> GPT:
@@ -129,17 +142,12 @@ def rounds_of(options: argparse.Namespace, home: str) -> list[dict[str, tuple[fl
     found = []
     with folders_in(options.dir) as folders, ExitStack() as stack:
         plain = Training(stack, options, home, folders["plain"])
-        others = {"plain": plain, "snapshot": plain}
+        others = {"plain": plain, "snapshot": plain, "background": plain}
         if "verified" in MODES[home]:
             others["verified"] = Training(stack, options, "verified", folders["verified"])
         for number in range(options.rounds):
             modes = MODES[home] if number % 2 == 0 else MODES[home][::-1]
-            found.append(
-                {
-                    mode: others[mode].run(options.steps, snapshot=mode == "snapshot")
-                    for mode in modes
-                }
-            )
+            found.append({mode: others[mode].run(options.steps, mode) for mode in modes})
         plain.offloaded.drop_snapshot(NAME)
     return found
 
@@ -155,7 +163,7 @@ def summary(rounds: Sequence[dict[str, tuple[float, int]]]) -> dict[str, Any]:
             added = [s - p for s, p in zip(seconds, plain, strict=True)]
             rows[mode] |= {"over plain": quartiles(ratios(seconds, plain))}
             rows[mode] |= {"added": quartiles(added)}
-        if mode == "snapshot":
+        if mode in ("snapshot", "background"):
             rows[mode]["bytes"] = statistics.median(one[mode][1] for one in rounds)
     return rows
 
@@ -184,7 +192,7 @@ def _print_table(result: dict[str, Any]) -> None:
     )
     for home, rows in result["summary"].items():
         for mode, row in rows.items():
-            text = f"{home:5} {mode:9} step {as_text(row['step'], 3)}"
+            text = f"{home:5} {mode:10} step {as_text(row['step'], 3)}"
             if "over plain" in row:
                 text += f"  over plain {as_text(row['over plain'], 3)}"
                 text += f"  added {as_text(row['added'], 3)}"

@@ -37,7 +37,8 @@ from failures.snapshots import SNAPSHOT_ACTIONS, SnapshotAttempts
 from tests.support.interrupted_runs import ACTIONS as RUN_ACTIONS
 from tests.support.interrupted_runs import Blocks, Scenario, running
 
-_SAVES = [f"save:{name}" for name in SAVES if name not in ("killed", "ranks", "snapshot")]
+_APART = ("killed", "ranks", "snapshot", "snapshot-behind")
+_SAVES = [f"save:{name}" for name in SAVES if name not in _APART]
 _LOADS = [f"load:{name}" for name in ("save", "striped", "stream")]
 _RUNS = [
     f"{action}:{activations}-{budget}"

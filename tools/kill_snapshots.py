@@ -5,7 +5,8 @@ Each round a new process enters its block on the same directories, restores the 
 compares every bit of the state with that of an undisturbed run after as many steps, and trains on,
 until SIGKILL comes at a random moment: while it enters, restores, steps, or takes a snapshot. No
 step whose snapshot had returned may be lost, and in the end only what snapshots need is left on the
-disks. Ends with status 1 at the first round that does not hold.
+disks. With ``--behind`` snapshots are taken with ``block=False``, and one counts when the next one
+is on its way. Ends with status 1 at the first round that does not hold.
 
   python tools/kill_snapshots.py --rounds 30 --seed 1
 """
@@ -25,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +79,10 @@ def offloaded_model(folders: Sequence[str], host_memory: int) -> Iterator[infini
         yield offloaded
 
 
-def run_to_be_killed(folders: Sequence[str], host_memory: int, keep: int | None) -> None:
-    """Say what was restored and, after each step, that its snapshot was taken."""
+def run_to_be_killed(
+    folders: Sequence[str], host_memory: int, keep: int | None, *, behind: bool
+) -> None:
+    """Say what was restored and, after each step, which snapshot is known to be durable."""
     print("begun", flush=True)
     with offloaded_model(folders, host_memory) as offloaded:
         names = [one.name for one in offloaded.snapshots()]
@@ -88,8 +92,8 @@ def run_to_be_killed(folders: Sequence[str], host_memory: int, keep: int | None)
             train(offloaded, step, step + 1, torch.bfloat16)
             step += 1
             name = "last" if keep is None else f"step-{step}"
-            offloaded.snapshot(name, keep, extra=step)
-            print("taken", step, flush=True)
+            offloaded.snapshot(name, keep, extra=step, block=not behind)
+            print("taken", step - behind, flush=True)
 
 
 def undisturbed(folder: str, host_memory: int, steps: int) -> list[str]:
@@ -138,13 +142,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=int, help="snapshots by step, so many; else one name")
+    parser.add_argument("--behind", action="store_true", help="with block=False")
     parser.add_argument("--folder", type=Path, help="where to; else a temporary one")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--host-memory", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.child:
-        run_to_be_killed(arguments.child, arguments.host_memory, arguments.keep)
+        run = partial(run_to_be_killed, arguments.child, arguments.host_memory, arguments.keep)
+        run(behind=arguments.behind)
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         wrong = kill_again_and_again(Path(folder), arguments)
@@ -163,6 +169,8 @@ def kill_again_and_again(folder: Path, arguments: argparse.Namespace) -> str:
     command = [sys.executable, __file__, "--host-memory", str(host_memory)]
     if arguments.keep:
         command += ["--keep", str(arguments.keep)]
+    if arguments.behind:
+        command += ["--behind"]
     command += ["--child", *folders[:2]]
     rng, last, within = random.Random(arguments.seed), 0, _SECONDS
     expected: list[str] = []

@@ -23,6 +23,7 @@ _ACTIONS = {
     "forward:nvme-least,backward:nvme-least,spill:nvme-least": 97,
     "step:keep-least,flush:keep-least,load:keep-least,save:keep-least": 67,
     "snapshot:take,snapshot:replace,snapshot:drop,snapshot:restore,snapshot:list": 37,
+    "snapshot:behind,snapshot:replace behind": 37,
 }
 """What is attacked, and how many calls lie between two points."""
 _USUAL = {("load:striped,load:stream", "EIO,zero,short,dead")}

@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("keep", [None, 2])
+@pytest.mark.parametrize("more", [[], ["--keep", "2"], ["--behind"], ["--behind", "--keep", "2"]])
 def test_killed_run_is_restored_in_a_new_process_with_all_its_bits(
-    keep: int | None, tmp_path: Path
+    more: list[str], tmp_path: Path
 ) -> None:
     command = [
         sys.executable,
@@ -23,7 +23,6 @@ def test_killed_run_is_restored_in_a_new_process_with_all_its_bits(
         "--folder",
         str(tmp_path),
     ]
-    more = [] if keep is None else ["--keep", str(keep)]
     done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing lost" in done.stdout

@@ -328,12 +328,21 @@ class Snapshots(Scenario):
 
         return infinity.offload(model, top / "nvme", host_memory="64MiB", device="cpu")
 
-    @staticmethod
-    def _take(model: torch.nn.Module, offloaded: Any, number: int) -> None:
+    def _take(self, model: torch.nn.Module, offloaded: Any, number: int) -> None:
         with offloaded.gathered(modify=True), torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(number)
+        self._snapshot(offloaded, number)
+
+    def _snapshot(self, offloaded: Any, number: int) -> None:
         offloaded.snapshot("point", extra=number)
+
+
+class SnapshotsBehind(Snapshots):
+    """The same behind training; each is reported when it is known to be durable."""
+
+    def _snapshot(self, offloaded: Any, number: int) -> None:
+        offloaded.snapshot("point", extra=number, block=False).result()
 
 
 def _stripe_names(count: int) -> tuple[str, ...]:
@@ -356,5 +365,6 @@ SCENARIOS: dict[str, Scenario] = {
         Streams("stream"),
         Folders("folder"),
         Snapshots("snapshot"),
+        SnapshotsBehind("snapshot-behind"),
     )
 }

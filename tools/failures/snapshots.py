@@ -13,7 +13,8 @@ from tests.support.models import seeded
 from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
 from tests.support.training import least_budget
 
-SNAPSHOT_ACTIONS = ("take", "replace", "drop", "restore", "list")
+SNAPSHOT_ACTIONS = ("take", "replace", "drop", "restore", "list", "behind", "replace behind")
+_TAKEN, _REPLACED = ("take", "behind"), ("replace", "replace behind")
 State = dict[str, Any]
 
 
@@ -67,6 +68,8 @@ class SnapshotAttempts:
             "drop": lambda: offloaded.drop_snapshot("base"),
             "restore": lambda: offloaded.restore("base"),
             "list": offloaded.snapshots,
+            "behind": lambda: offloaded.snapshot("new", block=False).result(),
+            "replace behind": lambda: offloaded.snapshot("base", block=False).result(),
         }[self._action]
 
     def _check(self, offloaded: infinity.OffloadedModel, before: State, is_done: bool) -> None:
@@ -87,12 +90,12 @@ class SnapshotAttempts:
         base, new = {"base"} & names, {"new"} & names
         if self._action != "drop" and not base:
             raise RuntimeError("the snapshot base is gone")
-        if is_done and ((self._action == "take" and not new) or (self._action == "drop" and base)):
+        if is_done and ((self._action in _TAKEN and not new) or (self._action == "drop" and base)):
             raise RuntimeError(f"it was done, and there are {names}")
         for name in sorted(base | new):
             states: list[State | None] = [before]
-            if name == "base" and not (self._action == "replace" and is_done):
-                states = [self._base, *(states if self._action == "replace" else [])]
+            if name == "base" and not (self._action in _REPLACED and is_done):
+                states = [self._base, *(states if self._action in _REPLACED else [])]
             offloaded.restore(name)
             now = everything(offloaded)
             _assert_any(now, states)
