@@ -3,7 +3,7 @@ flight, and the thread that reaps them.
 
 Invariants: from the moment a request is handed to C until its completion is reaped, `_in_flight`
 holds its exported buffer and its file, whatever happens to the caller's objects. A ticket that was
-ever in it is settled, also if it never came to C: others may wait for it. The C engine is
+ever in it is completed, also if it never came to C: others may wait for it. The C engine is
 freed when it has drained and no thread is inside one of its calls.
 """
 
@@ -125,7 +125,7 @@ class Core:
             for native in batch:
                 # The engine is being closed meanwhile, or the lane cannot be woken.
                 if not native.accepted:
-                    self._settle(native.token, Outcome(0, error, 0.0, 0.0))
+                    self._complete(native.token, Outcome(0, error, 0.0, 0.0))
         except BaseException:
             # An interrupt may have kept the call from being made. C says what it will report; of
             # the rest nobody has an operation, but whoever drains may wait for it.
@@ -153,10 +153,10 @@ class Core:
                 ticket.file.in_flight.add(token)
             self._in_flight.update(entries)
 
-    def _settle(self, token: int, outcome: Outcome) -> None:
+    def _complete(self, token: int, outcome: Outcome) -> None:
         ticket, view = self._in_flight[token]
         error = self._release(token, ticket, view)
-        ticket.settle(outcome)
+        ticket.complete(outcome)
         if error is not None:  # after the outcome: a log may be slow
             say(logger.error, "cannot close %s: %s", ticket.file.path, error)
 
@@ -191,7 +191,7 @@ class Core:
                 file: File = self._in_flight[native.token][0].file
                 is_news = bool(native.direct_refused) and file.direct_was_refused()
                 device = file.device if is_news else 0  # before it may be closed
-                self._settle(native.token, outcome)
+                self._complete(native.token, outcome)
                 if is_news:
                     say(warn_buffered, device, file.path, file.direct_reason)
                 del file

@@ -4,7 +4,7 @@ An Operation is the caller's half, its Ticket the engine's. While a request is i
 holds the ticket and the exported buffer, never the operation: a buffer is free as soon as its
 completion is reaped and the caller lets go of it.
 
-There are no locks in here. A ticket is settled once, by the engine's reaper thread, or by whoever
+There are no locks in here. A ticket is completed once, by the engine's reaper thread, or by whoever
 submits what never comes to C; everybody else appends to a list first and looks at the outcome
 afterwards, so that one of the two sides always sees the other.
 """
@@ -94,7 +94,7 @@ class Ticket:
         self._waiters: list[threading.Lock] = []  # held; released to wake one thread each
         self._callbacks: list[Callable[[], None]] = []
 
-    def settle(self, outcome: Outcome) -> None:
+    def complete(self, outcome: Outcome) -> None:
         self.outcome = outcome
         if outcome.errno:
             unasked.watch(self, self.file.first_error, self.error(outcome))

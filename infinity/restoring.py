@@ -203,7 +203,7 @@ class Restoring:
         """
         self._missing.clear()
         if self._state.mixture.is_left:  # which is told
-            self._state.settle()
+            self._state.wait_for_updates()
             return
         try:
             self._insist(self._state.finish_step)

@@ -245,7 +245,7 @@ class Training:
         """The last step is finished, or, where it cannot be, to be forgotten by what is returned,
         as nothing of it is left then.
         """
-        self.state.settle()
+        self.state.wait_for_updates()
         cannot_finish = isinstance(self.state.pipeline.failure, CorruptSwapError)
         if self.state.mixture.is_left or cannot_finish:
             return self.state.discard_step

@@ -333,13 +333,13 @@ class TieredState:
 
     def finish_step(self) -> None:
         """As ``flush``, of values alone: spilled gradients may still be on their way."""
-        self.settle()
+        self.wait_for_updates()
         self.mixture.check()
         if self.pipeline.failure is not None:
             self.pipeline.retry()
         self.pipeline.wait()
 
-    def settle(self) -> None:
+    def wait_for_updates(self) -> None:
         """Wait until no update changes values any more, whatever it has come to."""
         # Gradients that are still to arrive could begin a speculative pass, which would not end.
         self._await_gradients()
@@ -348,7 +348,7 @@ class TieredState:
 
     def discard_step(self) -> None:
         """Forget a step that was stopped: all values are about to be replaced."""
-        self.settle()
+        self.wait_for_updates()
         for group in self.pipeline.discard():
             self.gradients.release(group.index)
         self.weights.forget_update()

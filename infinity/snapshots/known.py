@@ -56,7 +56,7 @@ class Known:
             self._read_all(points)
             if state is not None:
                 self._pin_all(state)
-            self._settle(state)
+            self._let_adopted_go(state)
         return points
 
     def found(self, state: TieredState, name: str) -> Entry:
@@ -144,7 +144,7 @@ class Known:
         self._unread.pop(folder.name, None)
         if entry is not None:
             _unpin(state, entry)
-        self._settle(state)
+        self._let_adopted_go(state)
 
     def give_back(self) -> bool:
         """When the block ends, and nobody holds anything any more: give back what no snapshot needs
@@ -203,7 +203,7 @@ class Known:
                 except OSError as error:
                     _warn(entry.name, error)
 
-    def _settle(self, state: TieredState | None) -> None:
+    def _let_adopted_go(self, state: TieredState | None) -> None:
         if state is not None and state.extents is not None:
             entries = self._entries.values()
             are_known = not self._unread and all(entry.is_pinned for entry in entries)

@@ -19,7 +19,7 @@ from infinity.snapshots.entries import read_entry
 from swap.storage.extents import ExtentStore
 from tests.support.interrupts import interrupt, sampled
 from tests.support.models import seeded
-from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, save_and_fail, train
+from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
 from tests.support.training import WHOLE, least_budget
 
 
@@ -86,22 +86,6 @@ def test_snapshot_that_fails_leaves_training_and_earlier_ones_whole(
         if place == "save":
             offloaded.restore("a")
             assert_same(first, everything(offloaded))
-
-
-def test_snapshot_whose_last_sync_fails_is_whole_if_it_is_there(
-    least: int, nvme: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with _block(nvme, least) as offloaded:
-        train(offloaded, 0, 1)
-        offloaded.snapshot("a")
-        train(offloaded, 1, 2)
-        expected = everything(offloaded)
-        with monkeypatch.context() as patch:
-            patch.setattr(points, "save_on", save_and_fail)
-            with pytest.raises(OSError, match="cannot be synced"):
-                offloaded.snapshot("a")
-        train(offloaded, 2, 6)
-    _assert_restored("a", expected, nvme, least)
 
 
 def test_step_that_finds_no_room_is_forgotten_by_restore(

@@ -178,6 +178,7 @@ def test_a_plan_takes_the_longer_of_computing_and_moving_for_a_step(nvme: Path) 
         assert plan.io_seconds_per_step is not None
         assert plan.seconds_per_step == max(compute, plan.io_seconds_per_step)
         assert plan.wear.endurance_bytes == 300 * 10**12
+        assert plan.steps_within(300 * 10**12) == plan.wear.steps
         assert "written per day" in str(plan)
     assert infinity.plan(_trained(), host_memory=least).wear.share_per_day is None
 
