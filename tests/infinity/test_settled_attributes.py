@@ -196,3 +196,27 @@ def test_trials_leave_random_states_and_draws_are_refused_by_name() -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
     now: Any = np.random.get_state()
     assert now[2] == before[2][2]
+
+
+class _WidthInGroup(Own):
+    def factor(self, p: Any, group: dict[str, Any]) -> float:
+        return float(group.setdefault("width", p.shape[0]) ** -0.5)
+
+
+def test_group_that_notes_what_its_parameter_is_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"_WidthInGroup .*what it keeps in a group"):
+        TorchRule(_WidthInGroup([{"params": [p]} for p in nn.Linear(4, 4).parameters()]))
+
+
+class _CountsInClass(Own):
+    steps = 0
+    rates: tuple[float, ...] = ()
+
+    def begin(self) -> None:
+        _CountsInClass.steps += 1
+
+
+def test_count_in_a_class_is_refused_by_name_and_as_it_was() -> None:
+    with pytest.raises(ValueError, match="its steps set 'steps' in its class"):
+        TorchRule(_CountsInClass(nn.Linear(4, 4).parameters()))
+    assert _CountsInClass.steps == 0

@@ -11,15 +11,16 @@ have no gradient, and in the last of which options are other ones, as schedulers
 counts of steps are set ahead to one that most periods end at; then a gradient is infinite, and NaN.
 What shows neither in these steps nor beside groups and state is not found: a period or a bound of
 the optimizer's own that none of them comes to (step 500 alone), values outside of it (a closure, a
-global, its class).
+global).
 
-Trials leave nothing: not in the optimizer, not in what updates have of it, not in random states.
+Trials leave nothing: not in the optimizer and its class, not in what updates have of it, not in
+random states.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,7 @@ def check_separable(
     _check_methods(optimizer)
     trials = _Trials(optimizer, attributes, trial, step, has_state)
     try:
-        with _random_states() as are_same:
+        with _random_states() as are_same, _class_as_it_is(type(optimizer)) as changed_in_class:
             trials.find_variation()
             kept = check_kept(optimizer, trials.make, trials.varied, trials.varied_options)
             attributes.are_changed_by_steps(kept)
@@ -77,6 +78,11 @@ def check_separable(
                 )
             if not are_same() and trials.draw():
                 difference = _DRAWS
+            if names := changed_in_class():
+                difference = (
+                    f"its steps set {', '.join(names)} in its class, where each update finds what "
+                    "the one before it left"
+                )
     except ValueError:
         raise
     except Exception as error:
@@ -217,6 +223,35 @@ def _random_states() -> Iterator[Callable[[], bool]]:
             random.setstate(before[0])
             np.random.set_state(before[1])
             torch.set_rng_state(before[2])
+
+
+@contextmanager
+def _class_as_it_is(kind: type) -> Iterator[Callable[[], list[str]]]:
+    """Values in ``kind`` are the same afterwards; what is given names those that are not."""
+    bases = [base for base in kind.__mro__ if base is not object and not is_of_torch(base)]
+    before = {base: _values_in(base) for base in bases}
+
+    def changed() -> list[str]:
+        return [repr(key) for base in bases for key in _differing(before[base], vars(base))]
+
+    try:
+        yield changed
+    finally:
+        for base in bases:
+            for key in _differing(before[base], vars(base)):
+                setattr(base, key, before[base][key])
+
+
+def _values_in(kind: type) -> dict[str, Any]:
+    return {
+        key: copied(value, {})
+        for key, value in vars(kind).items()
+        if not (key.startswith("__") or callable(value) or hasattr(value, "__get__"))
+    }
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in before.items() if not same(value, now.get(key))]
 
 
 def check_no_state(optimizer: torch.optim.Optimizer) -> None:

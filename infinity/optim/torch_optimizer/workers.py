@@ -129,12 +129,19 @@ def advance(step: Step, group: dict[str, Any], *, has_gradients: bool) -> set[st
     if not group["params"]:
         return set()
     position, model = max(enumerate(group["params"]), key=lambda found: found[1].dim())
-    leaf = like(
-        model, torch.zeros(shape_like(max(1, model.dim())), dtype=torch.float32, device="cpu")
-    )
-    leaf.grad = torch.ones_like(leaf) if has_gradients else None
     before = options_at(options_in(group), position)
-    _, after = step(leaf, {**options_at(options_in(group), position)}, {})
+
+    def options_after(which: int) -> dict[str, Any]:
+        shape = shape_like(max(1, model.dim()), which)
+        leaf = like(model, torch.zeros(shape, dtype=torch.float32, device="cpu"))
+        leaf.grad = torch.ones_like(leaf) if has_gradients else None
+        return step(leaf, {**options_at(options_in(group), position)}, {})[1]
+
+    try:
+        # Not of the shapes in trials, which so find what goes by them.
+        after = options_after(2)
+    except Exception:  # of an optimizer that takes no such shape
+        after = options_after(0)
     changed = {key for key in after if key not in before or not same(before[key], after[key])}
     group.update({key: after[key] for key in changed})
     return changed
