@@ -194,6 +194,7 @@ def _load_into(
 ) -> Any:
     selection = wanted.selection
 
+    @paused_collector()
     def planned() -> IntoPlan:
         plan = plan_into(manifest, into, selection, wanted.dtype)
         selection.check_matched()
