@@ -1,10 +1,12 @@
 """Interrupts a training run at lines of what it does, and checks what is left.
 
 A KeyboardInterrupt is raised where the main thread is about to begin a line of ours, or (`--behind
-calls`) behind a call within one, while a small model enters its block, goes forward and backward,
-spills gradients, steps, saves, loads, or leaves. After each: values are those of before or after,
-what comes next has the bits of an undisturbed run, and no memory, file, descriptor or thread is
-left. Points are `--every` lines apart and go round, so a prime number meets every line in the end.
+calls`) behind a call within one, or (`--behind instructions`) wherever Python may run a handler in
+the parts that take, publish and give back, while a small model enters its block, goes forward and
+backward, spills gradients, steps, saves, loads, takes or drops a snapshot, or leaves. After each:
+values are those of before or after, what comes next has the bits of an undisturbed run, and no
+memory, file, descriptor or thread is left. Points are `--every` lines apart and go round, so a
+prime number meets every line in the end.
 Ends with status 1 and a line for each point that did not hold. A point that takes more than
 `--patience` seconds is a hang: where all threads are is printed, and the program ends.
 
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,10 +33,19 @@ import torch
 sys.path.insert(0, os.fspath(Path(__file__).parents[1]))  # the tests have the runs
 
 from tests.support import interrupted_runs
-from tests.support.interrupted_runs import Blocks, Run, Scenario, running
-from tests.support.interrupts import interrupt, interrupt_behind_call
+from tests.support.interrupted_runs import Blocks, How, Run, Scenario, running
+from tests.support.interrupts import (
+    interrupt,
+    interrupt_at_instruction,
+    interrupt_behind_call,
+)
 
-ACTIONS = ("enter", "exit", *interrupted_runs.ACTIONS)
+ACTIONS = ("enter", "exit", *interrupted_runs.ACTIONS, "snapshot", "drop")
+HOW: dict[str, How] = {
+    "lines": interrupt,
+    "calls": interrupt_behind_call,
+    "instructions": interrupt_at_instruction,
+}
 SCENARIOS = tuple(
     Scenario(activations, is_least)
     for activations in ("nvme", "keep", "host")
@@ -53,7 +64,14 @@ def _attacked(scenario: Scenario, action: str, folder: Path) -> Iterator[Run | B
 
 
 def sweep(
-    scenario: Scenario, action: str, *, every: int, first: int, seconds: float, patience: float
+    scenario: Scenario,
+    action: str,
+    *,
+    how: How,
+    every: int,
+    first: int,
+    seconds: float,
+    patience: float,
 ) -> tuple[int, int, list[str]]:
     """Points that were interrupted, lines that there are, and what did not hold."""
     wrong: list[str] = []
@@ -63,10 +81,10 @@ def sweep(
         with tempfile.TemporaryDirectory() as folder:
             try:
                 with _attacked(scenario, action, Path(folder)) as run:
-                    total = total or run.interrupted(action, None)[0].seen
+                    total = total or run.interrupted(action, None, how)[0].seen
                     while not visited or (time.monotonic() < end and visited < total):
                         faulthandler.dump_traceback_later(patience, exit=True)
-                        lines, complaint = run.interrupted(action, number % total)
+                        lines, complaint = run.interrupted(action, number % total, how)
                         faulthandler.cancel_dump_traceback_later()
                         visited += 1
                         where = f"line {number % total} of {total}, {lines.line or 'none'}"
@@ -91,7 +109,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the line to begin with")
     parser.add_argument("--actions", default=",".join(ACTIONS), help="what is interrupted")
     parser.add_argument("--scenarios", default="", help="such as `nvme, least`; all without")
-    parser.add_argument("--behind", choices=("lines", "calls"), default="lines")
+    parser.add_argument("--behind", choices=tuple(HOW), default="lines")
     parser.add_argument("--folder", type=Path, help="where to; the quickest is in memory")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds that a point has")
     arguments = parser.parse_args()
@@ -99,11 +117,16 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    how: Callable[..., object] = interrupt_behind_call if arguments.behind == "calls" else interrupt
-    vars(interrupted_runs)["interrupt"] = how
+    how = HOW[arguments.behind]
     chosen = [s for s in SCENARIOS if arguments.scenarios in ("", str(s))]
     cells = [(s, action) for s in chosen for action in arguments.actions.split(",")]
-    run = partial(sweep, every=arguments.every, first=arguments.first, patience=arguments.patience)
+    run = partial(
+        sweep,
+        how=how,
+        every=arguments.every,
+        first=arguments.first,
+        patience=arguments.patience,
+    )
     count = bad = 0
     for scenario, action in cells:
         visited, total, wrong = run(scenario, action, seconds=60 * arguments.minutes / len(cells))

@@ -12,7 +12,14 @@ import infinity
 from aio import Engine, sync_directory
 from infinity.parameters.records import records_of
 from infinity.tiling.layers import MIN_TILE_BYTES, Tiling
-from tests.support.interrupts import Lines, Remains, interrupt, sampled
+from tests.support.interrupted_runs import How
+from tests.support.interrupts import (
+    Lines,
+    Remains,
+    interrupt,
+    interrupt_at_instruction,
+    sampled,
+)
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget, same_bits, values_of
 
@@ -34,11 +41,11 @@ def io(folder: Path) -> None:
     sync_directory(folder)
 
 
-def check_io(folder: Path, numbers: range) -> None:
+def check_io(folder: Path, numbers: range, how: How = interrupt) -> None:
     io(folder)
     before = Remains.of(folder)
     for number in numbers:
-        lines = interrupt(lambda: io(folder), number)
+        lines = how(lambda: io(folder), number)
         assert lines.line
         (folder / "data").touch()
         assert Remains.of(folder) == before, lines.line
@@ -50,6 +57,17 @@ def check_io(folder: Path, numbers: range) -> None:
 def test_interrupted_engine_leaves_no_descriptor_thread_or_wait(tmp_path: Path) -> None:
     total = interrupt(lambda: io(tmp_path), None).seen
     check_io(tmp_path, sampled(total, NUM_SAMPLES))
+
+
+@pytest.mark.proof
+@pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")
+def test_engine_interrupted_at_instructions_leaves_nothing(
+    tmp_path: Path, counted: Callable[..., None]
+) -> None:
+    total = interrupt_at_instruction(lambda: io(tmp_path), None).seen
+    numbers = sampled(total, 100, seed=1)
+    check_io(tmp_path, numbers, interrupt_at_instruction)
+    counted("interrupts", instructions=len(numbers))
 
 
 def life(model: nn.Module, nvme: Path, host_memory: int) -> None:

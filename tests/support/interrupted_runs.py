@@ -32,6 +32,9 @@ WARM_UP = 3
 """Steps after which updates begin during the backward pass."""
 
 Values = dict[str, torch.Tensor]
+How = Callable[[Callable[[], object], int | None], Lines]
+"""Runs an action and interrupts it at one of its points: see ``interrupts``."""
+Found = tuple[Lines, str]
 
 
 class Layer(nn.Module):
@@ -99,6 +102,8 @@ class Run:
         self.next = self.saved("next")
         self.train()
         self.later = self.now()
+        self.snapshot()  # from the first on folders are held until the end
+        self.drop()
         self.go_back()
         self.train()
         self.remains = self._remains()
@@ -136,6 +141,12 @@ class Run:
 
     def load(self) -> None:
         self.offloaded.load(self.folder / "next")
+
+    def snapshot(self) -> None:
+        self.offloaded.snapshot("point")
+
+    def drop(self) -> None:
+        self.offloaded.drop_snapshot("point")
 
     def spill(self) -> None:
         """Gradients of a second backward pass, beside those of the first."""
@@ -193,6 +204,8 @@ class Run:
             self.step()
         if action in ("save", "save_behind"):
             self.offloaded.save(self.folder / "other")
+        if action == "drop":
+            self.snapshot()
 
     def _after_forward(self) -> str:
         self.loss = None
@@ -227,6 +240,17 @@ class Run:
         return self._goes_on()
 
     _after_save_behind = _after_save
+
+    def _after_snapshot(self) -> str:
+        """It is there or not; what is there is whole."""
+        wrong = self._goes_on()
+        if not wrong and self.offloaded.snapshots():
+            self.offloaded.restore("point")
+            self.drop()
+            wrong = self._goes_on()
+        return wrong
+
+    _after_drop = _after_snapshot
 
     def _after_load(self) -> str:
         try:
@@ -263,10 +287,10 @@ class Run:
                 return f"{name} differs after {expected.steps} steps"
         return ""
 
-    def interrupted(self, action: str, number: int | None) -> tuple[Lines, str]:
+    def interrupted(self, action: str, number: int | None, how: How = interrupt) -> Found:
         """``action``, interrupted at its line ``number``, and what is wrong with what follows."""
         self.before(action)
-        lines = interrupt(getattr(self, action), number)
+        lines = how(getattr(self, action), number)
         try:
             return lines, self.undisturbed_after(action)
         except Exception as error:
@@ -277,6 +301,7 @@ ACTIONS = (
     *("forward", "backward", "spill", "step", "flush"),
     *("modify", "save", "save_behind", "load"),
 )
+CRITICAL_ACTIONS = ("step", "flush", "modify", "save", "save_behind", "load", "snapshot", "drop")
 
 
 class Blocks:
@@ -295,19 +320,17 @@ class Blocks:
         self.first, self.trained = values_of(scenario.make()), self._life(scenario.make())
         self.before = Remains.of(self.nvme)
 
-    def interrupted(self, action: str, number: int | None) -> tuple[Lines, str]:
-        """A block whose "enter" or "exit" is interrupted at its line ``number``, and what is wrong
-        with what follows.
-        """
+    def interrupted(self, action: str, number: int | None, how: How = interrupt) -> Found:
+        """A block whose "enter" or "exit" is interrupted, and what is wrong with what follows."""
         model = self._scenario.make()
         block = infinity.offload(model, self.nvme, **self._options)
         if action == "enter":
-            lines, expected = interrupt(block.__enter__, number), self.first
+            lines, expected = how(block.__enter__, number), self.first
             if not lines.line:
                 block.__exit__(None, None, None)
         else:
             self._train(model, block.__enter__())
-            lines = interrupt(lambda: block.__exit__(None, None, None), number)
+            lines = how(lambda: block.__exit__(None, None, None), number)
             if number == 0:  # before the first statement, where nothing can be caught
                 block.__exit__(None, None, None)
             expected = self.trained
@@ -364,7 +387,6 @@ def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
 
 @contextmanager
 def running(scenario: Scenario, folder: Path) -> Iterator[Run]:
-    """A run in ``folder``."""
     nvme = folder / "nvme"
     nvme.mkdir()
     offload = partial(infinity.offload, activations=scenario.activations)

@@ -11,10 +11,12 @@ import dis
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from handler_points import runs_handler
@@ -23,7 +25,15 @@ from tests.support.tiers import Leftovers
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = tuple(f"{_ROOT / name}/" for name in ("aio", "swap", "checkpoint", "infinity"))
-_JOIN_SECONDS = 30.0
+_END_SECONDS = 10.0
+_PARTS = (
+    *("infinity/offloading.py", "infinity/restoring.py", "infinity/snapshots/"),
+    *("checkpoint/saving/", "checkpoint/sheltered.py", "aio/threads.py"),
+    *("aio/_core.py", "aio/engine.py", "aio/operation.py", "aio/files.py"),
+    *("swap/interruptions/", "swap/snapshots/", "swap/storage/", "swap/tiered.py", "swap/update/"),
+)
+CRITICAL = tuple(f"{_ROOT}/{part}" for part in _PARTS)
+"""Entering and leaving a block, publishing saves, snapshots, and the engine's submit and reap."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -57,8 +67,20 @@ def interrupt_behind_call(action: Callable[[], object], number: int | None) -> L
     return _run(action, number, "opcode", _is_behind_call)
 
 
+def interrupt_at_instruction(action: Callable[[], object], number: int | None) -> Lines:
+    """As ``interrupt``, but in front of instructions, wherever a handler may run: at the beginning
+    of a function, behind a call, and where a loop goes back. Only in ``CRITICAL`` parts, whose
+    lines others count.
+    """
+    return _run(action, number, "opcode", _Boundaries(), CRITICAL)
+
+
 def _run(
-    action: Callable[[], object], number: int | None, kind: str, counts: Callable[[FrameType], bool]
+    action: Callable[[], object],
+    number: int | None,
+    kind: str,
+    counts: Callable[[FrameType], bool],
+    where: tuple[str, ...] = _PACKAGES,
 ) -> Lines:
     lines = Lines()
 
@@ -71,7 +93,7 @@ def _run(
         return within
 
     def called(frame: FrameType, event: str, argument: Any) -> Any:
-        is_ours = frame.f_code.co_filename.startswith(_PACKAGES)
+        is_ours = frame.f_code.co_filename.startswith(where)
         if not is_ours or _in_finalizer(frame):
             return None
         frame.f_trace_opcodes = kind == "opcode"
@@ -95,6 +117,49 @@ def _is_behind_call(frame: FrameType) -> bool:
     return at >= 0 and dis.opname[code[at]] in ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
 
 
+_JUMPS = [f"POP_JUMP_BACKWARD_IF_{what}" for what in ("TRUE", "FALSE", "NONE", "NOT_NONE")]
+_OPENS = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD", *_JUMPS}
+"""Behind these instructions Python looks whether a signal has come."""
+
+
+class _Boundaries:
+    """Tells where a frame is about to go on behind one of these. What a handler raises there is
+    raised by that instruction: not counted is where other code would catch it.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[CodeType, int]] = {}
+
+    def __call__(self, frame: FrameType) -> bool:
+        code, at = frame.f_code, frame.f_lasti
+        last_code, before = self._last.get(id(frame), (None, 0))
+        self._last[id(frame)] = code, at
+        if last_code is not code or not runs_handler(frame):
+            return False
+        is_open = dis.opname[code.co_code[before]] in _OPENS
+        return is_open and _catcher(code, before) == _catcher(code, at)
+
+
+@cache
+def _catcher(code: CodeType, at: int) -> int | None:
+    """Where an exception goes that comes up at an instruction; None where it leaves the function.
+
+    The table has numbers of 6 bits a byte, the highest first; where 0x40 is set the number goes on.
+    Four of them are a range of code, its start, length and target in units of two bytes, and the
+    stack there.
+    """
+    numbers, number = [], 0
+    for byte in code.co_exceptiontable:
+        number = number << 6 | byte & 0x3F
+        if not byte & 0x40:  # else there is more of it
+            numbers.append(number)
+            number = 0
+    for start, length, target, _ in zip(*[iter(numbers)] * 4, strict=True):
+        if 2 * start <= at < 2 * (start + length):
+            return 2 * target
+    return None
+
+
 def _in_finalizer(frame: FrameType | None) -> bool:
     """Python itself swallows what is raised in there."""
     while frame is not None:
@@ -115,15 +180,21 @@ class Remains:
     def of(cls, *roots: Path) -> Remains:
         """What there is once threads that are about to end have ended."""
         gc.collect()
-        for thread in threading.enumerate():
-            if thread.name.startswith(("aio-", "infinity-")):
-                thread.join(_JOIN_SECONDS)
+        deadline = time.monotonic() + _END_SECONDS
+        # One that an interrupt kept from being waited for may not even have begun.
+        while (names := _own_threads()) and time.monotonic() < deadline:
+            time.sleep(0.001)
         gc.collect()
-        native = (task / "comm" for task in Path("/proc/self/task").iterdir())
-        names = [path.read_text().strip() for path in native if path.exists()]
-        ours = [name for name in names if name.startswith("aio-")]
-        python = [t.name for t in threading.enumerate() if t.name.startswith(("aio-", "infinity-"))]
-        return cls(Leftovers.of(*roots), frozenset([*ours, *python]))
+        return cls(Leftovers.of(*roots), names)
+
+
+def _own_threads() -> frozenset[str]:
+    """Those of Python and of C."""
+    native = (task / "comm" for task in Path("/proc/self/task").iterdir())
+    names = [path.read_text().strip() for path in native if path.exists()]
+    ours = [name for name in names if name.startswith("aio-")]
+    python = [t.name for t in threading.enumerate() if t.name.startswith(("aio-", "infinity-"))]
+    return frozenset([*ours, *python])
 
 
 def sampled(total: int, wanted: int, seed: int = 0) -> range:
