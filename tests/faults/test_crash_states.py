@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -221,10 +221,11 @@ class TestRecorded:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("name", matrix(SCENARIOS, usual=["restriped"]))
 def test_whatever_the_power_leaves_of_a_save_holds_what_was_promised(
-    name: str, top: Path, request: pytest.FixtureRequest
+    name: str, top: Path, request: pytest.FixtureRequest, counted: Callable[..., None]
 ) -> None:
     """Takes the time of a program that imports torch; see `tools/crash_states.py` for more."""
     is_proof = request.node.get_closest_marker("proof") is not None
     counts = try_out(SCENARIOS[name], top, count=600 if is_proof else 150, seed=0)
     assert counts.faults == []
     assert counts.different > 30
+    counted("crash states", enumerated=counts.states, loaded=counts.different)

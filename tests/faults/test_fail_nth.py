@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,9 @@ _KINDS = ("EIO,zero,short,dead", "ENOSPC,EINTR,EAGAIN,ENOMEM,EMFILE,torn,full")
 @pytest.mark.parametrize(
     ("actions", "kinds"), matrix([(a, k) for a in _ACTIONS for k in _KINDS], usual=_USUAL)
 )
-def test_operation_that_fails_is_named_and_costs_nothing_else(actions: str, kinds: str) -> None:
+def test_operation_that_fails_is_named_and_costs_nothing_else(
+    actions: str, kinds: str, counted: Callable[..., None]
+) -> None:
     """Takes the time of a program that imports torch."""
     command = [sys.executable, str(ROOT / "tools" / "fail_nth.py"), "--actions", actions]
     options = ["--kinds", kinds, "--every", str(_ACTIONS[actions])]
@@ -49,6 +52,7 @@ def test_operation_that_fails_is_named_and_costs_nothing_else(actions: str, kind
         )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "operations failed in" in done.stdout
+    counted("failed operations", operations=int(done.stdout.splitlines()[-1].split()[0]))
     assert not done.stdout.startswith("0 operations")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,10 @@ def test_inputs_that_were_kept_load_or_are_refused_by_name(tmp_path: Path) -> No
 
 
 @pytest.mark.proof
-def test_inputs_changed_for_a_minute_load_or_are_refused_by_name(tmp_path: Path) -> None:
-    _fuzz(tmp_path, 1.0)
+def test_inputs_changed_for_a_minute_load_or_are_refused_by_name(
+    tmp_path: Path, counted: Callable[..., None]
+) -> None:
+    counted("fuzzing", inputs=int(_fuzz(tmp_path, 1.0).split()[0]))
 
 
 def _refuses(given: bytes) -> object:

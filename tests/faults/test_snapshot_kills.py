@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("more", [[], ["--keep", "2"], ["--behind"], ["--behind", "--keep", "2"]])
 def test_killed_run_is_restored_in_a_new_process_with_all_its_bits(
-    more: list[str], tmp_path: Path
+    more: list[str], tmp_path: Path, counted: Callable[..., None]
 ) -> None:
     command = [
         sys.executable,
@@ -26,3 +27,4 @@ def test_killed_run_is_restored_in_a_new_process_with_all_its_bits(
     done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing lost" in done.stdout
+    counted("killed training", kills=6)
