@@ -1,5 +1,6 @@
 /* The C engine without Python, for the sanitizers: several threads submit unaligned writes and
- * reads over every backend while one reaps, and every byte is compared.
+ * reads over every backend while one reaps, and every byte is compared. Others sum what is written
+ * meanwhile, by each function, and compare the sums with those of before.
  *
  * harness FILE BACKEND: exits with 0 when all is well, else tells on stderr what is not.
  */
@@ -17,12 +18,15 @@
 #define NUM_THREADS 3
 #define NUM_PIECES 60
 #define PIECE_BYTES 37111u /* no multiple of anything: neighbours share pages */
+#define NUM_SUMMERS 2
 #define THREAD_BYTES ((uint64_t)NUM_PIECES * PIECE_BYTES)
 
 static aio_engine *engine;
 static aio_file *file;
 static uint8_t *written, *read_back;
 static atomic_ulong num_reaped, num_failed;
+static atomic_int is_over;
+static uint32_t sums[NUM_PIECES];
 
 static void check(int holds, const char *what) {
     if (!holds) {
@@ -70,6 +74,27 @@ static void *reap(void *unused) {
     return NULL;
 }
 
+/* What the engine writes is only read by it. */
+static void *sum(void *unused) {
+    uint8_t *copy = malloc(PIECE_BYTES);
+    uint32_t blocks[NUM_PIECES];
+    (void)unused;
+    check(copy != NULL, "no memory");
+    do {
+        aio_crc32c_blocks(written, NUM_PIECES * PIECE_BYTES, PIECE_BYTES, blocks);
+        check(!memcmp(blocks, sums, sizeof(sums)), "a sum of blocks differs");
+        for (int i = 0; i < NUM_PIECES; i++) {
+            const uint64_t from = (uint64_t)(uintptr_t)(written + (uint64_t)i * PIECE_BYTES);
+            const uint64_t to = (uint64_t)(uintptr_t)copy, nbytes = PIECE_BYTES;
+            uint32_t crc = 0;
+            aio_copy_crc32c(1, &from, &to, &nbytes, &crc);
+            check(crc == sums[i] && aio_crc32c(0, copy, nbytes) == crc, "a sum of a copy differs");
+        }
+    } while (!atomic_load(&is_over));
+    free(copy);
+    return NULL;
+}
+
 static void run(void *(*entry)(void *), unsigned long expected) {
     pthread_t threads[NUM_THREADS];
     uint64_t begins[NUM_THREADS];
@@ -100,7 +125,7 @@ int main(int argc, char **argv) {
         .faults = {.seed = 11, .gate_fd = -1, .short_transfer = 0.3, .interrupted = 0.1},
     };
     aio_alignment alignment;
-    pthread_t reaper;
+    pthread_t reaper, summers[NUM_SUMMERS];
     check(argc == 3, "harness FILE BACKEND");
     config.backend = number_of(argv[2]);
     const int fd = open(argv[1], O_RDWR | O_CREAT | O_TRUNC, 0600);
@@ -120,8 +145,15 @@ int main(int argc, char **argv) {
         return 77; /* the kernel does not have this backend */
     check(!error, "cannot create");
     check(!pthread_create(&reaper, NULL, reap, NULL), "no reaper");
+    for (int i = 0; i < NUM_PIECES; i++)
+        sums[i] = aio_crc32c(0, written + (uint64_t)i * PIECE_BYTES, PIECE_BYTES);
+    for (int i = 0; i < NUM_SUMMERS; i++)
+        check(!pthread_create(&summers[i], NULL, sum, NULL), "no thread that sums");
     run(submit_writes, NUM_THREADS * NUM_PIECES);
     run(submit_reads, 2 * NUM_THREADS * NUM_PIECES);
+    atomic_store(&is_over, 1);
+    for (int i = 0; i < NUM_SUMMERS; i++)
+        pthread_join(summers[i], NULL);
     aio_engine_stop(engine);
     pthread_join(reaper, NULL);
     aio_engine_drop(&engine);
