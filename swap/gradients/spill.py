@@ -79,15 +79,15 @@ class SpillWriter:
 
     def wait_for(self, subgroup: int) -> None:
         """Wait until all chunks of ``subgroup`` are on the SSD; raises ``AioError``."""
-        _raise_first(self._finish_all(lambda segment: segment.subgroup == subgroup))
+        self._wait(lambda segment: segment.subgroup == subgroup)
 
     def wait_for_segment(self, segment: Segment) -> None:
         """As ``wait_for``, for one parameter's part of a subgroup."""
-        _raise_first(self._finish_all(lambda other: other == segment))
+        self._wait(lambda other: other == segment)
 
     def wait_for_all(self) -> None:
         """As ``wait_for``, for every subgroup."""
-        _raise_first(self._finish_all(lambda _: True))
+        self._wait(lambda _: True)
 
     def discard(self, segment: Segment) -> None:
         """Let the writes of ``segment`` end, whatever becomes of them: new values replace these."""
@@ -103,6 +103,12 @@ class SpillWriter:
             if chunk.has_failed:
                 chunk.operation.abandon()
                 self._remove(chunk)
+
+    def _wait(self, wanted: Callable[[Segment], bool]) -> None:
+        outcomes = self._finish_all(wanted)
+        if any(outcomes):  # a disk that was full failed others too: one error is for all of them
+            outcomes += self._finish_all(lambda segment: not wanted(segment))
+        _raise_first(outcomes)
 
     def _finish_all(self, wanted: Callable[[Segment], bool]) -> list[AioError | None]:
         return [self._finish(chunk) for chunk in self._select(wanted)]

@@ -239,6 +239,22 @@ def test_staging_a_subgroup_whose_spill_failed_raises_until_it_is_written(make: 
     assert same_bits(values, rig.plain.gradients[3])
 
 
+def test_writes_that_failed_together_are_one_error_whichever_is_waited_for(make: Make) -> None:
+    rig = make(eager=0.0)
+    subgroups = sorted({s for p in (1, 6) for s in rig.layout.subgroups_of(p)})
+    assert len(subgroups) > 1
+    chunks = sum(len(rig.layout.segments_of[p]) for p in (1, 6))
+    rig.faults.arm("write", errno.ENOSPC, times=chunks)
+    for parameter in (1, 6):
+        rig.add(parameter, seed=parameter)
+    assert rig.faults.raised == chunks
+    with pytest.raises(AioError):
+        rig.staged(subgroups[0])
+    for subgroup in subgroups:
+        rig.staged(subgroup)
+    rig.check_all()
+
+
 def test_disk_that_stays_broken_is_an_error_not_a_wait(make: Make) -> None:
     rig = make(eager=0.0)
     rig.faults.arm("write", errno.EIO, times=1000)
