@@ -18,6 +18,9 @@ from checkpoint.plan.state_plan import TensorPlan
 from checkpoint.tensors.sources import Source
 from checkpoint.transfer.filling import MIN_DIRECT_BYTES
 
+_TORCH: Any = vars(torch.Tensor)["__torch_function__"].__func__
+_NOBODY: Any = torch.nn.Parameter.__torch_function__
+
 
 def copied(tensors: Sequence[TensorPlan], guard: object) -> tuple[TensorPlan, ...]:
     """The same tensors, where small ones that the guard's step does not change are copies."""
@@ -33,10 +36,21 @@ def copied(tensors: Sequence[TensorPlan], guard: object) -> tuple[TensorPlan, ..
 
 def _stepped(groups: Any, state: Any) -> Iterator[torch.Tensor]:
     for group in groups:
-        yield from (value for value in group["params"] if isinstance(value, torch.Tensor))
+        yield from filter(_is_in_memory, group["params"])
     for values in state.values():
         if isinstance(values, dict):
-            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+            yield from filter(_is_in_memory, values.values())
+
+
+def _is_in_memory(value: object) -> bool:
+    """Whether it is a tensor that may be asked where it lies. Those that answer by a
+    ``__torch_function__`` of their class may have to get their values first, from a disk or under
+    locks, and are taken to be elsewhere: at worst something small is copied.
+    """
+    if not isinstance(value, torch.Tensor):
+        return False
+    answers = type(value).__torch_function__
+    return answers is _NOBODY or getattr(answers, "__func__", None) is _TORCH
 
 
 def _storage(tensor: torch.Tensor) -> tuple[str, int]:

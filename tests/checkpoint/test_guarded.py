@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,3 +174,29 @@ def test_a_wrapper_without_hooks_is_refused_as_a_guard_with_the_optimizer_to_giv
     with pytest.raises(TypeError, match=r"_Wrapper takes no hook.*guard=optimizer\.optimizer"):
         checkpoint.save_async({"w": weight}, tmp_path / "run", guard=wrapper)
     checkpoint.save_async({"w": weight}, tmp_path / "run", guard=wrapper.optimizer).result()
+
+
+class _Elsewhere(torch.nn.Parameter):
+    """A parameter of the guard that gets its values from elsewhere for whatever is asked of it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+def test_parameters_of_the_guard_that_are_elsewhere_are_not_asked_where_they_lie(
+    tmp_path: Path,
+) -> None:
+    """Neither as parameters nor as state of the optimizer; what is in memory is saved as ever."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    elsewhere = torch.Tensor._make_subclass(_Elsewhere, torch.ones(4))
+    optimizer.param_groups[0]["params"].append(elsewhere)
+    optimizer.state[weight] = {"average": elsewhere}
+    mean = torch.zeros(4)
+    pending = checkpoint.save_async({"w": weight, "m": mean}, tmp_path / "run", guard=optimizer)
+    mean += 1
+    pending.result()
+    loaded = checkpoint.load(tmp_path / "run")
+    assert bool((loaded["w"] == 1).all())
+    assert bool((loaded["m"] == 0).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -296,3 +297,54 @@ def test_result_times_out_and_says_so_while_it_is_on_its_way(
         assert pending.result(60).name == "a"
         offloaded.drop_snapshot("a")
         assert pending.result().name == "a"
+
+
+@pytest.mark.parametrize("call", ["snapshot", "save"])
+def test_call_that_saves_behind_training_puts_no_weights_in_place(
+    call: str, nvme: Path, tmp_path: Path, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights on NVMe would be read for it, under a lock that an interrupted pass may hold."""
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        offloaded.flush()
+        used: list[object] = []
+        residency = training_of(offloaded).residency
+        real = residency.in_place
+
+        def in_place(indices: Any, frame: Any) -> Any:
+            used.extend(indices)
+            return real(indices, frame)
+
+        monkeypatch.setattr(residency, "in_place", in_place)
+        if call == "snapshot":
+            offloaded.snapshot("a", block=False).result()
+            offloaded.drop_snapshot("a")
+        else:
+            offloaded.save(tmp_path / "run", block=False).result()
+        assert not used
+        offloaded.model.up.weight.sum()
+        assert used
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_snapshot_where_weights_cannot_be_read_is_taken(
+    block: bool, nvme: Path, least: int
+) -> None:
+    """It keeps what is in swap files, and does not read it."""
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 2)
+        before = everything(offloaded)
+        (file,) = nvme.rglob("*.swap")
+        content = file.read_bytes()
+        os.truncate(file, 0)
+        try:
+            taken = offloaded.snapshot("a", block=block)
+            if isinstance(taken, infinity.PendingSnapshot):
+                taken.result()
+        finally:
+            with file.open("r+b") as out:
+                out.write(content)
+        train(offloaded, 2, 3)
+        offloaded.restore("a")
+        assert_same(before, everything(offloaded))
+        offloaded.drop_snapshot("a")
