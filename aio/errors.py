@@ -143,14 +143,31 @@ def let_go(error: E) -> E:
     """The same error, which can be kept now: what it came through holds nothing any more.
 
     A traceback keeps the local variables of every frame that was left, and so each buffer that one
-    of them refers to. Frames that still run keep theirs, and so do the lines of the traceback.
+    of them refers to. Frames that still run keep theirs, and so do functions within functions what
+    they refer to; the lines of the traceback stay. See `without_frames`.
     """
-    chain: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while chain:
-        one = chain.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            chain += [one.__cause__, one.__context__]
+    for one in _chain(error):
+        traceback.clear_frames(one.__traceback__)
     return error
+
+
+def without_frames(error: BaseException) -> str:
+    """Lets an error that may be kept for long go of every frame that it came through, and gives
+    the lines of its traceback.
+    """
+    lines = "".join(traceback.format_exception(error))
+    for one in _chain(let_go(error)):
+        one.__traceback__ = None
+    return lines
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """It, and all that it came from."""
+    left: list[BaseException | None] = [error]
+    found: dict[int, BaseException] = {}
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            left += [one.__cause__, one.__context__]
+    return list(found.values())

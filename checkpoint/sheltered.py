@@ -97,9 +97,13 @@ class Worker(Generic[T]):
             self.ended.set()
 
     def outcome(self) -> T:
-        """What the work gave, when it has ended. Raises what it raised."""
-        if self._error is not None:
-            raise self._error
+        """What the work gave, when it has ended. Raises what it raised, which it keeps no more."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
         return self._result  # type: ignore[return-value]
 
     def _run(self) -> None:
@@ -114,7 +118,9 @@ class Worker(Generic[T]):
         except BaseException as error:
             self._error = let_go(error)
         del work
-        self.ended.set()
+        ended = self.ended
+        del self  # an error that is kept leads to this frame
+        ended.set()
 
     def _claimed_for(self, what: str) -> bool:
         """Whether it is to do this, "work" or "nothing": what comes first."""

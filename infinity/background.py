@@ -14,10 +14,17 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self._pending: list[PendingSave] = []
+        self._num_others = 0
+        """Saves that failed behind the first one, and were logged and forgotten."""
 
     def add(self, save: PendingSave) -> None:
         """A save that has been started."""
-        self._pending = [o for o in self._pending if not o.done() or o.is_unraised] + [save]
+        ended = [one for one in self._pending if one.done()]
+        first, *others = [one for one in ended if one.is_unraised] or [None]
+        untold = [one for one in others if one is not None and one.is_untold]
+        self._num_others += len(others) - len(untold)
+        running = [one for one in self._pending if one not in ended]
+        self._pending = [*([] if first is None else [first]), *untold, *running, save]
 
     def wait_read(self) -> None:
         """Wait until values may change: every save has read them, or has failed."""
@@ -42,5 +49,12 @@ class BackgroundSaves:
         for save in failed if kind is not None else failed[1:]:
             if save.is_untold:
                 save.log()
+        num_others = self._num_others + len(failed[1:])
         if failed and kind is None:
-            failed[0].tell()
+            if num_others and failed[0].error is not None:
+                failed[0].error.add_note(f"{num_others} more saves failed, see the log")
+            self._pending.clear()
+            try:
+                failed[0].tell()
+            finally:
+                del failed

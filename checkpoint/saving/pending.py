@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from aio.errors import check_seconds, let_go
+from aio.errors import check_seconds, let_go, without_frames
 from aio.threads import Latch, say
 from checkpoint.format.records import SaveInfo
 from checkpoint.sheltered import Cancellation, join_workers
@@ -40,6 +40,8 @@ class PendingSave:
         self.has_staged = Latch()
         self._done = Latch()
         self._is_refused = False
+        self._listed: list[PendingSave] = []
+        """Itself while it is to be told, in the list of those that nobody asked for."""
         self._info: SaveInfo | None = None
         self._error: BaseException | None = None
         self._is_told = self._is_raised = False
@@ -81,15 +83,26 @@ class PendingSave:
         """
         if not self.wait_done(timeout):
             raise TimeoutError(f"the save to {self.path} has not ended after {timeout} s")
-        self.tell()
-        assert self._info is not None
-        return self._info
+        try:
+            self.tell()
+            assert self._info is not None
+            return self._info
+        finally:
+            del self  # as in `tell`
 
     def tell(self) -> None:
         """Raises the error of a save that is done, if it has one; it then counts as told."""
-        if self._error is not None:
-            self._is_told = self._is_raised = True
-            raise self._error
+        error = self._error
+        if error is None:
+            return
+        self._is_told = self._is_raised = True
+        self._listed.clear()
+        try:
+            raise error
+        finally:
+            # Its traceback leads here, and to the frames of whoever is told: with a way back to it
+            # all that they refer to would stay until the collector comes.
+            del self, error
 
     def attended(self, cancellation: Cancellation) -> None:
         """For the save itself, first of all: its caller waits, and may ask it to stop by this."""
@@ -137,6 +150,7 @@ class PendingSave:
             self.has_staged.set()
             self._done.set()
             self.has_begun.set()
+            del self, outcome  # the error, which is kept, may lead here
 
     def _note(self, is_told: bool) -> None:
         """What is known of an error, and who knows."""
@@ -144,9 +158,15 @@ class PendingSave:
             return
         self._is_refused = not self.has_begun.is_set()
         self._is_told = self._is_raised = is_told or self._is_refused
-        let_go(self._error)
-        if not self._is_refused:
-            self._error.add_note(f"raised by the background save to {self.path}")
+        if self._is_refused:
+            let_go(self._error)
+        else:  # nobody may ask for it for long, and a frame has ways to what was to be saved
+            lines = without_frames(self._error)
+            self._error.add_note(f"raised by the background save to {self.path}:\n{lines}")
+
+    def forget(self) -> None:
+        """Of one that nobody has: its error, which was raised, may lead here."""
+        self._error = None
 
     @property
     def error(self) -> BaseException | None:
@@ -162,9 +182,15 @@ class PendingSave:
         """Whether it has failed, and that was logged at the most."""
         return self._error is not None and not self._is_raised
 
+    def listed(self) -> list[PendingSave]:
+        """For the registry: a list of this one, until it has been told."""
+        self._listed = [self]
+        return self._listed
+
     def log(self) -> None:
         """Tells its error in the log."""
         self._is_told = True
+        self._listed.clear()
         logger.error(
             "the background save to %s failed, and nobody asked for its result",
             self.path,
@@ -185,7 +211,8 @@ class _Registry:
         self._lock = threading.Lock()
         self._attended: list[PendingSave] = []
         self._running: dict[Path, PendingSave] = {}
-        self._failed: list[PendingSave] = []
+        self._failed: list[list[PendingSave]] = []
+        """A list of one each, which the telling empties without the lock."""
 
     def attended(self, pending: PendingSave) -> None:
         with self._lock:
@@ -201,7 +228,8 @@ class _Registry:
             if self._running.get(pending.path) is pending:
                 del self._running[pending.path]
             if pending.is_untold:
-                self._failed.append(pending)
+                self._failed = [one for one in self._failed if one]
+                self._failed.append(pending.listed())
 
     def is_attended(self, path: Path) -> bool:
         """From any thread: without the lock, which an interrupt would leave held."""
@@ -216,7 +244,7 @@ class _Registry:
     def take_untold(self) -> list[PendingSave]:
         with self._lock:
             failed, self._failed = self._failed, []
-        return [pending for pending in failed if pending.is_untold]
+        return [pending for one in failed for pending in list(one) if pending.is_untold]
 
     def forget(self) -> None:
         """In a forked child: these saves are the parent's, and so may be the lock."""

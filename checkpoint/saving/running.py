@@ -66,7 +66,10 @@ def save_now(order: Order) -> SaveInfo:
     pending = PendingSave(order.path)
     worker = Worker(partial(_carry_out, order, pending, False), "checkpoint-save")
     _start(order, worker, worker.ended)
-    return pending.result()
+    try:
+        return pending.result()
+    finally:
+        pending.forget()
 
 
 def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
@@ -76,8 +79,12 @@ def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
     pending = PendingSave(order.path, after)
     worker = Worker(partial(_carry_out, order, pending, True), "checkpoint-save")
     _start(order, worker, pending.has_begun if order.snapshot is None else pending.has_staged)
-    pending.check_begun()
-    return pending
+    try:
+        pending.check_begun()
+        return pending
+    except BaseException:
+        pending.forget()
+        raise
 
 
 def _start(order: Order, worker: Worker[None], latch: Latch) -> None:
@@ -88,6 +95,22 @@ def _start(order: Order, worker: Worker[None], latch: Latch) -> None:
 def _carry_out(
     order: Order, pending: PendingSave, is_background: bool, cancellation: Cancellation
 ) -> None:
+    """An error that is kept leads to the frames that it came through and to those behind them: that
+    of `_outcome` has ended and is let go of, this one forgets what it was to do.
+    """
+    outcomes = [_outcome(order, pending, is_background, cancellation)]
+    del order
+    # Whoever was interrupted knows.
+    is_told = not is_background or cancellation.is_requested
+    try:
+        pending.finish(outcomes.pop(), is_told=is_told)
+    finally:
+        del pending
+
+
+def _outcome(
+    order: Order, pending: PendingSave, is_background: bool, cancellation: Cancellation
+) -> SaveInfo | BaseException:
     started = time.perf_counter()
     outcome: SaveInfo | BaseException
     try:
@@ -118,8 +141,7 @@ def _carry_out(
             order.on_end(outcome if isinstance(outcome, BaseException) else None)
         except BaseException:  # somebody waits for the end
             say(logger.exception, "after the background save to %s", order.path)
-    # Whoever was interrupted knows.
-    pending.finish(outcome, is_told=not is_background or cancellation.is_requested)
+    return outcome
 
 
 def _wait_for_earlier(order: Order, cancellation: Cancellation) -> int:

@@ -87,7 +87,8 @@ class _BoxWriter:
         flat = torch.frombuffer(data, dtype=self.dtype)
         first = first_byte // self.dtype.itemsize
         done = 0
-        with torch.no_grad():
+        # A reader's thread is not in the mode of the caller, whose tensor this may be.
+        with torch.inference_mode(self.part.is_inference()), torch.no_grad():
             for slices, shape in range_boxes(self.shape, first, first + flat.numel()):
                 count = math.prod(shape)
                 _write(self.part[slices], flat[done : done + count].view(shape))
