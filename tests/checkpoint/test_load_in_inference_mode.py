@@ -1,4 +1,4 @@
-"""Loads within `torch.inference_mode()`: whatever a reader's thread has to convert or to scatter."""
+"""Loads within `torch.inference_mode()`: what the thread of a reader converts or scatters."""
 
 from __future__ import annotations
 
