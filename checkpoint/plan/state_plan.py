@@ -72,7 +72,7 @@ def plan_state(state: object) -> StatePlan:
     """
     encoded = encode_tree(state, is_data_leaf)
     leaves = encoded.leaves
-    sources = [_source(leaf) for leaf in leaves]
+    sources = [source_of_leaf(leaf) for leaf in leaves]
     aliasing = plan_aliasing(_regions(leaves, sources))
     tensors: list[TensorPlan] = []
     number: dict[int, int] = {}
@@ -93,7 +93,10 @@ def plan_state(state: object) -> StatePlan:
     return StatePlan(tuple(tensors), aliasing.storages, encode_node(encoded.node), encoded.node)
 
 
-def _source(leaf: Leaf) -> Source:
+def source_of_leaf(leaf: Leaf) -> Source:
+    """The source of a leaf, which becomes the tensor of this process. Raises TypeError naming its
+    path for what cannot be saved.
+    """
     try:
         leaf.value = local_tensor(leaf.value)
         return source_of(leaf.value)

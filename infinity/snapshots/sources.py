@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from checkpoint import ChangedTensorError
+from checkpoint.plan.copies import copied_tree
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
 from infinity.values.module_state import persistent_buffers
 from infinity.values.persistence import TrainingState, scalars_of
@@ -75,14 +75,15 @@ def tree_of(training: TrainingState, extra: Any, since: int, *, copies: bool) ->
     for group in state.layout.subgroups:
         if state.components.is_host(group.index):
             names = state.components.names(group.index)
-            own = {name: HostBytes(state, group.index, name, since) for name in names}
-            hosts[str(group.index)] = own
+            sources = {name: HostBytes(state, group.index, name, since) for name in names}
+            hosts[str(group.index)] = sources
     leaves = checkpoint_tensors_of(training.model, training.records)
     scalars, buffers = scalars_of(training), persistent_buffers(training.model)
     if copies:
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        extra = copy.deepcopy(extra)
-        scalars["module_states"] = copy.deepcopy(scalars["module_states"])
+        own = {"training": {"module_states": scalars["module_states"]}, "extra": {"value": extra}}
+        own = copied_tree(own)
+        extra, scalars["module_states"] = own["extra"]["value"], own["training"]["module_states"]
     return {
         "training": scalars | {"own_states": [], "random_of_ranks": {}},
         "leaves": {leaf.name: [part.name for part in leaf.parts] for leaf in leaves},

@@ -20,7 +20,6 @@ checksum of their first values in ``infinity.base``. A parameter that is tiled i
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from torch import nn
 
 import checkpoint
 from checkpoint.directory.generations import remove_checkpoint
+from checkpoint.plan.copies import copied_tree
 from checkpoint.ranks.coordinator import (
     Arrival,
     Operation,
@@ -140,9 +140,10 @@ def _state(
     state["infinity"]["own_states"] = [int(rank) for rank in own]
     if not how.block:
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        given = copy.deepcopy(given)
-        scalars = state["infinity"]
-        scalars["module_states"] = copy.deepcopy(scalars["module_states"])
+        states = {"module_states": state["infinity"]["module_states"]}
+        own_tree = copied_tree({"infinity": states, "extra": given})
+        given = own_tree["extra"]
+        state["infinity"] |= own_tree["infinity"]
     state["model"] |= buffers
     state["extra"] = given
     return state
