@@ -20,11 +20,10 @@ class BackgroundSaves:
     def add(self, save: PendingSave) -> None:
         """A save that has been started."""
         ended = [one for one in self._pending if one.done()]
-        first, *others = [one for one in ended if one.is_unraised] or [None]
-        untold = [one for one in others if one is not None and one.is_untold]
-        self._num_others += len(others) - len(untold)
-        running = [one for one in self._pending if one not in ended]
-        self._pending = [*([] if first is None else [first]), *untold, *running, save]
+        failed = [one for one in ended if one.is_unraised]
+        kept = failed[:1] + [one for one in failed[1:] if one.is_untold]
+        self._num_others += len(failed) - len(kept)
+        self._pending = [*kept, *(one for one in self._pending if one not in ended), save]
 
     def wait_read(self) -> None:
         """Wait until values may change: every save has read them, or has failed."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from checkpoint import ChangedTensorError
-from checkpoint.plan.copies import copied_tree
+from checkpoint.saving.unguarded import copied_tree
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
 from infinity.values.module_state import persistent_buffers
 from infinity.values.persistence import TrainingState, scalars_of

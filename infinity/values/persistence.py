@@ -33,7 +33,6 @@ from torch import nn
 
 import checkpoint
 from checkpoint.directory.generations import remove_checkpoint
-from checkpoint.plan.copies import copied_tree
 from checkpoint.ranks.coordinator import (
     Arrival,
     Operation,
@@ -42,6 +41,7 @@ from checkpoint.ranks.coordinator import (
 )
 from checkpoint.ranks.turn import Turn, before_turn
 from checkpoint.saving.api import SaveRequest, save_on, start_save
+from checkpoint.saving.unguarded import copied_tree
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.rule import OptimizerRule

@@ -17,6 +17,7 @@ import checkpoint
 import infinity
 from aio import AioError
 from checkpoint.saving.data_files import RankFiles
+from checkpoint.sheltered import join_workers
 from infinity.snapshots import moment, points
 from tests.support.models import seeded
 from tests.support.snapshot_runs import ADAMW, Net
@@ -60,6 +61,7 @@ def test_failed_snapshots_that_nobody_asks_for_keep_nothing_of_their_trees(
                 offloaded.snapshot(
                     f"s{number}", extra={"x": torch.ones(3)}, block=False
                 ).wait_done()
+            join_workers()
             gc.collect()
             assert len(held) >= 2 * _TIMES
             assert [one for one in held if one() is not None] == []

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -100,15 +101,17 @@ def test_snapshots_and_saves_that_wait_or_not_take_and_refuse_the_same(tmp_path:
     ) as offloaded:
 
         def snapshot(extra: Any, block: bool) -> Any:
-            taken = offloaded.snapshot("a", extra=extra, block=block)
-            if not block:
-                taken.result()
+            if block:
+                offloaded.snapshot("a", extra=extra)
+            else:
+                offloaded.snapshot("a", extra=extra, block=False).result()
             return offloaded.restore("a")
 
         def save(extra: Any, block: bool) -> Any:
-            saved = offloaded.save(tmp_path / "saved", extra, block=block)
-            if not block:
-                saved.result()
+            if block:
+                offloaded.save(tmp_path / "saved", extra=extra)
+            else:
+                offloaded.save(tmp_path / "saved", extra=extra, block=False).result()
             return offloaded.load(tmp_path / "saved")
 
         def of_module(extra: Any, block: bool) -> Any:
@@ -121,7 +124,7 @@ def test_snapshots_and_saves_that_wait_or_not_take_and_refuse_the_same(tmp_path:
 
         for kind, make in _KINDS.items():
             for way in (snapshot, save, of_module) if kind in _EVERYWHERE else (snapshot,):
-                ways = [_outcome(lambda b=b, w=way, m=make: w(m(model), b)) for b in (True, False)]
+                ways = [_outcome(partial(way, make(model), b)) for b in (True, False)]
                 if ways[0] != ways[1]:
                     differing[kind, way.__name__] = ways
     assert differing == {}
