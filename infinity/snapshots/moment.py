@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aio import AioError
+from aio.errors import advise
 from checkpoint import ChangedTensorError
 from infinity.snapshots.entries import Entry, Point
 from infinity.snapshots.sources import contents_of, model_of, tree_of
@@ -95,4 +97,15 @@ def keep_files(folders: Folders, state: TieredState, entry: Entry) -> None:
     files = [] if state.extents is None else state.extents.own_files(entry.pinned)
     folders.keep(file.path for file in files)
     for file in files:
-        file.sync()
+        try:
+            file.sync()
+        except AioError as error:
+            advise(error, _UNSYNCED)
+            raise
+
+
+_UNSYNCED = (
+    "nor can a later snapshot of this block be durable: use offloaded.save(path), and leave the "
+    "block for another one on disks that work"
+)
+"""The kernel tells once that it has lost pages, of whichever write."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,34 @@ def test_step_that_finds_no_room_is_forgotten_by_restore(
             assert_same(expected, everything(offloaded))
         train(offloaded, 2, 4)
         assert_same(after, everything(offloaded))
+
+
+def test_block_whose_swap_file_lost_pages_takes_no_snapshot_and_the_next_one_does(
+    least: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(descriptor: int, sync: Callable[[int], None] = os.fsync) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "state.swap":
+            raise OSError(errno.EIO, "lost")
+        sync(descriptor)
+
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lose)
+            with pytest.raises(AioError, match=r"nor can a later snapshot of this block"):
+                offloaded.snapshot("one")
+        with pytest.raises(AioError, match=r"leave the block for another one on disks that"):
+            offloaded.snapshot("one")
+        pending = offloaded.snapshot("two", block=False)
+        with pytest.raises(AioError, match=r"leave the block for another one on disks that"):
+            pending.result()
+        assert offloaded.snapshots() == []
+        offloaded.save(tmp_path / "saved")
+        expected = everything(offloaded)
+    with _block(nvme, least, seed=2) as offloaded:
+        offloaded.load(tmp_path / "saved")
+        offloaded.snapshot("one")
+    _assert_restored("one", expected, nvme, least)
 
 
 def test_second_block_is_refused_while_the_first_uses_snapshots(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from failures.attempts import unnamed
@@ -155,6 +155,8 @@ class Faults:
         self.num_failed = 0
         self.has_failed = False
         """Whether the stage that was taken last had a fault."""
+        self._unsynced: set[str] = set()
+        """Files that are not synced again: the kernel tells once that it has lost pages."""
 
     def stopped(self, place: str, step: int, action: Callable[[], object]) -> bool:
         """Take `action`; whether a fault that was put there has stopped it. Raises what did not
@@ -165,7 +167,12 @@ class Faults:
         if fault is None and place in ("enter", "resume", "exit"):
             fault = next((f for f in self._faults if f.place == place), None)
         if fault is None or self._interposer is None:
-            action()
+            try:
+                action()
+            except OSError as error:
+                if not self._was_told(error):
+                    raise
+                return True
             return False
         self._faults.remove(fault)
         self.has_failed = True
@@ -176,6 +183,8 @@ class Faults:
         error = outcome.error
         if error is None:
             return False
+        if self._was_told(error):
+            return True
         if isinstance(error, AssertionError) or not outcome.failed:
             raise error
         is_mixed = isinstance(error, infinity.MixedStateError)
@@ -183,7 +192,12 @@ class Faults:
             raise AssertionError(f"{fault}, {outcome.failed}: {'; '.join(wrong)}") from error
         if isinstance(error, infinity.RestoreError):
             error.retry()
+        elif _is_sync(error):
+            self._unsynced.add(error.filename)
         return True
+
+    def _was_told(self, error: BaseException) -> bool:
+        return _is_sync(error) and error.filename in self._unsynced
 
 
 def until_it_works(action: Callable[[], object]) -> None:
@@ -229,3 +243,7 @@ def _begin_again(trainee: Offloaded, random: torch.Tensor, buffers: list[torch.T
     torch.set_rng_state(random)
     for buffer, value in zip(trainee.model.buffers(), buffers, strict=True):
         buffer.copy_(value)
+
+
+def _is_sync(error: BaseException) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and str(error).startswith("cannot sync ")
