@@ -40,6 +40,8 @@ class _Chunk:
     operation: Operation
     has_failed: bool = False
     """Whether it is written again, as a write before has failed."""
+    is_wanted: bool = True
+    """Whether its values are of use; if not, a write that fails is nobody's concern."""
 
 
 class SpillWriter:
@@ -95,11 +97,12 @@ class SpillWriter:
             chunk.operation.abandon()
             self._remove(chunk)
 
-    def discard_failed(self, parameters: Collection[int]) -> None:
-        """As ``discard``, of what failed of the gradients of ``parameters``: they are forgotten,
-        and a disk that takes no writes any more keeps nobody from going on without them.
+    def forget(self, parameters: Collection[int]) -> None:
+        """The gradients of ``parameters`` are of no use any more. What has failed of them is not
+        written again, and a disk that takes no writes keeps nobody from going on without them.
         """
         for chunk in self._select(lambda segment: segment.parameter in parameters):
+            chunk.is_wanted = False
             if chunk.has_failed:
                 chunk.operation.abandon()
                 self._remove(chunk)
@@ -129,8 +132,9 @@ class SpillWriter:
         try:
             operation.result()
         except AioError as error:
-            self._write_again(chunk, operation)
-            return error.with_traceback(None)
+            if chunk.is_wanted:
+                self._write_again(chunk, operation)
+                return error.with_traceback(None)
         self._remove(chunk)
         return None
 

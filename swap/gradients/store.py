@@ -178,7 +178,7 @@ class GradientStore:
         """
         gone = self.present | self.lost
         if self._writer is not None:
-            self._writer.discard_failed(gone if parameter is None else gone & {parameter})
+            self._writer.forget(gone if parameter is None else gone & {parameter})
         if parameter is None:
             self._squares.clear()
             self._lost.clear()

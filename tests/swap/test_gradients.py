@@ -255,6 +255,21 @@ def test_writes_that_failed_together_are_one_error_whichever_is_waited_for(make:
     rig.check_all()
 
 
+@pytest.mark.parametrize("given_up", [None, 6])
+def test_writes_that_fail_of_gradients_that_were_given_up_are_told_to_nobody(
+    make: Make, given_up: int | None
+) -> None:
+    rig = make(eager=0.0)
+    rig.faults.arm("write", errno.ENOSPC, times=10)
+    rig.store.add(6, random_values(6, SIZES[6]))
+    rig.store.clear(given_up)
+    rig.faults.disarm()
+    rig.store.flush()
+    assert rig.spill.used_bytes == 0
+    rig.add(6, seed=7)
+    rig.check_all()
+
+
 def test_disk_that_stays_broken_is_an_error_not_a_wait(make: Make) -> None:
     rig = make(eager=0.0)
     rig.faults.arm("write", errno.EIO, times=1000)
