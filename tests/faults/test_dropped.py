@@ -94,11 +94,11 @@ def test_swap_directory_that_goes_at_any_line_of_another_holds_up_none(tmp_path:
         def use() -> None:
             SwapDirectory(tmp_path, engine).close()
 
-        total = at_line(use, "storage/directory.py", -1, lambda: None)
+        total = at_line(use, "storage/drives/directory.py", -1, lambda: None)
         assert total > 40
         for number in range(0, total, 3):
             dropped = [SwapDirectory(tmp_path, engine)]
-            at_line(use, "storage/directory.py", number, dropped.clear)
+            at_line(use, "storage/drives/directory.py", number, dropped.clear)
             assert dropped == []
     reclaim(tmp_path)
     assert list(tmp_path.glob(".infinity/*")) == []

@@ -169,8 +169,8 @@ class Faults:
         if fault is None or self._interposer is None:
             try:
                 action()
-            except OSError as error:
-                if not self._was_told(error):
+            except OSError as told:
+                if not self._was_told(told):
                     raise
                 return True
             return False
