@@ -13,13 +13,14 @@ import functools
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from infinity.optim.torch_optimizer.values import copied, same
+from infinity.optim.torch_optimizer.workers import is_of_torch
 
 NOT_KEPT = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """What is not an attribute of the optimizer's own. Hooks are for whole steps."""
@@ -41,8 +42,8 @@ class Attributes:
         self._bound: set[str] = set()
         for key, value in _own(optimizer):
             walk = _Walk(known, optimizer)
-            if not walk.is_plain(value):
-                self.absent[key] = walk.found
+            if found := walk.beside_plain(value):
+                self.absent[key] = found
                 continue
             if walk.meets_itself:
                 self._bound.add(key)
@@ -93,6 +94,34 @@ def _own(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in vars(optimizer).items() if key not in NOT_KEPT]
 
 
+def ways_to_parameters(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Names the values in groups, and in the classes of ``optimizer``, that lead to parameters."""
+    known = _known(optimizer)
+    for place, key, value in (*_in_groups(optimizer), *_in_classes(type(optimizer))):
+        if _Walk(known, optimizer).beside_plain(value) == _PARAMETERS:
+            yield f"{key!r} of {place}"
+
+
+def _in_groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
+    for group in optimizer.param_groups:
+        yield from (("a group", key, value) for key, value in group.items() if key != "params")
+
+
+def _in_classes(kind: type) -> Iterator[tuple[str, str, Any]]:
+    for base in kind.__mro__:
+        if base is not object and not is_of_torch(base):
+            yield from ((f"the class {base.__name__}", *item) for item in values_in(base).items())
+
+
+def values_in(kind: type) -> dict[str, Any]:
+    """The attributes of a class that are data: no functions, no descriptors."""
+    return {
+        key: value
+        for key, value in vars(kind).items()
+        if not (key.startswith("__") or callable(value) or hasattr(value, "__get__"))
+    }
+
+
 def _known(optimizer: torch.optim.Optimizer) -> set[int]:
     """Numbers that a parameter is known by."""
     known: set[int] = set()
@@ -117,17 +146,18 @@ class _Walk:
 
     def __init__(self, known: set[int], itself: object) -> None:
         self.meets_itself = False
-        self.found = _PARAMETERS
         self._known = known
         self._itself = itself
         self._seen: set[int] = set()
 
-    def is_plain(self, value: Any) -> bool:
+    def beside_plain(self, value: Any) -> str | None:
+        """What is in it that is not plain, parameters first; None if all is."""
+        found = None
         left = [value]
         while left:
             one = left.pop()
             if isinstance(one, int) and one in self._known:
-                return False
+                return _PARAMETERS
             if one is self._itself:
                 self.meets_itself = True
                 continue
@@ -135,13 +165,11 @@ class _Walk:
                 continue
             self._seen.add(id(one))
             if id(one) in self._known or isinstance(one, torch.nn.Module):
-                return False
+                return _PARAMETERS
             parts = _parts_of(one)
-            if parts is None:
-                self.found = _OPAQUE
-                return False
-            left += parts
-        return True
+            found = _OPAQUE if parts is None else found
+            left += parts or ()
+        return found
 
 
 _WHOLE = (

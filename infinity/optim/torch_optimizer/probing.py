@@ -1,15 +1,19 @@
 """Which state an optimizer keeps that has a value for each element of a parameter: steps on
 throw-away parameters show it. It is given components, and there is no place for more later, so what
 comes only after some steps, or for large parameters alone, is looked for too.
+
+State that an optimizer comes with must be what its class makes anew of a parameter and the options
+of its group: that is all that updates of single parameters begin with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from infinity.optim.torch_optimizer.separable import class_as_it_is, random_states
 from infinity.optim.torch_optimizer.state import StateComponents
 from infinity.optim.torch_optimizer.trials import COUNT, moving_options
 from infinity.optim.torch_optimizer.values import same, varied, whole_number, with_count
@@ -18,7 +22,9 @@ from infinity.optim.torch_optimizer.workers import (
     kind_in_updates,
     like,
     options_at,
+    options_in,
     shape_like,
+    values_of,
 )
 from infinity.parameters.records import ALWAYS_ON_HOST_ELEMENTS
 
@@ -149,3 +155,69 @@ def _reduced(shape: Iterable[int]) -> tuple[int, ...]:
         while sizes[at] in sizes[:at]:
             sizes[at] += 1
     return tuple(sizes)
+
+
+def check_made_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` comes with state. Raises ``ValueError`` for state that a parameter has
+    and its class does not make anew, or the other way round. Of one parameter at a time the memory
+    is taken twice.
+    """
+    if not any(optimizer.state.values()):
+        return False
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for owner, kept in optimizer.state.items():
+        if kept and id(owner) not in own:
+            _refuse(optimizer, f"what it has by {owner!r} is no parameter's")
+    with random_states(), class_as_it_is(type(optimizer)):
+        for group in optimizer.param_groups:
+            options = options_in(group)
+            for position, parameter in enumerate(group["params"]):
+                _check_state_of(optimizer, parameter, options_at(options, position))
+    return True
+
+
+def _check_state_of(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, options: Mapping[str, Any]
+) -> None:
+    found = optimizer.state.get(parameter, {})
+    whose = f"that of a parameter of shape {tuple(parameter.shape)}"
+    try:
+        made = _state_made(optimizer, parameter, options)
+        is_same = same(found, made)
+    except Exception as error:  # whatever __init__ makes of arguments that it was not called with
+        what = f"{whose} cannot be made anew ({type(error).__name__}: {error})"
+        _refuse(optimizer, what, error)
+    if not is_same:
+        names = ", ".join(map(repr, {**made, **found}))
+        _refuse(optimizer, f"{whose} ({names}) is not what is made anew")
+    if "lr" in options and found and not is_of_torch(type(optimizer)):
+        other = {**options, "lr": varied(options["lr"], 0.75, {})}
+        if not same(found, _state_made(optimizer, parameter, other)):
+            _refuse(optimizer, f"{whose} goes by the rate, which may be another by the first step")
+
+
+def _state_made(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the class of ``optimizer`` makes for one like ``parameter``, as updates have it made."""
+    make: Any = type(optimizer)
+    leaf = like(parameter, values_of(parameter).clone(), kind_in_updates(type(parameter)))
+    leaf.requires_grad_(parameter.requires_grad)
+    state: dict[str, Any] = make([{**options, "params": [leaf]}], **optimizer.defaults).state.get(
+        leaf, {}
+    )
+    return state
+
+
+def _refuse(
+    optimizer: torch.optim.Optimizer, what: str, cause: Exception | None = None
+) -> NoReturn:
+    name = type(optimizer).__name__
+    raise ValueError(
+        f"{name} has state that the factory gave it (load_state_dict) or that __init__ makes from "
+        f"more than its options: {what}; updates of single parameters begin with the state that "
+        f"{name}(groups, **defaults) makes: let steps make state where a parameter has none "
+        "(`if not state: ...`), and what tells parameters apart be an attribute of the parameter "
+        "(p.lr_scale = 0.1); an earlier run goes on with offloaded.load(path), and `infinity "
+        "import` makes such a checkpoint of the state of torch.optim.AdamW"
+    ) from cause

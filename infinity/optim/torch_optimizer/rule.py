@@ -14,7 +14,7 @@ from infinity.optim import adamw
 from infinity.optim.rule import UNNAMED, OptimizerRule, SavedState, last_name
 from infinity.optim.thread_settings import ThreadSettings, Within
 from infinity.optim.torch_optimizer.attributes import Attributes
-from infinity.optim.torch_optimizer.probing import probe
+from infinity.optim.torch_optimizer.probing import check_made_state, probe
 from infinity.optim.torch_optimizer.separable import (
     check_no_state,
     check_separable,
@@ -59,7 +59,7 @@ class TorchRule(OptimizerRule):
                 "infinity.AdamW(...) or another optimizer of torch.optim"
             )
         self._optimizer = optimizer
-        self._starts_with_state = bool(optimizer.state)
+        self._starts_with_state = check_made_state(optimizer)
         optimizer.state.clear()
         kind = type(optimizer)
         self.kept_by = f"{kind.__module__}.{kind.__qualname__}"

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity.optim.torch_optimizer.attributes import Attributes
+from infinity.optim.torch_optimizer.attributes import Attributes, values_in, ways_to_parameters
 from infinity.optim.torch_optimizer.kept_beside import REMEDY, check_kept, is_needed
 from infinity.optim.torch_optimizer.places import difference_of_places
 from infinity.optim.torch_optimizer.trials import (
@@ -63,9 +63,10 @@ def check_separable(
     """
     name = type(optimizer).__name__
     _check_methods(optimizer)
+    _check_ways(optimizer)
     trials = _Trials(optimizer, attributes, trial, step, has_state)
     try:
-        with _random_states() as are_same, _class_as_it_is(type(optimizer)) as changed_in_class:
+        with random_states() as are_same, class_as_it_is(type(optimizer)) as changed_in_class:
             trials.find_variation()
             kept = check_kept(optimizer, trials.make, trials.varied, trials.varied_options)
             attributes.are_changed_by_steps(kept)
@@ -129,7 +130,7 @@ class _Trials:
         """Whether steps draw random numbers; those before may have been drawn by another thread."""
         for _ in range(2):
             trial = self.make()
-            with _random_states() as are_same:
+            with random_states() as are_same:
                 for number in range(2):
                     trial.take(number)
                 if are_same():
@@ -152,12 +153,14 @@ class _Trials:
     def _together(self, groups: Groups) -> Together:
         return Together(self.optimizer, self.attributes, groups, has_state=self.has_state)
 
-    def changed_groups(self, *, for_all: bool = False) -> set[str] | None:
+    def changed_groups(
+        self, *, for_all: bool = False, only: slice = slice(None)
+    ) -> set[str] | None:
         """The keys of groups that steps change; None if parameters come to something else together
-        than alone. ``for_all``: in steps in which all have a gradient.
+        than alone. ``for_all``: in steps in which all have a gradient; ``only``: of these groups.
         """
-        together = self.make()
-        groups = small_groups(self.optimizer, shapes=self.shapes[0])
+        together = self._together(small_groups(self.optimizer, shapes=self.shapes[0])[only])
+        groups = small_groups(self.optimizer, shapes=self.shapes[0])[only]
         alone = Alone(groups, self.trial, self.step)
         is_separable = _take_steps(together, alone, varies=self.varies, for_all=for_all)
         return alone.changed if is_separable else None
@@ -168,6 +171,12 @@ def _what_differs(trials: _Trials, kept: set[str]) -> str:
         return (
             "it moves parameters that have no gradient, or changes their state; let it skip them "
             "(`if p.grad is None: continue`)"
+        )
+    if _goes_by_another_group(trials):
+        return (
+            "what becomes of a parameter goes by another group than its own, or by which one that "
+            "is (`zip(self.param_groups, self.rates)`); let each group have what it needs among "
+            "its options"
         )
     hint = ""
     if kept:
@@ -180,6 +189,19 @@ def _what_differs(trials: _Trials, kept: set[str]) -> str:
         "two of them together become something else than each of them alone (through a norm over "
         "all of them, say, a test that all of them are finite, or what it keeps in a group)" + hint
     )
+
+
+def _goes_by_another_group(trials: _Trials) -> bool:
+    """Whether each of several groups comes to the same together as alone where it is the only one;
+    those of one parameter may also go by something over all parameters.
+    """
+    groups = trials.optimizer.param_groups
+    has_peers = len(groups) > 1 and any(len(group["params"]) > 1 for group in groups)
+    with suppress(Exception):  # of an optimizer that takes no fewer groups
+        return has_peers and all(
+            trials.changed_groups(only=slice(at, at + 1)) is not None for at in range(len(groups))
+        )
+    return False
 
 
 def _moves_without_gradient(trial: Together) -> bool:
@@ -204,7 +226,7 @@ _DRAWS = (
 
 
 @contextmanager
-def _random_states() -> Iterator[Callable[[], bool]]:
+def random_states() -> Iterator[Callable[[], bool]]:
     """They are the same afterwards; what is given says whether they are."""
     before: Any = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
@@ -226,7 +248,7 @@ def _random_states() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _class_as_it_is(kind: type) -> Iterator[Callable[[], list[str]]]:
+def class_as_it_is(kind: type) -> Iterator[Callable[[], list[str]]]:
     """Values in ``kind`` are the same afterwards; what is given names those that are not."""
     bases = [base for base in kind.__mro__ if base is not object and not is_of_torch(base)]
     before = {base: _values_in(base) for base in bases}
@@ -243,11 +265,7 @@ def _class_as_it_is(kind: type) -> Iterator[Callable[[], list[str]]]:
 
 
 def _values_in(kind: type) -> dict[str, Any]:
-    return {
-        key: copied(value, {})
-        for key, value in vars(kind).items()
-        if not (key.startswith("__") or callable(value) or hasattr(value, "__get__"))
-    }
+    return {key: copied(value, {}) for key, value in values_in(kind).items()}
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -322,6 +340,16 @@ def _take_steps(together: Together, alone: Alone, *, varies: bool, for_all: bool
         if not alone.is_like(together):
             return False
     return True
+
+
+def _check_ways(optimizer: torch.optim.Optimizer) -> None:
+    for place in ways_to_parameters(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} does not update every parameter by itself: {place} has "
+            "parameters, or what leads to them (their id(), a module), in it, and what is updated "
+            "is another object; let what tells parameters apart be an attribute of the parameter "
+            "(p.lr_scale = 0.1)"
+        )
 
 
 def _check_methods(optimizer: torch.optim.Optimizer) -> None:

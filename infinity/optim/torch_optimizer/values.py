@@ -21,7 +21,9 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same, by what is in them; NaN is the same as NaN."""
+    """Whether two values are the same, by what is in them; NaN is the same as NaN. Tensors on
+    the meta device are the same by shape and dtype.
+    """
     return _same(one, other, set())
 
 
@@ -55,6 +57,8 @@ def _same_tensors(a: Any, b: Any) -> bool:
         return False
     if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
         return False
+    if a.is_meta or b.is_meta:  # there is no more to know of them
+        return a.is_meta == b.is_meta
     if a.layout != torch.strided:
         return torch.equal(a.to_dense(), b.to_dense())
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
