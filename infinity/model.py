@@ -16,7 +16,7 @@ from checkpoint.directory.destination import check_place
 from checkpoint.directory.relocation import StripeDirs
 from infinity.autograd.modifying import Parameters, records_of
 from infinity.optim.optimizer import OffloadedOptimizer
-from infinity.optim.stepping import as_norm, clip_coefficient
+from infinity.optim.stepping import as_norm, check_not_amid_step, clip_coefficient
 from infinity.parameters.offloaded.modes import own_modes
 from infinity.parameters.offloaded.parameter import cannot_be_copied
 from infinity.ranks.collectives import LOAD, SAVE
@@ -226,6 +226,7 @@ class OffloadedModel:
         """
         check_place(path)
         self._training.check_open()
+        check_not_amid_step(self._training, "load()")
         self._training.loans.check_none("load()")
         self._training.rank_context.meet(LOAD, max(self._training.steps))
         self._training.saves.wait_done()
@@ -320,6 +321,7 @@ class OffloadedModel:
         """
         self._training.check_open()
         checked_name(name)
+        check_not_amid_step(self._training, "restore()")
         self._training.loans.check_none("restore()")
         self._check_alone("restore()")
         self._training.saves.wait_done()

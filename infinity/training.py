@@ -102,12 +102,12 @@ class Training:
             parts.activations,
             lambda: self.residency.held,
         )
-        self._versions = Versions(records, self.residency.kept_out)
+        self.versions = Versions(records, self.residency.kept_out)
         self._views = KeptViews(records)
-        self.loans = Loans(records, self.residency, rank_context, self._versions, self._views)
+        self.loans = Loans(records, self.residency, rank_context, self.versions, self._views)
         self.saves = BackgroundSaves()
         passes = Passes(self._end_pass) if self.rule.kept_by is None else None
-        hooked = (self.residency, self._phases, self._versions, self._saved)
+        hooked = (self.residency, self._phases, self.versions, self._saved)
         self._hooks = ModelHooks(parts.model, records, *hooked, parts.compute_dtype, passes)
         self._restoring = Restoring(parts.model, state, rank_context)
         self._process, self._open = os.getpid(), True
@@ -127,7 +127,7 @@ class Training:
     def check_unchanged(self) -> None:
         """Raises ``RuntimeError`` naming a parameter that was changed in place, or is new."""
         self.check_whole()
-        self._versions.check()
+        self.versions.check()
 
     def check_whole(self) -> None:
         """Raises ``MixedStateError`` where values are of no one moment."""
@@ -199,7 +199,7 @@ class Training:
         for index in present:
             self.steps[index] += 1
             self._saved.generations[index] += 1
-        self._versions.count_updates(present)
+        self.versions.count_updates(present)
         self.residency.outdate(present)
         self._views.expire(present)
         self.rank_context.end_step(present)
@@ -259,7 +259,7 @@ class Training:
         self.rank_context.weights.drop()  # threads may have read while values were written
         self.residency.outdate(range(len(self.records)))
         self._views.expire_all()
-        run_apart(partial(self._versions.count_updates, range(len(self.records))), "infinity-load")
+        run_apart(partial(self.versions.count_updates, range(len(self.records))), "infinity-load")
 
     # What parameters call.
 
@@ -322,17 +322,17 @@ class Training:
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
 
     def changes_told(self, index: int) -> int:
-        return self._versions.changes_told(index)
+        return self.versions.changes_told(index)
 
     def updates_counted(self, index: int) -> int:
-        return self._versions.updates_counted(index)
+        return self.versions.updates_counted(index)
 
     def version_beside_updates(self, index: int, tensor: torch.Tensor) -> int:
-        return self._versions.beside_updates(index, tensor)
+        return self.versions.beside_updates(index, tensor)
 
     def changed_copy(self, index: int, told: int) -> None:
         if self._open:
-            self._versions.changed_copy(index, told)
+            self.versions.changed_copy(index, told)
 
     @unseen()
     def _take_gradient(self, parameter: torch.Tensor) -> None:
@@ -375,8 +375,8 @@ class Training:
         for index, gradient in self._restoring.gradients.items():
             if self.records[index].spec.trainable:  # accumulated to, as plain PyTorch does
                 self.gradients.add(index, gradient)
-        self._versions.watch(self.model)
-        undo.push(self._versions.check_at_end)
+        self.versions.watch(self.model)
+        undo.push(self.versions.check_at_end)
         undo.push(self.loans.end)
         self._restoring.gradients.clear()
 

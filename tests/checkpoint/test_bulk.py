@@ -58,9 +58,9 @@ def odd_nodes(draw: st.DrawFn) -> list[Any]:
     """Nodes of which a few have one field that is perhaps not what it has to be."""
     nodes: list[Any] = [node(number) for number in range(draw(st.integers(0, 5)))]
     for chosen in draw(st.lists(st.sampled_from(nodes), max_size=2)) if nodes else []:
-        holder = chosen["chunks"][0] if draw(st.booleans()) and chosen.get("chunks") else chosen
-        if not isinstance(holder, dict):
-            continue
+        chunks = chosen.get("chunks")
+        is_usual = isinstance(chunks, list) and chunks and isinstance(chunks[0], dict)
+        holder = chunks[0] if draw(st.booleans()) and is_usual else chosen
         key = draw(st.sampled_from([*holder, "start", "shape", "strides", "storage", "more"]))
         if draw(st.integers(0, 5)) == 0:
             holder.pop(key, None)

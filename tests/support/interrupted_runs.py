@@ -19,7 +19,7 @@ from torch import nn
 
 import infinity
 from infinity import OffloadedModel
-from tests.support.interrupts import Lines, Remains, interrupt
+from tests.support.interrupts import Lines, Remains, at_rest, interrupt
 from tests.support.tiers import Leftovers
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
 
@@ -178,7 +178,7 @@ class Run:
         found: dict[str, Any] = {name: slab.used_bytes for name, slab in state.slabs.items()}
         if state.extents is not None:
             found["extents"] = state.extents.used_bytes
-        found["activations"] = self.activations.counts() | {"in host, peak": 0}
+        found["activations"] = at_rest(self.activations.counts)
         found["pins"] = len(state.weights._pins)
         found["held"] = len([*self.offloaded._training.residency.held])
         found["rest"] = Leftovers.of(self.folder / "nvme")
