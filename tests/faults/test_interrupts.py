@@ -48,7 +48,7 @@ def check_io(folder: Path, numbers: range, how: How = interrupt) -> None:
         lines = how(lambda: io(folder), number)
         assert lines.line
         (folder / "data").touch()
-        assert Remains.of(folder) == before, lines.line
+        assert Remains.of(folder, wanted=before) == before, lines.line
         io(folder)
 
 
@@ -114,7 +114,7 @@ class Lives:
         matches = [all(same_bits(v, found[k]) for k, v in each.items()) for each in self.allowed]
         if not any(matches):
             return "values are of no step"
-        if (remains := Remains.of(self.nvme)) != self.before:
+        if (remains := Remains.of(self.nvme, wanted=self.before)) != self.before:
             return f"left behind: {remains}"
         return ""
 

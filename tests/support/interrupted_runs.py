@@ -355,11 +355,11 @@ class Blocks:
             return "parameters are not real"
         if not _are_same(values_of(model), expected):
             return "values are others"
-        if not reclaims and (remains := Remains.of(self.nvme)) != self.before:
+        if not reclaims and (remains := Remains.of(self.nvme, wanted=self.before)) != self.before:
             return f"left behind: {remains}"
         if not _are_same(self._life(self._scenario.make()), self.trained):
             return "the next block differs"
-        remains = Remains.of(self.nvme)
+        remains = Remains.of(self.nvme, wanted=self.before)
         return "" if remains == self.before else f"left behind: {remains}"
 
     def _train(self, model: nn.Module, offloaded: OffloadedModel) -> None:

@@ -178,15 +178,21 @@ class Remains:
     threads: frozenset[str]
 
     @classmethod
-    def of(cls, *roots: Path) -> Remains:
-        """What there is once threads that are about to end have ended."""
+    def of(cls, *roots: Path, wanted: Remains | None = None) -> Remains:
+        """What there is once threads that are about to end have ended, and finalizers, which run on
+        threads without a name: with ``wanted``, once that is all there is, or it never will be.
+        """
         gc.collect()
         deadline = time.monotonic() + _END_SECONDS
-        # One that an interrupt kept from being waited for may not even have begun.
-        while (names := _own_threads()) and time.monotonic() < deadline:
+        while True:
+            # One that an interrupt kept from being waited for may not even have begun.
+            while (names := _own_threads()) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            gc.collect()
+            found = cls(Leftovers.of(*roots), names)
+            if wanted in (None, found) or time.monotonic() > deadline:
+                return found
             time.sleep(0.001)
-        gc.collect()
-        return cls(Leftovers.of(*roots), names)
 
 
 def at_rest(counts: Callable[[], dict[str, int]]) -> dict[str, int]:
