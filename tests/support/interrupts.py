@@ -180,8 +180,10 @@ class Remains:
     @classmethod
     def of(cls, *roots: Path, wanted: Remains | None = None) -> Remains:
         """What there is once threads that are about to end have ended, and finalizers, which run on
-        threads without a name: with ``wanted``, once that is all there is, or it never will be.
+        threads without a name: with ``wanted``, once that is all there is, or it never will be;
+        else once nothing changes any more.
         """
+        before: Remains | None = None
         gc.collect()
         deadline = time.monotonic() + _END_SECONDS
         while True:
@@ -190,9 +192,10 @@ class Remains:
                 time.sleep(0.001)
             gc.collect()
             found = cls(Leftovers.of(*roots), names)
-            if wanted in (None, found) or time.monotonic() > deadline:
+            if found in (wanted, before) or time.monotonic() > deadline:
                 return found
-            time.sleep(0.001)
+            before = found if wanted is None else None
+            time.sleep(0.01)
 
 
 def at_rest(counts: Callable[[], dict[str, int]]) -> dict[str, int]:
