@@ -53,8 +53,8 @@ test: $(VENV)/built ## Run the tests, without those that take long
 proof: $(VENV)/built ## Run the tests that take long, and properties on many more examples
 	mkdir -p build && rm -f $(COUNTS)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "(proof or hypothesis) and not alone" \
-	    --hypothesis-profile=proof --counts $(COUNTS) $(ARGS)
-	$(PYTEST) -m alone --counts $(COUNTS) $(ARGS)
+	    --hypothesis-profile=proof --counts=$(COUNTS) $(ARGS)
+	$(PYTEST) -m alone --counts=$(COUNTS) $(ARGS)
 
 soak: $(VENV)/built ## Run random programs with faults and kills for MINUTES, by SEED
 	$(BIN)/python tools/soak.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)

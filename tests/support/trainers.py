@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,12 +148,20 @@ def assert_same(first: Run, second: Run, *, except_logged: tuple[str, ...] = ())
 
 
 class KillAt(TrainerCallback):
-    """Kills the process, as a power cut would, when a step begins."""
+    """Kills the process, as a power cut would, when a step begins.
+
+    What was saved behind training before the step ahead of it is on disk: a disk may be slower
+    than a step.
+    """
 
     def __init__(self, step: int) -> None:
         self._step = step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step - 1:
+            for thread in threading.enumerate():
+                if thread.name.startswith("checkpoint-save"):
+                    thread.join()
         if state.global_step == self._step:
             os.kill(os.getpid(), signal.SIGKILL)
 
