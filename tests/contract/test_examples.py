@@ -179,23 +179,22 @@ def test_lora_saves_adapters_that_no_budget_changes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = in_memory(folder).train()
     adapters = add_adapters(plain, ["q_proj", "v_proj"], 8, 16.0)
-    optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2)
+    optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2, fused=True)
     first = {name: p.detach().clone() for name, p in adapters.items()}
     losses = []
     for step in range(STEPS):
         loss = loss_of_step(plain, step)
         loss.backward()
         losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(adapters.values(), 1.0)
+        clip(list(adapters.values()), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert losses_of(printed[SMALL]) == pytest.approx(losses, abs=1e-3)
+    assert losses_of(printed[SMALL]) == pytest.approx(losses, abs=1e-6)
     assert saved.keys() == everything.keys() == adapters.keys()
     for name, values in saved.items():
         assert torch.equal(values, everything[name]), name
-        moved = (adapters[name] - first[name]).abs().mean()
-        assert moved > 0, name
-        assert (adapters[name] - values).abs().mean() < 0.02 * moved, name
+        assert not torch.equal(values, first[name]), name
+        assert torch.equal(values, adapters[name]), name
 
 
 def test_lora_leaves_frozen_weights_as_they_were(tmp_path: Path) -> None:
