@@ -25,7 +25,26 @@ T = TypeVar("T")
 
 
 class StoppedError(Exception):
-    """Work that gave up because other work had failed, or because it was interrupted."""
+    """Work that gave up because other work had failed, or because it was interrupted: `interrupt`
+    says by what then, as `describe` does.
+    """
+
+    def __init__(self, what: str = "", *, interrupt: str = "") -> None:
+        super().__init__(what)
+        self.interrupt = interrupt
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, its kind first. Of work that was interrupted it is the interrupt:
+    who hears of it by another rank has no use for the way on which it came to the work.
+    """
+    if isinstance(error, StoppedError) and error.interrupt:
+        return error.interrupt
+    try:
+        what = str(error)
+    except Exception:  # of a class that is not ours, and what it is to say is its kind at least
+        what = ""
+    return f"{type(error).__name__}: {what}"
 
 
 class Cancellation:
@@ -33,15 +52,18 @@ class Cancellation:
 
     def __init__(self) -> None:
         self.is_requested = False
+        self._interrupt = ""  # its text alone: its traceback leads to whoever waits for the work
 
-    def request(self) -> None:
-        """Idempotent, from any thread."""
+    def request(self, interrupt: BaseException | None = None) -> None:
+        """Idempotent, from any thread. The first `interrupt` that is given is why."""
+        if interrupt is not None and not self.is_requested:
+            self._interrupt = describe(interrupt)
         self.is_requested = True
 
     def check(self) -> None:
         """Raises StoppedError if the work is to stop."""
         if self.is_requested:
-            raise StoppedError("interrupted")
+            raise StoppedError("interrupted", interrupt=self._interrupt)
 
 
 class _Thread(WatchedThread):
@@ -86,12 +108,13 @@ class Worker(Generic[T]):
         except RuntimeError as error:
             raise no_thread(self._name) from error
 
-    def withdraw(self) -> None:
-        """Asks it to stop; if it has not begun, it never will. Then `ended` will be set.
+    def withdraw(self, interrupt: BaseException | None = None) -> None:
+        """Asks it to stop, because of an `interrupt`; if it has not begun, it never will. Then
+        `ended` will be set.
 
         Where it is interrupted itself, to be called again.
         """
-        self.cancellation.request()
+        self.cancellation.request(interrupt)
         if self._claimed_for("nothing"):
             self._work.clear()
             self.ended.set()
@@ -141,12 +164,12 @@ def sheltered(work: Callable[[Cancellation], T], name: str) -> T:
     try:
         worker.start()
         worker.ended.wait()
-    except BaseException:
+    except BaseException as interrupt:
         # Not in a function of its own: where two signals come at once, what the handler of the
         # second raises comes up at the very next call, and that has to be within the inner block.
         while True:
             try:
-                worker.withdraw()
+                worker.withdraw(interrupt)
                 worker.ended.wait()
                 break
             except BaseException:  # there is one interrupt on its way, which says so
@@ -165,10 +188,10 @@ def wait_for(worker: Worker[T], latch: Latch) -> None:
     try:
         worker.start()
         latch.wait()
-    except BaseException:
+    except BaseException as interrupt:
         while True:
             try:
-                worker.withdraw()
+                worker.withdraw(interrupt)
                 break
             except BaseException:  # as in `sheltered`
                 pass

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from aio.errors import check_seconds
 from checkpoint.errors import RankFailedError
 from checkpoint.ranks.coordinator import Operation, doing
+from checkpoint.sheltered import describe
 
 T = TypeVar("T")
 _CAUSE = "infinity-cause"
@@ -259,11 +260,6 @@ class GroupCoordinator:
         except RuntimeError:
             return None
         return told.decode(errors="replace")
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line, its kind first."""
-    return f"{type(error).__name__}: {error}"
 
 
 def _check_arguments(seconds: float | None, name: Name | None) -> None:

@@ -18,7 +18,7 @@ from sweep_saves import KINDS, Case, Footing, Interrupter, Place, interrupt_poin
 
 import checkpoint
 from aio.threads import Latch
-from checkpoint.sheltered import StoppedError, Worker, sheltered
+from checkpoint.sheltered import StoppedError, Worker, describe, sheltered
 from tests.support.keyboard import keyboard_of
 from tests.support.scripts import Script
 
@@ -200,6 +200,26 @@ def test_work_that_is_withdrawn_before_it_begins_never_does() -> None:
     worker.start()
     worker.ended.wait()
     assert done == []
+
+
+class _Unspeakable(BaseException):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "what"),
+    [(SystemExit("preempted"), "SystemExit: preempted"), (_Unspeakable(), "_Unspeakable: ")],
+)
+def test_work_that_is_stopped_says_what_interrupted_it_first(
+    interrupt: BaseException, what: str
+) -> None:
+    worker = Worker(lambda cancellation: cancellation.check(), "stopped")
+    worker.withdraw(interrupt)
+    worker.withdraw(KeyboardInterrupt())
+    with pytest.raises(StoppedError) as stopped:
+        worker.cancellation.check()
+    assert describe(stopped.value) == what
 
 
 def test_a_latch_that_is_waited_for_in_vain_can_be_set_later() -> None:

@@ -69,7 +69,7 @@ def test_rank_that_is_interrupted_anywhere_in_a_save_tells_the_others_or_all_hav
     told, lines = run_ranks(rank_managers.interrupted_saves, tmp_path, 2, wanted=wanted, seed=seed)
     for name, points in told.items():
         for (_, heard, is_there), (line, *_) in zip(points, lines[name], strict=True):
-            is_told = heard.startswith("RankFailedError: rank 1 failed: ")
+            is_told = heard.startswith("RankFailedError: rank 1 failed: Interrupted")
             assert is_told or (heard, is_there) == ("", "True"), f"{name} at {line}: {heard}"
         assert any(heard for _, heard, _ in points), name
 

@@ -61,6 +61,15 @@ def test_an_interrupt_before_a_save_begins_is_told_to_the_ranks_that_wait(tmp_pa
         assert first[f"after {name}"] == second[f"after {name}"] == ""
 
 
+def test_an_interrupt_while_bytes_are_moved_is_told_to_the_other_ranks_by_its_name(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(rank_refusals.interrupted_transfers, tmp_path, 2)
+    for name, told in second.items():
+        assert told == "interrupted", name
+        assert first[name].startswith("RankFailedError: rank 1 failed: KeyboardInterrupt"), first
+
+
 def test_a_rank_that_other_ranks_failed_tells_those_it_saves_with(tmp_path: Path) -> None:
     first, second = run_ranks(rank_refusals.failures_elsewhere, tmp_path, 2)
     assert first[0] == "RankFailedError: rank 7 of another group failed"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import signal
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,10 @@ from unittest import mock
 import torch
 
 import checkpoint
+from checkpoint.sheltered import Cancellation
+from tests.support.keyboard import Keyboard, keyboard_of
 from tests.support.rank_jobs import complaint
+from tests.support.rank_managers import Part
 
 _NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "the disk of this rank")
 _FAILING: dict[str, tuple[str, BaseException]] = {
@@ -126,6 +131,59 @@ _BEFORE_A_SAVE = {
     "settling": "checkpoint.saving.pending.PendingSave.wait_done",
     "starting": "checkpoint.saving.running.wait_for",
 }
+
+
+def interrupted_transfers(rank: int, folder: Path) -> dict[str, str]:
+    """What each rank is told where a Ctrl-C meets rank 1 while its bytes are on their way: what
+    fails of that is the thread that moves them, which was not interrupted itself.
+    """
+    coordinator = checkpoint.GroupCoordinator(timeout_seconds=10)
+    manager = checkpoint.Manager(folder / "run", coordinator=coordinator)
+    plain = {"w": Part(rank, coordinator.world_size, 1)}
+    manager.save(1, plain)
+    told = {}
+    with keyboard_of(signal.SIGINT) as keyboard:
+        tree = {"w": _Interrupted(rank, coordinator.world_size, keyboard) if rank else plain["w"]}
+        for name, call in {
+            "save": partial(checkpoint.save, tree, folder / "step", coordinator=coordinator),
+            "Manager.save": partial(manager.save, 2, tree),
+            "Manager.load": partial(manager.load, 1, into=tree),
+        }.items():
+            try:
+                told[name] = complaint(call)
+            except KeyboardInterrupt:
+                told[name] = "interrupted"
+    manager.save(3, plain)
+    return told
+
+
+class _Interrupted(Part):
+    """The part of a rank whose main thread is interrupted when it is read or written: the transfer
+    goes on when it has been asked to stop.
+    """
+
+    def __init__(self, rank: int, world_size: int, keyboard: Keyboard) -> None:
+        super().__init__(rank, world_size, 1)
+        self._keyboard = keyboard
+
+    def read(self, start: int, out: memoryview) -> None:
+        self._interrupt()
+        super().read(start, out)
+
+    def write(self, start: int, data: memoryview) -> None:
+        self._interrupt()
+        super().write(start, data)
+
+    def _interrupt(self) -> None:
+        is_asked, request = threading.Event(), Cancellation.request
+
+        def noted(*arguments: Any) -> None:
+            request(*arguments)
+            is_asked.set()
+
+        with mock.patch.object(Cancellation, "request", noted):
+            self._keyboard.press()
+            assert is_asked.wait(10)
 
 
 def failures_elsewhere(rank: int, folder: Path) -> list[str]:
