@@ -176,8 +176,8 @@ class OpenCheckpoint(ChunkReader):
         """A leaf of the checkpoint as a byte source, verified as it is read."""
         record = self.manifest.tensors[view.tensor]
         if view.is_row_major:
-            return _StoredRange(self, record, view.offset, view.dtype, view.shape)
-        return _PickedView(self, record, view, view.dtype, view.shape)
+            return _StoredRange(self, record, view.dtype, view.shape, view.offset)
+        return _PickedView(self, record, view.dtype, view.shape, view)
 
     def close(self) -> None:
         """Closes the files. Idempotent."""
@@ -232,34 +232,34 @@ def _of_bytes(sizes: Shape, itemsize: int) -> Shape:
 
 
 @dataclass(slots=True)
-class _StoredRange:
-    """The bytes of a stored tensor from `offset` on."""
+class _Stored:
+    """A part of a stored tensor, as a tensor of this dtype and shape."""
 
     opened: OpenCheckpoint
     record: TensorRecord
-    offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     thread_safe: ClassVar[bool] = True
+
+
+@dataclass(slots=True)
+class _StoredRange(_Stored):
+    """The bytes of a stored tensor from `offset` on."""
+
+    offset: int
 
     def read(self, start: int, out: memoryview) -> None:
         self.opened.read(self.record, self.offset + start, out)
 
 
 @dataclass(slots=True)
-class _PickedView:
+class _PickedView(_Stored):
     """Elements that lie apart in another tensor. Where they do not lie in their order, they are in
     memory with what lies between them from the first read of them to that of the last one.
     """
 
-    opened: OpenCheckpoint
-    record: TensorRecord
     view: TensorView
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    thread_safe: ClassVar[bool] = True
 
     def read(self, start: int, out: memoryview) -> None:
         itemsize, strides = self.dtype.itemsize, self.view.strides or ()

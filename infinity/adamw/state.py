@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 
 import checkpoint
@@ -29,6 +28,7 @@ from infinity.adamw.local_tensors import flat, like, local, shape_in, unflat
 from infinity.adamw.member import Held, Member
 from infinity.adamw.tiers.store import StateStore
 from infinity.optim.adamw import AdamRule
+from infinity.values.component_bytes import values_at
 from swap.plain import plain
 from swap.tiers import format_bytes
 
@@ -169,18 +169,11 @@ class StateBytes:
 
     def read(self, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``."""
-        self.store.read(self.number, self.component, self._first(start), self._elements(out))
+        self.store.read(self.number, self.component, *values_at(start, out, self.dtype))
 
     def write(self, start: int, data: memoryview) -> None:
         """Take ``data`` as the bytes from byte ``start``; whole elements. Raises ``AioError``."""
-        self.store.write(self.number, self.component, self._first(start), self._elements(data))
-
-    def _first(self, start: int) -> int:
-        assert start % self.dtype.itemsize == 0, "pieces begin with an element"
-        return start // self.dtype.itemsize
-
-    def _elements(self, data: memoryview) -> torch.Tensor:
-        return torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
+        self.store.write(self.number, self.component, *values_at(start, data, self.dtype))
 
 
 def save(

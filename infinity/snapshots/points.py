@@ -230,30 +230,21 @@ class Snapshots:
         """Let the state be as in the snapshot; returns its ``extra``. Raises what
         ``offloaded.load`` does, ``FileNotFoundError``, and why it cannot be read, as it is.
         """
+        state = training.state
         with self._turn, self._by_itself():
             self._wait_pending(name)
-            return self._restore(training, name, begin, then)
+            entry = self._known.found(state, name)
 
-    def _restore(
-        self,
-        training: TrainingState,
-        name: str,
-        begin: Callable[[], None],
-        then: Callable[[], None],
-    ) -> Any:
-        state = training.state
-        entry = self._known.found(state, name)
+            def adopted() -> set[int]:
+                groups = alike(state, entry.contents)
+                run_apart(partial(adopt, state, entry.contents, groups), "infinity-adopt")
+                fill_host(state, entry.folder, groups, training.checkpoint_bytes)
+                return {s.parameter for n in groups for s in state.layout.subgroups[n].segments}
 
-        def adopted() -> set[int]:
-            groups = alike(state, entry.contents)
-            run_apart(partial(adopt, state, entry.contents, groups), "infinity-adopt")
-            fill_host(state, entry.folder, groups, training.checkpoint_bytes)
-            return {s.parameter for n in groups for s in state.layout.subgroups[n].segments}
-
-        with SavedPoint(entry, self._known.paths(entry), adopted) as saved:
-            return load_from(
-                training, entry.folder, saved.read, saved.check, begin=begin, then=then
-            )
+            with SavedPoint(entry, self._known.paths(entry), adopted) as saved:
+                return load_from(
+                    training, entry.folder, saved.read, saved.check, begin=begin, then=then
+                )
 
     def give_back_orphans(self) -> None:
         """Give back what processes that are gone left in files that snapshots keep; what cannot be

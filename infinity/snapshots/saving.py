@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from checkpoint import PendingSave
 from checkpoint.saving.api import SaveRequest, save_on, start_save
 from infinity.snapshots.reading import SavedPoint
+from infinity.values.component_bytes import values_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,7 @@ class PointBytes:
         """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``, and
         ``CorruptCheckpointError`` for what host memory held.
         """
-        values = torch.from_numpy(np.frombuffer(out, dtype=np.uint8)).view(self.dtype)
-        self.point.fill(self.leaf, self.component, start // self.dtype.itemsize, values)
+        self.point.fill(self.leaf, self.component, *values_at(start, out, self.dtype))
 
 
 class _NothingToGuard:

@@ -22,6 +22,15 @@ MASTER_COMPONENTS = ("weight", "lo", "master")
 Ranges = tuple[tuple[int, int], ...]
 
 
+def values_at(start: int, data: memoryview, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+    """Of bytes from byte ``start`` on, whole elements: the number of the first, and all of them,
+    flat, where they lie.
+    """
+    assert start % dtype.itemsize == 0, "pieces begin with an element"
+    values = torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(dtype)
+    return start // dtype.itemsize, values
+
+
 @dataclass(frozen=True, slots=True)
 class ComponentBytes:
     """One component of one parameter: a ``checkpoint.ByteSource`` and ``ByteSink``."""
@@ -62,9 +71,7 @@ class ComponentBytes:
 
     def _kept(self, start: int, data: memoryview) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(parameter, first of the values that this rank keeps, where they are in ``data``)."""
-        assert start % self.dtype.itemsize == 0, "pieces begin with an element"
-        values = torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(self.dtype)
-        first = start // self.dtype.itemsize
+        first, values = values_at(start, data, self.dtype)
         for part, low, at, length in self.leaf.split(first, values.numel(), self.component):
             kept = self.component.part(part.first, part.spec.numel)
             begin, end = max(low, kept.start), min(low + length, kept.stop)

@@ -227,31 +227,33 @@ def refusal_of_tiled(name: str = "a layer") -> str:
     )
 
 
+_WAYS = "it values: to_empty and load_state_dict, or another block with weights= or offloaded.load"
+"""What is to be given to a parameter without values."""
+
+
 def refusal_of_lost(name: str) -> str:
     """What is said about the parameter ``name`` after a block at whose end nobody could read it."""
-    return (
-        f"{name} has no values: they could not be read back as an offload block ended, and it is "
-        "on the meta device since. Call retry() of the RestoreError, or give it values: to_empty "
-        "and load_state_dict, or another block with weights= or offloaded.load"
-    )
+    why = "they could not be read back as an offload block ended"
+    return _refusal_of_valueless(name, why, f"Call retry() of the RestoreError, or give {_WAYS}")
 
 
 def refusal_of_gone(name: str) -> str:
     """The same where it was partitioned, and a rank failed."""
-    return (
-        f"{name} has no values: a rank failed in the offload block, with its part of them, "
-        "and it is on the meta device since. Give it values: to_empty and load_state_dict, or "
-        "another block with weights= or offloaded.load of the last checkpoint"
-    )
+    why = "a rank failed in the offload block, with its part of them"
+    return _refusal_of_valueless(name, why, f"Give {_WAYS} of the last checkpoint")
 
 
 def refusal_of_mixed(name: str) -> str:
     """The same where a load was stopped, and nothing was loaded after it."""
-    return (
-        f"{name} has no values: what replaced them in the offload block was stopped, they were in "
-        "part from before and in part from after it, and it is on the meta device since. Give it "
-        "values: to_empty and load_state_dict, or another block with weights= or offloaded.load"
+    why = (
+        "what replaced them in the offload block was stopped, they were in part from before and in "
+        "part from after it"
     )
+    return _refusal_of_valueless(name, why, f"Give {_WAYS}")
+
+
+def _refusal_of_valueless(name: str, why: str, remedy: str) -> str:
+    return f"{name} has no values: {why}, and it is on the meta device since. {remedy}"
 
 
 def check_not_transformed(name: str) -> None:
