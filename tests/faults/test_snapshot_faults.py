@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,20 @@ from infinity.snapshots import known, points
 from infinity.snapshots.entries import read_entry
 from swap.storage.extents import ExtentStore
 from tests.support.interrupts import interrupt, sampled
-from tests.support.models import seeded
-from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
+from tests.support.snapshot_runs import (
+    ADAMW,
+    Net,
+    assert_restored,
+    assert_same,
+    block_of,
+    everything,
+    left_empty,
+    no_room,
+    train,
+)
 from tests.support.training import WHOLE, least_budget
+
+_block = partial(block_of, Net)
 
 
 @pytest.fixture(scope="module")
@@ -31,30 +43,25 @@ def least(tmp_path_factory: pytest.TempPathFactory) -> int:
 @pytest.fixture
 def nvme(tmp_path: Path) -> Iterator[Path]:
     """Nothing may stay here but what a test leaves on purpose."""
-    directory = tmp_path / "nvme"
-    directory.mkdir()
-    yield directory
-    with _block(directory, WHOLE) as offloaded:
-        for one in offloaded.snapshots():
-            offloaded.drop_snapshot(one.name)
-    assert list(directory.rglob("*")) == []
+    with left_empty(tmp_path / "nvme", Net) as directory:
+        yield directory
 
 
-def _block(nvme: Any, host_memory: int, seed: int = 0, **options: Any) -> Any:
-    return infinity.offload(
-        seeded(Net, seed), nvme, host_memory=host_memory, **({"optimizer": ADAMW} | options)
-    )
+def _trained_past(offloaded: Any, at: int, then: int) -> dict[str, Any]:
+    """Train to a snapshot "a" after step ``at``, and on to ``then``; gives what that is of."""
+    train(offloaded, 0, at)
+    offloaded.snapshot("a")
+    expected = everything(offloaded)
+    train(offloaded, at, then)
+    return expected
 
 
-def _assert_restored(name: str, expected: dict[str, Any], nvme: Path, host_memory: int) -> None:
+def _assert_restored_anew(
+    name: str, expected: dict[str, Any], nvme: Path, host_memory: int
+) -> None:
     """A block that begins with other values has those of the snapshot."""
     with _block(nvme, host_memory, seed=2) as offloaded:
-        offloaded.restore(name)
-        assert_same(expected, everything(offloaded))
-
-
-def _no_room(*_: object, **__: object) -> Any:
-    raise AioError("no room", errno=errno.ENOSPC)
+        assert_restored(offloaded, expected, name)
 
 
 @pytest.mark.parametrize("place", ["link", "save"])
@@ -70,7 +77,7 @@ def test_snapshot_that_fails_leaves_training_and_earlier_ones_whole(
         before = everything(offloaded)
         where = (os, "link") if place == "link" else (points, "save_on")
         with monkeypatch.context() as patch:
-            patch.setattr(*where, _no_room)
+            patch.setattr(*where, no_room)
             for name in ("a", "b"):
                 with pytest.raises(OSError, match="no room"):
                     offloaded.snapshot(name)
@@ -84,22 +91,18 @@ def test_snapshot_that_fails_leaves_training_and_earlier_ones_whole(
             assert used == state.placement.state_nvme_bytes + state.placement.gradient_nvme_bytes
         train(offloaded, 3, 5)
         if place == "save":
-            offloaded.restore("a")
-            assert_same(first, everything(offloaded))
+            assert_restored(offloaded, first, extra=1)
 
 
 def test_step_that_finds_no_room_is_forgotten_by_restore(
     least: int, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with _block(nvme, least) as offloaded:
-        train(offloaded, 0, 2)
-        offloaded.snapshot("a")
-        expected = everything(offloaded)
-        train(offloaded, 2, 4)
+        expected = _trained_past(offloaded, 2, 4)
         after = everything(offloaded)
         with monkeypatch.context() as patch:
             for name in ("allocate", "allocate_adjacent"):
-                patch.setattr(ExtentStore, name, _no_room)
+                patch.setattr(ExtentStore, name, no_room)
             train(offloaded, 4, 5)
             with pytest.raises(AioError, match="no room"):
                 offloaded.flush()
@@ -109,8 +112,7 @@ def test_step_that_finds_no_room_is_forgotten_by_restore(
                 offloaded.restore("b")
             with pytest.raises(AioError, match="no room"):
                 offloaded.flush()
-            offloaded.restore("a")
-            assert_same(expected, everything(offloaded))
+            assert_restored(offloaded, expected)
         train(offloaded, 2, 4)
         assert_same(after, everything(offloaded))
 
@@ -140,7 +142,7 @@ def test_block_whose_swap_file_lost_pages_takes_no_snapshot_and_the_next_one_doe
     with _block(nvme, least, seed=2) as offloaded:
         offloaded.load(tmp_path / "saved")
         offloaded.snapshot("one")
-    _assert_restored("one", expected, nvme, least)
+    _assert_restored_anew("one", expected, nvme, least)
 
 
 def test_second_block_is_refused_while_the_first_uses_snapshots(
@@ -169,23 +171,20 @@ def test_snapshot_stays_when_blocks_begin_and_swap_files_are_collected(
     capsys.readouterr()
     kept = sum(path.lstat().st_blocks * 512 for path in nvme.rglob("*") if path.is_file())
     assert kept < taken.nbytes + 64 * 1024
-    _assert_restored("a", expected, nvme, least)
+    _assert_restored_anew("a", expected, nvme, least)
 
 
 def test_snapshot_is_dropped_by_the_command_and_its_space_comes_back(
     least: int, nvme: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with _block(nvme, least) as offloaded:
-        train(offloaded, 0, 1)
-        offloaded.snapshot("a")
-        expected = everything(offloaded)
-        train(offloaded, 1, 2)
+        expected = _trained_past(offloaded, 1, 2)
         taken = offloaded.snapshot("b")
     assert cli.main(["snapshots", os.fspath(nvme), "--drop", "b"]) == 0
     assert capsys.readouterr().out.startswith("a: step 1, ")
     kept = sum(path.lstat().st_blocks * 512 for path in nvme.rglob("*") if path.is_file())
     assert kept < taken.nbytes + 64 * 1024
-    _assert_restored("a", expected, nvme, least)
+    _assert_restored_anew("a", expected, nvme, least)
     assert cli.main(["snapshots", os.fspath(nvme), "--drop", "b"]) == 1
     assert "there is no snapshot b" in capsys.readouterr().err
     assert cli.main(["snapshots", os.fspath(nvme), "--drop", "a"]) == 0
@@ -214,10 +213,7 @@ def test_damaged_snapshot_is_refused_and_keeps_what_others_need(
     least: int, nvme: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with _block(nvme, least) as offloaded:
-        train(offloaded, 0, 2)
-        offloaded.snapshot("a")
-        expected = everything(offloaded)
-        train(offloaded, 2, 3)
+        expected = _trained_past(offloaded, 2, 3)
         offloaded.snapshot("b")
     manifest = next(path for path in nvme.rglob("manifest.json") if path.parent.name == "b")
     whole = manifest.read_bytes()
@@ -228,13 +224,11 @@ def test_damaged_snapshot_is_refused_and_keeps_what_others_need(
             offloaded.restore("b")
         with pytest.raises(ValueError, match="drop_snapshot"):
             offloaded.snapshot("b")
-        offloaded.restore("a")
-        assert_same(expected, everything(offloaded))
+        assert_restored(offloaded, expected)
     assert "drop_snapshot('b')" in caplog.text
     with _block(nvme, least, seed=2) as offloaded:
         offloaded.drop_snapshot("b")
-        offloaded.restore("a")
-        assert_same(expected, everything(offloaded))
+        assert_restored(offloaded, expected)
 
 
 @pytest.mark.parametrize(
@@ -294,10 +288,9 @@ def test_interrupted_calls_leave_whole_snapshots(least: int, nvme: Path) -> None
                     offloaded.snapshot("a")
                 interrupt(call, number)
                 assert {one.name for one in offloaded.snapshots()} <= {"a", "kept"}
-                offloaded.restore("kept")
-                assert_same(expected, everything(offloaded))
+                assert_restored(offloaded, expected, "kept")
                 train(offloaded, 2, 3)
-    _assert_restored("kept", expected, nvme, least)
+    _assert_restored_anew("kept", expected, nvme, least)
 
 
 @pytest.mark.parametrize("left", [(), ("points",), ("lock",), ("lock", "points")])
@@ -338,6 +331,5 @@ def test_snapshot_that_could_not_be_read_once_is_restored_and_replaced_as_any_ot
             offloaded.snapshot("a", extra=2)
             assert offloaded.restore("a") == 2
         else:
-            assert offloaded.restore("a") == 1
-            assert_same(expected, everything(offloaded))
+            assert_restored(offloaded, expected, extra=1)
         assert failures == []

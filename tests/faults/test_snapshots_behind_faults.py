@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +23,32 @@ from checkpoint.saving.pending import PendingSave
 from infinity.model import training_of
 from infinity.snapshots import points
 from tests.support.interrupts import interrupt, sampled
-from tests.support.models import seeded
-from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
-from tests.support.training import WHOLE, least_budget
+from tests.support.snapshot_runs import (
+    ADAMW,
+    assert_restored,
+    assert_same,
+    block_of,
+    everything,
+    left_empty,
+    no_room,
+    shallow,
+    train,
+)
+from tests.support.training import least_budget
 
-
-def _net() -> Net:
-    return Net(3)
+_block = partial(block_of, shallow)
 
 
 @pytest.fixture(scope="module")
 def least(tmp_path_factory: pytest.TempPathFactory) -> int:
-    return least_budget(_net, tmp_path_factory.mktemp("least"), optimizer=ADAMW)
+    return least_budget(shallow, tmp_path_factory.mktemp("least"), optimizer=ADAMW)
 
 
 @pytest.fixture
 def nvme(tmp_path: Path) -> Iterator[Path]:
     """Nothing may stay here but what a test leaves on purpose."""
-    directory = tmp_path / "nvme"
-    directory.mkdir()
-    yield directory
-    with _block(directory, WHOLE) as offloaded:
-        for one in offloaded.snapshots():
-            offloaded.drop_snapshot(one.name)
-    assert list(directory.rglob("*")) == []
-
-
-def _block(nvme: Any, host_memory: int, seed: int = 0) -> Any:
-    return infinity.offload(seeded(_net, seed), nvme, host_memory=host_memory, optimizer=ADAMW)
-
-
-def _no_room(*_: object, **__: object) -> Any:
-    raise AioError("no room", errno=errno.ENOSPC)
+    with left_empty(tmp_path / "nvme", shallow) as directory:
+        yield directory
 
 
 PLACES: dict[str, tuple[Any, str]] = {
@@ -76,7 +71,7 @@ def test_snapshot_that_fails_behind_training_leaves_all_as_it_was(
         first = everything(offloaded)
         train(offloaded, 1, 3)
         with monkeypatch.context() as patch:
-            patch.setattr(*PLACES[place], _no_room)
+            patch.setattr(*PLACES[place], no_room)
             pending = offloaded.snapshot("a", keep=1, block=False)
             train(offloaded, 3, 4)
             with pytest.raises(OSError, match="no room"):
@@ -90,8 +85,7 @@ def test_snapshot_that_fails_behind_training_leaves_all_as_it_was(
             assert offloaded.snapshots() == []
         else:
             assert [one.step for one in offloaded.snapshots()] == [1]
-            assert offloaded.restore("a") == 1
-            assert_same(first, everything(offloaded))
+            assert_restored(offloaded, first, extra=1)
             offloaded.drop_snapshot("a")
         used = state.placement.state_nvme_bytes + state.placement.gradient_nvme_bytes
         assert state.extents.used_bytes == used
@@ -120,11 +114,9 @@ def test_snapshot_behind_training_whose_last_sync_fails_is_there_and_whole(
             with pytest.raises(OSError, match="cannot be synced"):
                 pending.result()
         train(offloaded, 2, 6)
-        assert offloaded.restore("a") == 2
-        assert_same(expected, everything(offloaded))
+        assert_restored(offloaded, expected, extra=2)
     with _block(nvme, least, seed=2) as offloaded:
-        assert offloaded.restore("a") == 2
-        assert_same(expected, everything(offloaded))
+        assert_restored(offloaded, expected, extra=2)
 
 
 @pytest.mark.parametrize("call", ["snapshot", "behind", "restore", "drop", "save", "end", "other"])
@@ -140,7 +132,7 @@ def test_error_that_nobody_asked_for_is_raised_once(
         with _block(nvme, least) as offloaded:
             offloaded.snapshot("a", extra=1)
             with monkeypatch.context() as patch:
-                patch.setattr(RankFiles, "write", _no_room)
+                patch.setattr(RankFiles, "write", no_room)
                 offloaded.snapshot("a", block=False).wait_done()
             calls: dict[str, Callable[[], object]] = {
                 "snapshot": lambda: offloaded.snapshot("a", extra=2),
@@ -231,8 +223,7 @@ def test_interrupted_calls_leave_whole_snapshots_behind_training(least: int, nvm
         lines = interrupt(call, None)
         for number in sampled(lines.seen, 6, seed=2):
             interrupt(call, number)
-            offloaded.restore("kept")
-            assert_same(expected, everything(offloaded))
+            assert_restored(offloaded, expected, "kept")
             assert {one.name for one in offloaded.snapshots()} <= {"a", "kept"}
             train(offloaded, 2, 3)
         state = training_of(offloaded).state

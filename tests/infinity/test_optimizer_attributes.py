@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +18,17 @@ from torch import nn
 import infinity
 from infinity.optim.torch_optimizer.rule import TorchRule
 from tests.support.models import seeded
+from tests.support.own_optimizers import Scaled
 from tests.support.training import WHOLE, same_bits
 
 
-class _Sgd(torch.optim.Optimizer):
-    """``factor`` of the rate, for each parameter."""
-
+class _Sgd(Scaled):
     def __init__(self, params: Any, model: nn.Module | None = None, **options: Any) -> None:
         super().__init__(params, {"lr": 1e-2, **options})
         self.made(model or nn.Linear(2, 2))
 
     def made(self, model: nn.Module) -> None:
         """What there is from the beginning on."""
-
-    def begin(self) -> None:
-        """Before the parameters."""
-
-    def factor(self, p: torch.Tensor, group: dict[str, Any]) -> float:
-        return 1.0
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        self.begin()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=float(group["lr"]) * self.factor(p, group))
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,31 @@ from infinity.model import training_of
 from infinity.snapshots import points
 from infinity.snapshots.sources import HostBytes
 from tests.support.models import seeded
-from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
+from tests.support.snapshot_runs import (
+    ADAMW,
+    Net,
+    assert_restored,
+    assert_same,
+    block_of,
+    everything,
+    shallow,
+    train,
+)
 from tests.support.training import WHOLE, least_budget
 
 MIB = 1 << 20
-
-
-def _net() -> Net:
-    return Net(3)
+_block = partial(block_of, shallow)
 
 
 @pytest.fixture(scope="module")
 def least(tmp_path_factory: pytest.TempPathFactory) -> int:
-    return least_budget(_net, tmp_path_factory.mktemp("least"), optimizer=ADAMW)
+    return least_budget(shallow, tmp_path_factory.mktemp("least"), optimizer=ADAMW)
 
 
-def _block(nvme: Any, host_memory: int, seed: int = 0, **options: Any) -> Any:
-    return infinity.offload(
-        seeded(_net, seed), nvme, host_memory=host_memory, **({"optimizer": ADAMW} | options)
-    )
+def _assert_kept(offloaded: Any, before: dict[str, Any], extra: object = None) -> None:
+    """The snapshot "a" is of that; it is dropped."""
+    assert_restored(offloaded, before, extra=extra)
+    offloaded.drop_snapshot("a")
 
 
 class Gate:
@@ -102,12 +109,9 @@ def test_snapshot_behind_training_is_of_the_moment_of_the_call(
         assert offloaded.snapshots() in ([], [pending.result()])
         assert offloaded.snapshots() == [pending.result()]
         assert_same(after, everything(offloaded))
-        assert offloaded.restore("a") == {"seen": [1]}
-        assert_same(before, everything(offloaded))
+        assert_restored(offloaded, before, extra={"seen": [1]})
     with infinity.offload(seeded(Net, 7), nvme, **options) as offloaded:
-        assert offloaded.restore("a") == {"seen": [1]}
-        assert_same(before, everything(offloaded))
-        offloaded.drop_snapshot("a")
+        _assert_kept(offloaded, before, extra={"seen": [1]})
 
 
 @pytest.mark.parametrize("change", ["step", "modify", "load", "restore"])
@@ -151,8 +155,7 @@ def test_host_memory_changes_only_once_a_snapshot_has_read_it(
             offloaded.restore("first")
         assert waited.is_set()
         pending.result()
-        offloaded.restore("a")
-        assert_same(before, everything(offloaded))
+        assert_restored(offloaded, before)
         for name in ("a", "first"):
             offloaded.drop_snapshot(name)
 
@@ -167,9 +170,7 @@ def test_buffers_and_extra_state_change_behind_a_snapshot_and_not_in_it(
         offloaded.model(torch.randn(8, 256))  # running averages
         offloaded.model.norm.running_mean.fill_(9.0)
         gate.open()
-        offloaded.restore("a")
-        assert_same(before, everything(offloaded))
-        offloaded.drop_snapshot("a")
+        _assert_kept(offloaded, before)
 
 
 def test_snapshot_of_the_same_name_stays_until_the_new_one_is_durable(
@@ -190,9 +191,7 @@ def test_snapshot_of_the_same_name_stays_until_the_new_one_is_durable(
         state = training_of(offloaded).state
         assert state.extents is not None
         del first
-        assert offloaded.restore("a") == 2
-        assert_same(before, everything(offloaded))
-        offloaded.drop_snapshot("a")
+        _assert_kept(offloaded, before, extra=2)
         used = state.placement.state_nvme_bytes + state.placement.gradient_nvme_bytes
         assert state.extents.used_bytes == used
 
@@ -259,9 +258,7 @@ def test_end_of_the_block_waits_for_the_snapshot_that_is_on_its_way(
     assert pending.result().step == 2
     with _block(nvme, least, seed=5) as offloaded:
         assert offloaded.snapshots() == [pending.result()]
-        offloaded.restore("a")
-        assert_same(before, everything(offloaded))
-        offloaded.drop_snapshot("a")
+        _assert_kept(offloaded, before)
 
 
 def test_checkpoint_that_is_saved_of_a_snapshot_is_not_dropped_with_it(
@@ -345,6 +342,4 @@ def test_snapshot_where_weights_cannot_be_read_is_taken(
             with file.open("r+b") as out:
                 out.write(content)
         train(offloaded, 2, 3)
-        offloaded.restore("a")
-        assert_same(before, everything(offloaded))
-        offloaded.drop_snapshot("a")
+        _assert_kept(offloaded, before)

@@ -4,7 +4,6 @@ parameter has of its own, as in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,65 +13,48 @@ from torch import nn
 
 import checkpoint
 import infinity
+from tests.support.own_optimizers import Each
 from tests.support.training import least_budget, same_bits
 
 WIDTH = 144
 
 
-class _Each(torch.optim.Optimizer):
-    """Calls ``one`` for every parameter that has a gradient."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            names = group.get("param_names", [""] * len(group["params"]))
-            for name, p in zip(names, group["params"], strict=False):
-                if p.grad is not None:
-                    self.one(p, self.state[p], name)
-
-    def one(self, p: Any, state: dict[str, Any], name: str) -> None:
-        raise NotImplementedError
-
-
-class _Double(_Each):
+class _Double(Each):
     def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         total = state.setdefault("master", torch.zeros_like(p, dtype=torch.float64))
         total.mul_(0.9).add_(p.grad.double())
         p.sub_(total.float(), alpha=0.1)
 
 
-class _Counts(_Each):
+class _Counts(Each):
     def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         count = state.setdefault("n", torch.full_like(p, 2**24, dtype=torch.int64))
         count += p.grad > 0
         p.sub_(p.grad * (count - 2**24 + 1), alpha=0.1)
 
 
-class _Half(_Each):
+class _Half(Each):
     def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         average = state.setdefault("m", torch.zeros_like(p, dtype=torch.bfloat16))
         average.mul_(0.9).add_(p.grad.bfloat16())
         p.sub_(average.float(), alpha=0.1)
 
 
-class _Seen(_Each):
+class _Seen(Each):
     def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         seen = state.setdefault("seen", torch.zeros_like(p, dtype=torch.bool))
         p.sub_(torch.where(seen, p.grad, 2 * p.grad), alpha=0.1)
         seen |= p.grad > 0
 
 
-class _Turning(_Each):
+class _Turning(Each):
     def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         turning = state.setdefault("z", torch.zeros_like(p, dtype=torch.complex64))
         turning.mul_(0.9j).add_(p.grad)
         p.sub_(turning.real, alpha=0.1)
 
 
-class _Late(_Each):
+class _Late(Each):
     """Makes its state in its second step, and puts other data in the place of the parameter's."""
 
     def one(self, p: Any, state: dict[str, Any], name: str) -> None:
@@ -82,7 +64,7 @@ class _Late(_Each):
         p.data = p.data - 0.1 * (p.grad if state["m"] is None else state["m"])
 
 
-class _Turned(_Each):
+class _Turned(Each):
     """Leaves parameters and state where they are, and lets other values be read from there."""
 
     def one(self, p: Any, state: dict[str, Any], name: str) -> None:
@@ -96,12 +78,12 @@ class _Turned(_Each):
         return torch._neg_view(values.t() if is_square else values)
 
 
-class _Attributes(_Each):
+class _Attributes(Each):
     def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         p.sub_(p.grad * p.mask, alpha=p.lr_scale)
 
 
-class _Names(_Each):
+class _Names(Each):
     def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         p.sub_(p.grad, alpha=0.1 if "weight" in name else 0.9)
 
@@ -172,7 +154,7 @@ def test_a_checkpoint_with_all_state_in_float32_loads(nvme: Path, tmp_path: Path
 
 
 def test_state_in_another_dtype_is_refused_by_name(nvme: Path, tmp_path: Path) -> None:
-    class _Wide(_Each):
+    class _Wide(Each):
         def one(self, p: Any, state: dict[str, Any], name: str) -> None:
             state.setdefault("m", torch.zeros_like(p)).add_(p.grad)
 
@@ -187,7 +169,7 @@ def test_state_in_another_dtype_is_refused_by_name(nvme: Path, tmp_path: Path) -
 
 
 def test_state_that_is_no_plain_tensor_is_refused_by_name(nvme: Path) -> None:
-    class _Sparse(_Each):
+    class _Sparse(Each):
         def one(self, p: Any, state: dict[str, Any], name: str) -> None:
             state["packed"] = p.grad.to_sparse()
 

@@ -4,7 +4,6 @@ kept of a parameter is what they would have in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +13,25 @@ from torch import nn
 
 import infinity
 from tests.support.models import seeded
+from tests.support.own_optimizers import Each
 from tests.support.training import WHOLE, least_budget, same_bits
 
 WIDTH = 144
 STEPS = 6
 
 
-class _Each(torch.optim.Optimizer):
-    """Calls ``one`` for every parameter that has a gradient."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.one(p, self.state[p])
-
-    def one(self, p: Any, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class _Rotated(_Each):
+class _Rotated(Each):
     """The last three gradients, as Adams-Bashforth has them."""
 
-    def one(self, p: Any, state: dict[str, Any]) -> None:
+    def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         if not state:
             state.update(g1=torch.zeros_like(p), g2=torch.zeros_like(p), g3=torch.zeros_like(p))
         p.sub_(p.grad + 0.5 * state["g1"] - 0.3 * state["g2"] + 0.1 * state["g3"], alpha=0.1)
         state["g3"], state["g2"], state["g1"] = state["g2"], state["g1"], p.grad.clone()
 
 
-class _Swapped(_Each):
-    def one(self, p: Any, state: dict[str, Any]) -> None:
+class _Swapped(Each):
+    def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         if not state:
             state.update(a=torch.zeros_like(p), b=torch.ones_like(p))
         state["a"].add_(p.grad)
@@ -56,25 +39,25 @@ class _Swapped(_Each):
         state["a"], state["b"] = state["b"], state["a"]
 
 
-class _WithTheWeights(_Each):
-    def one(self, p: Any, state: dict[str, Any]) -> None:
+class _WithTheWeights(Each):
+    def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         if not state:
             state.update(other=torch.full_like(p, 0.01))
         p.sub_(p.grad, alpha=0.1)
         state["other"], p.data = p.data, state["other"]
 
 
-class _WithTheWeightsBefore(_Each):
-    def one(self, p: Any, state: dict[str, Any]) -> None:
+class _WithTheWeightsBefore(Each):
+    def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         before = state.get("before", p.detach())
         after = p - 0.1 * p.grad + 0.5 * (p - before)
         state["before"], p.data = p.detach(), after
 
 
-class _TwoNames(_Each):
+class _TwoNames(Each):
     """One tensor, which is changed by one name and used by the other."""
 
-    def one(self, p: Any, state: dict[str, Any]) -> None:
+    def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         if not state:
             state.update(used=torch.zeros_like(p))
             state["added_to"] = state["used"]
@@ -85,16 +68,16 @@ class _TwoNames(_Each):
         p.sub_(state["used"] / state["counted"], alpha=0.1)
 
 
-class _NameOfTheWeights(_Each):
-    def one(self, p: Any, state: dict[str, Any]) -> None:
+class _NameOfTheWeights(Each):
+    def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         state.setdefault("weights", p.detach())
         p.sub_(p.grad + 0.1 * state["weights"], alpha=0.1)
 
 
-class _InAList(_Each):
+class _InAList(Each):
     """A tensor of the state in a list, which that of the name has left."""
 
-    def one(self, p: Any, state: dict[str, Any]) -> None:
+    def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         before = state.setdefault("average", torch.zeros_like(p))
         state["average"] = before.lerp(p.grad, 0.1)
         history = state.setdefault("history", [])
@@ -118,7 +101,7 @@ def _backward(model: nn.Module, number: int) -> None:
     model(x).square().mean().backward()
 
 
-def _in_memory(kind: type[_Each]) -> dict[str, torch.Tensor]:
+def _in_memory(kind: type[Each]) -> dict[str, torch.Tensor]:
     model = seeded(_model)
     optimizer = kind(model.parameters())
     for number in range(STEPS):
@@ -130,7 +113,7 @@ def _in_memory(kind: type[_Each]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_that_goes_to_another_name_has_the_bits_of_plain_torch(
-    kind: type[_Each], nvme: Path, tmp_path: Path
+    kind: type[Each], nvme: Path, tmp_path: Path
 ) -> None:
     expected = _in_memory(kind)
     for host_memory in (WHOLE, least_budget(_model, nvme, optimizer=kind)):
@@ -151,8 +134,8 @@ def test_state_that_goes_to_another_name_has_the_bits_of_plain_torch(
         assert all(same_bits(p, expected[name]) for name, p in again.named_parameters())
 
 
-class _InOneBuffer(_Each):
-    def one(self, p: Any, state: dict[str, Any]) -> None:
+class _InOneBuffer(Each):
+    def one(self, p: Any, state: dict[str, Any], name: str) -> None:
         if not state:
             both = torch.zeros(2, *p.shape)
             state.update(both=both, average=both[0], square=both[1])

@@ -16,17 +16,8 @@ from tests.support.training import same_bits
 Factory = Callable[[Any], torch.optim.Optimizer]
 
 
-class Own(torch.optim.Optimizer):
-    """SGD with a ``factor`` of the rate for each parameter; ``begin`` comes before the parameters.
-    ``made`` says what there is from the beginning on.
-    """
-
-    def __init__(self, params: Any, lr: float = 1e-2, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, **options})
-        self.made()
-
-    def made(self) -> None:
-        pass
+class Scaled(torch.optim.Optimizer):
+    """SGD with a ``factor`` of the rate for each parameter; ``begin`` comes before all of them."""
 
     def begin(self) -> None:
         pass
@@ -41,6 +32,35 @@ class Own(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad, alpha=float(group["lr"]) * self.factor(p, group))
+
+
+class Own(Scaled):
+    """``made`` says what there is from the beginning on."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+        self.made()
+
+    def made(self) -> None:
+        pass
+
+
+class Each(torch.optim.Optimizer):
+    """Calls ``one`` for every parameter that has a gradient, with its name if groups have names."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            names = group.get("param_names", [""] * len(group["params"]))
+            for name, p in zip(names, group["params"], strict=False):
+                if p.grad is not None:
+                    self.one(p, self.state[p], name)
+
+    def one(self, p: Any, state: dict[str, Any], name: str) -> None:
+        pass
 
 
 def linears(width: int = 24, count: int = 3) -> nn.Sequential:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import infinity
+from aio import AioError
 from checkpoint.saving.api import save_on
-from tests.support.training import same_bits
+from tests.support.models import seeded
+from tests.support.training import WHOLE, same_bits
 
 WIDTH = 256
 ADAMW = infinity.AdamW(lr=1e-2)
@@ -35,6 +40,31 @@ class Net(nn.Module):
             x = x + self.dropout(torch.tanh(layer(x)))
         result: torch.Tensor = self.norm(x)
         return result
+
+
+def shallow() -> Net:
+    """One whose pieces are few, for tests of what happens beside the steps."""
+    return Net(3)
+
+
+def block_of(
+    make: Callable[[], Net], nvme: Path, host_memory: int, seed: int = 0, **options: Any
+) -> Any:
+    model = seeded(make, seed)
+    return infinity.offload(
+        model, nvme, host_memory=host_memory, **({"optimizer": ADAMW} | options)
+    )
+
+
+@contextmanager
+def left_empty(directory: Path, make: Callable[[], Net]) -> Iterator[Path]:
+    """A new directory where nothing may stay but snapshots, which are dropped at the end."""
+    directory.mkdir()
+    yield directory
+    with block_of(make, directory, WHOLE) as offloaded:
+        for one in offloaded.snapshots():
+            offloaded.drop_snapshot(one.name)
+    assert list(directory.rglob("*")) == []
 
 
 def train(
@@ -89,6 +119,22 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert same_bits(value, other[name]), name
         else:
             assert str(value) == str(other[name]), name
+
+
+def assert_restored(
+    offloaded: infinity.OffloadedModel,
+    expected: dict[str, Any],
+    name: str = "a",
+    extra: object = None,
+) -> None:
+    """The state is that of the snapshot, and this its ``extra``."""
+    assert offloaded.restore(name) == extra
+    assert_same(expected, everything(offloaded))
+
+
+def no_room(*_: object, **__: object) -> Any:
+    """In the place of what takes space on a disk."""
+    raise AioError("no room", errno=errno.ENOSPC)
 
 
 def save_and_fail(*arguments: Any) -> None:
