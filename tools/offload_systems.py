@@ -176,7 +176,7 @@ def _plain(job: Job) -> Generator[Sample]:
     loop.run(WARM_STEPS)
     while True:
         block = loop.run(job.steps)
-        yield Sample(system=job.system, peak_bytes=_peak(), **asdict(block))
+        yield Sample(system=job.system, peak_bytes=peak_bytes(), **asdict(block))
 
 
 def _ours(job: Job) -> Generator[Sample]:
@@ -205,7 +205,7 @@ def _ours(job: Job) -> Generator[Sample]:
                 written_bytes=(after.written_bytes - before.written_bytes) // job.steps,
                 overlap_seconds=(after.overlap_seconds - before.overlap_seconds) / job.steps,
                 stall_seconds=(after.stall_seconds - before.stall_seconds) / job.steps,
-                peak_bytes=_peak(),
+                peak_bytes=peak_bytes(),
             )
 
 
@@ -226,13 +226,13 @@ def _deepspeed(job: Job) -> Generator[Sample]:
         loop.run(WARM_STEPS)
         while True:
             block = loop.run(job.steps)
-            yield Sample(system=job.system, peak_bytes=_peak(), **asdict(block))
+            yield Sample(system=job.system, peak_bytes=peak_bytes(), **asdict(block))
 
 
 _SYSTEMS = {"plain": _plain, "ours": _ours, "serial": _ours, "deepspeed": _deepspeed}
 
 
-def _peak() -> int:
+def peak_bytes() -> int:
     """Peak resident bytes of this process (``VmHWM``)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
