@@ -48,8 +48,7 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         begin, self._begin = self._begin, None
         try:
             self._process = os.getpid()
-            with own_modes():
-                offloaded = begin(self._undo)
+            offloaded = own_modes(begin)(self._undo)
             self._training = training_of(offloaded)
             _entered[id(self)] = self
             return offloaded
@@ -79,8 +78,7 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
             self._undo.forget()
             return
         try:
-            with own_modes():
-                self._undo.__exit__(kind, error, trace)
+            own_modes(self._undo.__exit__)(kind, error, trace)
         finally:
             self._training = None
             _entered.pop(id(self), None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, overload
 
 import torch
@@ -19,6 +19,7 @@ from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.stepping import as_norm, check_not_amid_step, clip_coefficient
 from infinity.parameters.offloaded.modes import own_modes
 from infinity.parameters.offloaded.parameter import cannot_be_copied
+from infinity.parameters.records import Record
 from infinity.ranks.collectives import LOAD, SAVE
 from infinity.report import Report, make_report, write_trace
 from infinity.snapshots.entries import Snapshot, checked_name
@@ -77,7 +78,7 @@ class OffloadedModel:
         with self._training.gradients.passes.alone(sys._getframe()):
             self._training.gradients.scale.backward(loss)
 
-    @own_modes()
+    @own_modes
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients at the next step so that their norm is at most ``max_norm``; return
         the norm before. An infinite ``max_norm`` clips nothing. Raises ``TypeError`` or
@@ -134,8 +135,9 @@ class OffloadedModel:
 
     # Values.
 
-    @contextmanager
-    def gathered(self, params: Parameters = None, modify: bool = False) -> Iterator[None]:
+    def gathered(
+        self, params: Parameters = None, modify: bool = False
+    ) -> AbstractContextManager[None]:
         """Real, full tensors in ``params`` (default: all) inside the block; they take memory beyond
         the budget.
 
@@ -146,12 +148,15 @@ class OffloadedModel:
         or after. Nested in another, the tensors are the same; what they hold as the last with
         ``modify`` ends is kept.
         """
-        self._training.check_unchanged()
-        chosen = records_of(params, self._training.records, self._training.index_of)
-        self._training.state.flush()
-        with self._training.loans.lend(chosen, modify):
-            yield
-            self._training.saves.wait_read()
+        training = self._training
+
+        def chosen() -> Sequence[Record]:
+            training.check_unchanged()
+            records = records_of(params, training.records, training.index_of)
+            training.state.flush()
+            return records
+
+        return training.loans.lend(chosen, modify, training.saves.wait_read)
 
     def save(
         self,
@@ -215,7 +220,7 @@ class OffloadedModel:
             self._training.saves.add(outcome)
         return outcome
 
-    @own_modes()
+    @own_modes
     def load(self, path: str | os.PathLike[str], *, stripe_dirs: StripeDirs | None = None) -> Any:
         """Load what ``save`` wrote; returns its ``extra``. Training continues bit-identically, on
         as many ranks, where it draws from torch's random generators alone; see ``values.loading``.
@@ -305,7 +310,7 @@ class OffloadedModel:
         self._training.check_open()
         return self._snapshots.listed()
 
-    @own_modes()
+    @own_modes
     def restore(self, name: str) -> Any:
         """Let everything be as in a snapshot; returns its ``extra``. Training goes on from there
         with the bits of a run that was never interrupted, as after ``load``.

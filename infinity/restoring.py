@@ -160,7 +160,7 @@ class Restoring:
             )
         return self._failures[0] if self._failures else self._interrupt
 
-    @own_modes()
+    @own_modes
     def _again(self) -> None:
         """What ``RestoreError.retry`` does."""
         for record in self._missing.values():

@@ -151,7 +151,7 @@ class Training:
 
     # Steps.
 
-    @own_modes()
+    @own_modes
     def take_step(self) -> None:
         """Fix norm, clipping, options and step counts, and start the update."""
         self.check_open()
@@ -275,8 +275,7 @@ class Training:
         check_not_traced(f"{name}, which is offloaded,")
         check_not_compiled(name)
         check_not_transformed(name)
-        with own_modes():
-            return self.gradients.values(index, age)
+        return own_modes(self.gradients.values)(index, age)
 
     def gradient_age(self, index: int) -> int:
         return self.gradients.age(index)
@@ -284,11 +283,11 @@ class Training:
     def gradient_counts(self, index: int) -> Sequence[ChangeCount]:
         return self.gradients.counts(index)
 
-    @own_modes()
+    @own_modes
     def keep_gradient(self, index: int, values: torch.Tensor) -> None:
         self.gradients.keep(index, values)
 
-    @own_modes()
+    @own_modes
     def overwrite_gradient(self, index: int, age: int, values: torch.Tensor) -> None:
         self.check_open(self.records[index].name)
         self.gradients.overwrite(index, age, values)
@@ -334,7 +333,7 @@ class Training:
         if self._open:
             self.versions.changed_copy(index, told)
 
-    @unseen()
+    @unseen
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         """Autograd accumulated into ``parameter``: move that to the gradient store."""
         if self.gradients.take(self.index_of(parameter), parameter):

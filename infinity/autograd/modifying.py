@@ -5,8 +5,8 @@ changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ContextDecorator
 from functools import partial
 
 import torch
@@ -43,36 +43,38 @@ class Loans:
         self._rank_context = rank_context
         self._versions = versions
         self._views = views
-        self._lent: dict[object, tuple[list[int], bool]] = {}
+        self._lent: dict[_Loan, tuple[list[int], bool]] = {}
         """Who asked, for what, and whether to modify it: the only table, for an interrupt would
         leave two of them apart.
         """
         self._is_over = False
 
-    @contextmanager
-    def lend(self, chosen: Iterable[Record], modify: bool) -> Iterator[None]:
-        """Real tensors in the ``chosen`` parameters inside.
+    def lend(
+        self, chosen: Callable[[], Iterable[Record]], modify: bool, taking: Callable[[], None]
+    ) -> AbstractContextManager[None]:
+        """Real tensors in the parameters that ``chosen`` gives, once it is entered, inside. Where
+        its end takes values back, ``taking`` comes before.
 
         Raises ``RuntimeError`` naming what else was changed inside; nothing is taken back then.
         """
+        return _Loan(self, chosen, modify, taking)
+
+    def begin(self, loan: _Loan, chosen: Iterable[Record], modify: bool) -> None:
+        """``loan`` is lent the ``chosen``."""
         indices = sorted({record.index for record in chosen})
-        loan = object()
-        try:
-            new = sorted({*indices} - self._asked())
-            self._lent[loan] = indices, modify
-            self._hand_out(new)
-            yield
-            self._check_open()
-            self._versions.check()
-            self._residency.check_faces(indices)
-            if modify:
-                self._views.expire(indices)
-                self._keep([index for index in indices if self._modified()[index] == 1])
-        finally:
-            try:
-                self._end(loan)
-            finally:
-                self._end(loan)  # should an interrupt have kept it from beginning
+        new = sorted({*indices} - self._asked())
+        self._lent[loan] = indices, modify
+        self._hand_out(new)
+
+    def take(self, loan: _Loan) -> None:
+        """Have the values of ``loan`` if it is there to modify them, and nobody else still has."""
+        indices, modify = self._lent[loan]
+        self._check_open()
+        self._versions.check()
+        self._residency.check_faces(indices)
+        if modify:
+            self._views.expire(indices)
+            self._keep([index for index in indices if self._modified()[index] == 1])
 
     def check_none(self, what: str) -> None:
         """Raises ``RuntimeError`` if a parameter is lent: ``what`` would change it at home."""
@@ -106,11 +108,11 @@ class Loans:
                 "changed there is lost; leave the gathered block first"
             )
 
+    @own_modes  # or changes would not be counted
     def _hand_out(self, indices: Sequence[int]) -> None:
         self._residency.keep_out(indices)
-        with own_modes():  # or changes would not be counted
-            for index in indices:
-                self._residency.put(index, self._rank_context.weight_of(self._records[index]))
+        for index in indices:
+            self._residency.put(index, self._rank_context.weight_of(self._records[index]))
 
     def _keep(self, indices: Sequence[int]) -> None:
         """What was changed, of all of them or, where an interrupt comes before, of none. Ranks meet
@@ -119,20 +121,19 @@ class Loans:
 
         def keep() -> None:
             for index in indices:
-                with own_modes():
-                    self._rank_context.write_back(self._records[index])
+                own_modes(self._rank_context.write_back)(self._records[index])
 
         if self._rank_context.world_size == 1:
             run_apart(keep, "infinity-gathered")
         else:
             keep()
 
-    def _end(self, loan: object) -> None:
-        """Idempotent; an interrupt comes before or after."""
+    def give_back(self, loan: _Loan) -> None:
+        """``loan`` is over. Idempotent; an interrupt comes before or after."""
         if loan in self._lent:
             run_apart(partial(self._take_in, loan), "infinity-gathered")
 
-    def _take_in(self, loan: object) -> None:
+    def _take_in(self, loan: _Loan) -> None:
         indices, _ = self._lent.pop(loan)
         indices = sorted({*indices} - self._asked())
         if not self._is_over:
@@ -158,6 +159,47 @@ class Loans:
     def _listed(self, indices: Collection[int]) -> str:
         more = f" (and {len(indices) - 1} more)" if len(indices) > 1 else ""
         return self._records[min(indices)].name + more
+
+
+class _Loan(ContextDecorator, AbstractContextManager[None]):
+    """Parameters that are lent from when it is entered until it is left. No generator: an interrupt
+    as that hands over would leave them lent for as long as its error is kept.
+    """
+
+    def __init__(
+        self,
+        loans: Loans,
+        chosen: Callable[[], Iterable[Record]],
+        modify: bool,
+        taking: Callable[[], None],
+    ) -> None:
+        self._loans, self._chosen, self._modify, self._taking = loans, chosen, modify, taking
+
+    def _recreate_cm(self) -> _Loan:
+        """As a decorator each call has one of its own."""
+        return _Loan(self._loans, self._chosen, self._modify, self._taking)
+
+    def __enter__(self) -> None:
+        chosen = self._chosen()
+        try:
+            self._loans.begin(self, chosen, self._modify)
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._taking()
+                self._loans.take(self)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            self._loans.give_back(self)
+        finally:
+            self._loans.give_back(self)  # should an interrupt have kept it from beginning
 
 
 def records_of(

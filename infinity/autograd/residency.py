@@ -43,7 +43,7 @@ from torch import nn
 from infinity.autograd.refusals import WatchedParameters
 from infinity.backward_passes import has_ended
 from infinity.parameters.offloaded.becoming import overwrite_data
-from infinity.parameters.offloaded.modes import unseen
+from infinity.parameters.offloaded.modes import own_modes, unseen
 from infinity.parameters.offloaded.parameter import (
     AbsentParameter,
     OffloadedParameter,
@@ -296,6 +296,7 @@ class ModuleResidency:
             if is_ours and record.index not in self._kept_out:
                 mark_absent(self._parameter(record.index))
 
+    @own_modes  # tensors made in inference mode count no versions: changes in them would go unseen
     def _take(self, hold: _Hold) -> None:
         """The weights of what ``hold`` holds are in place now, with the values that they have now;
         all or none but for an interrupt.
@@ -304,18 +305,16 @@ class ModuleResidency:
             name = self._records[hold.indices[0]].name
             check_process(self._process, f"the offloaded {name}")
         wanted = [index for index in hold.indices if index not in self._kept_out]
-        # Tensors made in inference mode count no versions, and changes in them would go unseen.
-        with unseen(), torch.inference_mode(False):
-            while True:
-                seen = self._num_changes
-                weights = self._weights.acquire(wanted, hold)
-                with self._lock:
-                    if seen == self._num_changes:
-                        for index, weight in zip(wanted, weights, strict=True):
-                            self._put_in(index, weight, hold)
-                        return
-                del weights  # or they would keep the room of those that came since
-                self._weights.release(hold)
+        while True:
+            seen = self._num_changes
+            weights = self._weights.acquire(wanted, hold)
+            with self._lock:
+                if seen == self._num_changes:
+                    for index, weight in zip(wanted, weights, strict=True):
+                        self._put_in(index, weight, hold)
+                    return
+            del weights  # or they would keep the room of those that came since
+            self._weights.release(hold)
 
     def _put_in(self, index: int, weight: torch.Tensor, hold: _Hold) -> None:
         parameter = self._parameter(index)
@@ -344,7 +343,7 @@ class ModuleResidency:
                 if isinstance(self._records[index].parameter, OffloadedParameter):
                     mark_absent(self._parameter(index))
 
-    @unseen()
+    @unseen
     def _drop(self, hold: _Hold) -> list[int]:
         """Give up ``hold``. Returns parameters that are no offloaded ones any more. Idempotent."""
         strangers = []
@@ -366,7 +365,7 @@ class ModuleResidency:
         weight = self._weights.at_home(record.index)
         return None if weight is None else weight.view(record.shape)
 
-    @unseen()
+    @unseen
     def _put_out(self, indices: Iterable[int]) -> None:
         """Whatever data these parameters have, they have their offloaded face now.
 

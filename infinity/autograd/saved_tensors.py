@@ -123,7 +123,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if hooks is not None:
             hooks.__exit__()
 
-    @unseen()
+    @unseen
     def _pack(self, tensor: torch.Tensor) -> Any:
         for hooks in _in_use:
             weight = hooks.find(tensor)
@@ -136,7 +136,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         # A leaf comes as the parameter itself, whose data may be swapped under it.
         return _SavedTensor(tensor.detach() if tensor.requires_grad else tensor, version)
 
-    @unseen()
+    @unseen
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _SavedTensor):
             self._phases.backward_works()

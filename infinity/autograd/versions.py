@@ -41,7 +41,11 @@ class Versions:
         if indices is None:
             self._noted = self._now()
             return
-        with unseen(), torch._C.DisableTorchFunctionSubclass():
+        self._note_of(indices)
+
+    @unseen
+    def _note_of(self, indices: Iterable[int]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
             for index in indices:
                 self._noted[index] = self._records[index].parameter._version
 
@@ -115,8 +119,9 @@ class Versions:
                 "offloaded.gathered([parameter], modify=True):`"
             )
 
+    @unseen
     def _now(self) -> list[int]:
-        with unseen(), torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
             return [record.parameter._version for record in self._records]
 
 

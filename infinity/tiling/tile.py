@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.parameters.offloaded.changes import Changes, copy_of, wait_for, writes_later
 from infinity.parameters.offloaded.gradient import ChangeCount, GradientOwner, OffloadedGradient
+from infinity.parameters.offloaded.modes import outside_inference, without_history
 from infinity.parameters.offloaded.parameter import SHOWS_MEMORY
 from infinity.parameters.offloaded.placeholders import as_they_are
 
@@ -180,7 +181,12 @@ def joined_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     absent = _first_absent(parts)
     if absent is None:
         return _in_one_piece(parts)
-    with torch.inference_mode(False), torch.no_grad():
+    return _counted_as(absent, parts)
+
+
+@without_history
+def _counted_as(absent: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    with outside_inference():
         whole = torch.cat([part.clone() for part in parts])
         with torch._C.DisableTorchFunctionSubclass(), as_they_are():
             counted: torch.Tensor = absent.detach()

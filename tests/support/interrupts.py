@@ -19,13 +19,14 @@ from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from weakref import finalize
 
 from handler_points import runs_handler
 
 from tests.support.tiers import Leftovers
 
 _ROOT = Path(__file__).parents[2]
-_PACKAGES = tuple(f"{_ROOT / name}/" for name in ("aio", "swap", "checkpoint", "infinity"))
+PACKAGES = tuple(f"{_ROOT / name}/" for name in ("aio", "swap", "checkpoint", "infinity"))
 _END_SECONDS = 10.0
 _PARTS = (
     *("infinity/offloading.py", "infinity/restoring.py", "infinity/snapshots/"),
@@ -47,10 +48,13 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class Lines:
-    """What an action went through: how many lines, and where it was interrupted, if it was."""
+    """What an action went through: how many lines (or calls), where it was interrupted, if it was,
+    and the error, where that was a call.
+    """
 
     seen: int = 0
     line: str = ""
+    error: Interrupted | None = None
 
 
 def interrupt(action: Callable[[], object], number: int | None) -> Lines:
@@ -76,12 +80,42 @@ def interrupt_at_instruction(action: Callable[[], object], number: int | None) -
     return _run(action, number, "opcode", _Boundaries(), CRITICAL)
 
 
+def interrupt_at_call(
+    action: Callable[[], object], number: int | None, where: tuple[str, ...] = PACKAGES
+) -> Lines:
+    """As ``interrupt``, but as functions begin, and as calls of functions in C end: the call is
+    what raises, as it is where a handler runs behind it. In files whose paths begin with one of
+    ``where``; not as an ``__exit__`` begins, which Python does not make good (see the docs).
+    """
+    lines = Lines()
+
+    def profiled(frame: FrameType, event: str, argument: Any) -> None:
+        is_there = frame.f_code.co_filename.startswith(where)
+        is_point = event == "c_return" or (event == "call" and frame.f_code.co_name != "__exit__")
+        if is_point and is_there and not _in_finalizer(frame):
+            lines.seen += 1
+            if lines.seen - 1 == number:
+                lines.line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise Interrupted(lines.line)
+
+    before = sys.getprofile()
+    try:
+        sys.setprofile(profiled)
+        action()
+    except Interrupted as error:
+        assert lines.line
+        lines.error = error
+    finally:
+        sys.setprofile(before)
+    return lines
+
+
 def _run(
     action: Callable[[], object],
     number: int | None,
     kind: str,
     counts: Callable[[FrameType], bool],
-    where: tuple[str, ...] = _PACKAGES,
+    where: tuple[str, ...] = PACKAGES,
 ) -> Lines:
     lines = Lines()
 
@@ -164,7 +198,7 @@ def _catcher(code: CodeType, at: int) -> int | None:
 def _in_finalizer(frame: FrameType | None) -> bool:
     """Python itself swallows what is raised in there."""
     while frame is not None:
-        if frame.f_code.co_name == "__del__":
+        if frame.f_code.co_name == "__del__" or frame.f_code is finalize.__call__.__code__:
             return True
         frame = frame.f_back
     return False

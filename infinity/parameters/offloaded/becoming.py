@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.parameters.offloaded.modes import outside_inference, without_history
 from infinity.parameters.offloaded.parameter import OffloadedParameter, Owner
 from infinity.parameters.offloaded.placeholders import (
     as_they_are,
@@ -65,7 +66,7 @@ def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -
             _let_refuse_pickling(fresh)
             return fresh
     elif not data.is_meta:
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+        with torch._C.DisableTorchFunctionSubclass(), outside_inference():
             _DATA.__set__(parameter, data)
     _forget_owner(parameter)
     _let_refuse_pickling(parameter)
@@ -130,11 +131,12 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
                 module._parameters[name] = new
 
 
+@without_history
 def overwrite_data(parameter: OffloadedParameter, data: torch.Tensor) -> torch.Tensor:
     """Let the memory that ``parameter`` holds have the values of ``data``, which are its weights.
     Returns that memory.
     """
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():
         memory: torch.Tensor = _DATA.__get__(parameter)  # with a version of its own
         if memory.data_ptr() != data.data_ptr():
             memory.copy_(data)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from checkpoint.format.checksum import crc32c
-from infinity.parameters.offloaded.modes import unseen
+from infinity.parameters.offloaded.modes import own_modes, unseen
 from infinity.parameters.offloaded.placeholders import as_they_are
 
 
@@ -37,33 +37,36 @@ class Changes:
         self._tensor, self._version = tensor, tensor._version
         self._updates, self._updates_before = updates, updates()
         counts = _counts_changes(func) if counts is None else counts
-        with unseen():
-            self._before = None if counts else tensor.detach().clone()
+        self._before = None if counts else unseen(_copied)(tensor)
 
     @property
     def is_counted(self) -> bool:
         """Whether the version of the tensor tells of them."""
         return self._before is None
 
-    @unseen()
+    @unseen
     def are_there(self) -> bool:
         """False where others have changed it meanwhile: what ``func`` did cannot be told then."""
         if self._updates() != self._updates_before:
             return False
         return self._tensor._version != self._version or self.are_in_bytes()
 
-    @unseen()
+    @unseen
     def are_in_bytes(self) -> bool:
         """Those of a function that does not count them."""
         return self._before is not None and not _same_bits(self._before, self._tensor.detach())
 
-    @unseen()
+    @unseen
     def undo(self) -> None:
         """Give the tensor the values that it had, which are there for ``func`` that counts none."""
         if self._before is not None:
             kept = torch.autograd.grad_mode._unsafe_preserve_version_counter(self._tensor)
             with torch.no_grad(), kept:
                 self._tensor.detach().copy_(self._before)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 def _counts_changes(func: Any) -> bool:
@@ -129,17 +132,17 @@ class CopyOwner(Protocol):
         """Something was written into a copy of the parameter, made when that many were told."""
 
 
+@own_modes
 def copy_of(
     view: torch.Tensor, parameter: torch.Tensor, index: int, owner: CopyOwner
 ) -> torch.Tensor:
     """A copy of ``view``, which lies in the weights of ``parameter``, with the version of that."""
-    with unseen(), torch.inference_mode(False), torch.no_grad():
-        with as_they_are():  # for the version alone
-            copy = parameter.detach()
-        if view.is_cpu and view.numel():
-            copy.data = _watched(view, index, owner)
-        else:
-            copy.data = view.detach().clone()
+    with as_they_are():  # for the version alone
+        copy = parameter.detach()
+    if view.is_cpu and view.numel():
+        copy.data = _watched(view, index, owner)
+    else:
+        copy.data = _copied(view)
     return copy
 
 

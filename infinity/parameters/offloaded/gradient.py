@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.parameters.offloaded.changes import Changes, wait_for, writes_later
 from infinity.parameters.offloaded.metadata import ABOUT_GRADIENTS
+from infinity.parameters.offloaded.modes import without_history
 from infinity.parameters.offloaded.placeholders import as_they_are
 
 
@@ -217,8 +218,8 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     target = set(map(id, tree_leaves(args[:1]))) if _is_in_place(func) else set()
     args, kwargs = _with_values((args, kwargs), values)
     # A gradient that is changed in place has no history, and gets none.
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not target), _served_by_others():
-        result = func(*args, **kwargs)
+    with _served_by_others():
+        result = without_history(func, when=bool(target))(*args, **kwargs)
     wait_for(func, result)
     for key, gradient in found.items():
         if changes[key].are_there() or key in target:
@@ -246,8 +247,8 @@ def _with_values(tree: Any, values: Mapping[int, torch.Tensor]) -> Any:
 def _overwrite(gradient: OffloadedGradient, fill: Callable[[torch.Tensor], Any]) -> Any:
     """Have ``fill`` write all values; none of those before are asked for."""
     values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-    with torch.no_grad(), _served_by_others():
-        fill(values)
+    with _served_by_others():
+        without_history(fill)(values)
     gradient._owner.overwrite_gradient(gradient._index, gradient._age, values)
     return gradient
 

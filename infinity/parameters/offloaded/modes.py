@@ -2,41 +2,87 @@
 gradients, a default device, modes that see or change operations. The default dtype holds in all
 threads, so it cannot be set aside; every tensor of the library is made with a dtype of its own
 instead.
+
+What sets them is no context in Python, whose ``__exit__`` an interrupt may keep from beginning: the
+program's modes come back in a ``finally``, by calls that are C, or that are made twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 _C: Any = torch._C
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Inside, no ``TorchDispatchMode`` and ``TorchFunctionMode`` of the program sees operations:
+def unseen(function: Callable[P, T]) -> Callable[P, T]:
+    """Within it, no ``TorchDispatchMode`` and ``TorchFunctionMode`` of the program sees operations:
     those that count or replay what it computes (selective checkpointing) would take ours for its
-    own. As a decorator: inside the function.
+    own.
     """
-    if not _C._len_torch_dispatch_stack() and not _C._len_torch_function_stack():
-        yield
-        return
-    # Not torch's own context for it, which imports what traces graphs.
-    function, dispatch = _function_modes(), _dispatch_modes()
-    try:
+
+    @wraps(function)
+    def within(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not _C._len_torch_dispatch_stack() and not _C._len_torch_function_stack():
+            return function(*args, **kwargs)
+        # Not torch's own context for it, which imports what traces graphs.
+        function_modes, dispatch_modes = _function_modes(), _dispatch_modes()
         try:
-            while _C._len_torch_function_stack():
-                _C._pop_torch_function_stack()
-            while _C._len_torch_dispatch_stack():
-                _C._pop_torch_dispatch_stack(None)
-            yield
+            try:
+                while _C._len_torch_function_stack():
+                    _C._pop_torch_function_stack()
+                while _C._len_torch_dispatch_stack():
+                    _C._pop_torch_dispatch_stack(None)
+                return function(*args, **kwargs)
+            finally:
+                _put_back(function_modes, dispatch_modes)
+        finally:  # once more, where an interrupt kept it from that
+            _put_back(function_modes, dispatch_modes)
+
+    return within
+
+
+def own_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Within it, new tensors are ordinary ones, without history, in host memory unless a device is
+    given (a default device is one of the modes of the program), and ``unseen``.
+    """
+
+    quiet = without_history(function)
+
+    @unseen
+    @wraps(function)
+    def within(*args: P.args, **kwargs: P.kwargs) -> T:
+        with outside_inference():  # which turns gradients on, so they are turned off within
+            return quiet(*args, **kwargs)
+
+    return within
+
+
+def without_history(function: Callable[P, T], *, when: bool = True) -> Callable[P, T]:
+    """Within it, operations have no history; or as before, with ``when`` False."""
+
+    @wraps(function)
+    def within(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = _C.is_grad_enabled()
+        try:
+            _C._set_grad_enabled(before and not when)
+            return function(*args, **kwargs)
         finally:
-            _put_back(function, dispatch)
-    finally:  # once more, where an interrupt kept it from that
-        _put_back(function, dispatch)
+            _C._set_grad_enabled(before)
+
+    return within
+
+
+def outside_inference() -> AbstractContextManager[None]:
+    """Inside, tensors count their versions and may have a history."""
+    outside: AbstractContextManager[None] = _C._InferenceMode(False)  # begun by ``with``, in C
+    return outside
 
 
 def _function_modes() -> list[Any]:
@@ -64,13 +110,3 @@ def _put_back(function: list[Any], dispatch: list[Any]) -> None:
 
 def _key(mode: Any) -> Any:
     return getattr(mode, "_mode_key", None)
-
-
-@contextmanager
-def own_modes() -> Iterator[None]:
-    """Inside, new tensors are ordinary ones, without history, in host memory unless a device is
-    given, and ``unseen``. As a decorator: inside the function.
-    """
-    # Leaving inference mode turns gradients on, so they are turned off within.
-    with unseen(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        yield

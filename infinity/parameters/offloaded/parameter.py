@@ -28,6 +28,7 @@ from infinity.parameters.offloaded.changes import (
 from infinity.parameters.offloaded.differentiated import PASSES, by_edges, is_by_inputs_alone
 from infinity.parameters.offloaded.gradient import GradientOwner, OffloadedGradient
 from infinity.parameters.offloaded.metadata import ABOUT_PARAMETERS
+from infinity.parameters.offloaded.modes import outside_inference
 from infinity.parameters.offloaded.placeholders import (
     came_frozen,
     is_placeholder,
@@ -369,7 +370,7 @@ def put_data(parameter: OffloadedParameter, data: torch.Tensor, *, absent: bool)
     """
     try:
         parameter.__class__ = OffloadedParameter
-        with torch.inference_mode(False):
+        with outside_inference():
             _DATA.__set__(parameter, data)
         if absent:
             parameter.__class__ = AbsentParameter

@@ -14,8 +14,8 @@ read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 from weakref import finalize
 
@@ -81,20 +81,20 @@ def _run(serve: Serve, operator: Any, args: Any, kwargs: Any) -> Any:
     return serve(operator, args, kwargs)
 
 
-@contextmanager
-def as_they_are() -> Iterator[None]:
+def as_they_are() -> AbstractContextManager[None]:
     """Placeholders are ordinary tensors inside."""
-    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-        yield
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_KEYS)
+    return guard
 
 
+@own_modes
 def placeholder(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, refusal: str
 ) -> torch.Tensor:
     """A tensor of that shape that takes no memory to speak of; ``refusal`` says why it has no
     values.
     """
-    with own_modes(), torch._C._DisableTorchDispatch():
+    with torch._C._DisableTorchDispatch():
         memory = _memory(dtype, refusal).to(device).untyped_storage()
         face = torch.empty(0, dtype=dtype, device=device)
         if _libraries and not face.is_meta:
@@ -108,6 +108,7 @@ def placeholder(
     return face
 
 
+@own_modes
 def lost(
     shape: torch.Size, stride: Sequence[int], dtype: torch.dtype, refusal: str | None
 ) -> torch.Tensor:
@@ -117,7 +118,7 @@ def lost(
     """
     if refusal is None or not _libraries:
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    with own_modes(), torch._C._DisableTorchDispatch():
+    with torch._C._DisableTorchDispatch():
         face: torch.Tensor = torch.Tensor._make_wrapper_subclass(
             _Keyed,
             shape,
