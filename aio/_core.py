@@ -137,7 +137,7 @@ class Core:
                             self._release(native.token, ticket, view)
                             ticket.cancel()
                     break
-                except Exception:
+                except Exception:  # not of a signal: it would come up again at every turn
                     raise
                 except BaseException:  # another interrupt; what is left here would never end
                     pass

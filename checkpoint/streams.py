@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from aio import Engine, Operation, read_regular_file
+from aio import AioError, Engine, Operation, read_regular_file
 from checkpoint._native import ffi
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.replacing import Replacement
@@ -296,7 +296,7 @@ class _StreamReader(io.RawIOBase):
         operation, block = self._blocks[number]
         try:
             operation.result()
-        except Exception:
+        except AioError:
             del self._blocks[number]  # the next read of it tries again
             raise
         return block

@@ -140,7 +140,7 @@ def _begin(model: nn.Module, given: Arguments, undo: Undo) -> OffloadedModel:
             raise TypeError(f"model is a {type(model).__name__}, not an nn.Module")
         target = device_of(given.device)
     except Exception:
-        # The others are waiting: this rank comes there to tell them.
+        # Of whatever kind, the others are waiting: this rank comes there to tell them.
         with on_all_ranks(open_ranks(undo, given.process_group, torch.device("cpu"))):
             raise
     ranks = open_ranks(undo, given.process_group, target)

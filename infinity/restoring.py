@@ -113,7 +113,7 @@ class Restoring:
         while agenda:
             try:
                 agenda[0]()
-            except Exception as failure:
+            except Exception as failure:  # of whatever kind: the rest is to be undone still
                 self._failures.append(let_go(failure))
             except BaseException as interrupt:
                 self._interrupt = self._interrupt or let_go(interrupt)
@@ -222,7 +222,7 @@ class Restoring:
         data = self._values_of(record)
         try:
             self._give(record, data)
-        except Exception:
+        except Exception:  # of whatever kind: it has no values then
             if not record.is_partitioned and record.device.type != "meta":
                 self._missing[record.index] = record
             raise
@@ -241,7 +241,7 @@ class Restoring:
             return self._insist(partial(self._read, record))
         except RankFailedError as failure:
             self._failures.append(let_go(failure))
-        except Exception as failure:
+        except Exception as failure:  # of whatever kind: the other parameters come first
             self._failures.append(let_go(failure))
             if record.is_partitioned:  # the others wait for the part that this rank keeps
                 self._rank_context.leave(failure)

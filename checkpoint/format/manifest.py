@@ -116,7 +116,7 @@ def _chunk_text(chunk: ChunkRecord, tensor: TensorRecord) -> str:
     box = ""
     if chunk.shape != tensor.shape:
         box = f'"start":{_list_text(chunk.start)},"shape":{_list_text(chunk.shape)},'
-    crcs = ",".join(['"%08x"' % crc for crc in chunk.crc32c])  # noqa: UP031
+    crcs = ",".join([f'"{crc.to_bytes(4).hex()}"' for crc in chunk.crc32c])
     return (
         f'{{"file":{chunk.file},"offset":{chunk.offset},"nbytes":{chunk.nbytes},'
         f'{box}"crc32c":[{crcs}]}}'

@@ -157,7 +157,7 @@ class Volume:
         extent = self._extents.allocate(storage.nbytes)
         try:
             write = self._extents.write(extent, 0, as_bytes(storage.memory))
-        except Exception:
+        except Exception:  # an interrupt may come behind its beginning: see ``take_stock``
             self._extents.release(extent)
             raise
         storage.write = self._timeline.watch(write, _LABEL, purpose="activations")

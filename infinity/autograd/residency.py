@@ -209,7 +209,7 @@ class ModuleResidency:
         hold = frames[-1].outside[index] = _Hold((index,), nbytes)
         try:
             self._take(hold)
-        except Exception:
+        except Exception:  # nothing was taken, which of an interrupt nobody knows: see ``_take``
             self._dismiss(frames[-1], index)
             raise
 

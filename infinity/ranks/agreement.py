@@ -64,7 +64,7 @@ def on_all_ranks(ranks: Ranks | None) -> Iterator[None]:
         yield
     except RankFailedError:
         raise
-    except Exception as error:
+    except Exception as error:  # of whatever kind: the others wait for it
         if ranks is not None:
             ranks.coordinator.exchange(error)
         raise

@@ -83,7 +83,7 @@ class Undo:
             calls += 1
             try:
                 self._entries[-1](*_details(now))
-            except Exception as failure:
+            except Exception as failure:  # of whatever kind: the rest is to be undone still
                 self._failure = behind(let_go(failure), now)
             except BaseException as interrupt:
                 self._interrupt = self._interrupt or let_go(interrupt)

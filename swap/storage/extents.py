@@ -291,7 +291,7 @@ class ExtentStore:
                     break
                 except MemoryError:  # what is under way frees some
                     time.sleep(_PAUSE_SECONDS)
-                except Exception as refusal:
+                except Exception as refusal:  # of whatever kind: what is under way is not known
                     self._may_be_in_flight, refusal.__context__ = True, None
                     behind(failure, let_go(refusal))
                     break

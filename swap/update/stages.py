@@ -169,7 +169,7 @@ class Stages(Staging[Job]):
         gradient = job.gradient[first : first + length]
         try:
             self._rule.apply(segment, update, components, gradient, scale)
-        except Exception as failure:
+        except Exception as failure:  # whatever somebody's optimizer raises
             name = self._components.layout.specs[segment.parameter].name
             raise RuleError(f"the optimizer raised {failure!r} as it updated {name}") from failure
 

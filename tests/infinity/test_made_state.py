@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -80,8 +80,8 @@ def _with_a_mark(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _with_state_of_all(parameters: Any) -> torch.optim.Optimizer:
-    optimizer = Own(parameters)
-    optimizer.state["all"]["scale"] = 0.5  # type: ignore[index]
+    optimizer, everyone = Own(parameters), cast(torch.Tensor, "all")
+    optimizer.state[everyone]["scale"] = 0.5
     return optimizer
 
 

@@ -101,8 +101,8 @@ class _Zeroes(Own):
 def test_zero_grad_of_an_optimizer_s_own_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"_Zeroes has a zero_grad\(\) of its own"):
         TorchRule(_Zeroes(nn.Linear(4, 4).parameters()))
-    optimizer = Own(nn.Linear(4, 4).parameters())
-    optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    optimizer: Any = Own(nn.Linear(4, 4).parameters())
+    optimizer.zero_grad = lambda set_to_none=True: None
     with pytest.raises(ValueError, match=r"Own has a zero_grad\(\) of its own"):
         TorchRule(optimizer)
 

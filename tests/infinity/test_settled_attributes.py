@@ -75,13 +75,13 @@ LAZY = [_FirstRate, _FirstRateInDict, _FirstBeta, _FirstWidth, _LargestWidth]
 def test_attribute_that_the_first_step_sets_by_what_it_finds_is_refused_by_name(
     kind: type[Own], lr: Any
 ) -> None:
-    optimizer = kind(nn.Linear(4, 4).parameters(), lr=lr, betas=(0.9, 0.99))
+    optimizer: Any = kind(nn.Linear(4, 4).parameters(), lr=lr, betas=(0.9, 0.99))
     with pytest.raises(
         ValueError,
         match=f"{kind.__name__} .*: its first step sets the attribute 'first'.*in __init__",
     ):
         TorchRule(optimizer)
-    assert not optimizer.first  # type: ignore[attr-defined]
+    assert not optimizer.first
 
 
 class _Table(Own):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ class _InGroup(Own):
             group["mark"] = self.mark_of(group["params"][1])
 
     def mark_of(self, p: Any) -> Any:
-        raise NotImplementedError
+        """What of a parameter is in its group."""
 
 
 class _Table(_InGroup):
@@ -99,7 +99,7 @@ def test_class_that_leads_to_a_parameter_is_refused_by_name(is_base: bool) -> No
 
 
 class _Plain(Own):
-    table = {"wide": 1.0, "narrow": 0.5}  # noqa: RUF012
+    table: ClassVar = {"wide": 1.0, "narrow": 0.5}
     lock = threading.Lock()
 
     def made(self) -> None:
@@ -121,7 +121,7 @@ class _ZippedRates(Own):
         self.rates = [group["lr"] for group in self.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group, rate in zip(self.param_groups, self.rates, strict=False):
             for p in group["params"]:
                 if p.grad is not None:

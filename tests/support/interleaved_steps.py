@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -182,7 +183,7 @@ class _Program:
         """Forward or backward: the weights of one layer after the other, and its gradient."""
         for parameter in parameters:
             holder = (self.count, parameter)
-            (weight,) = self.again(lambda: self.state.weights.acquire([parameter], holder))  # noqa: B023
+            (weight,) = self.again(partial(self.state.weights.acquire, [parameter], holder))
             assert same_bits(weight, self.plain.weight(parameter)), f"weight of p{parameter}"
             self.count += 1
             if trains:

@@ -28,6 +28,9 @@ from tests.support.tiers import Leftovers
 _ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(f"{_ROOT / name}/" for name in ("aio", "swap", "checkpoint", "infinity"))
 _END_SECONDS = 10.0
+"""The most that is waited for what ends by itself: threads, finalizers, transfers for nobody.
+Nothing tells of those ends, so they are looked for again and again.
+"""
 _PARTS = (
     *("infinity/offloading.py", "infinity/restoring.py", "infinity/snapshots/"),
     *("checkpoint/saving/", "checkpoint/sheltered.py", "aio/threads.py"),

@@ -26,7 +26,7 @@ class Scaled(torch.optim.Optimizer):
         return 1.0
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.begin()
         for group in self.param_groups:
             for p in group["params"]:
@@ -52,7 +52,7 @@ class Each(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             names = group.get("param_names", [""] * len(group["params"]))
             for name, p in zip(names, group["params"], strict=False):

@@ -243,7 +243,7 @@ class TurnLock:
         while self._owner.setdefault("is", me) != me or (self._count and not self._again):
             if not blocking:
                 return False
-            if me not in self._turns._members:  # a thread of others, which really waits
+            if me not in self._turns._members:  # of others: really waits, while a member has it
                 time.sleep(0.0005)
             elif not self._turns.wait(lambda: not self._owner, timeout):
                 return False

@@ -95,7 +95,7 @@ class Measurement:
             row.samples.append(self._measure(row.contestant, state))
         except DiskSpaceError:
             raise
-        except Exception as error:
+        except Exception as error:  # of whatever kind: a peer is a library of others
             if row.contestant.role != "peer":
                 raise
             row.failure = f"{type(error).__name__}: {error}"

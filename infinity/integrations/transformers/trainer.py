@@ -300,7 +300,7 @@ class OffloadMixin(_Base):
         """What was saved before something else failed is a checkpoint, too."""
         try:
             self._finish_saves()
-        except Exception:
+        except Exception:  # of whatever kind: what stopped training is what is raised
             logger.exception("a checkpoint could not be saved, while training was stopped")
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -88,7 +88,7 @@ class _Probe:
             self._leaf.grad = torch.ones_like(self._leaf)
             try:
                 after = self._step(self._leaf, self._options, dict(self._state))
-            except Exception:
+            except Exception:  # whatever the steps of somebody's optimizer raise
                 if must:
                     raise
                 return False

@@ -86,7 +86,7 @@ def check_separable(
                 )
     except ValueError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the steps of somebody's optimizer raise
         raise ValueError(
             f"{name} cannot take a step with dense gradients and without a closure "
             f"({type(error).__name__}: {error}); {REMEDY}"

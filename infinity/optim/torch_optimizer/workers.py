@@ -28,7 +28,7 @@ def options_in(group: Mapping[str, Any], memo: dict[int, Any] | None = None) -> 
         if key != "params":
             try:
                 options[key] = copy.deepcopy(value, memo)
-            except Exception as error:
+            except Exception as error:  # whatever the copying of somebody's value raises
                 raise ValueError(
                     f"a parameter group has {key!r}, which cannot be copied ({error}): options are "
                     "fixed with each step; let it have numbers, text and tensors"
@@ -53,12 +53,13 @@ def leaf_of(
     values: torch.Tensor, kind: type[torch.Tensor], attributes: Mapping[str, Any]
 ) -> torch.nn.Parameter:
     """A parameter of that class with ``values`` and attributes."""
-    leaf: Any = torch.nn.Parameter(values)
-    vars(leaf).update(attributes)
+    made = torch.nn.Parameter(values)
+    vars(made).update(attributes)
     if kind is not torch.nn.Parameter:
         with suppress(TypeError):  # of another layout, which cannot be offloaded
+            leaf: Any = made
             leaf.__class__ = kind
-    return leaf  # type: ignore[no-any-return]
+    return made
 
 
 def is_of_torch(kind: type) -> bool:

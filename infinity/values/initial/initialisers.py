@@ -162,7 +162,7 @@ class Initialisers:
             try:
                 with torch.device("cpu"):
                     function.run()
-            except Exception as error:
+            except Exception as error:  # whatever the functions of somebody's model raise
                 names = [self._names.get(key, "a buffer") for key in real]
                 raise ValueError(
                     f"{listed(names)} cannot be initialised without other parts of the model in "

@@ -236,7 +236,7 @@ def _targets(
     for recipe in recipes:
         try:
             results = recipe.make(folder.on_meta)
-        except Exception as error:
+        except Exception as error:  # whatever the conversions of transformers raise
             raise ValueError(
                 f"{listed(recipe.stored)} of {folder.path} cannot be converted for "
                 f"{type(model).__name__} ({type(error).__name__}: {error}); {remedy_for(model)}"
