@@ -4,7 +4,6 @@ call, and a tensor that changes all the same is an error that names it."""
 from __future__ import annotations
 
 import mmap
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import checkpoint
+from tests.support.held import Held
 
 MIB = 1 << 20
 PAGE = 4096
@@ -127,22 +127,6 @@ def test_a_tensor_that_another_thread_changes_while_it_is_copied_is_an_error(
     with pytest.raises(checkpoint.ChangedTensorError, match="'tensor'"):
         checkpoint.save(state, tmp_path / "step")
     assert checkpoint.load(tmp_path / "step") == {"x": 1}
-
-
-class Held:
-    """A source that is read when the test lets it."""
-
-    dtype = torch.uint8
-    shape = (4,)
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.reached = threading.Event()
-
-    def read(self, start: int, out: memoryview) -> None:
-        self.reached.set()
-        assert self.opened.wait(60)
-        out[:] = bytes(len(out))
 
 
 class Changing:

@@ -19,6 +19,7 @@ from sweep_saves import KINDS, Case, Footing, Interrupter, Place, interrupt_poin
 import checkpoint
 from aio.threads import Latch
 from checkpoint.sheltered import StoppedError, Worker, describe, sheltered
+from tests.support.held import Held
 from tests.support.keyboard import keyboard_of
 from tests.support.scripts import Script
 
@@ -155,7 +156,7 @@ def test_an_interrupted_step_waits_for_its_save_again(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.grad = torch.ones(4)
-    source = _Held()
+    source = Held()
     pending = checkpoint.save_async({"s": source, "w": weight}, tmp_path / "step", guard=optimizer)
     assert source.reached.wait(60)
     main = threading.main_thread().ident
@@ -175,21 +176,6 @@ def test_an_interrupted_step_waits_for_its_save_again(tmp_path: Path) -> None:
     stepping.join()
     pending.result()
     assert not checkpoint.load(tmp_path / "step")["w"].any()
-
-
-class _Held:
-    """A source that is read when the test lets it."""
-
-    dtype = torch.uint8
-    shape = (4,)
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.reached = threading.Event()
-
-    def read(self, start: int, out: memoryview) -> None:
-        self.reached.set()
-        assert self.opened.wait(60)
 
 
 def test_work_that_is_withdrawn_before_it_begins_never_does() -> None:
