@@ -46,19 +46,21 @@ class IncompleteCheckpointError(ValueError):
 class ChangedTensorError(RuntimeError):
     """A tensor was changed, or given other memory, while a save read it. `tensor` is its name.
 
-    Nothing was published: the checkpoint before it is what it was.
+    Nothing was published: the checkpoint before it is what it was. `remedy` is what to do instead,
+    where that is more than to wait.
     """
 
-    def __init__(self, tensor: str) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: str, remedy: str = "") -> None:
+        self.tensor, self.remedy = tensor, remedy
+        instead = "change it when the save has read it, or save a copy (`tensor.clone()`)"
         super().__init__(
-            f"tensor {_short(tensor)!r} was changed while it was saved, so nothing was; change it "
-            "when the save has read it, or save a copy (`tensor.clone()`)"
+            f"tensor {_short(tensor)!r} was changed while it was saved, so nothing was; "
+            f"{remedy or instead}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are made anew of their text, which the name is not.
-        return type(self), (self.tensor,)
+        return type(self), (self.tensor, self.remedy)
 
 
 class RankFailedError(RuntimeError):

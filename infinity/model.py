@@ -180,7 +180,8 @@ class OffloadedModel:
         and the end of the block until it is saved, and raises its error if nobody has. As those.
 
         ``stripe_dirs``: directories that take the data instead, as in ``checkpoint.save``.
-        A step or load of another thread meanwhile is a ``ChangedTensorError``.
+        A step or load of another thread meanwhile is a ``ChangedTensorError``, as is a weight in
+        host memory that was changed in place before it was read (``gathered(modify=True)`` waits).
         ``only_trainable`` leaves frozen weights out (checkpoints of adapters); ``load`` takes such
         a one over the same frozen weights, and refuses it over others.
 

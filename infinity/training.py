@@ -102,7 +102,7 @@ class Training:
             parts.activations,
             lambda: self.residency.held,
         )
-        self.versions = Versions(records, self.residency.kept_out)
+        self.versions = Versions(records, self.residency)
         self._views = KeptViews(records)
         self.loans = Loans(records, self.residency, rank_context, self.versions, self._views)
         self.saves = BackgroundSaves()

@@ -29,6 +29,7 @@ from checkpoint.saving.generation import make_directory
 from checkpoint.saving.rank_plan import check_held
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import view_of
+from checkpoint.tensors.changes import Versions
 from checkpoint.tensors.sources import Source, finish_device_work, is_data_leaf, source_of
 from checkpoint.transfer.filling import Filler
 from checkpoint.transfer.memory import staging_slab
@@ -108,8 +109,8 @@ def write_safetensors(
     directory where a file is to be, FileExistsError where there are several shards and a
     `model.safetensors` of somebody else, which readers would take instead, and BlockingIOError
     while another export to this folder runs: of several ranks, one makes it. Raises OSError naming
-    the file; the files of a call that fails before the new tensors count are removed, as they are
-    after an interrupt.
+    the file, and ChangedTensorError naming a tensor that was changed meanwhile; the files of a call
+    that fails before the new tensors count are removed, as they are after an interrupt.
     """
     target = checkpoint_path(folder, "folder")
     check_staging_bytes(staging_bytes)
@@ -154,6 +155,7 @@ def _write(
     shards = _plan_shards(sources, max_shard_bytes)
     shard_of = {name: number for number, names in enumerate(shards) for name in names}
     total_bytes = sum(source.nbytes for source in sources.values())
+    versions = Versions(sources.items())
     make_directory(folder)
     with Lock(folder, by="export to this folder"):
         target = ShardFolder(folder, len(shards))
@@ -162,6 +164,8 @@ def _write(
                 for file, names in zip(target.temporaries, shards, strict=True):
                     own = _by_item_size({name: sources[name] for name in names})
                     _write_shard(engine, file, own, staging_bytes, cancellation)
+            versions.check()
+            versions.check_ended()
             cancellation.check()
             return target.publish({name: shard_of[name] for name in sources}, total_bytes)
         except BaseException:

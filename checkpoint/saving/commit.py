@@ -122,6 +122,7 @@ def commit(
             with copy_errors(snapshot):
                 supplies = supplies_of(plan, snapshot)
                 write_files(files, engine, supplies, staged, plan.cancellation, made)
+            plan.versions.check_ended()
             plan.cancellation.check()
             return None if is_alone else encode_records(_numbered(plan, files.records()))
 

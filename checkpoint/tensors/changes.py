@@ -5,17 +5,32 @@ than when the save was called means that what was read may be old in one part an
 tensor that has other memory by then (`p.data = ...`, `set_`, a swap of tensors, a storage of
 another size) may have had the old one reused: that is a change, too. What torch does not count (a
 change through numpy, `.data`, or by another library) is noticed only where bytes are written from
-where they lie: see `checkpoint.transfer.writer`.
+where they lie: see `checkpoint.transfer.writer`. A byte source over memory that programs can change
+says itself whether one did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from checkpoint.errors import ChangedTensorError
 from checkpoint.tensors.sources import Source
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A byte source that knows when what it reads is changed by others."""
+
+    def check_unchanged(self) -> None:
+        """Raises ChangedTensorError if that happened since the save was called; on any thread."""
+
+    def check_ended(self) -> None:
+        """The same later, of changes alone that may have been under way just then, for torch counts
+        a change when it has ended.
+        """
 
 
 class Versions:
@@ -24,17 +39,27 @@ class Versions:
     """
 
     def __init__(self, named: Iterable[tuple[str, Source]]) -> None:
-        self._seen = [
-            (name, source.owner, _state(source.owner))
-            for name, source in named
-            if isinstance(source.owner, torch.Tensor)
-        ]
+        self._seen: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
+        self._watched: list[Watched] = []
+        for name, source in named:
+            owner = source.owner
+            if isinstance(owner, torch.Tensor):
+                self._seen.append((name, owner, _state(owner)))
+            elif isinstance(owner, Watched):
+                self._watched.append(owner)
 
     def check(self) -> None:
         """Raises ChangedTensorError naming a tensor that has been changed since."""
         for name, tensor, seen in self._seen:
             if _state(tensor) != seen:
                 raise ChangedTensorError(name)
+        for source in self._watched:
+            source.check_unchanged()
+
+    def check_ended(self) -> None:
+        """What changes that were under way when `check` looked have come to. Raises as that."""
+        for source in self._watched:
+            source.check_ended()
 
 
 def count_changes(tensors: Iterable[torch.Tensor]) -> None:

@@ -100,6 +100,7 @@ class Loans:
         """
         lent = sorted(self._residency.kept_out)
         self._is_over = True
+        self._versions.note(lent)  # a save looks for changes of what is not lent
         self._residency.let_in(lent)
         self._versions.note(lent)
         if lent and kind is None:
@@ -137,6 +138,7 @@ class Loans:
         indices, _ = self._lent.pop(loan)
         indices = sorted({*indices} - self._asked())
         if not self._is_over:
+            self._versions.note(indices)  # a save looks for changes of what is not lent
             try:
                 self._residency.let_in(indices)
             finally:

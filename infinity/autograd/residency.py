@@ -145,8 +145,7 @@ class ModuleResidency:
     @property
     def held(self) -> list[int]:
         """Parameters whose weights are in place now, for whichever thread."""
-        with self._lock:
-            return [*self._holds]
+        return [*self._holds]  # at once: saves ask, which must not wait for a thread with the lock
 
     @property
     def is_computing(self) -> bool:

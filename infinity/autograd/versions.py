@@ -7,23 +7,48 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence, Set
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from checkpoint import ChangedTensorError
 from infinity.parameters.offloaded.modes import unseen
 from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_view
 from infinity.parameters.records import Record
 from infinity.parameters.structure import Structure
 
+_REMEDY = (
+    "change values inside `with offloaded.gathered([parameter], modify=True):`, which keeps them "
+    "when the save has read what was there"
+)
+
+
+_MOST_COUNTING_SECONDS = 1.0
+"""More than it takes to count what changed."""
+
+
+class Weights(Protocol):
+    """Where the weights of parameters are, as far as it matters here."""
+
+    at_home: list[torch.Tensor | None]
+    """Those of parameters that are computed with where they are kept."""
+
+    @property
+    def kept_out(self) -> Set[int]:
+        """Parameters that are the program's to change, now."""
+
+    @property
+    def held(self) -> list[int]:
+        """Parameters whose weights are in place now, for whichever thread. Without a lock."""
+
 
 class Versions:
     """The version of every parameter as it was when it was last known to be meant so."""
 
-    def __init__(self, records: Sequence[Record], lent: Set[int]) -> None:
-        """``lent``: parameters that are the program's to change, now."""
+    def __init__(self, records: Sequence[Record], weights: Weights) -> None:
         self._records = records
-        self._lent = lent
+        self._weights = weights
         self._noted: list[int] = []
         self._told = [0] * len(records)
         self._updates = [0] * len(records)
@@ -103,11 +128,11 @@ class Versions:
         changed = [
             index
             for index, version in enumerate(now)
-            if version != expected[index] and index not in self._lent
+            if version != expected[index] and index not in self._weights.kept_out
         ]
-        self.note(changed)
         for index in changed:
             self._told[index] += 1
+        self.note(changed)  # only now, see ``changed_at_home``
         if changed:
             names = [self._records[index].name for index in changed]
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
@@ -119,10 +144,76 @@ class Versions:
                 "offloaded.gathered([parameter], modify=True):`"
             )
 
+    def watch_at_home(self) -> HomeWatch:
+        """What tells from now on whether a program changes weights where they are kept."""
+        return HomeWatch(self, tuple(self._told))
+
+    def in_use(self, indices: Iterable[int]) -> set[int]:
+        """Those of these parameters that something computes with now, and may be changing."""
+        return {*self._weights.held}.intersection(indices)
+
+    def changed_at_home(self, indices: Iterable[int], told: Sequence[int]) -> str | None:
+        """The name of one of these parameters whose weights at home a program changed since so many
+        changes were told. On any thread.
+        """
+        here = [index for index in indices if self._weights.at_home[index] is not None]
+        if changed := self._untold(here):
+            # A loan may have begun or ended, or updates be counted just now. Not for long: where
+            # the lock is held the handler of a signal may run, and wait for the save that asks.
+            is_held = self._counting.acquire(timeout=_MOST_COUNTING_SECONDS)
+            try:
+                changed = self._untold(changed)
+            finally:
+                if is_held:
+                    self._counting.release()
+        changed += [index for index in here if self._told[index] != told[index]]
+        return self._records[min(changed)].name if changed else None
+
+    def _untold(self, indices: Sequence[int]) -> list[int]:
+        """Those with a change in place that was not told yet, in the order in which a loan that
+        begins goes by: it is known as one before its version is another.
+        """
+        now = self._versions_of(indices)
+        noted = {index: self._noted[index] for index in indices}
+        return [i for i in indices if now[i] != noted[i] and i not in self._weights.kept_out]
+
+    @unseen
+    def _versions_of(self, indices: Iterable[int]) -> dict[int, int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return {index: self._records[index].parameter._version for index in indices}
+
     @unseen
     def _now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
             return [record.parameter._version for record in self._records]
+
+
+class HomeWatch:
+    """Tells whether weights that a save reads where they are kept, and computed with, are still
+    those of when this was made.
+    """
+
+    def __init__(self, versions: Versions, told: Sequence[int]) -> None:
+        self._versions = versions
+        self._told = told
+        self._in_use: set[int] = set()
+
+    def check(self, indices: Iterable[int]) -> None:
+        """Raises ``ChangedTensorError`` naming one of these parameters that was changed in place,
+        which have been read. On one thread.
+        """
+        indices = [*indices]
+        self._in_use |= self._versions.in_use(indices)  # before versions are looked at
+        self._check(indices)
+
+    def check_ended(self) -> None:
+        """The same of those that were in use then: a change is counted when it has ended."""
+        self._check(self._in_use)
+
+    def _check(self, indices: Iterable[int]) -> None:
+        name = self._versions.changed_at_home(indices, self._told)
+        if name is not None:
+            raise ChangedTensorError(name, _REMEDY)
 
 
 class KeptViews:

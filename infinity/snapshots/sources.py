@@ -22,6 +22,7 @@ import torch
 
 from checkpoint import ChangedTensorError
 from checkpoint.saving.unguarded import copied_tree
+from infinity.autograd.versions import HomeWatch
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
 from infinity.values.module_state import persistent_buffers
 from infinity.values.persistence import TrainingState, scalars_of
@@ -43,6 +44,8 @@ class HostBytes:
     name: str
     since: int
     """What ``state.num_changes`` has to be still when something was read."""
+    watch: HomeWatch
+    """Of programs, which can change weights where they are kept."""
 
     thread_safe: ClassVar[bool] = True
 
@@ -67,15 +70,26 @@ class HostBytes:
         if self.since != self.state.num_changes:
             raise ChangedTensorError(f"{self.name} of subgroup {self.subgroup}")
 
+    def check_unchanged(self) -> None:
+        """Raises ``ChangedTensorError`` if a program changed what was to be read."""
+        if self.name == "weight":
+            segments = self.state.layout.subgroups[self.subgroup].segments
+            self.watch.check(segment.parameter for segment in segments)
+
+    def check_ended(self) -> None:
+        """The same of changes that were under way then."""
+        if self.name == "weight":
+            self.watch.check_ended()
+
 
 def tree_of(training: TrainingState, extra: Any, since: int, *, copies: bool) -> dict[str, Any]:
     """All but ``point`` and ``contents``; ``copies`` of what may change before the next step."""
-    state = training.state
+    state, watch = training.state, training.versions.watch_at_home()
     hosts: dict[str, dict[str, HostBytes]] = {}
     for group in state.layout.subgroups:
         if state.components.is_host(group.index):
             names = state.components.names(group.index)
-            sources = {name: HostBytes(state, group.index, name, since) for name in names}
+            sources = {name: HostBytes(state, group.index, name, since, watch) for name in names}
             hosts[str(group.index)] = sources
     leaves = checkpoint_tensors_of(training.model, training.records)
     scalars, buffers = scalars_of(training), persistent_buffers(training.model)

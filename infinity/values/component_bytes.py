@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from checkpoint import ChangedTensorError
+from infinity.autograd.versions import HomeWatch
 from infinity.parameters.partition import joined
 from infinity.values.checkpoint_tensors import CheckpointTensor
 from swap.plan.layout import Component
@@ -40,6 +41,8 @@ class ComponentBytes:
     component: Component
     since: int | None = field(default=None, kw_only=True)
     """What ``state.num_changes`` has to be still when something was read."""
+    watch: HomeWatch | None = field(default=None, kw_only=True)
+    """Of programs, which can change weights where they are kept."""
 
     thread_safe: ClassVar[bool] = True
     """Transfers are at offsets, and stripes want several of them at once."""
@@ -60,6 +63,16 @@ class ComponentBytes:
             self.state.components.read(index, self.component.name, first, values)
         if self.since is not None and self.since != self.state.num_changes:
             raise ChangedTensorError(self.leaf.name)
+
+    def check_unchanged(self) -> None:
+        """Raises ``ChangedTensorError`` if a program changed what was to be read."""
+        if self.watch is not None and self.component.name == "weight":
+            self.watch.check(part.index for part in self.leaf.parts)
+
+    def check_ended(self) -> None:
+        """The same of changes that were under way then."""
+        if self.watch is not None and self.component.name == "weight":
+            self.watch.check_ended()
 
     def write(self, start: int, data: memoryview) -> None:
         """Take ``data`` as the bytes from byte ``start``; whole elements. What other ranks keep is
@@ -118,6 +131,7 @@ class Saving:
     world_size: int
     since: int
     """``num_changes`` of the state that is saved."""
+    watch: HomeWatch
 
     def takes_whole(self, position: int) -> bool:
         """Of a part that every rank has all of, though others of its leaf are partitioned."""
@@ -135,11 +149,16 @@ def components_of_tensor(
         state.components.component(subgroup, name)
         for name in state.component_names(leaf.first.index)
     ]
-    since = None if saving is None else saving.since
+    since, watch = (None, None) if saving is None else (saving.since, saving.watch)
     if not any(part.is_partitioned for part in leaf.parts):
-        return [ComponentBytes(state, leaf, component, since=since) for component in components]
+        return [
+            ComponentBytes(state, leaf, component, since=since, watch=watch)
+            for component in components
+        ]
     return [
-        PartBytes(state, leaf, component, _ranges(leaf, component, saving), since=since)
+        PartBytes(
+            state, leaf, component, _ranges(leaf, component, saving), since=since, watch=watch
+        )
         for component in components
     ]
 

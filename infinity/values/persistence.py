@@ -42,6 +42,7 @@ from checkpoint.ranks.coordinator import (
 from checkpoint.ranks.turn import Turn, before_turn
 from checkpoint.saving.api import SaveRequest, save_on, start_save
 from checkpoint.saving.unguarded import copied_tree
+from infinity.autograd.versions import Versions
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.rule import OptimizerRule
@@ -76,6 +77,7 @@ class TrainingState(Protocol):
     checkpoint_bytes: int
     rank_context: RankContext
     reference: StateReference
+    versions: Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +192,13 @@ def _sources(training: TrainingState, *, only_trainable: bool) -> dict[str, Any]
 
 
 def _saving(training: TrainingState) -> Saving:
-    """The state of now, which no step of another thread is to change while it is saved."""
-    since = training.state.num_changes
+    """The state of now, which no step of another thread, and no change in place, is to change while
+    it is saved.
+    """
+    since, watch = training.state.num_changes, training.versions.watch_at_home()
     training.state.finish_step()
-    return Saving(training.rank_context.rank, training.rank_context.world_size, since)
+    ranks = training.rank_context
+    return Saving(ranks.rank, ranks.world_size, since=since, watch=watch)
 
 
 def scalars_of(training: TrainingState) -> dict[str, Any]:

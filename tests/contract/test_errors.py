@@ -27,7 +27,7 @@ EXAMPLES: list[BaseException] = [
     SlabFullError(4, 3, 2),
     BudgetError("too small", least_host_bytes=7),
     CorruptCheckpointError("bad", path="/x", tensor="t", offset=3, nbytes=4),
-    ChangedTensorError("w"),
+    ChangedTensorError("w", "change it later"),
     RankFailedError("gone", rank=2),
     RestoreError("not read", DISK, ["w"], ["/x"], lambda: None),
 ]
