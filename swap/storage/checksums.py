@@ -106,25 +106,56 @@ class BlockSums:
             self._sums = grown
 
 
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Of what was read with the sums. No function in a function: what such a one refers to an error
+    that is kept would keep, and with it the memory of a read that failed.
+    """
+
+    request: Request
+    expected: np.ndarray
+    """Of all blocks that it touches."""
+    edges: list[tuple[int, np.ndarray]]
+    """Where blocks begin of which it has a part, and the whole of them."""
+    damage: Damage
+
+    def check(self) -> None:
+        """Raises ``CorruptSwapError``."""
+        offset, data = self.request.offset, _bytes(self.request.buffer)
+        first = offset // BLOCK
+        for edge, page in self.edges:
+            here, there = _common(offset, len(data), edge)
+            wrong = sums_of(page)[0] != self.expected[edge // BLOCK - first]
+            if wrong or data[here] != _bytes(page)[there]:
+                raise self.damage.error(edge)
+        low, high = _whole(offset, len(data))
+        if low < high:
+            due = self.expected[low // BLOCK - first : high // BLOCK - first]
+            found = sums_of(data[low - offset : high - offset])
+            wrong = (found != due) & (due != 0)
+            if wrong.any():
+                raise self.damage.error(low + int(wrong.argmax()) * BLOCK)
+
+
 class _CheckedRead(JoinedOperation):
     """Read, and for a reader of parts of blocks also the whole of these."""
 
-    __slots__ = ("_check", "_lock")
+    __slots__ = ("_comparison", "_lock")
 
     def __init__(
-        self, request: Request, pieces: Sequence[Operation], check: Callable[[], None]
+        self, request: Request, pieces: Sequence[Operation], comparison: _Comparison
     ) -> None:
         super().__init__(request, pieces)
-        self._check: Callable[[], None] | None = check
+        self._comparison: _Comparison | None = comparison
         self._lock = threading.Lock()
 
     def result(self, timeout: float | None = None) -> int:
         """Compares once: afterwards the memory is the caller's."""
         moved = super().result(timeout)
         with self._lock:
-            if self._check is not None:
-                self._check()
-                self._check = None
+            if self._comparison is not None:
+                self._comparison.check()
+                self._comparison = None
         return moved
 
 
@@ -173,22 +204,7 @@ def checked_read(request: Request, submit: Submit, sums: BlockSums, damage: Dama
             page = _page()
             operations.append(submit(Request("read", request.file, offset, page)))
             edges.append((offset, page))
-
-    def check() -> None:
-        for offset, page in edges:
-            here, there = _common(request.offset, len(data), offset)
-            wrong = sums_of(page)[0] != expected[(offset - first) // BLOCK]
-            if wrong or data[here] != _bytes(page)[there]:
-                raise damage.error(offset)
-        low, high = _whole(request.offset, len(data))
-        if low < high:
-            due = expected[(low - first) // BLOCK : (high - first) // BLOCK]
-            found = sums_of(data[low - request.offset : high - request.offset])
-            wrong = (found != due) & (due != 0)
-            if wrong.any():
-                raise damage.error(low + int(wrong.argmax()) * BLOCK)
-
-    return _CheckedRead(request, operations, check)
+    return _CheckedRead(request, operations, _Comparison(request, expected, edges, damage))
 
 
 def summed_write(request: Request, submit: Submit, sums: BlockSums) -> Operation:

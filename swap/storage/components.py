@@ -288,15 +288,10 @@ class ComponentStore:
 
     def _transfer_all(self, begin: Callable[[list[Operation]], None]) -> None:
         """Begin transfers, and wait for all of them."""
-
-        def run() -> None:
-            with _ended_together() as pending:
-                begin(pending)
-
         if self._extents is None:
-            run()
+            _run_together(begin)
         else:
-            self._extents.run_drained(run)
+            self._extents.run_drained(partial(_run_together, begin))
 
     def _overlaps(
         self, parameter: int, name: str, start: int, tensor: torch.Tensor
@@ -389,6 +384,12 @@ def _ended_together() -> Iterator[list[Operation]]:
                 failures.append(let_go(error))
     if failures:
         raise failures.pop(0)
+
+
+def _run_together(begin: Callable[[list[Operation]], None]) -> None:
+    """No function in a function: an error that is kept would keep what that is to transfer."""
+    with _ended_together() as pending:
+        begin(pending)
 
 
 def _units(subgroups: tuple[Subgroup, ...]) -> list[list[Subgroup]]:

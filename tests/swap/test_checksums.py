@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aio import AioError
+from aio import AioError, Slab
+from aio.errors import let_go
 from swap.interruptions.undo import Undo
 from swap.storage.checksums import BLOCK, CorruptSwapError
 from swap.storage.extents import Extent, ExtentStore
@@ -97,6 +98,21 @@ def test_a_flipped_bit_is_found_by_who_reads_its_block_and_by_nobody_else(
     out = np.empty(data.size, np.uint8)
     extents.read(extent, 0, out, urgent=True, as_is=True).result()
     assert np.count_nonzero(out != data) == 1
+    extents.release(extent)
+
+
+def test_an_error_of_damage_that_is_kept_keeps_no_memory_of_reads(extents: ExtentStore) -> None:
+    """Or who waits for that memory waits for whoever keeps the error, who may be the same."""
+    extent, _ = filled(extents)
+    flip(extents, extent, BLOCK + 5)
+    kept = []
+    with Slab(BLOCKS * BLOCK) as slab:
+        for start in (0, 7):  # whole blocks, and parts of some
+            with pytest.raises(CorruptSwapError) as caught:
+                extents.read(extent, start, slab.allocate(3 * BLOCK), urgent=True).result()
+            kept.append(let_go(caught.value))
+            del caught
+            assert slab.used_bytes == 0
     extents.release(extent)
 
 

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio import AioError
+from aio.errors import let_go
 from swap.plan.layout import PIECE, pack
 from swap.storage.components import as_bytes, as_tensor
 from tests.support.examples import examples
@@ -229,6 +231,20 @@ def test_component_that_could_not_be_made_is_all_zeros_still(
         out = torch.empty(SIZES[0])
         rig.components.read(0, "exp_avg", 0, out)
         assert out.nonzero().tolist() == [[7]]
+
+
+def test_an_error_that_is_kept_does_not_keep_what_was_to_be_filled(tmp_path: Path) -> None:
+    """A tensor of each parameter that cannot be read would not fit into memory."""
+    with rig_in(tmp_path) as rig:
+        rig.components.write(0, "exp_avg", 0, torch.ones(SIZES[0]))
+        rig.faults.arm("read", errno.EIO, times=100)
+        out = torch.empty(SIZES[0])
+        memory = weakref.ref(out)
+        with pytest.raises(AioError) as caught:
+            rig.components.read(0, "exp_avg", 0, out)
+        let_go(caught.value)
+        del out
+        assert memory() is None
 
 
 def test_bytes_of_nothing_are_nothing() -> None:
