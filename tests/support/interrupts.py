@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import gc
+import inspect
 import sys
 import threading
 import time
@@ -146,6 +147,14 @@ def _run(
     finally:
         sys.settrace(before)
     return lines
+
+
+def _may_raise(frame: FrameType, event: str) -> bool:
+    """Not as a generator goes on, which may be its closing: Python swallows what comes up then."""
+    code = frame.f_code
+    begins = event == "call" and not code.co_flags & inspect.CO_GENERATOR
+    is_point = event == "c_return" or (begins and code.co_name != "__exit__")
+    return is_point and not _in_finalizer(frame)
 
 
 def _is_behind_call(frame: FrameType) -> bool:
