@@ -133,6 +133,7 @@ def checked(given: Arguments, device: torch.device) -> Options:
         check_place(given.weights, "weights")
     mode = mode_of(given.activations)
     check_flag("verify_swap", given.verify_swap)
+    check_flag("overlap", given.overlap)
     return Options(
         directories=directories,
         optimizer=given.optimizer,
@@ -189,7 +190,7 @@ def directories_of(nvme: Directories) -> list[str]:
 
     Raises ``TypeError``, ``ValueError`` or ``OSError`` (missing, no directory, not writable).
     """
-    entries = [nvme] if isinstance(nvme, (str, os.PathLike)) else nvme
+    entries = [nvme] if isinstance(nvme, (str, bytes, os.PathLike)) else nvme
     if not isinstance(entries, Sequence):
         raise TypeError(f"nvme={nvme!r} is neither a path nor a sequence of paths")
     for entry in entries:
@@ -236,7 +237,7 @@ def named_device(device: torch.device | str) -> torch.device:
         raise ValueError(refusal) from error
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(refusal)
-    return chosen
+    return torch.device("cpu") if chosen.type == "cpu" else chosen  # there is one, of any number
 
 
 def budget_of_rank(host_memory: int | str | None) -> int:

@@ -87,9 +87,9 @@ def offload(
       torch.optim.Optimizer`` for any other, None for inference.
     - ``device``: where to compute; None takes CUDA if there is one, else the CPU.
     - ``compute_dtype``: dtype of weights, gradients and floating-point buffers, as
-      ``model.to(dtype)``; masters of what is trained are kept in float32. Frozen weights, with
-      ``optimizer=None`` all, come back rounded to it, and a warning says how many values; buffers
-      that nothing changed come back as they were. None keeps each parameter's dtype.
+      ``model.to(dtype)`` (see TUNING for ties); masters of what is trained are kept in float32.
+      Frozen weights come back rounded to it, with a warning how many, as all do with
+      ``optimizer=None``, and unchanged buffers as they were. None keeps each parameter's dtype.
     - ``device_memory``: most bytes of weights resident for compute; ``host_memory``: most bytes of
       host memory that the library takes (default: half of what is free). Ints, or ``"8GiB"``.
     - ``max_grad_norm``: clip the gradients of every step to this 2-norm.

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aio import naming
 from checkpoint.directory.destination import check_place
+from checkpoint.directory.replacing import replace_durably
 from infinity.activations.offloading import Activations
 from swap.plan.traffic import traffic_of
 from swap.storage.drives.endurance import DRIVE_ENDURANCE, Wear, endurance_of
@@ -238,7 +240,8 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
             }
         )
     document = {"traceEvents": [*_row_names(rows), *events], "displayTimeUnit": "ms"}
-    Path(path).write_text(json.dumps(document))
+    with naming(path):
+        replace_durably(Path(path), json.dumps(document).encode())
 
 
 def _in_rows(events: Sequence[Event]) -> Iterator[tuple[Event, tuple[str, int]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -126,7 +126,7 @@ class _Encoder:
 
     def encode_set(self, path: Path, value: set[Any]) -> Node:
         nodes = [self.encode_key(path, item, "an element of a set") for item in value]
-        return {"set": sorted(nodes, key=_json_text)}
+        return {"set": sorted(nodes, key=json.dumps)}
 
     def encode_dict(self, path: Path, value: dict[Any, Any]) -> Node:
         if all(type(key) is str for key in value):
@@ -135,6 +135,9 @@ class _Encoder:
                     self._encode_scalar((*path, key), key)
             return {"dict": {key: self.encode((*path, key), item) for key, item in value.items()}}
         return {"items": self._pairs(path, value)}
+
+    def encode_counter(self, path: Path, value: Counter[Any]) -> Node:
+        return {"counter": _Encoder(_is_never_data, self._refuse)._pairs(path, value)}
 
     def encode_ordered(self, path: Path, value: OrderedDict[Any, Any]) -> Node:
         node = {"ordereddict": self._pairs(path, value)}
@@ -172,11 +175,8 @@ _CONTAINERS: dict[type, Callable[[_Encoder, Path, Any], Node]] = {
     set: _Encoder.encode_set,
     dict: _Encoder.encode_dict,
     OrderedDict: _Encoder.encode_ordered,
+    Counter: _Encoder.encode_counter,
 }
-
-
-def _json_text(node: Node) -> str:
-    return json.dumps(node)
 
 
 def _refusal(path: Path, value: object) -> str:
@@ -323,6 +323,11 @@ class _Decoder:
     def decode_items(self, path: Path, node: dict[str, Node]) -> Any:
         return self._fill(path, {}, _pairs(path, node["items"]))
 
+    def decode_counter(self, path: Path, node: dict[str, Node]) -> Any:
+        if not self._is_wanted(path):
+            return MISSING
+        return Counter(decode_tree({"items": node["counter"]}, _no_data(path)))
+
     def decode_ordered(self, path: Path, node: dict[str, Node]) -> Any:
         ordered: OrderedDict[Any, Any] = OrderedDict()
         if "metadata" in node:
@@ -348,6 +353,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Path, dict[str, Node]], Any]] = {
     "dict": _Decoder.decode_dict,
     "items": _Decoder.decode_items,
     "ordereddict": _Decoder.decode_ordered,
+    "counter": _Decoder.decode_counter,
 }
 
 

@@ -199,6 +199,8 @@ CHANGES: list[tuple[str, Callable[[Document, Any], None], Any]] = [
     ("gradient", _set("tree"), {"tensor": 0, "requires_grad": True}),
     ("true or false", _set("tree"), {"tensor": 0, "parameter": 1}),
     ("a tensor where none", _set("tree"), {"ordereddict": [], "metadata": {"tensor": 0}}),
+    ("the key 'a' is there twice", _set("tree"), {"counter": [["a", 1], ["a", 2]]}),
+    ("a tensor where none", _set("tree"), {"counter": [["a", {"tensor": 0}]]}),
 ]
 
 

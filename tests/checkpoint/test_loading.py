@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +317,26 @@ def test_a_sink_takes_a_view_of_one_element(tmp_path: Path) -> None:
     sink = Bytes()
     checkpoint.load(tmp_path / "step", into={"one": sink})
     assert sink.data == x[3].numpy().tobytes()
+
+
+def test_counters_come_back_as_they_were(tmp_path: Path) -> None:
+    schedule = torch.optim.lr_scheduler.MultiStepLR(
+        torch.optim.SGD([torch.zeros(1)], lr=1.0), [3, 5, 5]
+    )
+    state = {"schedule": schedule.state_dict(), "none": Counter[str]()}
+    checkpoint.save(state, tmp_path / "step")
+    loaded = checkpoint.load(tmp_path / "step")
+    assert loaded == state
+    assert type(loaded["schedule"]["milestones"]) is type(loaded["none"]) is Counter
+    into = {"schedule": dict(state["schedule"], milestones=Counter([1]))}
+    assert checkpoint.load(tmp_path / "step", into=into, strict=False) == {
+        "schedule": state["schedule"]
+    }
+
+
+def test_a_counter_of_tensors_is_refused_by_its_place(tmp_path: Path) -> None:
+    many: Any = Counter()
+    many["a"] = torch.ones(2)
+    with pytest.raises(TypeError, match=r"state\['many'\]\['a'\]"):
+        checkpoint.save({"many": many}, tmp_path / "step")
+    assert not (tmp_path / "step").exists()

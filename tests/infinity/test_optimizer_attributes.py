@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,56 @@ def test_counts_of_groups_begin_anew_with_a_checkpoint_that_has_none(
             assert offloaded.optimizer.param_groups[0]["steps"] == 11
             offloaded.load(tmp_path / "weights")
             assert offloaded.optimizer.param_groups[0]["steps"] == 10
+
+
+class _Remembers(Scaled):
+    """Keeps what no checkpoint holds."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    def factor(self, p: torch.Tensor, group: dict[str, Any]) -> float:
+        last = self.state[p].setdefault("last", deque(maxlen=2))
+        last.append(float(p.abs().mean()))
+        return sum(last)
+
+
+def test_state_that_could_not_be_saved_is_refused_as_the_block_begins(nvme: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=r"_Remembers keeps 'last' .* collections.deque"),
+        infinity.offload(nn.Linear(8, 8), nvme, optimizer=_Remembers, host_memory=WHOLE),
+    ):
+        pass
+
+
+class _TimeIsUpError(Exception):
+    """What a handler of SIGALRM may raise."""
+
+
+class _Late:
+    """An option that is being copied when a handler runs."""
+
+    is_up = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Late:
+        if self.is_up:
+            raise _TimeIsUpError
+        return self
+
+
+def test_what_a_handler_raises_in_a_step_is_no_fault_of_an_option(nvme: Path) -> None:
+    option = _Late()
+
+    def factory(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.param_groups[0]["late"] = option
+        return optimizer
+
+    model = nn.Linear(8, 8)
+    with infinity.offload(model, nvme, optimizer=factory, host_memory=WHOLE) as offloaded:
+        model(torch.ones(2, 8)).sum().backward()
+        option.is_up = True
+        with pytest.raises(_TimeIsUpError):
+            offloaded.step()
+        option.is_up = False
+        offloaded.step()

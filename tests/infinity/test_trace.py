@@ -1,6 +1,9 @@
 """The trace of a run, and the picture of it."""
 
+import errno
 import json
+import resource
+import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -106,3 +109,20 @@ def test_what_is_no_trace_is_refused(trace: Any) -> None:
         spans_of(trace)
     with pytest.raises(ValueError, match="unknown kinds: nap"):
         spans_of({"traceEvents": [_event("nap", 0, 1)]})
+
+
+def test_a_trace_that_finds_no_room_leaves_the_one_before_and_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("from before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+        with pytest.raises(OSError, match=r"trace\.json") as refused:
+            write_trace(Timeline(), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert refused.value.errno == errno.EFBIG
+    assert path.read_text() == "from before"
+    assert list(tmp_path.iterdir()) == [path]

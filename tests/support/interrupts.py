@@ -150,8 +150,10 @@ def _run(
 
 
 def _may_raise(frame: FrameType, event: str) -> bool:
-    """Not as a generator goes on, which may be its closing: Python swallows what comes up then."""
+    """Not in generators, which may be being closed: Python swallows what comes up in them then."""
     code = frame.f_code
+    if code.co_flags & inspect.CO_GENERATOR and frame.f_code.co_name == "<genexpr>":
+        return False
     begins = event == "call" and not code.co_flags & inspect.CO_GENERATOR
     is_point = event == "c_return" or (begins and code.co_name != "__exit__")
     return is_point and not _in_finalizer(frame)

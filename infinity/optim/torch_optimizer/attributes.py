@@ -13,7 +13,7 @@ import functools
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -76,18 +76,38 @@ class Attributes:
         self._shared = self.copies(self._optimizer)
 
     def changed(self, is_needed: Callable[[str], bool]) -> list[str]:
-        """Those that are not as they were made, but for what no step needs."""
+        """Those that are not as they were made, but for what no step needs. Tensors that are
+        options of a group, too, are the group's to change, as schedules fill them.
+        """
         found = []
+        groups = self._optimizer.param_groups
+        options = {id(value) for group in groups for value in group.values()}
         for key, value in _own(self._optimizer):
             if key in self._unneeded or key in self.absent:
                 continue
-            if key in self._made and same(value, self._made[key]):
+            if key in self._made and same(*_beside(options, value, self._made[key])):
                 continue
             if is_needed(key):
                 found.append(key)
             else:
                 self._unneeded.add(key)
         return found
+
+
+def _beside(options: Collection[int], value: Any, made: Any) -> tuple[Any, Any]:
+    """Both, without the tensors of a dictionary whose ``id`` is in ``options``: ``defaults`` has
+    those of groups.
+    """
+    if not isinstance(value, dict) or not isinstance(made, dict):
+        return value, made
+    tensors = {key for key, one in value.items() if isinstance(one, torch.Tensor)}
+    shared = {key for key in tensors if id(value[key]) in options}
+    return _without(value, shared), _without(made, shared)
+
+
+def _without(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The others."""
+    return {key: value for key, value in values.items() if key not in keys}
 
 
 def _own(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:

@@ -8,9 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
+from checkpoint.format.tree import encode_tree
 from infinity.parameters.records import ALWAYS_ON_HOST_ELEMENTS
 from swap.plain import is_same_view, overlap
 from swap.plan.layout import Component
@@ -51,6 +53,7 @@ class StateComponents:
         Raises ``ValueError`` naming what has no place.
         """
         for name, value in state.items():
+            self._check_kept(name, value)
             if isinstance(value, torch.Tensor) and value.shape == shape:
                 self._check(name, value)
                 self._components.setdefault(
@@ -172,6 +175,17 @@ class StateComponents:
             if component.name in stored and name not in small
         ]
         return {IN_COMPONENTS: held} | dict(small)
+
+    def _check_kept(self, name: str, value: Any) -> None:
+        """Raises ``ValueError`` for what no checkpoint holds: a run could not be saved."""
+        try:
+            encode_tree({name: value}, lambda leaf: isinstance(leaf, (torch.Tensor, np.ndarray)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self._optimizer} keeps {name!r} of a parameter, which could not be saved "
+                f"({error}); let its state have numbers, text, tensors, and lists, tuples, sets "
+                "and dictionaries of these"
+            ) from error
 
     def _check(self, name: str, value: torch.Tensor) -> None:
         if not _is_ordinary(value) or value.layout != torch.strided:

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
+NOT_COPIED = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, copy.Error)
+"""What copying or comparing raises for what cannot be; not what a signal handler has to say."""
+
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
     """A copy as ``copy.deepcopy``, or ``value`` itself where there is none."""
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # a lock or a handle: what is no state
+    except NOT_COPIED:  # a lock or a handle: what is no state
         return value
 
 
@@ -48,7 +51,7 @@ def _same(a: Any, b: Any, seen: set[tuple[int, int]]) -> bool:
         return _same(getattr(a, "__dict__", None), getattr(b, "__dict__", None), seen)
     try:
         return bool(a == b) or (a != a and b != b)
-    except Exception:  # things that are equal in part, or not to be compared
+    except NOT_COPIED:  # things that are equal in part, or not to be compared
         return False
 
 

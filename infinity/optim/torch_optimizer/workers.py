@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from infinity.optim.thread_settings import ThreadSettings, Within
-from infinity.optim.torch_optimizer.values import same
+from infinity.optim.torch_optimizer.values import NOT_COPIED, same
 from infinity.parameters.offloaded.becoming import attributes_of
 
 Step = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], tuple[Any, dict[str, Any]]]
@@ -28,7 +28,7 @@ def options_in(group: Mapping[str, Any], memo: dict[int, Any] | None = None) -> 
         if key != "params":
             try:
                 options[key] = copy.deepcopy(value, memo)
-            except Exception as error:  # whatever the copying of somebody's value raises
+            except NOT_COPIED as error:
                 raise ValueError(
                     f"a parameter group has {key!r}, which cannot be copied ({error}): options are "
                     "fixed with each step; let it have numbers, text and tensors"
