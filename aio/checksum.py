@@ -5,6 +5,7 @@ never is, and cannot copy while it sums.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,44 @@ def copy_with_crc(
     )
     result: list[int] = sums.tolist()
     return result
+
+
+def copy_with_unit_crcs(
+    sources: Sequence[int],
+    targets: Sequence[int],
+    sizes: Sequence[int],
+    inside: Sequence[int],
+    units: Sequence[int],
+    before: Sequence[int],
+) -> list[npt.NDArray[np.uint32]]:
+    """As `copy_with_crc`, of ranges that are summed in units of so many bytes each.
+
+    A range begins `inside` of a unit, whose CRC continues from `before`. Gives, for each range, the
+    CRCs of the units that it touches, the last over what it has of it.
+    """
+    counts = [
+        -(-(nbytes + first) // unit) if nbytes else 0
+        for nbytes, first, unit in zip(sizes, inside, units, strict=True)
+    ]
+    ends = list(accumulate(counts))
+    crcs = np.empty(ends[-1] if ends else 0, np.uint32)
+    lib.aio_copy_crc32c_units(
+        len(counts),
+        _words([*sources, *targets, *sizes, *inside, *units, *before]),
+        ffi.from_buffer("uint32_t[]", crcs.data, require_writable=True),
+    )
+    return [crcs[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def join_crcs(crcs: npt.NDArray[np.uint32], unit_bytes: int, last_bytes: int) -> int:
+    """The CRC-32C of units in a row from theirs: each of so many bytes, the last of `last_bytes`.
+
+    There is one at the least.
+    """
+    given = np.ascontiguousarray(crcs, np.uint32)
+    return lib.aio_crc32c_join(
+        ffi.from_buffer("uint32_t[]", given.data), len(given), unit_bytes, last_bytes
+    )
 
 
 def copy_ranges(sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) -> None:

@@ -169,6 +169,14 @@ void aio_crc32c_blocks(const uint8_t *data, uint64_t nbytes, uint64_t block_byte
  */
 void aio_copy_crc32c(uint64_t count, const uint64_t *src, const uint64_t *dst,
                      const uint64_t *nbytes, uint32_t *crc);
+/* The same in units. `ranges` has src, dst and nbytes of all ranges, how far inside of a unit each
+ * begins, bytes of its units, and the CRC of what that unit has before it: six times `count` words.
+ * crc gets the CRCs of all units that the ranges touch, range by range, the last of each over what
+ * the range has of it. */
+void aio_copy_crc32c_units(uint64_t count, const uint64_t *ranges, uint32_t *crc);
+/* The CRC of count > 0 units in a row from theirs: each of unit_bytes, the last of last_bytes. */
+uint32_t aio_crc32c_join(const uint32_t *crc, uint64_t count, uint64_t unit_bytes,
+                         uint64_t last_bytes);
 /* Name of the code that runs on long ranges: "vpclmulqdq", "sse4.2", "armv8-crc" or "tables". */
 const char *aio_crc32c_isa(void);
 /* The ways to sum, the faster ones last. */

@@ -61,10 +61,32 @@ static uint32_t over_zeros(uint32_t crc, size_t nbytes) {
     return crc;
 }
 
-static void make_shift_table(shift_table *table, size_t nbytes) {
+/* The product of two polynomials over the one of the CRC, as zlib's crc32_combine takes it. */
+static uint32_t multiply(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+        product ^= (a & bit) ? b : 0u;
+        b = (b >> 1) ^ ((b & 1u) ? POLYNOMIAL : 0u);
+    }
+    return product;
+}
+
+/* What a register is multiplied by to advance it over so many zero bytes: x^(8 * nbytes). */
+static uint32_t power_of(uint64_t nbytes) {
+    uint32_t power = 1u << 31, square = over_zeros(1u << 31, 1);
+    for (; nbytes; nbytes >>= 1) {
+        if (nbytes & 1u)
+            power = multiply(square, power);
+        square = multiply(square, square);
+    }
+    return power;
+}
+
+static void make_shift_table(shift_table *table, uint64_t nbytes) {
     uint32_t of_bit[32]; /* the shift is linear: what it does to each bit says it all */
+    uint32_t power = power_of(nbytes);
     for (int bit = 0; bit < 32; bit++)
-        of_bit[bit] = over_zeros(1u << bit, nbytes);
+        of_bit[bit] = multiply(power, 1u << bit);
     for (int byte = 0; byte < 4; byte++)
         for (uint32_t value = 0; value < 256; value++) {
             uint32_t sum = 0;
@@ -72,6 +94,11 @@ static void make_shift_table(shift_table *table, size_t nbytes) {
                 sum ^= ((value >> bit) & 1u) ? of_bit[8 * byte + bit] : 0u;
             table->by_byte[byte][value] = sum;
         }
+}
+
+static inline uint32_t shift(const shift_table *table, uint32_t reg) {
+    return table->by_byte[0][reg & 0xFFu] ^ table->by_byte[1][(reg >> 8) & 0xFFu] ^
+           table->by_byte[2][(reg >> 16) & 0xFFu] ^ table->by_byte[3][reg >> 24];
 }
 
 static int has_instruction(void) {
@@ -127,11 +154,6 @@ CRC_TARGET static inline uint32_t step8(uint32_t reg, uint64_t value) {
 #else
     return __crc32cd(reg, value);
 #endif
-}
-
-static inline uint32_t shift(const shift_table *table, uint32_t reg) {
-    return table->by_byte[0][reg & 0xFFu] ^ table->by_byte[1][(reg >> 8) & 0xFFu] ^
-           table->by_byte[2][(reg >> 16) & 0xFFu] ^ table->by_byte[3][reg >> 24];
 }
 
 CRC_TARGET static inline uint32_t three_lanes(uint32_t reg, const uint8_t *p, size_t lane,
@@ -203,6 +225,12 @@ static uint32_t copy_and_sum(uint32_t crc, uint8_t *to, const uint8_t *from, siz
     return ~reg;
 }
 
+/* What was stored past the caches is seen by others only after a fence. */
+static void finish_copies(void) {
+    if (way() == AIO_CRC32C_FOLDING)
+        aio_fold_fence();
+}
+
 static void copy(uint8_t *to, const uint8_t *from, size_t nbytes) {
     if (nbytes >= STREAM_FROM && (uintptr_t)to % 64 == 0 && way() == AIO_CRC32C_FOLDING)
         aio_stream(to, from, nbytes);
@@ -210,22 +238,56 @@ static void copy(uint8_t *to, const uint8_t *from, size_t nbytes) {
         memcpy(to, from, nbytes);
 }
 
+static void copy_range(uint8_t *to, const uint8_t *from, size_t nbytes, uint32_t *crc) {
+    if (!from)
+        memset(to, 0, nbytes);
+    else if (!crc) {
+        if (to)
+            copy(to, from, nbytes);
+    } else if (!to)
+        *crc = aio_crc32c(*crc, from, nbytes);
+    else
+        *crc = copy_and_sum(*crc, to, from, nbytes);
+}
+
+static const uint8_t *source_at(uint64_t address) { return (const uint8_t *)(uintptr_t)address; }
+
+static uint8_t *target_at(uint64_t address) { return (uint8_t *)(uintptr_t)address; }
+
 void aio_copy_crc32c(uint64_t count, const uint64_t *src, const uint64_t *dst,
                      const uint64_t *nbytes, uint32_t *crc) {
-    for (uint64_t i = 0; i < count; i++) {
-        const uint8_t *from = (const uint8_t *)(uintptr_t)src[i];
-        uint8_t *to = (uint8_t *)(uintptr_t)dst[i];
-        size_t length = (size_t)nbytes[i];
-        if (!from)
-            memset(to, 0, length);
-        else if (!crc) {
-            if (to)
-                copy(to, from, length);
-        } else if (!to)
-            crc[i] = aio_crc32c(crc[i], from, length);
-        else
-            crc[i] = copy_and_sum(crc[i], to, from, length);
+    for (uint64_t i = 0; i < count; i++)
+        copy_range(target_at(dst[i]), source_at(src[i]), nbytes[i], crc ? crc + i : NULL);
+    finish_copies();
+}
+
+void aio_copy_crc32c_units(uint64_t count, const uint64_t *ranges, uint32_t *crc) {
+    for (uint64_t i = 0; i < count; i++, ranges++) {
+        uint64_t from = ranges[0], to = ranges[count], left = ranges[2 * count];
+        uint64_t unit = ranges[4 * count], room = unit - ranges[3 * count];
+        uint32_t before = (uint32_t)ranges[5 * count];
+        for (; left; before = 0, room = unit) {
+            uint64_t part = left < room ? left : room;
+            *crc = before;
+            copy_range(target_at(to), source_at(from), part, crc++);
+            from += from ? part : 0;
+            to += to ? part : 0;
+            left -= part;
+        }
     }
+    finish_copies();
+}
+
+uint32_t aio_crc32c_join(const uint32_t *crc, uint64_t count, uint64_t unit_bytes,
+                         uint64_t last_bytes) {
+    shift_table table;
+    uint32_t joined = crc[0];
+    pthread_once(&tables_once, make_tables);
+    if (count > 2)
+        make_shift_table(&table, unit_bytes);
+    for (uint64_t i = 1; i + 1 < count; i++)
+        joined = shift(&table, joined) ^ crc[i];
+    return count > 1 ? multiply(power_of(last_bytes), joined) ^ crc[count - 1] : joined;
 }
 
 const char *aio_crc32c_isa(void) {

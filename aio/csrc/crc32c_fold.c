@@ -74,8 +74,6 @@ FOLD_TARGET static inline __attribute__((always_inline)) void fold(uint32_t reg,
         }
     for (size_t k = 0; k < 4; k++)
         _mm512_storeu_si512(rest + k * LINE, sum[k]);
-    if (store == STREAMED)
-        _mm_sfence();
 }
 
 FOLD_TARGET void aio_fold(uint32_t reg, uint8_t *to, const uint8_t *from, size_t nbytes,
@@ -88,12 +86,13 @@ FOLD_TARGET void aio_fold(uint32_t reg, uint8_t *to, const uint8_t *from, size_t
         fold(reg, to, from, nbytes, rest, STREAMED);
 }
 
+void aio_fold_fence(void) { _mm_sfence(); }
+
 FOLD_TARGET void aio_stream(uint8_t *to, const uint8_t *from, size_t nbytes) {
     size_t i = 0;
     for (; i + LINE <= nbytes; i += LINE)
         put(to + i, _mm512_loadu_si512(from + i), STREAMED);
     memcpy(to + i, from + i, nbytes - i);
-    _mm_sfence();
 }
 
 #else
@@ -106,6 +105,8 @@ void aio_fold(uint32_t reg, uint8_t *to, const uint8_t *from, size_t nbytes,
         memcpy(to, from, nbytes);
     memset(rest, 0, AIO_FOLD_BYTES);
 }
+
+void aio_fold_fence(void) {}
 
 void aio_stream(uint8_t *to, const uint8_t *from, size_t nbytes) { memcpy(to, from, nbytes); }
 #endif

@@ -21,4 +21,7 @@ void aio_fold(uint32_t reg, uint8_t *to, const uint8_t *from, size_t nbytes,
 /* Copies past the caches. `to` is a multiple of 64. */
 void aio_stream(uint8_t *to, const uint8_t *from, size_t nbytes);
 
+/* To be called after copies of both, before anybody is told of them. */
+void aio_fold_fence(void);
+
 #endif

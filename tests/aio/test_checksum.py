@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -12,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio._native import ffi, lib
-from aio.checksum import block_crcs, copy_ranges, copy_with_crc, crc32c
+from aio.checksum import (
+    block_crcs,
+    copy_ranges,
+    copy_with_crc,
+    copy_with_unit_crcs,
+    crc32c,
+    join_crcs,
+)
 
 DATA = np.random.default_rng(0).integers(0, 256, 200_000, np.uint8)
 
@@ -133,3 +141,41 @@ def test_blocks_are_summed_each_by_itself(nbytes: int) -> None:
     data = DATA[3 : 3 + nbytes]
     expected = [crc32c(data[first : first + 4096]) for first in range(0, nbytes, 4096)]
     assert block_crcs(data, 4096).tolist() == expected
+
+
+@pytest.mark.parametrize("code", list(WAYS))
+@given(data=st.data())
+def test_ranges_are_copied_and_summed_in_units_as_their_bytes_are(
+    code: str, data: st.DataObject
+) -> None:
+    lib.aio_crc32c_at_most(WAYS[code])
+    nbytes = data.draw(st.integers(1, 40_000))
+    unit = data.draw(st.sampled_from([1, 7, 512, 4096, 65_536]))
+    cuts = sorted(data.draw(st.sets(st.integers(0, nbytes), max_size=4)) | {0, nbytes})
+    out = np.zeros(nbytes, np.uint8)
+    found: dict[int, int] = {}
+    for low, high in itertools.pairwise(cuts):
+        (sums,) = copy_with_unit_crcs(
+            [DATA.ctypes.data + low],
+            [out.ctypes.data + low],
+            [high - low],
+            [low % unit],
+            [unit],
+            [found.get(low // unit, 0) if low % unit else 0],
+        )
+        found.update(enumerate(sums.tolist(), low // unit))
+    assert np.array_equal(out, DATA[:nbytes])
+    expected = [crc32c(DATA[low : min(low + unit, nbytes)]) for low in range(0, nbytes, unit)]
+    assert found == dict(enumerate(expected))
+    last = (nbytes - 1) % unit + 1
+    assert join_crcs(np.array(expected, np.uint32), unit, last) == crc32c(DATA[:nbytes])
+    lib.aio_crc32c_at_most(lib.AIO_CRC32C_FOLDING)
+
+
+def test_sums_of_units_of_several_ranges_come_range_by_range() -> None:
+    address = DATA.ctypes.data
+    sums = copy_with_unit_crcs([address, address], [0, 0], [5000, 300], [0, 3], [4096, 512], [0, 9])
+    assert [each.tolist() for each in sums] == [
+        [crc32c(DATA[:4096]), crc32c(DATA[4096:5000])],
+        [crc32c(DATA[:300], 9)],
+    ]
