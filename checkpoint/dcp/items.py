@@ -74,12 +74,17 @@ class Items:
         self._entries.add(entry, start, source)
 
     def write(
-        self, destination: Destination, rank: int, staging_bytes: int, cancellation: Cancellation
+        self,
+        destination: Destination,
+        rank: int,
+        staging_bytes: int,
+        state_nbytes: int,
+        cancellation: Cancellation,
     ) -> Written:
         """Writes them, see `Entries`. A rank without items tells DCP of nothing, so that its files
         would be in no manifest: it writes none.
         """
-        return self._entries.write(destination, rank, staging_bytes, cancellation)
+        return self._entries.write(destination, rank, staging_bytes, state_nbytes, cancellation)
 
 
 _UNKNOWN = object()

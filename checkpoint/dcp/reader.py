@@ -1,9 +1,9 @@
 """The storage reader of DCP: gives its planner the boxes it asks for, verified.
 
 A box that is a gapless range of a chunk is read straight to where it goes, if dtype and memory are
-those of the target. Of any other box the bytes from its first to its last element are read, and the
-box is picked out of them as they come, and converted. Nothing is staged but what
-`staging_bytes` allows.
+those of the target, and so are rows of a box that lie far apart. Rows that lie close together are
+read with what is between them; the box is picked out of them as they come, and converted. Nothing
+is staged but what `staging_bytes` allows.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import read_manifest
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.format.records import Manifest
 from checkpoint.format.slices import Shape
 from checkpoint.loading.opened import OpenCheckpoint
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
-from checkpoint.tensors.boxes import BoxPicker, check_target, place_of_box, read_box
+from checkpoint.tensors.boxes import BoxPicker, check_target, read_box, reads_of_box
 from checkpoint.tensors.changes import count_changes
 from checkpoint.tensors.sources import finish_device_work
 from checkpoint.transfer.reader import ChunkRead, ReadOptions
@@ -46,8 +47,9 @@ class StorageReader(TorchStorageReader):
     """Reads what `torch.distributed.checkpoint.load` asks for, on any number of ranks.
 
     `path` is a checkpoint of `StorageWriter` or of `checkpoint.save`; of the latter, a part of the
-    tree without tensors can be asked for as one value. Every checksum block that is touched is read
-    whole and verified, unless `verify` is false. `stripe_dirs` is as in `checkpoint.load`.
+    tree without tensors can be asked for as one value. Every grain that is touched, or checksum
+    block of a checkpoint without grains, is read whole and verified, unless `verify` is false.
+    `stripe_dirs` is as in `checkpoint.load`.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class StorageReader(TorchStorageReader):
             stored = self._storage.get(item.storage_index)
             if item.type != LoadItemType.BYTE_IO and isinstance(stored, StoredChunk):
                 target = planner.resolve_tensor(item).detach()
-                by_file[stored.chunk.file].append(_plan_read(stored, item, target))
+                by_file[stored.chunk.file].extend(self._plan_reads(stored, item, target))
                 written.append(target)
                 finish.append(_committed(planner, item, target))
             else:
@@ -139,6 +141,18 @@ class StorageReader(TorchStorageReader):
             step()
         if others:
             self._read_others(manifest, others, planner)
+
+    def _plan_reads(
+        self, stored: StoredChunk, item: ReadItem, target: torch.Tensor
+    ) -> list[PlacedRead]:
+        """What to read for an item, and where it goes."""
+        name, chunk = stored.record.name, stored.chunk
+        box = _box(item, chunk.shape, stored.record.element.torch, target)
+        unit = chunk.unit_nbytes if self._options.verify else ALIGNMENT
+        return [
+            (ChunkRead(name, chunk, first, last), place)
+            for first, last, place in reads_of_box(box, unit)
+        ]
 
     def _read_others(self, manifest: Manifest, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Values, and views of other tensors' bytes."""
@@ -189,14 +203,6 @@ def _box(item: ReadItem, whole: Shape, dtype: torch.dtype, target: torch.Tensor)
         )
     check_target(target, dtype, name)
     return BoxPicker(target, dtype, whole, tuple(item.storage_offsets))
-
-
-def _plan_read(stored: StoredChunk, item: ReadItem, target: torch.Tensor) -> PlacedRead:
-    """What to read for an item, and where it goes."""
-    chunk = stored.chunk
-    box = _box(item, chunk.shape, stored.record.element.torch, target)
-    first, last = box.span
-    return ChunkRead(stored.record.name, chunk, first, last), place_of_box(box)
 
 
 def _committed(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Finish:

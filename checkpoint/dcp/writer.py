@@ -7,6 +7,7 @@ and rank 0 publishes the manifest in `finish`. The directory of the checkpoint i
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import threading
@@ -44,7 +45,8 @@ from checkpoint.tensors.sources import finish_device_work
 
 @dataclass(slots=True)
 class _Order:
-    """What rank 0 tells every rank: the save's id, the rank's number, and how many stripes it has.
+    """What rank 0 tells every rank: the save's id, the rank's number, how many stripes it has, and
+    bytes of the tensors of all ranks.
 
     A planner that keeps plans gives an order of an earlier save back, which `is_used` then.
     """
@@ -52,6 +54,7 @@ class _Order:
     uuid: str
     rank: int
     num_stripes: int
+    state_nbytes: int
     is_used: bool = False
 
 
@@ -73,6 +76,16 @@ def _asked_here() -> WeakKeyDictionary[StorageWriter, Path]:
 def _num_ranks() -> int:
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def _tensor_bytes(plan: SavePlan) -> int:
+    """Bytes of the parts of tensors that a rank is to write."""
+    datas = (item.tensor_data for item in plan.items)
+    return sum(
+        math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+        for data in datas
+        if data is not None
+    )
 
 
 class _Save:
@@ -164,8 +177,9 @@ class StorageWriter(TorchStorageWriter):
         except BaseException:
             self._give_up(save)
             raise
+        nbytes = sum(_tensor_bytes(plan) for plan in plans)
         return [
-            replace(plan, storage_data=_Order(destination.uuid, rank, len(self._stripes)))
+            replace(plan, storage_data=_Order(destination.uuid, rank, len(self._stripes), nbytes))
             for rank, plan in enumerate(plans)
         ]
 
@@ -213,7 +227,9 @@ class StorageWriter(TorchStorageWriter):
             items = Items(plan.items, planner)
             finish_device_work()
             written = sheltered(
-                lambda asked: items.write(destination, order.rank, self._staging_bytes, asked),
+                lambda asked: items.write(
+                    destination, order.rank, self._staging_bytes, order.state_nbytes, asked
+                ),
                 _THREAD,
             )
         except BaseException:

@@ -117,9 +117,10 @@ def _chunk_text(chunk: ChunkRecord, tensor: TensorRecord) -> str:
     if chunk.shape != tensor.shape:
         box = f'"start":{_list_text(chunk.start)},"shape":{_list_text(chunk.shape)},'
     crcs = ",".join([f'"{crc.to_bytes(4).hex()}"' for crc in chunk.crc32c])
+    grains = f',"grains":[{chunk.grain_nbytes},"{chunk.grains.hex()}"]' if chunk.grains else ""
     return (
         f'{{"file":{chunk.file},"offset":{chunk.offset},"nbytes":{chunk.nbytes},'
-        f'{box}"crc32c":[{crcs}]}}'
+        f'{box}"crc32c":[{crcs}]{grains}}}'
     )
 
 

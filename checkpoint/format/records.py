@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format import elements
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
 
 Shape = tuple[int, ...]
+Sums = npt.NDArray[np.uint32]
 
 MAX_SIZE = (1 << 63) - 1
 """Of any integer in a manifest."""
@@ -39,7 +43,9 @@ class FileRecord:
 
 
 class ChunkRecord(NamedTuple):
-    """A box of a tensor, row-major in one extent of one file; one CRC per 16 MiB of it."""
+    """A box of a tensor, row-major in one extent of one file; one CRC per 16 MiB of it, and one per
+    grain of `grain_nbytes` if that is not 0: four bytes each in `grains`, the highest first.
+    """
 
     file: int
     offset: int
@@ -47,6 +53,19 @@ class ChunkRecord(NamedTuple):
     start: Shape
     shape: Shape
     crc32c: tuple[int, ...]
+    grain_nbytes: int = 0
+    grains: bytes = b""
+
+    @property
+    def unit_nbytes(self) -> int:
+        """Bytes of the smallest part that has a checksum."""
+        return self.grain_nbytes or CRC_BLOCK_BYTES
+
+    def unit_sums(self, unit: int, first: int, last: int) -> Sums:
+        """The checksums of units [first, last) of `unit` bytes: of its grains, or of its blocks."""
+        if unit == self.grain_nbytes:
+            return np.frombuffer(self.grains, ">u4")[first:last].astype(np.uint32)
+        return np.array(self.crc32c[first:last], np.uint32)
 
     def block(self, number: int) -> tuple[int, int]:
         """First byte and length, within the chunk, of checksum block `number`."""
@@ -57,13 +76,20 @@ class ChunkRecord(NamedTuple):
         self, number: int, crc: int, *, path: Path, tensor: str
     ) -> CorruptCheckpointError:
         """What to raise or report where the bytes of a block have another CRC-32C than it says."""
-        first, nbytes = self.block(number)
+        return self.wrong_unit_sum(CRC_BLOCK_BYTES, number, crc, path=path, tensor=tensor)
+
+    def wrong_unit_sum(
+        self, unit: int, number: int, crc: int, *, path: Path, tensor: str
+    ) -> CorruptCheckpointError:
+        """As `wrong_sum`, for a unit of so many bytes."""
+        first = number * unit
+        expected = int(self.unit_sums(unit, number, number + 1)[0])
         return CorruptCheckpointError(
-            f"the CRC-32C of these bytes is {crc:08x}, the manifest says {self.crc32c[number]:08x}",
+            f"the CRC-32C of these bytes is {crc:08x}, the manifest says {expected:08x}",
             path=path,
             tensor=tensor,
             offset=self.offset + first,
-            nbytes=nbytes,
+            nbytes=min(unit, self.nbytes - first),
         )
 
 

@@ -16,7 +16,13 @@ import numpy as np
 
 from checkpoint.absence import is_name
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.format.bulk.columns import ChunkColumns, Column, chunk_columns, unclear_tensors
+from checkpoint.format.bulk.columns import (
+    ChunkColumns,
+    Column,
+    chunk_columns,
+    is_grained,
+    unclear_tensors,
+)
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from checkpoint.format.datafile import ALIGNMENT, MAX_HEADER_BYTES, align_up
 from checkpoint.format.records import (
@@ -157,6 +163,8 @@ def _chunk_fault(tensor: TensorRecord, chunk: ChunkRecord, file: FileRecord | No
         return f"an extent beyond the file's {file.nbytes} bytes"
     if len(chunk.crc32c) != -(-chunk.nbytes // CRC_BLOCK_BYTES):
         return f"{len(chunk.crc32c)} checksums for a chunk of that size"
+    if not is_grained(chunk.nbytes, chunk.grain_nbytes, len(chunk.grains)):
+        return f"{len(chunk.grains) // 4} grains of {chunk.grain_nbytes} in a chunk of that size"
     return None
 
 

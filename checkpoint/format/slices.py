@@ -116,6 +116,80 @@ def flat_first(whole: Sequence[int], start: Sequence[int], shape: Sequence[int])
     return sum(low * step for low, step in zip(start, contiguous_strides(whole), strict=True))
 
 
+def elements_before(whole: Shape, start: Shape, shape: Shape, first: int) -> int:
+    """How many elements of a box come before element `first` of the row-major tensor that it is a
+    box of. In both of them these are the first ones: the order of elements is the same.
+    """
+    count, left = 0, first
+    for step, low, size, inner in zip(
+        contiguous_strides(whole), start, shape, _inner_sizes(shape), strict=True
+    ):
+        index, left = divmod(left, step)
+        if index < low:
+            return count
+        if index >= low + size:
+            return count + size * inner
+        count += (index - low) * inner
+    return count
+
+
+def _inner_sizes(shape: Shape) -> Shape:
+    """Elements of a row-major box for each step along a dimension."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def gapless_ranges(whole: Shape, shape: Shape) -> tuple[int, int]:
+    """How many dimensions of a box lead to its gapless ranges, and elements of each of these."""
+    axis, count = len(shape), 1
+    while axis:
+        axis -= 1
+        count *= shape[axis]
+        if shape[axis] != whole[axis]:
+            break
+    while axis and shape[axis - 1] == 1:
+        axis -= 1
+    return axis, count
+
+
+def box_ranges(whole: Shape, start: Shape, shape: Shape, gap: int) -> list[tuple[int, int]]:
+    """Elements [first, last) of a row-major tensor that have a box of it, and nothing between its
+    rows where these lie more than `gap` elements apart.
+    """
+    if 0 in shape:
+        return []
+    axis, count = gapless_ranges(whole, shape)
+    strides = contiguous_strides(whole)
+    while axis and strides[axis - 1] - count <= gap:
+        axis -= 1
+        count += (shape[axis] - 1) * strides[axis]
+    firsts = offsets_of(shape[:axis], strides)
+    begin = offset_of(start, strides)
+    return [(begin + first, begin + first + count) for first in firsts]
+
+
+def offsets_of(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Where the elements are that all indices of leading dimensions lead to, in their order."""
+    offsets = [0]
+    for size, stride in zip(shape, strides, strict=False):
+        offsets = [low + index * stride for low in offsets for index in range(size)]
+    return offsets
+
+
+def merged(ranges: Sequence[tuple[int, int]], unit: int) -> list[tuple[int, int]]:
+    """Ranges, in the order of their beginnings, that have all bytes of some, and no unit of two.
+
+    Those that touch when they have been widened to units are one, too.
+    """
+    found: list[tuple[int, int]] = []
+    for first, last in ranges:
+        if first >= last:
+            continue
+        if found and first // unit * unit <= -(-found[-1][1] // unit) * unit:
+            first, last = found[-1][0], max(last, found.pop()[1])
+        found.append((first, last))
+    return found
+
+
 def shared_box(
     one: Shape, one_shape: Shape, other: Shape, other_shape: Shape
 ) -> tuple[Shape, Shape] | None:

@@ -37,8 +37,8 @@ def open_zarr(
 ) -> zarr.Group:
     """A checkpoint as a read-only zarr group; dots in names are levels of groups.
 
-    Nothing is read but the manifest until an array is indexed; then whole checksum blocks are read
-    and verified, unless `verify` is false. Types that zarr lacks (bfloat16, float8) appear as
+    Nothing is read but the manifest until an array is indexed; then grains or checksum blocks are
+    read and verified, unless `verify` is false. Types that zarr lacks (bfloat16, float8) appear as
     unsigned integers of their size, with torch's name of the type in the attribute `dtype`. The
     group stands for the save that it was opened of: another one at the same path does not change
     it, and a copy that was pickled raises FileNotFoundError if another save has come. `stripe_dirs`

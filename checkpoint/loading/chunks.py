@@ -1,6 +1,7 @@
-"""Bytes of the chunks of a checkpoint that is held open, verified block by block.
+"""Bytes of the chunks of a checkpoint that is held open, verified block by block, or by grains
+where a chunk has them and a block is wanted in part.
 
-The blocks read last are kept, so that pieces of one block cost one read. Thread-safe.
+What was read last is kept, so that pieces of one block, or grain, cost one read. Thread-safe.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from aio import Engine, File, Operation
 from checkpoint.directory.headers import check_header
 from checkpoint.directory.locate import check_data_file
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.format.checksum import CRC_BLOCK_BYTES, crc32c
+from checkpoint.format.checksum import CRC_BLOCK_BYTES, block_crcs, crc32c
+from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.format.records import ChunkRecord, Manifest, TensorRecord
 from checkpoint.format.slices import (
     Shape,
     Slices,
+    box_ranges,
     contiguous_strides,
     flat_first,
     offset_of,
@@ -32,7 +35,7 @@ from checkpoint.format.slices import (
     shared_box,
     span_elements,
 )
-from checkpoint.transfer.kept_blocks import Block, KeptBlock, KeptBlocks
+from checkpoint.transfer.kept_blocks import Block, KeptBlock, KeptBlocks, sparse_memory
 
 _READ_AHEAD = 2
 """Blocks of 16 MiB under way beside the one that is verified: what keeps a disk busy."""
@@ -114,7 +117,7 @@ class ChunkReader:
                     into = np.frombuffer(target, np.uint8)
                     under_way.append(self._begin(record, chunk, number, into))
                 else:
-                    block = self._block(record, chunk, number, inside, inside + part)
+                    block = self._block(record, chunk, number, [(inside, inside + part)])
                     target[:] = block[inside : inside + part].data
                 while len(under_way) > _READ_AHEAD:
                     self._finish(under_way[0])
@@ -132,7 +135,7 @@ class ChunkReader:
         self, record: TensorRecord, chunk: ChunkRecord, whole: Shape, start: Shape, out: Block
     ) -> None:
         """Fills `out` with the box at `start` of a chunk that is row-major bytes of shape `whole`,
-        of blocks that have something of it.
+        of blocks, or grains, that have something of it.
         """
         first = flat_first(whole, start, out.shape)
         if first is not None and out.flags.c_contiguous:
@@ -146,8 +149,10 @@ class ChunkReader:
             low, high = max(first, base), min(last, base + nbytes)
             parts = list(_parts(whole, low, high, start, out.shape))
             if parts:
-                low, high = min(part.low for part in parts), max(part.high for part in parts)
-                block = self._block(record, chunk, number, low - base, high - base)
+                ranges = [
+                    (first - base, last - base) for part in parts for first, last in part.ranges
+                ]
+                block = self._block(record, chunk, number, ranges)
                 for part in parts:
                     data = block[part.first - base : part.last - base].reshape(part.shape)
                     out[part.place] = data[part.inside]
@@ -158,27 +163,40 @@ class ChunkReader:
             self._blocks.clear()
 
     def _block(
-        self, record: TensorRecord, chunk: ChunkRecord, number: int, low: int, high: int
+        self,
+        record: TensorRecord,
+        chunk: ChunkRecord,
+        number: int,
+        ranges: Sequence[tuple[int, int]],
     ) -> Block:
-        """A block in whose memory bytes [low, high) are there, and verified."""
+        """A block in whose memory bytes [low, high) of these ranges are there, and verified."""
         key = (chunk.file, chunk.offset, number)
-        nbytes = chunk.block(number)[1]
         with self._lock.here():
-            block = self._blocks.find(key, nbytes)
-            missing = [] if block is None else list(block.missing(low, high))
+            block = self._blocks.find(key, chunk.block(number)[1])
+            if block is None:
+                block = self._unread(chunk, number)
+            missing = [] if block is None else block.missing(ranges)
         if block is None:
-            memory = np.empty(nbytes, np.uint8)
+            memory = np.empty(chunk.block(number)[1], np.uint8)
             self._finish(self._begin(record, chunk, number, memory))
             block = KeptBlock(memory)
-        found = [
-            (first, self._units(record, chunk, number, block, first, last))
-            for first, last in missing
-        ]
+        found = self._units(record, chunk, number, block, missing)
         with self._lock.here():
             for first, data in found:
                 block.fill(first, data)
             self._blocks.keep(key, block)
         return block.memory
+
+    def _unread(self, chunk: ChunkRecord, number: int) -> KeptBlock | None:
+        """A block of which nothing was read; None if it has to be read as a whole."""
+        first, nbytes = chunk.block(number)
+        unit = chunk.grain_nbytes
+        if unit:
+            sums = chunk.unit_sums(unit, first // unit, -(-(first + nbytes) // unit))
+            return KeptBlock(sparse_memory(nbytes), sums, unit)
+        if not self._verify:
+            return KeptBlock(sparse_memory(nbytes), np.empty(0, np.uint32), ALIGNMENT)
+        return None
 
     def _units(
         self,
@@ -186,26 +204,55 @@ class ChunkReader:
         chunk: ChunkRecord,
         number: int,
         block: KeptBlock,
-        first: int,
-        last: int,
-    ) -> Block:
-        """Units [first, last) of a block that has been verified before."""
-        low, high = block.unit(first).start, block.unit(last - 1).stop
-        read = self._begin(record, chunk, number, np.empty(high - low, np.uint8), low)
-        read.operation.result()
-        for unit in range(first, last) if self._verify else ():
-            place = block.unit(unit)
-            found = crc32c(read.into[place.start - low : place.stop - low])
-            if found != block.unit_sums()[unit]:
-                raise CorruptCheckpointError(
-                    f"the CRC-32C of these bytes is {found:08x}, and was "
-                    f"{block.unit_sums()[unit]:08x} when they were read before",
-                    path=read.path,
-                    tensor=record.name,
-                    offset=chunk.offset + chunk.block(number)[0] + place.start,
-                    nbytes=place.stop - place.start,
-                )
-        return read.into
+        runs: Sequence[tuple[int, int]],
+    ) -> list[tuple[int, Block]]:
+        """Runs [first, last) of units of a block, each with the number of its first one; verified,
+        as their sums are known.
+        """
+        under_way: deque[_BlockRead] = deque()
+        found: list[tuple[int, Block]] = []
+        try:
+            for first, last in runs:
+                low, high = block.unit(first).start, block.unit(last - 1).stop
+                into = np.empty(high - low, np.uint8)
+                under_way.append(self._begin(record, chunk, number, into, low))
+            for first, _ in runs:
+                under_way[0].operation.result()
+                read = under_way.popleft()
+                if self._verify:
+                    self._check_units(read, block, first)
+                found.append((first, read.into))
+        except BaseException:
+            for read in under_way:
+                read.operation.abandon()
+            raise
+        return found
+
+    def _check_units(self, read: _BlockRead, block: KeptBlock, first: int) -> None:
+        """Raises CorruptCheckpointError for units from number `first` on with other sums."""
+        sums = block_crcs(read.into, block.unit_bytes)
+        expected = block.unit_sums()[first : first + len(sums)]
+        if np.array_equal(sums, expected):
+            return
+        chunk, wrong = read.chunk, int(np.flatnonzero(sums != expected)[0])
+        begin, place = chunk.block(read.number)[0], block.unit(first + wrong)
+        if chunk.grain_nbytes:
+            unit = (begin + place.start) // chunk.grain_nbytes
+            raise chunk.wrong_unit_sum(
+                chunk.grain_nbytes,
+                unit,
+                int(sums[wrong]),
+                path=read.path,
+                tensor=read.record.name,
+            )
+        raise CorruptCheckpointError(
+            f"the CRC-32C of these bytes is {sums[wrong]:08x}, and was {expected[wrong]:08x} when "
+            "they were read before",
+            path=read.path,
+            tensor=read.record.name,
+            offset=chunk.offset + begin + place.start,
+            nbytes=place.stop - place.start,
+        )
 
     def _begin(
         self, record: TensorRecord, chunk: ChunkRecord, number: int, into: Block, first: int = 0
@@ -251,15 +298,14 @@ class ChunkReader:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Bytes [first, last) of a chunk, a box of `shape`, of which those at `inside`, in [low, high),
-    go to `place`.
+    """Bytes [first, last) of a chunk, a box of `shape`, of which those at `inside`, in `ranges`, go
+    to `place`.
     """
 
     first: int
     last: int
     shape: Shape
-    low: int
-    high: int
+    ranges: list[tuple[int, int]]
     inside: Slices
     place: Slices
 
@@ -273,8 +319,11 @@ def _parts(whole: Shape, first: int, last: int, start: Shape, wanted: Shape) -> 
         origin = tuple(one.start for one in slices)
         shared = shared_box(origin, shape, start, wanted)
         if shared is not None:
-            inside, strides = place_in(origin, shared), contiguous_strides(shape)
-            low = first + offset_of(tuple(one.start for one in inside), strides)
-            high = low + span_elements(shared[1], strides)
-            yield _Part(first, end, shape, low, high, inside, place_in(start, shared))
+            inside = place_in(origin, shared)
+            begin = tuple(one.start for one in inside)
+            ranges = [
+                (first + low, first + high)
+                for low, high in box_ranges(shape, begin, shared[1], ALIGNMENT - 1)
+            ]
+            yield _Part(first, end, shape, ranges, inside, place_in(start, shared))
         first = end

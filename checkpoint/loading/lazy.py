@@ -110,9 +110,10 @@ class LazyTensor:
     """One tensor or array of a checkpoint: its shape and dtype at once, its values by indexing.
 
     Integers, slices and `...` give a new tensor on the CPU, without gradients, or a new array for
-    what was saved as one. Read are the checksum blocks that the index touches, each verified before
-    anybody sees a byte of it; in memory are, beside the result, the last of them (64 MiB). With a
-    step it is the whole range that the steps lead through.
+    what was saved as one. Read are the grains that the index touches (pages of 4096 bytes, or more
+    where there is very much), or checksum blocks of 16 MiB where a checkpoint has none, each
+    verified before anybody sees a byte of it; in memory are, beside the result, the last of them
+    (64 MiB). With a step it is the whole range that the steps lead through.
     """
 
     name: str

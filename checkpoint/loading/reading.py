@@ -14,7 +14,9 @@ from aio import Engine
 from checkpoint.collector import paused_collector
 from checkpoint.directory.locate import check_data_file
 from checkpoint.errors import CorruptCheckpointError
+from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.format.records import Manifest
+from checkpoint.format.slices import merged
 from checkpoint.sheltered import StoppedError
 from checkpoint.tensors.targets import Place, Target
 from checkpoint.threads import started
@@ -48,7 +50,9 @@ def read_tensors(
         for chunk in record.chunks:
             if chunk.nbytes:
                 place = read.target.place(chunk.start, chunk.shape)
-                for first, last in read.target.wanted(chunk.start, chunk.shape):
+                ranges = read.target.wanted(chunk.start, chunk.shape)
+                unit = chunk.unit_nbytes if options.verify else ALIGNMENT
+                for first, last in merged(ranges, unit):
                     wanted = ChunkRead(record.name, chunk, first, last)
                     by_file[chunk.file].append((wanted, place))
     read_files(manifest, checkpoint, by_file, options)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from checkpoint.format import elements
+from checkpoint.format.checksum import grain_bytes
 from checkpoint.format.datafile import DataFileLayout, Entry, plan_data_file
 from checkpoint.format.manifest import encode_node
 from checkpoint.format.names import render
@@ -55,13 +56,15 @@ class StatePlan:
 class FilePlan:
     """One data file, of this number among its rank's: the shards in it, where each begins.
 
-    `names` are those of the shards' tensors.
+    `names` are those of the shards' tensors, `grains` the bytes of the grains of each shard, 0 for
+    none; without, no shard has any.
     """
 
     number: int
     shards: tuple[Shard, ...]
     layout: DataFileLayout
     names: tuple[str, ...]
+    grains: tuple[int, ...] = ()
 
 
 def plan_state(state: object) -> StatePlan:
@@ -209,9 +212,9 @@ def plan_files(
     records = [tensor.record for tensor in state.tensors]
     kinds = [(record.dtype, record.shape) for record in records]
     parts = {kind: whole_part(*kind) for kind in set(kinds)}  # there are few different ones
-    return plan_part_files(
-        records, [parts[kind] for kind in kinds], uuid=uuid, rank=rank, weights=weights
-    )
+    own = [parts[kind] for kind in kinds]
+    nbytes = sum(tensor.source.nbytes for tensor in state.tensors)
+    return plan_part_files(records, own, uuid=uuid, rank=rank, weights=weights, state_nbytes=nbytes)
 
 
 def plan_part_files(
@@ -221,12 +224,19 @@ def plan_part_files(
     uuid: str,
     rank: int,
     weights: Sequence[float],
+    state_nbytes: int,
 ) -> list[FilePlan]:
     """Lays parts of tensors out in data files; `records` name the tensor of each part.
 
     A file holds one part of a tensor at most, so that a second one goes to files of its own. Each
-    rank has a file 0, be it empty. `Shard.tensor` is the index of the part.
+    rank has a file 0, be it empty. `Shard.tensor` is the index of the part. `state_nbytes` are
+    those of all tensors, of all ranks.
     """
+    kinds = [(record.dtype, record.shape) for record in records]
+    grains_of = {  # there are few different ones
+        kind: grain_bytes(whole_part(*kind).nbytes, state_nbytes) for kind in set(kinds)
+    }
+    grains = [grains_of[kind] for kind in kinds]
     files = []
     for layer, indices in enumerate(_layers(records)):
         stripes = plan_stripes([parts[index] for index in indices], weights)
@@ -236,7 +246,8 @@ def plan_part_files(
                 shards = own
                 if not isinstance(indices, range):
                     shards = [shard._replace(tensor=indices[shard.tensor]) for shard in own]
-                files.append(_plan_file(records, shards, f"r{rank}-{number}", number, uuid))
+                label = f"r{rank}-{number}"
+                files.append(_plan_file(records, shards, grains, label, number, uuid))
     return files
 
 
@@ -253,11 +264,20 @@ def _layers(records: Sequence[TensorRecord]) -> list[Sequence[int]]:
 
 
 def _plan_file(
-    records: Sequence[TensorRecord], shards: Sequence[Shard], label: str, number: int, uuid: str
+    records: Sequence[TensorRecord],
+    shards: Sequence[Shard],
+    grains: Sequence[int],
+    label: str,
+    number: int,
+    uuid: str,
 ) -> FilePlan:
     entries = [_entry(records[shard.tensor], shard) for shard in shards]
     layout = plan_data_file(entries, label=label, metadata={"checkpoint": uuid, "file": label})
-    return FilePlan(number, tuple(shards), layout, tuple(entry.name for entry in entries))
+    names = tuple(entry.name for entry in entries)
+    # A shard of one grain has a sum of it, as a block.
+    sizes = (grains[shard.tensor] for shard in shards)
+    own = (size if size < shard.nbytes else 0 for size, shard in zip(sizes, shards, strict=True))
+    return FilePlan(number, tuple(shards), layout, names, tuple(own))
 
 
 def whole_part(dtype: str, shape: tuple[int, ...]) -> Part:

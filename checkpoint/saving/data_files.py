@@ -86,12 +86,12 @@ class RankFiles:
         for index, filler in enumerate(self._fillers):
             files.append(self._file_record(filler))
             plan = filler.plan
-            for (tensor, start, shape, _, nbytes), offset, crcs in zip(
-                plan.shards, plan.layout.offsets, filler.sums, strict=True
+            for (tensor, start, shape, _, nbytes), offset, sums in zip(
+                plan.shards, plan.layout.offsets, filler.sums(), strict=True
             ):
                 num_blocks = -(-nbytes // CRC_BLOCK_BYTES)
-                assert len(crcs) == num_blocks, "a shard was not written whole"
-                chunk = ChunkRecord(index, offset, nbytes, start, shape, tuple(crcs))
+                assert len(sums[0]) == num_blocks, "a shard was not written whole"
+                chunk = ChunkRecord(index, offset, nbytes, start, shape, *sums)
                 chunks[tensor] = (*chunks[tensor], chunk) if tensor in chunks else (chunk,)
         return RankRecords(tuple(files), chunks)
 
@@ -138,7 +138,10 @@ def encode_records(records: RankRecords) -> dict[str, Any]:
             [file.root, file.path, file.nbytes, file.header_nbytes, file.header_crc32c]
             for file in records.files
         ],
-        "chunks": {str(tensor): chunks for tensor, chunks in records.chunks.items()},
+        "chunks": {
+            str(tensor): [chunk._replace(grains=chunk.grains.hex()) for chunk in chunks]  # type: ignore[arg-type]
+            for tensor, chunks in records.chunks.items()
+        },
     }
 
 
@@ -154,6 +157,14 @@ def decode_records(encoded: Mapping[str, Any]) -> RankRecords:
 
 
 def _chunk(
-    file: int, offset: int, nbytes: int, start: list[int], shape: list[int], crc32c: list[int]
+    file: int,
+    offset: int,
+    nbytes: int,
+    start: list[int],
+    shape: list[int],
+    crc32c: list[int],
+    grain_nbytes: int,
+    grains: str,
 ) -> ChunkRecord:
-    return ChunkRecord(file, offset, nbytes, tuple(start), tuple(shape), tuple(crc32c))
+    box, crcs = (tuple(start), tuple(shape)), tuple(crc32c)
+    return ChunkRecord(file, offset, nbytes, *box, crcs, grain_nbytes, bytes.fromhex(grains))

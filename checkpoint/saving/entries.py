@@ -68,9 +68,15 @@ class Entries:
         self._sources.append(source)
 
     def write(
-        self, destination: Destination, rank: int, staging_bytes: int, cancellation: Cancellation
+        self,
+        destination: Destination,
+        rank: int,
+        staging_bytes: int,
+        state_nbytes: int,
+        cancellation: Cancellation,
     ) -> Written:
-        """Writes them to files of this rank, durably; none if there is nothing.
+        """Writes them to files of this rank, durably; none if there is nothing. `state_nbytes` are
+        those of all tensors, of all ranks.
 
         Raises OSError naming the file, ChangedTensorError, and StoppedError when it is to stop.
         """
@@ -80,7 +86,12 @@ class Entries:
         versions = Versions((record.name, source) for record, source in records)
         weights = [1.0] * destination.num_stripes
         plans = plan_part_files(
-            self._records, self._parts, uuid=destination.uuid, rank=rank, weights=weights
+            self._records,
+            self._parts,
+            uuid=destination.uuid,
+            rank=rank,
+            weights=weights,
+            state_nbytes=state_nbytes,
         )
         fillers = [
             Filler(plan, [self._sources[shard.tensor] for shard in plan.shards]) for plan in plans

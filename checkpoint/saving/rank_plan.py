@@ -80,7 +80,10 @@ def plan_rank(
             sources.append(_source_of_box(tensor.record, tensor.source, part))
             tensors.append(piece.tensor)
     weights = [1.0] * max(len(stripes), 1)
-    files = plan_part_files(records, parts, uuid=uuid, rank=rank, weights=weights)
+    nbytes = sum(owned.numel * owned.itemsize for owned in ranks[0])
+    files = plan_part_files(
+        records, parts, uuid=uuid, rank=rank, weights=weights, state_nbytes=nbytes
+    )
     union = list(dict.fromkeys(stripe for theirs in every for stripe in theirs["stripes"]))
     return RankPlan(
         files=tuple(files),

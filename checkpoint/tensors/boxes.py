@@ -14,10 +14,15 @@ import numpy as np
 import torch
 
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
+from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.format.slices import (
     Shape,
+    box_ranges,
     contiguous_strides,
     flat_first,
+    gapless_ranges,
+    merged,
+    offsets_of,
     range_boxes,
     span_elements,
 )
@@ -34,6 +39,27 @@ def place_of_box(box: BoxPicker) -> Place:
         if place.address is not None:
             return Place(place.address - first * box.dtype.itemsize, None)
     return Place(None, box)
+
+
+def reads_of_box(box: BoxPicker, unit: int) -> list[tuple[int, int, Place]]:
+    """Which bytes [first, last) of its chunk bring a box, and where they go. They have no unit of
+    so many bytes in common, and of what lies between the box's rows no more than such units take.
+    """
+    shape, itemsize = tuple(box.target.shape), box.dtype.itemsize
+    ranges = box_ranges(box.whole, box.start, shape, (ALIGNMENT - 1) // itemsize)
+    found = merged([(first * itemsize, last * itemsize) for first, last in ranges], unit)
+    if len(found) == 1:
+        return [(*found[0], place_of_box(box))]
+    rows, _ = gapless_ranges(box.whole, shape)
+    row = TensorTarget.of(box.target[(0,) * rows])
+    is_by_row = len(found) == len(ranges) == math.prod(shape[:rows])
+    if not is_by_row or row.address is None or box.target.dtype != box.dtype:
+        return [(first, last, Place(None, box)) for first, last in found]
+    offsets = offsets_of(shape[:rows], box.target.stride())
+    return [
+        (first, last, Place(row.address + offset * itemsize - first, None))
+        for (first, last), offset in zip(found, offsets, strict=True)
+    ]
 
 
 def read_box(source: ByteSource, box: BoxPicker) -> None:

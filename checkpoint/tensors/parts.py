@@ -2,7 +2,7 @@
 
 A view whose elements fill a gapless range of a tensor that is stored row by row is read as that
 range of bytes, into memory of its own. All ranges of one tensor are read together, so that no
-checksum block is read twice.
+bytes are read twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from checkpoint.format.checksum import CRC_BLOCK_BYTES, copy_ranges
+from checkpoint.format.checksum import copy_ranges
 from checkpoint.format.records import Manifest, TensorRecord
 from checkpoint.format.slices import Shape, contiguous_strides, flat_first, is_dense
 from checkpoint.tensors.assembly import TensorView
@@ -46,17 +46,14 @@ class PartsTarget:
         self._lasts = list(accumulate((part.first + part.nbytes for part in self._parts), max))
 
     def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
-        """Bytes [first, last) of a chunk to read: parts that touch one block are one range."""
+        """Bytes [first, last) of a chunk to read, in their order; parts may overlap."""
         base, nbytes = self._range(start, shape)
         ranges: list[tuple[int, int]] = []
         for part in self._overlapping(base, base + nbytes):
             low = max(part.first - base, 0)
             high = min(part.first + part.nbytes - base, nbytes)
-            if low >= high:
-                continue
-            if ranges and low // CRC_BLOCK_BYTES <= (ranges[-1][1] - 1) // CRC_BLOCK_BYTES:
-                low, high = ranges[-1][0], max(high, ranges.pop()[1])
-            ranges.append((low, high))
+            if low < high:
+                ranges.append((low, high))
         return ranges
 
     def place(self, start: Shape, shape: Shape) -> Place:

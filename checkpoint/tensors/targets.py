@@ -14,7 +14,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from checkpoint.format.slices import Shape, contiguous_strides, flat_first, range_boxes
+from checkpoint.format.slices import (
+    Shape,
+    contiguous_strides,
+    elements_before,
+    flat_first,
+    range_boxes,
+)
 from checkpoint.tensors.sources import ByteSink, PartialSink, integer_view, is_plain
 from checkpoint.tensors.turns import Transfer, in_turn
 
@@ -35,7 +41,7 @@ class Target(Protocol):
     def place(self, start: Shape, shape: Shape) -> Place: ...
 
     def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
-        """Bytes [first, last) of a box that are to be read."""
+        """Bytes [first, last) of a box that are to be read, in the order of their beginnings."""
         ...
 
 
@@ -119,17 +125,17 @@ class SinkTarget:
 
     def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
         """Bytes [first, last) of a box that the sink takes."""
-        nbytes = math.prod(shape) * self.itemsize
-        first = flat_first(self.shape, start, shape)
-        if not isinstance(self.sink, PartialSink) or first is None:
-            return [(0, nbytes)]
+        if not isinstance(self.sink, PartialSink):
+            return [(0, math.prod(shape) * self.itemsize)]
         found = []
         for begin, length in self.sink.ranges:
-            low = max(0, (begin - first) * self.itemsize)
-            high = min(nbytes, (begin + length - first) * self.itemsize)
+            low, high = (
+                elements_before(self.shape, start, shape, edge) * self.itemsize
+                for edge in (begin, begin + length)
+            )
             if low < high:
                 found.append((low, high))
-        return found
+        return sorted(found)
 
     def place(self, start: Shape, shape: Shape) -> Place:
         first = flat_first(self.shape, start, shape)

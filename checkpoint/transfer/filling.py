@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,13 @@ import numpy.typing as npt
 
 from checkpoint._native import ffi
 from checkpoint.errors import ChangedTensorError
-from checkpoint.format.checksum import CRC_BLOCK_BYTES, copy_ranges, copy_with_crc, crc32c
+from checkpoint.format.checksum import (
+    CRC_BLOCK_BYTES,
+    copy_ranges,
+    copy_with_unit_crcs,
+    crc32c,
+    join_crcs,
+)
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.plan.state_plan import FilePlan
 from checkpoint.plan.write_runs import ZEROS, Extent, Run, plan_runs
@@ -25,13 +32,22 @@ Buffer = npt.NDArray[np.uint8]
 class Filler:
     """The bytes of one data file, run by run.
 
-    `sums` are, for every shard in order, one CRC-32C per 16 MiB block. Runs have to be summed in
-    their order; they may be copied in any, several at once.
+    Runs have to be summed in their order; they may be copied in any, several at once.
     """
 
     def __init__(self, plan: FilePlan, sources: Sequence[Source]) -> None:
         self.plan = plan
-        self.sums: list[list[int]] = [[] for _ in plan.shards]
+        grains = plan.grains or (0,) * len(plan.shards)
+        # By extent number. Of the header, which comes first, and of gaps nobody asks the sums.
+        self._units = [CRC_BLOCK_BYTES, *(size or CRC_BLOCK_BYTES for size in grains)]
+        counts = [
+            -(-shard.nbytes // unit)
+            for shard, unit in zip(plan.shards, self._units[1:], strict=True)
+        ]
+        self._places = [0, *accumulate(counts, initial=0)]
+        """In `_sums`, by extent number: where those of its units begin."""
+        self._sums = np.zeros(self._places[-1], np.uint32)
+        self._summed_bytes = 0
         self._sources = sources
         # As in `_origins`, the header comes first.
         self._held = [None, *(source.held for source in sources)]
@@ -41,6 +57,33 @@ class Filler:
         for shard, source in zip(plan.shards, sources, strict=True):
             address = source.address
             self._origins.append(None if address is None else address + shard.first_byte)
+
+    def sums(self) -> list[tuple[tuple[int, ...], int, bytes]]:
+        """For every shard in order, when all runs were summed: the CRC-32C of each 16 MiB block,
+        the bytes of a grain, and the CRC-32C of each grain, as a chunk has them.
+        """
+        nbytes = sum(shard.nbytes for shard in self.plan.shards)
+        assert self._summed_bytes == nbytes, "a shard was not written whole"
+        return [self._sums_of(number) for number in range(1, len(self._units))]
+
+    def _sums_of(self, number: int) -> tuple[tuple[int, ...], int, bytes]:
+        unit = self._units[number]
+        sums = self._sums[self._places[number] : self._places[number + 1]]
+        if unit == CRC_BLOCK_BYTES:
+            return tuple(sums.tolist()), 0, b""
+        nbytes = self.plan.shards[number - 1].nbytes
+        blocks = range(0, nbytes, CRC_BLOCK_BYTES)
+        joined = tuple(
+            self._joined(number, first, min(CRC_BLOCK_BYTES, nbytes - first)) for first in blocks
+        )
+        return joined, unit, sums.astype(">u4").tobytes()
+
+    def _joined(self, number: int, first: int, nbytes: int) -> int:
+        """The sum of bytes from the beginning of a unit on, that have been summed."""
+        unit = self._units[number]
+        begin = self._places[number] + first // unit
+        sums = self._sums[begin : begin - (-nbytes // unit)]
+        return join_crcs(sums, unit, (nbytes - 1) % unit + 1)
 
     def runs(self, run_bytes: int, memory_alignment: int) -> Iterator[Run]:
         """The writes that make up the file.
@@ -76,7 +119,7 @@ class Filler:
         assert origin is not None
         assert first % CRC_BLOCK_BYTES == 0, "a direct run begins with its checksum block"
         self._sum(run, [origin + first], [0], [nbytes])
-        return self.sums[number - 1][-1]
+        return self._joined(number, first, nbytes)
 
     def check_direct(self, run: Run, before: int) -> None:
         """Sums a direct run again when it has been written.
@@ -151,16 +194,19 @@ class Filler:
         self._check_held(number)
 
     def _sum(self, run: Run, origins: list[int], targets: list[int], sizes: list[int]) -> None:
-        """Copies and sums the pieces of a run; a piece that continues a block continues its sum."""
-        before = [
-            self.sums[number - 1][-1] if number > 0 and first % CRC_BLOCK_BYTES else 0
-            for number, first, _, _ in run.pieces
+        """Copies and sums the pieces of a run; a piece that continues a unit continues its sum."""
+        units = [self._units[max(number, 0)] for number, _, _, _ in run.pieces]
+        inside = [
+            first % unit if number > 0 else 0
+            for (number, first, _, _), unit in zip(run.pieces, units, strict=True)
         ]
-        after = copy_with_crc(origins, targets, sizes, before)
-        for (number, first, _, _), crc in zip(run.pieces, after, strict=True):
-            if number <= 0:
-                continue
-            if first % CRC_BLOCK_BYTES:
-                self.sums[number - 1][-1] = crc
-            else:
-                self.sums[number - 1].append(crc)
+        before = [
+            int(self._sums[self._places[number] + first // unit]) if begun else 0
+            for (number, first, _, _), unit, begun in zip(run.pieces, units, inside, strict=True)
+        ]
+        after = copy_with_unit_crcs(origins, targets, sizes, inside, units, before)
+        for (number, first, _, nbytes), unit, sums in zip(run.pieces, units, after, strict=True):
+            if number > 0:
+                place = self._places[number] + first // unit
+                self._sums[place : place + len(sums)] = sums
+                self._summed_bytes += nbytes

@@ -1,5 +1,5 @@
 """Reads data files: large pieces straight to where they belong, small ones through staging memory,
-every checksum block verified on the way.
+every checksum block, or every grain of one that is wanted in part, verified on the way.
 
 Up to 32 files are read at a time. A thread for each submits reads ahead and takes their results in
 order, so that the copy and the sum of one buffer run while the next ones are read.
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from aio import Engine, File, Operation
+from aio import Engine, File, Operation, Request
 from checkpoint._native import ffi
 from checkpoint.directory.headers import check_header
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.format.checksum import CRC_BLOCK_BYTES, copy_with_crc
+from checkpoint.format.checksum import CRC_BLOCK_BYTES, copy_with_crc, copy_with_unit_crcs
 from checkpoint.format.datafile import ALIGNMENT
-from checkpoint.format.records import ChunkRecord, FileRecord
-from checkpoint.plan.read_runs import ReadPiece, ReadRun, Wanted, plan_reads
+from checkpoint.format.records import ChunkRecord, FileRecord, Sums
+from checkpoint.plan.read_runs import ReadPiece, ReadRun, Span, Wanted, plan_reads, unit_of
 from checkpoint.plan.write_runs import MAX_SLOTS, Slots, plan_slots
 from checkpoint.sheltered import Cancellation, StoppedError
 from checkpoint.tensors.targets import Place
@@ -44,6 +44,11 @@ class ChunkRead(NamedTuple):
     chunk: ChunkRecord
     first: int
     last: int
+
+    @property
+    def unit(self) -> int:
+        """Bytes that are verified at a time."""
+        return unit_of(self.chunk, self.first, self.last)
 
 
 Places = Callable[[], Sequence[Place | None]]
@@ -156,13 +161,13 @@ class Reader:
 @dataclass(slots=True)
 class _InFlight:
     run: ReadRun
-    operation: Operation
+    operations: list[Operation]
     buffer: np.ndarray[Any, Any] | None
 
 
 @dataclass(slots=True)
 class _ReadStream:
-    """The reading of one file: its free buffers, what is in flight, the sum of the open block."""
+    """The reading of one file: its free buffers, what is in flight, the sum of the open unit."""
 
     engine: Engine
     file: File
@@ -184,7 +189,7 @@ class _ReadStream:
         """Upper bound of what passes through staging memory."""
         total = ALIGNMENT
         for read in self.wanted.reads:
-            widened = min(read.last - read.first + 2 * CRC_BLOCK_BYTES, read.chunk.nbytes)
+            widened = min(read.last - read.first + 2 * read.unit, read.chunk.nbytes)
             total += widened + 2 * ALIGNMENT
         return min(total, self.wanted.record.nbytes)
 
@@ -197,6 +202,7 @@ class _ReadStream:
                 read.first,
                 read.last,
                 self._is_direct(number, read),
+                read.unit,
             )
             for number, read in enumerate(self.wanted.reads)
         )
@@ -230,8 +236,11 @@ class _ReadStream:
                 self._reap()
             buffer = self.free.pop()
             target = buffer[: run.nbytes]
-        operation = self.engine.read(self.file, run.offset, target, lane=self.wanted.lane)
-        self._in_flight.append(_InFlight(run, operation, buffer))
+        requests = [
+            Request("read", self.file, span.offset, _part(target, span)) for span in run.spans
+        ]
+        operations = self.engine.submit(requests, lane=self.wanted.lane)
+        self._in_flight.append(_InFlight(run, operations, buffer))
 
     def _is_far_ahead(self) -> bool:
         """More in flight than keeps a disk busy only takes more memory, and that out of caches."""
@@ -248,7 +257,7 @@ class _ReadStream:
         """Takes the oldest read, delivers and verifies what it brought."""
         flying = self._in_flight.popleft()
         try:
-            flying.operation.result()
+            _wait(flying.operations)
             if flying.buffer is not None:
                 self._deliver(flying.run, flying.buffer)
             elif self.verify:
@@ -270,29 +279,57 @@ class _ReadStream:
                 place.deliver(piece.first, data.data)
 
     def _sum(self, run: ReadRun, origins: list[int], targets: list[int]) -> None:
-        """Copies the pieces and advances the sums of their blocks; a block that ends is checked."""
+        """Copies the pieces and advances the sums of their units; a unit that ends is checked."""
         sizes = [piece.nbytes for piece in run.pieces]
         if not self.verify:
             copy_with_crc(origins, targets, sizes, [0] * len(sizes))
             return
-        for low, high in _independent(run.pieces):
+        units = [self.wanted.reads[piece.chunk].unit for piece in run.pieces]
+        for low, high in _independent(run.pieces, units):
+            own, own_units = run.pieces[low:high], units[low:high]
+            inside = [piece.first % unit for piece, unit in zip(own, own_units, strict=True)]
             before = [
-                self._crc.pop(piece.chunk, 0) if piece.first % CRC_BLOCK_BYTES else 0
-                for piece in run.pieces[low:high]
+                self._crc.pop(piece.chunk, 0) if begun else 0
+                for piece, begun in zip(own, inside, strict=True)
             ]
-            after = copy_with_crc(origins[low:high], targets[low:high], sizes[low:high], before)
-            for piece, crc in zip(run.pieces[low:high], after, strict=True):
-                self._check(piece, crc)
+            places = origins[low:high], targets[low:high], sizes[low:high]
+            if min(own_units) == CRC_BLOCK_BYTES:  # a piece has something of one, and not of two
+                crcs = copy_with_crc(*places, before)
+                for piece, crc in zip(own, crcs, strict=True):
+                    self._check_block(piece, crc)
+                continue
+            after = copy_with_unit_crcs(*places, inside, own_units, before)
+            for piece, unit, sums in zip(own, own_units, after, strict=True):
+                self._check(piece, unit, sums)
 
-    def _check(self, piece: ReadPiece, crc: int) -> None:
-        read = self.wanted.reads[piece.chunk]
-        number = piece.first // CRC_BLOCK_BYTES
-        first, nbytes = read.chunk.block(number)
-        if piece.first + piece.nbytes < first + nbytes:
+    def _check_block(self, piece: ReadPiece, crc: int) -> None:
+        """`_check` of a piece of one block, in a way that counts where there are many."""
+        chunk = self.wanted.reads[piece.chunk].chunk
+        number, end = piece.first // CRC_BLOCK_BYTES, piece.first + piece.nbytes
+        if end % CRC_BLOCK_BYTES and end < chunk.nbytes:
             self._crc[piece.chunk] = crc
-        elif crc != read.chunk.crc32c[number]:
+        elif crc != chunk.crc32c[number]:
+            self._check(piece, CRC_BLOCK_BYTES, np.array([crc], np.uint32))
+
+    def _check(self, piece: ReadPiece, unit: int, sums: Sums) -> None:
+        """Compares the sums of the units that a piece touches, but of one that goes on."""
+        read = self.wanted.reads[piece.chunk]
+        begin, end = piece.first // unit, piece.first + piece.nbytes
+        if end % unit and end < read.chunk.nbytes:
+            self._crc[piece.chunk] = int(sums[-1])
+            sums = sums[:-1]
+        expected = read.chunk.unit_sums(unit, begin, begin + len(sums))
+        if np.array_equal(sums, expected):
+            return
+        for index in np.flatnonzero(sums != expected).tolist():
             self._damaged(
-                read.chunk.wrong_sum(number, crc, path=self.wanted.path, tensor=read.tensor)
+                read.chunk.wrong_unit_sum(
+                    unit,
+                    begin + index,
+                    int(sums[index]),
+                    path=self.wanted.path,
+                    tensor=read.tensor,
+                )
             )
 
     def _damaged(self, problem: CorruptCheckpointError) -> None:
@@ -311,15 +348,33 @@ class _ReadStream:
     def abandon(self) -> None:
         """Waits for what is in flight and forgets what it brings: an error is on its way."""
         while self._in_flight:
-            self._in_flight.popleft().operation.abandon()
+            for operation in self._in_flight.popleft().operations:
+                operation.abandon()
 
 
-def _independent(pieces: Sequence[ReadPiece]) -> Iterator[tuple[int, int]]:
-    """Cuts pieces into ranges of which none continues the checksum block of another."""
+def _part(target: Any, span: Span) -> Any:
+    return target if span.nbytes == len(target) else target[span.place : span.place + span.nbytes]
+
+
+def _wait(operations: Sequence[Operation]) -> None:
+    """Until all have ended. Raises the first error."""
+    waiting = deque(operations)
+    try:
+        while waiting:
+            waiting[0].result()
+            waiting.popleft()
+    except BaseException:
+        for operation in waiting:
+            operation.abandon()
+        raise
+
+
+def _independent(pieces: Sequence[ReadPiece], units: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cuts pieces into ranges of which none continues the unit of another."""
     low = 0
     for index in range(1, len(pieces)):
         piece = pieces[index]
-        if piece.first % CRC_BLOCK_BYTES and piece.chunk == pieces[index - 1].chunk:
+        if piece.first % units[index] and piece.chunk == pieces[index - 1].chunk:
             yield low, index
             low = index
     yield low, len(pieces)

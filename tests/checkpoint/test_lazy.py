@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkpoint
 from checkpoint.loading.opened import OpenCheckpoint
+from checkpoint.plan import state_plan
 
 _BASE = torch.arange(6 * 10, dtype=torch.float32).reshape(6, 10)
 
@@ -199,28 +200,36 @@ def test_damaged_bytes_are_never_seen_and_others_still_are(tmp_path: Path) -> No
         assert lazy["a"][1024:].sum() == 1024
 
 
-def test_a_slice_reads_the_checksum_blocks_that_it_touches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_grains", [False, True])
+def test_a_slice_reads_the_checksum_blocks_or_grains_that_it_touches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_grains: bool
 ) -> None:
     weight = torch.arange(10 << 20, dtype=torch.float32).view(1 << 10, -1)  # 40 MiB: 3 blocks
+    if not has_grains:
+        monkeypatch.setattr(state_plan, "grain_bytes", lambda *_: 0)
     stripes = [tmp_path / "0", tmp_path / "1"]
     for stripe in stripes:
         stripe.mkdir()
     checkpoint.save({"w": weight}, tmp_path / "step", stripes)
     numbers: list[int] = []
-    finish = OpenCheckpoint._finish
+    begin = OpenCheckpoint._begin
 
-    def counting(opened: OpenCheckpoint, read: Any) -> None:
-        finish(opened, read)
+    def counting(*args: Any) -> Any:
+        read = begin(*args)
         numbers.append(len(read.into))
+        return read
 
-    monkeypatch.setattr(OpenCheckpoint, "_finish", counting)
+    monkeypatch.setattr(OpenCheckpoint, "_begin", counting)
+    row = weight[0].nbytes
     with checkpoint.open(tmp_path / "step") as lazy:
         assert torch.equal(lazy["w"][3:5, 7:], weight[3:5, 7:])
-        assert sum(numbers) <= 16 << 20
+        assert sum(numbers) <= (2 * row if has_grains else 16 << 20)
+        assert torch.equal(lazy["w"][4:5], weight[4:5])
+        assert len(numbers) == 1, "what was read last is kept"
         assert torch.equal(lazy["w"][4:6], weight[4:6])
-        assert len(numbers) == 1, "the block that was read last is kept"
+        assert sum(numbers) == (3 * row if has_grains else 16 << 20)
         assert torch.equal(lazy["w"][:, 100:200], weight[:, 100:200])
+        assert sum(numbers) <= (3 * row + 1024 * 4096 if has_grains else weight.nbytes)
         assert torch.equal(lazy["w"][...], weight)
 
 

@@ -275,7 +275,7 @@ def test_runs_write_every_byte_once_in_order(
 
 @settings(deadline=None)
 @given(big_sizes, st.integers(1, 5000), st.booleans(), st.data())
-def test_reads_bring_every_wanted_byte_once_and_whole_blocks(
+def test_reads_bring_every_wanted_byte_once_and_whole_units(
     sizes: list[int], run_pages: int, verify: bool, data: st.DataObject
 ) -> None:
     offsets, total = _laid_out(sizes)
@@ -285,23 +285,35 @@ def test_reads_bring_every_wanted_byte_once_and_whole_blocks(
         last = data.draw(st.integers(first, nbytes))
         if data.draw(st.booleans()):
             first, last = 0, nbytes
-        wanted.append(Wanted(offset, nbytes, first, last, data.draw(st.booleans())))
+        unit = data.draw(st.sampled_from([ALIGNMENT, 64 << 10, CRC_BLOCK_BYTES]))
+        wanted.append(Wanted(offset, nbytes, first, last, data.draw(st.booleans()), unit))
     kept: list[list[tuple[int, int]]] = [[] for _ in wanted]
     summed: dict[tuple[int, int], int] = {}
+    reached = 0
     for run in plan_reads(wanted, run_pages * ALIGNMENT, verify=verify):
-        assert run.offset % ALIGNMENT == run.nbytes % ALIGNMENT == 0
-        assert run.offset + run.nbytes <= total
+        filled = 0
+        for span in run.spans:
+            assert span.offset % ALIGNMENT == span.nbytes % ALIGNMENT == 0 < span.nbytes
+            assert span.place == filled
+            assert span.offset >= reached
+            filled, reached = span.place + span.nbytes, span.offset + span.nbytes
+        assert filled == run.nbytes
+        assert reached <= total
         assert run.direct or run.nbytes <= run_pages * ALIGNMENT
         for piece in run.pieces:
             item = wanted[piece.chunk]
-            assert run.offset + piece.place == item.offset + piece.first
             assert piece.nbytes > 0
-            assert piece.place + piece.nbytes <= run.nbytes
-            block = piece.first // CRC_BLOCK_BYTES
-            assert (
-                summed.get((piece.chunk, block), 0) == piece.first % CRC_BLOCK_BYTES or not verify
-            )
-            summed[piece.chunk, block] = piece.first % CRC_BLOCK_BYTES + piece.nbytes
+            (span,) = (one for one in run.spans if 0 <= piece.place - one.place < one.nbytes)
+            assert span.offset + piece.place - span.place == item.offset + piece.first
+            assert piece.place + piece.nbytes <= span.place + span.nbytes
+            if item.unit == CRC_BLOCK_BYTES:
+                assert piece.first // item.unit == (piece.first + piece.nbytes - 1) // item.unit
+            position = piece.first
+            while position < piece.first + piece.nbytes:
+                unit, inside = divmod(position, item.unit)
+                assert summed.get((piece.chunk, unit), 0) == inside or not verify
+                position = min((unit + 1) * item.unit, piece.first + piece.nbytes)
+                summed[piece.chunk, unit] = position - unit * item.unit
             if piece.kept:
                 kept[piece.chunk].append((piece.first, piece.first + piece.nbytes))
     for item, ranges in zip(wanted, kept, strict=True):
@@ -311,8 +323,10 @@ def test_reads_bring_every_wanted_byte_once_and_whole_blocks(
             position = last
         assert position == max(item.first, item.last)
     if verify:
-        for (chunk, block), reached in summed.items():
-            assert reached == min(CRC_BLOCK_BYTES, wanted[chunk].nbytes - block * CRC_BLOCK_BYTES)
+        for (chunk, number), end in summed.items():
+            item = wanted[chunk]
+            assert number in range(item.first // item.unit, -(-item.last // item.unit))
+            assert end == min(item.unit, item.nbytes - number * item.unit)
 
 
 @given(st.integers(1, 1 << 40), st.integers(2 * ALIGNMENT, 1 << 30))

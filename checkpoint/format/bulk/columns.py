@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkpoint.format import elements
-from checkpoint.format.checksum import CRC_BLOCK_BYTES
+from checkpoint.format.checksum import CRC_BLOCK_BYTES, GRAIN_SIZES
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.format.records import (
     MAX_DIMENSIONS,
@@ -103,11 +103,25 @@ def _sound_chunks(files: Sequence[FileRecord], columns: ChunkColumns) -> npt.NDA
     headers = np.array([each.header_nbytes for each in files], np.int64)[file]
     lengths = np.array([each.nbytes for each in files], np.int64)[file]
     num_sums = np.array([len(chunk.crc32c) for chunk in columns.chunks], np.int64)
+    kinds = [(chunk.nbytes, chunk.grain_nbytes, len(chunk.grains)) for chunk in columns.chunks]
+    sound = {kind: is_grained(*kind) for kind in set(kinds)}  # there are few different ones
     is_sound: npt.NDArray[np.bool_] = (
         is_known
         & (columns.offset % ALIGNMENT == 0)
         & (columns.offset >= headers)
         & (columns.nbytes <= lengths - columns.offset)
         & (num_sums == -(-columns.nbytes // CRC_BLOCK_BYTES))
+        & np.array([sound[kind] for kind in kinds], bool)
     )
     return is_sound
+
+
+def is_grained(nbytes: int, grain_nbytes: int, sums_nbytes: int) -> bool:
+    """Whether a chunk can have grains of a size, and sums of so many bytes are those of them; or
+    there are neither.
+    """
+    return grain_nbytes == sums_nbytes == 0 or (
+        grain_nbytes in GRAIN_SIZES
+        and grain_nbytes < nbytes
+        and sums_nbytes == -(-nbytes // grain_nbytes) * 4
+    )

@@ -46,6 +46,20 @@ def as_shape(value: Any) -> Shape:
     return tuple(value)
 
 
+def as_grains(value: Any) -> tuple[int, bytes]:
+    """Bytes of a grain, and the checksums of all, four bytes each."""
+    if type(value) is not list or len(value) != 2 or type(value[1]) is not str:
+        raise ValueError("'grains' is not a size and a text")
+    size, digits = as_size(value[0]), value[1]
+    try:
+        sums = bytes.fromhex(digits)
+    except ValueError:
+        raise ValueError("grains with a checksum that is not hexadecimal digits") from None
+    if not sums or len(sums) % 4 or sums.hex() != digits:
+        raise ValueError("grains with a checksum that is not eight hexadecimal digits")
+    return size, sums
+
+
 def as_crc(value: Any) -> int:
     if not isinstance(value, str) or _CRC.fullmatch(value) is None:
         raise ValueError("a checksum that is not eight hexadecimal digits")

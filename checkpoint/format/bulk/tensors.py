@@ -16,7 +16,7 @@ import numpy as np
 
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format import elements
-from checkpoint.format.bulk.fields import as_crc, as_shape, as_size, as_text, check_keys
+from checkpoint.format.bulk.fields import as_crc, as_grains, as_shape, as_size, as_text, check_keys
 from checkpoint.format.records import (
     MAX_DIMENSIONS,
     MAX_SIZE,
@@ -28,7 +28,8 @@ from checkpoint.format.records import (
 _TENSOR_KEYS = ("name", "dtype", "shape", "chunks")
 _CHUNK_KEYS = ("file", "offset", "nbytes", "crc32c")
 _NEEDED_OF_TENSOR, _ALLOWED_OF_TENSOR = set(_TENSOR_KEYS), {*_TENSOR_KEYS, "strides", "storage"}
-_NEEDED_OF_CHUNK, _ALLOWED_OF_CHUNK = set(_CHUNK_KEYS), {*_CHUNK_KEYS, "start", "shape"}
+_GRAINED_KEYS = (*_CHUNK_KEYS, "grains")
+_NEEDED_OF_CHUNK, _ALLOWED_OF_CHUNK = set(_CHUNK_KEYS), {*_GRAINED_KEYS, "start", "shape"}
 _ORIGINS = [(0,) * dimensions for dimensions in range(MAX_DIMENSIONS + 1)]
 
 
@@ -62,7 +63,7 @@ def _is_usual(node: Any) -> bool:
     if type(chunks) is not list or len(chunks) != 1:
         return False
     chunk = chunks[0]
-    return type(chunk) is dict and tuple(chunk) == _CHUNK_KEYS
+    return type(chunk) is dict and tuple(chunk) in (_CHUNK_KEYS, _GRAINED_KEYS)
 
 
 def _usual_records(nodes: Sequence[dict[str, Any]]) -> list[TensorRecord] | None:
@@ -70,8 +71,8 @@ def _usual_records(nodes: Sequence[dict[str, Any]]) -> list[TensorRecord] | None
     if not nodes:
         return []
     names, dtypes, shapes, chunks = zip(*map(itemgetter(*_TENSOR_KEYS), nodes), strict=True)
-    places = map(itemgetter(*_CHUNK_KEYS), map(itemgetter(0), chunks))
-    files, offsets, nbytes, crcs = zip(*places, strict=True)
+    places = [chunk for (chunk,) in chunks]
+    files, offsets, nbytes, crcs = zip(*map(itemgetter(*_CHUNK_KEYS), places), strict=True)
     if not (_all(str, names) and _all(str, dtypes) and _all(list, shapes) and _all(list, crcs)):
         return None
     if not set(dtypes) <= elements.BY_NAME.keys() or max(map(len, shapes)) > MAX_DIMENSIONS:
@@ -82,9 +83,12 @@ def _usual_records(nodes: Sequence[dict[str, Any]]) -> list[TensorRecord] | None
         return None
     wholes = list(map(tuple, shapes))
     origins = [_ORIGINS[len(shape)] for shape in wholes]
-    records = map(
-        ChunkRecord._make, zip(files, offsets, nbytes, origins, wholes, sums, strict=True)
-    )
+    try:
+        grains = [as_grains(place["grains"]) if len(place) > 4 else (0, b"") for place in places]
+    except ValueError:
+        return None
+    columns = (files, offsets, nbytes, origins, wholes, sums, *zip(*grains, strict=True))
+    records = map(ChunkRecord._make, zip(*columns, strict=True))
     fields = zip(names, dtypes, wholes, zip(records), repeat(None), repeat(None))
     return list(map(TensorRecord._make, fields))
 
@@ -146,4 +150,5 @@ def _chunk(node: Any, whole: Shape) -> ChunkRecord:
         as_shape(node["start"]) if "start" in node else _ORIGINS[len(whole)],
         as_shape(node["shape"]) if "shape" in node else whole,
         tuple([as_crc(crc) for crc in crcs]),
+        *(as_grains(node["grains"]) if "grains" in node else ()),
     )

@@ -1,0 +1,194 @@
+"""Grains: checksums of the parts of a block, by which parts of tensors are read and verified."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bench_resharding import counted, cut, indices, planned, save_in_boxes, sinks
+from hypothesis import given
+from hypothesis import strategies as st
+
+import checkpoint
+from checkpoint.directory.locate import read_manifest
+from checkpoint.format import checksum
+from checkpoint.format.checksum import CRC_BLOCK_BYTES, GRAIN_SIZES, crc32c, grain_bytes
+from checkpoint.format.slices import box_ranges, elements_before, merged
+from tests.checkpoint.test_hostile import write
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
+WAYS = {"load": sinks, "open": indices, "dcp": planned}
+
+
+@pytest.fixture
+def _small_states_have_grains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum, "_UNGRAINED_STATE_BYTES", 0)
+
+
+def without_grains(path: Path) -> None:
+    """Makes a checkpoint one of the time before there were grains."""
+    document: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+    for tensor in document["tensors"]:
+        for chunk in tensor["chunks"]:
+            del chunk["grains"]
+    write(path / "manifest.json", document)
+
+
+@pytest.mark.usefixtures("_small_states_have_grains")
+@pytest.mark.parametrize("saved", [1, 3])
+@pytest.mark.parametrize("staging_bytes", [1 << 16, 32 << 20])
+def test_grains_are_the_sums_of_the_bytes_that_blocks_sum(
+    tmp_path: Path, saved: int, staging_bytes: int
+) -> None:
+    weight = torch.rand(CRC_BLOCK_BYTES // 4 + 12_345)
+    state = {"w": weight, "turned": torch.rand(99, 201).t(), "page": torch.rand(1024)}
+    stripes = [tmp_path / f"{number}" for number in range(saved)]
+    for stripe in stripes:
+        stripe.mkdir()
+    checkpoint.save(state, tmp_path / "step", stripes, staging_bytes=staging_bytes)
+    manifest = read_manifest(tmp_path / "step")
+    assert len(manifest.tensors) == 3
+    for record in manifest.tensors:
+        for chunk in record.chunks:
+            path = manifest.file_path(tmp_path / "step", manifest.files[chunk.file])
+            raw = np.fromfile(path, np.uint8)[chunk.offset :][: chunk.nbytes]
+            assert chunk.grain_nbytes == (4096 if len(raw) > 4096 else 0)
+            for unit in {chunk.grain_nbytes, CRC_BLOCK_BYTES} - {0}:
+                sums = [crc32c(raw[low : low + unit]) for low in range(0, len(raw), unit)]
+                assert chunk.unit_sums(unit, 0, len(sums) + 1).tolist() == sums
+
+
+def test_a_checkpoint_without_grains_is_read_in_blocks(tmp_path: Path) -> None:
+    tensors = {"w": torch.rand(10 << 8, 4096)}
+    save_in_boxes(tmp_path / "step", tensors, cut(0, 1))
+    without_grains(tmp_path / "step")
+    box = ((900, 0), (64, 4096))
+    for way in WAYS.values():
+        with counted() as reads:
+            way(tmp_path / "step", tensors, [box])
+        assert sum(reads) == CRC_BLOCK_BYTES
+    with counted() as reads, checkpoint.open(tmp_path / "step", verify=False) as lazy:
+        assert torch.equal(lazy["w"][900:964], tensors["w"][900:964])
+    assert sum(reads) == 1 << 20
+
+
+@pytest.mark.usefixtures("_small_states_have_grains")
+@pytest.mark.parametrize("way", WAYS)
+def test_damage_is_named_by_its_grain_and_hides_no_other(tmp_path: Path, way: str) -> None:
+    tensors = {"w": torch.rand(64, 4096)}
+    save_in_boxes(tmp_path / "step", tensors, cut(0, 1))
+    (file,) = (tmp_path / "step").glob("*/*.safetensors")
+    raw = bytearray(file.read_bytes())
+    (chunk,) = read_manifest(tmp_path / "step").tensors[0].chunks
+    raw[chunk.offset + 20 * 16384 + 5000] ^= 1  # in the second page of row 20
+    file.write_bytes(raw)
+    WAYS[way](tmp_path / "step", tensors, [((0, 0), (20, 4096))])
+    WAYS[way](tmp_path / "step", tensors, [((21, 0), (43, 4096))])
+    WAYS[way](tmp_path / "step", tensors, [((20, 0), (1, 1024))])
+    with pytest.raises(checkpoint.CorruptCheckpointError) as caught:
+        WAYS[way](tmp_path / "step", tensors, [((18, 0), (9, 4096))])
+    assert caught.value.tensor == "w"
+    assert caught.value.offset == chunk.offset + 20 * 16384 + 4096
+    assert caught.value.nbytes == 4096
+    assert not checkpoint.verify(tmp_path / "step")
+
+
+@pytest.mark.parametrize(
+    ("grains", "words"),
+    [
+        ([4096, "00" * 11], "eight hexadecimal"),
+        ([4096, "zz" * 4], "hexadecimal"),
+        ([4096, "AB" * 4], "hexadecimal"),
+        ([4096, ""], "hexadecimal"),
+        (["4096", "00000000"], "should be an integer"),
+        ([4096], "a size and a text"),
+        ("00000000", "a size and a text"),
+        ([4096, "00000000"], "1 grains of 4096 in a chunk"),
+        ([5000, "0" * 8 * 3], "3 grains of 5000 in a chunk"),
+        ([0, "00000000"], "in a chunk"),
+        ([CRC_BLOCK_BYTES, "00000000"], "1 grains of 16777216 in a chunk"),
+        ([16384, "00000000"], "1 grains of 16384 in a chunk"),
+    ],
+)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_grains_that_are_none_are_refused(
+    tmp_path: Path, grains: Any, words: str, is_whole: bool
+) -> None:
+    checkpoint.save({"w": torch.rand(3, 1024)}, tmp_path / "step")
+    document = json.loads((tmp_path / "step" / "manifest.json").read_text())
+    chunk = document["tensors"][0]["chunks"][0]
+    chunk["grains"] = grains
+    if not is_whole:
+        chunk |= {"start": [0, 0], "shape": [3, 1024]}
+    write(tmp_path / "step" / "manifest.json", document)
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=words):
+        checkpoint.load(tmp_path / "step")
+
+
+@given(st.integers(0, 1 << 50), st.integers(0, 1 << 50))
+def test_grains_are_fine_enough_for_512_ranks_and_few_enough_for_a_manifest(
+    nbytes: int, others: int
+) -> None:
+    size = grain_bytes(nbytes, nbytes + others)
+    if not size:
+        assert nbytes + others <= 32 << 20 or nbytes + others > GRAIN_SIZES[-1] << 22
+        return
+    assert size in GRAIN_SIZES
+    assert (nbytes + others) / size <= 1 << 22
+    smallest = size == GRAIN_SIZES[0]
+    assert smallest or size < 2 * max(nbytes / (1 << 14), (nbytes + others) / (1 << 22))
+
+
+boxes = st.integers(1, 4).flatmap(
+    lambda count: st.lists(
+        st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)),
+        min_size=count,
+        max_size=count,
+    )
+)
+
+
+@given(boxes, st.integers(0, 40), st.data())
+def test_ranges_of_a_box_have_its_elements_and_no_wide_gap(
+    sizes: list[tuple[int, int, int]], gap: int, data: st.DataObject
+) -> None:
+    start = tuple(low for low, _, _ in sizes)
+    shape = tuple(size for _, size, _ in sizes)
+    whole = tuple(map(sum, sizes))
+    marks = np.zeros(whole, bool)
+    marks[tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))] = True
+    places = np.flatnonzero(marks).tolist()
+    ranges = box_ranges(whole, start, shape, gap)
+    found = [place for first, last in ranges for place in range(first, last)]
+    assert set(places) <= set(found)
+    assert len(found) == len(set(found))
+    assert ranges == sorted(ranges)
+    if places:
+        assert (ranges[0][0], ranges[-1][1]) == (places[0], places[-1] + 1)
+        for first, last in ranges:
+            own = [place for place in places if first <= place < last]
+            assert max(np.diff(own), default=0) <= gap + 1
+    edge = data.draw(st.integers(0, math.prod(whole)))
+    if math.prod(whole):
+        assert elements_before(whole, start, shape, edge) == sum(place < edge for place in places)
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 60))), st.sampled_from([1, 8, 64]))
+def test_merged_ranges_have_the_same_bytes_and_share_no_unit(
+    given_ranges: list[tuple[int, int]], unit: int
+) -> None:
+    ranges = sorted((first, first + length) for first, length in given_ranges)
+    found = merged(ranges, unit)
+    for first, last in ranges:
+        assert first == last or any(low <= first and last <= high for low, high in found)
+    edges = {edge for pair in ranges for edge in pair}
+    assert {edge for pair in found for edge in pair} <= edges
+    widened = [(low // unit, -(-high // unit)) for low, high in found]
+    assert all(one[1] < two[0] for one, two in pairwise(widened))
