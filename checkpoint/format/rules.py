@@ -23,6 +23,7 @@ from checkpoint.format.bulk.columns import (
     is_grained,
     unclear_tensors,
 )
+from checkpoint.format.bulk.overlaps import have_overlap
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from checkpoint.format.datafile import ALIGNMENT, MAX_HEADER_BYTES, align_up
 from checkpoint.format.records import (
@@ -183,10 +184,8 @@ def _check_tiling(tensor: TensorRecord) -> None:
     # Sizes add up and every chunk lies inside: they tile the tensor if no two overlap.
     low = np.array([chunk.start for chunk in chunks], np.int64)
     high = low + np.array([chunk.shape for chunk in chunks], np.int64)
-    for index in range(len(chunks) - 1):
-        meets = (low[index + 1 :] < high[index]) & (low[index] < high[index + 1 :])
-        if bool(meets.all(axis=1).any()):
-            raise CorruptCheckpointError("two of its chunks overlap", tensor=tensor.name)
+    if have_overlap(low, high):
+        raise CorruptCheckpointError("two of its chunks overlap", tensor=tensor.name)
 
 
 def _check_extents(manifest: Manifest, columns: ChunkColumns) -> None:
