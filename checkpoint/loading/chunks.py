@@ -39,6 +39,8 @@ from checkpoint.transfer.kept_blocks import Block, KeptBlock, KeptBlocks, sparse
 
 _READ_AHEAD = 2
 """Blocks of 16 MiB under way beside the one that is verified: what keeps a disk busy."""
+MIN_STRAIGHT_BYTES = 1 << 20
+"""Grains of which so much is wanted are read to where they belong, and not kept."""
 MAX_OPEN_FILES = 64
 """Each takes two descriptors, of which a process often has no more than 1024."""
 
@@ -103,19 +105,18 @@ class ChunkReader:
         self, record: TensorRecord, chunk: ChunkRecord, first: int, out: memoryview
     ) -> None:
         """Fills `out` with the bytes of a chunk from byte `first` on: with blocks that it takes
-        whole straight from the file, one being verified while the next one is read.
+        whole, and many grains, straight from the file, one read being verified during the next.
         """
         under_way: deque[_BlockRead] = deque()
         done = 0
         try:
             while done < len(out):
                 number, inside = divmod(first + done, CRC_BLOCK_BYTES)
-                nbytes = chunk.block(number)[1]
-                part = min(len(out) - done, nbytes - inside)
+                part, is_straight = _next_part(chunk, number, inside, len(out) - done)
                 target = out[done : done + part]
-                if part == nbytes:
+                if is_straight:
                     into = np.frombuffer(target, np.uint8)
-                    under_way.append(self._begin(record, chunk, number, into))
+                    under_way.append(self._begin(record, chunk, number, into, inside))
                 else:
                     block = self._block(record, chunk, number, [(inside, inside + part)])
                     target[:] = block[inside : inside + part].data
@@ -230,21 +231,15 @@ class ChunkReader:
 
     def _check_units(self, read: _BlockRead, block: KeptBlock, first: int) -> None:
         """Raises CorruptCheckpointError for units from number `first` on with other sums."""
+        if read.chunk.grain_nbytes:
+            _check_grains(read)
+            return
         sums = block_crcs(read.into, block.unit_bytes)
         expected = block.unit_sums()[first : first + len(sums)]
         if np.array_equal(sums, expected):
             return
         chunk, wrong = read.chunk, int(np.flatnonzero(sums != expected)[0])
         begin, place = chunk.block(read.number)[0], block.unit(first + wrong)
-        if chunk.grain_nbytes:
-            unit = (begin + place.start) // chunk.grain_nbytes
-            raise chunk.wrong_unit_sum(
-                chunk.grain_nbytes,
-                unit,
-                int(sums[wrong]),
-                path=read.path,
-                tensor=read.record.name,
-            )
         raise CorruptCheckpointError(
             f"the CRC-32C of these bytes is {sums[wrong]:08x}, and was {expected[wrong]:08x} when "
             "they were read before",
@@ -265,9 +260,11 @@ class ChunkReader:
         return _BlockRead(record, chunk, number, first, into, file.path, operation)
 
     def _finish(self, read: _BlockRead) -> None:
-        """Waits for a block and verifies it."""
+        """Waits for a block, or grains of one, and verifies it."""
         read.operation.result()
-        if self._verify:
+        if self._verify and len(read.into) < read.chunk.block(read.number)[1]:
+            _check_grains(read)
+        elif self._verify:
             expected, found = read.chunk.crc32c[read.number], crc32c(read.into)
             if found != expected:
                 raise read.chunk.wrong_sum(
@@ -294,6 +291,35 @@ class ChunkReader:
             file.close()
         self._engine.close()
         self._blocks.clear()
+
+
+def _check_grains(read: _BlockRead) -> None:
+    """Raises CorruptCheckpointError for the first of the grains that were read that has another sum
+    than the manifest says.
+    """
+    unit = read.chunk.grain_nbytes
+    first = (read.chunk.block(read.number)[0] + read.first) // unit
+    sums = block_crcs(read.into, unit)
+    wrong = np.flatnonzero(sums != read.chunk.unit_sums(unit, first, first + len(sums)))
+    if len(wrong):
+        number, crc = first + int(wrong[0]), int(sums[wrong[0]])
+        raise read.chunk.wrong_unit_sum(unit, number, crc, path=read.path, tensor=read.record.name)
+
+
+def _next_part(chunk: ChunkRecord, number: int, inside: int, most: int) -> tuple[int, bool]:
+    """How many bytes of a block from byte `inside` on, and `most` of them, to take at a time, and
+    whether straight to where they belong: all of a block, or so many whole grains of it.
+    """
+    nbytes, grain = chunk.block(number)[1], chunk.grain_nbytes
+    last = min(inside + most, nbytes)
+    part = last - inside
+    if part == nbytes:
+        return part, True
+    if not grain or part < MIN_STRAIGHT_BYTES + 2 * grain:
+        return part, False
+    if inside % grain:
+        return grain - inside % grain, False
+    return (part if last == nbytes else last // grain * grain - inside), True
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from bench_resharding import counted, cut, indices, planned, save_in_boxes, sinks
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoint
@@ -192,3 +192,47 @@ def test_merged_ranges_have_the_same_bytes_and_share_no_unit(
     assert {edge for pair in found for edge in pair} <= edges
     widened = [(low // unit, -(-high // unit)) for low, high in found]
     assert all(one[1] < two[0] for one, two in pairwise(widened))
+
+
+@pytest.mark.usefixtures("_small_states_have_grains")
+@given(low=st.integers(0, 6 << 20), count=st.integers(0, 6 << 20))
+@settings(max_examples=30, deadline=None)
+def test_a_range_of_any_length_has_its_bytes_by_any_way(
+    tmp_path_factory: pytest.TempPathFactory, low: int, count: int
+) -> None:
+    row = torch.arange(6 << 20, dtype=torch.int32)  # 24 MiB, which is a block and a half
+    path = _saved_once(tmp_path_factory, row)
+    with checkpoint.open(path) as lazy, counted() as reads:
+        found = lazy["w"][low : low + count]
+        assert torch.equal(found, row[low : low + count])
+    assert sum(reads) <= found.nbytes + 2 * 4096
+    with checkpoint.open(path) as lazy:  # what was kept meanwhile is the same
+        assert torch.equal(lazy["w"][low : low + 10], row[low : low + 10])
+        assert torch.equal(lazy["w"][low : low + count], row[low : low + count])
+
+
+_saved: list[Path] = []
+
+
+def _saved_once(tmp_path_factory: pytest.TempPathFactory, row: torch.Tensor) -> Path:
+    if not _saved:
+        path = tmp_path_factory.mktemp("saved") / "step"
+        checkpoint.save({"w": row}, path)
+        _saved.append(path)
+    return _saved[0]
+
+
+@pytest.mark.usefixtures("_small_states_have_grains")
+def test_damage_within_many_grains_is_named_by_one(tmp_path: Path) -> None:
+    checkpoint.save({"w": torch.arange(1 << 20)}, tmp_path / "step")
+    (file,) = (tmp_path / "step").glob("*/*.safetensors")
+    raw = bytearray(file.read_bytes())
+    (chunk,) = read_manifest(tmp_path / "step").tensors[0].chunks
+    raw[chunk.offset + 777 * 4096 + 5] ^= 1
+    file.write_bytes(raw)
+    with checkpoint.open(tmp_path / "step") as lazy:
+        assert lazy["w"][: 777 * 512].sum() == sum(range(777 * 512))
+        with pytest.raises(checkpoint.CorruptCheckpointError) as caught:
+            lazy["w"][3 : 800 * 512]
+    assert caught.value.offset == chunk.offset + 777 * 4096
+    assert caught.value.nbytes == 4096
