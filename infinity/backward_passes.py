@@ -10,6 +10,7 @@ neither noticed nor refused.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -89,6 +90,13 @@ def has_ended(call: FrameType) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def threads_alive() -> set[int]:
+    """Idents of the threads that run Python now. Unlike ``threading.enumerate`` it takes no lock: a
+    handler that came while the main thread has that one would keep every new thread waiting.
+    """
+    return {*sys._current_frames()}
 
 
 class _End:

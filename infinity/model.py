@@ -16,7 +16,8 @@ from checkpoint.directory.destination import check_place
 from checkpoint.directory.relocation import StripeDirs
 from infinity.autograd.modifying import Parameters, records_of
 from infinity.optim.optimizer import OffloadedOptimizer
-from infinity.optim.stepping import as_norm, check_not_amid_step, clip_coefficient
+from infinity.optim.stepping import as_norm, clip_coefficient
+from infinity.parameters.offloaded.handlers import check_not_amid, runs_program
 from infinity.parameters.offloaded.modes import own_modes
 from infinity.parameters.offloaded.parameter import cannot_be_copied
 from infinity.parameters.records import Record
@@ -56,6 +57,7 @@ class OffloadedModel:
 
     # Training.
 
+    @runs_program
     def step(self) -> None:
         """Clip (``max_grad_norm``), take an optimizer step, clear the gradients.
 
@@ -68,10 +70,12 @@ class OffloadedModel:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
+    @runs_program
     def backward(self, loss: torch.Tensor) -> None:
         """``loss.backward()``; float16 is scaled, and a step that overflows skipped. Raises
         ``RuntimeError`` while another backward pass runs.
         """
+        check_not_amid("backward()")
         self._training.check_whole()
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"loss is a {type(loss).__name__}, not a tensor")
@@ -84,6 +88,7 @@ class OffloadedModel:
         the norm before. An infinite ``max_norm`` clips nothing. Raises ``TypeError`` or
         ``ValueError`` for one that is no number, NaN or negative.
         """
+        check_not_amid("clip_grad_norm_()")
         self._training.check_whole()
         is_endless = isinstance(max_norm, float) and max_norm == math.inf
         bound = math.inf if is_endless else parse_amount(max_norm, name="max_norm")
@@ -116,9 +121,12 @@ class OffloadedModel:
         """A copy of the accumulated gradient on the CPU, clipped as ``clip_grad_norm_`` was told
         to, scaled as ``backward`` did; or None.
         """
-        self._training.check_open()
+        self._begin("gradient()")
+        return self._gradient(parameter)
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if isinstance(parameter, TiledWeight):
-            parts = [self.gradient(tile) for tile in parameter.tiles]
+            parts = [self._gradient(tile) for tile in parameter.tiles]
             return (
                 None
                 if any(part is None for part in parts)
@@ -130,7 +138,7 @@ class OffloadedModel:
         """Wait until the last step is finished and every value is at home. Raises ``AioError`` if
         the step was stopped by an I/O error; a further call tries to finish it.
         """
-        self._training.check_open()
+        self._begin("flush()")
         self._training.state.flush()
 
     # Values.
@@ -191,6 +199,7 @@ class OffloadedModel:
         and ``ValueError`` with ``extra`` or ``only_trainable``.
         """
         check_place(path)
+        check_not_amid("save()")
         if snapshot is not None:
             if extra is not None or only_trainable:
                 raise ValueError("a snapshot is saved as it is: leave extra and only_trainable out")
@@ -231,8 +240,7 @@ class OffloadedModel:
         until that has worked.
         """
         check_place(path)
-        self._training.check_open()
-        check_not_amid_step(self._training, "load()")
+        self._begin("load()")
         self._training.loans.check_none("load()")
         self._training.rank_context.meet(LOAD, max(self._training.steps))
         self._training.saves.wait_done()
@@ -289,6 +297,7 @@ class OffloadedModel:
         full, or the file system has no hard links. Training and all earlier snapshots are as before
         then.
         """
+        check_not_amid("snapshot()")
         self._training.check_unchanged()
         checked_name(name)
         if keep is not None:
@@ -308,7 +317,7 @@ class OffloadedModel:
         another version of the library, is a warning. Raises ``OSError`` where it cannot be told
         which there are; the next call reads again.
         """
-        self._training.check_open()
+        self._begin("snapshots()")
         return self._snapshots.listed()
 
     @own_modes
@@ -325,24 +334,26 @@ class OffloadedModel:
         not match this model, and ``AioError`` naming a file that is missing: nothing was changed
         then. An interrupt, or an I/O error later, leaves values mixed, as that of ``load`` does.
         """
-        self._training.check_open()
+        self._begin("restore()")
         checked_name(name)
-        check_not_amid_step(self._training, "restore()")
         self._training.loans.check_none("restore()")
         self._check_alone("restore()")
         self._training.saves.wait_done()
-        training = self._training
-        begin, then = training.state.discard_step, training.loaded
-        return self._snapshots.restore(training, name, begin, then)
+        begin, then = self._training.state.discard_step, self._training.loaded
+        return self._snapshots.restore(self._training, name, begin, then)
 
     def drop_snapshot(self, name: str) -> None:
         """Remove a snapshot; what only it has is free then. Nothing but this, ``keep`` and a
         snapshot of the same name ever removes one. Raises ``FileNotFoundError`` for a name that is
         not there.
         """
-        self._training.check_open()
+        self._begin("drop_snapshot()")
         self._check_alone("drop_snapshot()")
         self._snapshots.drop(self._training.state, checked_name(name))
+
+    def _begin(self, call: str) -> None:
+        check_not_amid(call)
+        self._training.check_open()
 
     def _check_alone(self, what: str) -> None:
         world_size = self._training.rank_context.world_size
@@ -360,6 +371,7 @@ class OffloadedModel:
         that as ``weights``, and export from there, for the masters.
         """
         check_place(folder, "folder")
+        check_not_amid("export()")
         self._training.check_unchanged()
         self._training.loans.check_unmodified("export()")
         self._training.rank_context.meet(SAVE, max(self._training.steps))
@@ -371,7 +383,7 @@ class OffloadedModel:
 
         ``drive_endurance``: bytes that each drive is rated for (its TBW).
         """
-        self._training.check_open()
+        self._begin("report()")
         training = self._training
         numbers = training.budget.host_bytes, max(training.steps), drive_endurance
         peak_bytes = training.rank_context.peak_host_bytes
@@ -379,7 +391,7 @@ class OffloadedModel:
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the recent timeline as JSON that Perfetto and chrome://tracing open."""
-        self._training.check_open()
+        self._begin("trace()")
         write_trace(self._training.state.timeline, path)
 
 

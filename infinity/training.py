@@ -19,7 +19,7 @@ from infinity.activations.offloading import Activations
 from infinity.autograd.modifying import Loans
 from infinity.autograd.module_hooks import ModelHooks
 from infinity.autograd.phases import Passes, Phases
-from infinity.autograd.refusals import check_not_compiled, check_not_traced
+from infinity.autograd.refusals import check_use
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.saved_tensors import SavedTensors
 from infinity.autograd.versions import KeptViews, Versions
@@ -32,9 +32,9 @@ from infinity.optim.state_reference import StateReference
 from infinity.optim.stepping import as_norm, clip_coefficient, options_of, updates_for
 from infinity.parameters.offloaded.becoming import become_offloaded
 from infinity.parameters.offloaded.gradient import ChangeCount
+from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.modes import own_modes, unseen
 from infinity.parameters.offloaded.parameter import take_grad
-from infinity.parameters.offloaded.placeholders import check_not_transformed
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.restoring import Restoring
@@ -254,7 +254,7 @@ class Training:
 
     def loaded(self) -> None:
         """Other values are at home, and other state."""
-        self.optimizer.zero_grad()
+        self.clear_gradients()
         self.residency.reset()
         self.rank_context.weights.drop()  # threads may have read while values were written
         self.residency.outdate(range(len(self.records)))
@@ -267,14 +267,12 @@ class Training:
         return self.gradients.has(index)
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        check_not_moving(f"the gradient of {self.records[index].name}")
         self.gradients.set(index, gradient)
 
     def gradient_values(self, index: int, age: int) -> torch.Tensor:
         self.check_open(self.records[index].name)
-        name = f"the gradient of {self.records[index].name}"
-        check_not_traced(f"{name}, which is offloaded,")
-        check_not_compiled(name)
-        check_not_transformed(name)
+        check_use(f"the gradient of {self.records[index].name}")
         return own_modes(self.gradients.values)(index, age)
 
     def gradient_age(self, index: int) -> int:
@@ -290,15 +288,14 @@ class Training:
     @own_modes
     def overwrite_gradient(self, index: int, age: int, values: torch.Tensor) -> None:
         self.check_open(self.records[index].name)
+        check_not_moving(f"the gradient of {self.records[index].name}")
         self.gradients.overwrite(index, age, values)
 
     def in_place(self, indices: Collection[int]) -> AbstractContextManager[None]:
         """Weights of these parameters are in place inside."""
         name = self.records[min(indices)].name
         self.check_open(name)
-        check_not_traced(f"{name}, which is offloaded,")
-        check_not_compiled(name)
-        check_not_transformed(name)
+        check_use(name)
         return self.residency.in_place(indices, sys._getframe(1))
 
     @property

@@ -136,8 +136,9 @@ class Timeline:
 
     def events(self, since: float = 0.0) -> list[Event]:
         """Events that ended after ``since``, oldest first."""
-        with self._lock:
-            return [event for event in self._events if event.stop > since]
+        # Copied in one step, not under the lock: a handler of a signal that came within it on the
+        # main thread could call what has other threads add events.
+        return [event for event in list(self._events) if event.stop > since]
 
     def _recorder(
         self, label: str, purposes: Mapping[str, int], nbytes: int

@@ -14,6 +14,7 @@ from torch import nn
 
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.versions import KeptViews, Versions
+from infinity.parameters.offloaded.handlers import check_not_amid
 from infinity.parameters.offloaded.modes import own_modes
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
@@ -182,6 +183,7 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
         return _Loan(self._loans, self._chosen, self._modify, self._taking)
 
     def __enter__(self) -> None:
+        check_not_amid("gathered()")
         chosen = self._chosen()
         try:
             self._loans.begin(self, chosen, self._modify)

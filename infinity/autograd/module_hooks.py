@@ -18,6 +18,7 @@ from infinity.autograd.refusals import check_call, refuse_script
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.saved_tensors import SavedTensors
 from infinity.autograd.versions import Versions
+from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.parameter import cannot_be_copied
 from infinity.parameters.offloaded.placeholders import check_not_transformed
 from infinity.parameters.records import Record
@@ -112,6 +113,8 @@ class ModelHooks:
             )
         check_call()  # a layer may be compiled by itself
         check_not_transformed(type(module).__name__)
+        if own:
+            check_not_moving(f"the {type(module).__name__}")
         if not self._residency.is_computing:
             self._saved.join_thread()
             # What an interrupted pass found is what it should have left.

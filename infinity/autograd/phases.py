@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from infinity.backward_passes import threads_alive
 from swap.timeline import Timeline
 
 
@@ -33,8 +34,7 @@ class Phases:
         """The outermost module begins its forward, inside no other."""
         this = threading.get_ident()
         with self._lock:
-            alive = {thread.ident for thread in threading.enumerate()} - {this}
-            self._forwards &= alive
+            self._forwards &= threads_alive() - {this}
             if not self._forwards:
                 self.end_backward()
                 self._forward_start = time.perf_counter()

@@ -8,7 +8,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.parameter import OffloadedParameter, cannot_be_copied
+from infinity.parameters.offloaded.placeholders import check_not_transformed
 from swap.interruptions.undo import Undo
 
 _AVERAGING = "offload the plain model and pass process_group=torch.distributed.group.WORLD"
@@ -60,6 +62,16 @@ def check_call() -> None:
             "an offloaded model was called by DistributedDataParallel, which would average "
             f"nothing: {_AVERAGING}"
         )
+
+
+def check_use(what: str) -> None:
+    """Raises ``RuntimeError`` naming ``what``, a parameter or a gradient, where it cannot be used:
+    in a graph, a transform, or a handler that broke into the library.
+    """
+    check_not_traced(f"{what}, which is offloaded,")
+    check_not_compiled(what)
+    check_not_transformed(what)
+    check_not_moving(what)
 
 
 def check_not_traced(what: str = "an offloaded model") -> None:

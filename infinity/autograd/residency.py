@@ -41,8 +41,9 @@ import torch
 from torch import nn
 
 from infinity.autograd.refusals import WatchedParameters
-from infinity.backward_passes import has_ended
+from infinity.backward_passes import has_ended, threads_alive
 from infinity.parameters.offloaded.becoming import overwrite_data
+from infinity.parameters.offloaded.handlers import is_moving
 from infinity.parameters.offloaded.modes import own_modes, unseen
 from infinity.parameters.offloaded.parameter import (
     AbsentParameter,
@@ -200,7 +201,7 @@ class ModuleResidency:
             return  # each operation fetches it
         if any(index in frame.outside or index in frame.own.indices for frame in frames):
             return
-        if not self.is_computing:
+        if not self.is_computing or is_moving():
             return
         nbytes = self._moving_bytes(index)
         if nbytes:
@@ -236,7 +237,7 @@ class ModuleResidency:
 
     def reset(self) -> None:
         """Forget frames of this thread and of those that ended: exceptions went past the hooks."""
-        alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        alive = threads_alive() - {threading.get_ident()}
         for stacks in (self._frames_of, self._operations_of):
             for thread in stacks.keys() - alive:
                 while stacks[thread]:

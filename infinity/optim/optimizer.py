@@ -10,6 +10,7 @@ import torch
 
 from infinity.optim.state_reference import KEY
 from infinity.optim.torch_optimizer.workers import has_own
+from infinity.parameters.offloaded.handlers import check_not_amid
 from infinity.tiling.weight import TiledWeight
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -123,6 +124,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises what stopped the update before this one. The gradients are consumed: clear them with
         ``zero_grad``.
         """
+        check_not_amid("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -134,6 +136,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Forget all gradients; or, with ``set_to_none=False``, give those that are there values of
         zero: the next step is taken for these parameters whether the next pass reaches them or not.
         """
+        check_not_amid("zero_grad()")
         if set_to_none:
             self._owner.clear_gradients()
         else:

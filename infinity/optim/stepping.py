@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -57,23 +54,6 @@ def updates_for(
             within=within,
         )
     return updates
-
-
-def check_not_amid_step(training: Any, call: str) -> None:
-    """Raise ``RuntimeError`` where this thread is in the midst of a step of ``training``, or of
-    looking for changes of weights: the handler of a signal came there, and what goes on behind it
-    would be about what ``call`` replaces.
-    """
-    step = inspect.unwrap(type(training).take_step).__code__
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if owner is training.versions or (owner is training and frame.f_code is step):
-            raise RuntimeError(
-                f"{call} in the midst of a step or a forward pass of this thread, by the handler "
-                f"of a signal (or a finalizer): set a flag there, and use {call} behind the step"
-            )
-        frame = frame.f_back
 
 
 def as_norm(norm: float) -> torch.Tensor:

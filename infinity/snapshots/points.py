@@ -190,7 +190,7 @@ class Snapshots:
             raise RuntimeError(
                 "a call about snapshots of this thread is under way, and a handler of a signal (or "
                 "a finalizer) that came in it cannot begin another one: set a flag there, and take "
-                "the snapshot behind the next step; offloaded.save(path) works there"
+                "the snapshot behind the next step"
             )
         return self._alone
 

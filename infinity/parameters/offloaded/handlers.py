@@ -1,0 +1,120 @@
+"""What handlers of signals may not call where they broke into the library.
+
+Python runs a handler on the main thread between any two of its steps, and a finalizer on whichever
+thread frees something. Where that comes in the midst of a hook or a call of ours, the frames that
+it broke into hold locks, or are half-way through a change, and go on only when the handler has
+returned: a call there that waits for either waits for ever. What a thread is within is told by
+Python's own frames, which no interrupt can leave wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import aio
+import checkpoint
+import swap
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_AIO, _CHECKPOINT, _SWAP = (
+    f"{Path(file).absolute().parent}/"
+    for file in (aio.__file__, checkpoint.__file__, swap.__file__)
+)
+_INFINITY = f"{Path(__file__).absolute().parents[2]}/"
+_OURS = (_AIO, _CHECKPOINT, _SWAP, _INFINITY)
+_OPEN = tuple(
+    _INFINITY + part
+    for part in (
+        "integrations/",
+        "commands/",
+        "cli.py",
+        "tiling/",
+        "optim/optimizer.py",
+        "optim/loss_scale.py",
+        "parameters/offloaded/parameter.py",
+        "parameters/offloaded/differentiated.py",
+    )
+)
+"""What calls the program back, or the handle, and holds nothing while it does."""
+_DOORS = (f"{_INFINITY}model.py", f"{_INFINITY}parameters/offloaded/modes.py")
+"""What a public call begins with."""
+_MOVES = (_AIO, _SWAP, f"{_INFINITY}autograd/")
+"""Where weights and gradients move, and nobody uses a parameter as a program does."""
+_MOVES_NOT = (f"{_AIO}threads.py", f"{_SWAP}interruptions/", f"{_INFINITY}autograd/modifying.py")
+_is_closed: dict[str, bool] = {}
+_is_moving: dict[str, bool] = {}
+_open_codes: set[int] = set()
+
+
+def runs_program(method: F) -> F:
+    """For a method that runs code of the program (hooks, closures) and holds nothing meanwhile: a
+    call there is none of a handler.
+    """
+    _open_codes.add(id(method.__code__))
+    return method
+
+
+def check_not_amid(call: str) -> None:
+    """Raise ``RuntimeError`` if the public ``call`` that calls this is one of a handler, or of a
+    finalizer, that broke into the library on this thread.
+    """
+    _check_threads_start(call)
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_code.co_filename in _DOORS:
+        frame = frame.f_back  # the call itself, and what it is wrapped in
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_filename
+        if (closed := _is_closed.get(name)) is None:
+            closed = _is_closed[name] = name.startswith(_OURS) and not name.startswith(_OPEN)
+        if closed and id(code) not in _open_codes:
+            raise _refusal(call, f"use {call}")
+        frame = frame.f_back
+
+
+def check_not_moving(name: str) -> None:
+    """Raise ``RuntimeError`` naming a parameter, or a gradient, where ``is_moving``."""
+    if is_moving():
+        raise _refusal(f"a use of {name}", "use it")
+
+
+def is_moving() -> bool:
+    """Whether what calls this is a handler or a finalizer that broke into where weights and
+    gradients are moved.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_INFINITY):
+        frame = frame.f_back  # what serves the use itself
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if (moving := _is_moving.get(file)) is None:
+            moving = _is_moving[file] = file.startswith(_MOVES) and not file.startswith(_MOVES_NOT)
+        if moving:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _refusal(call: str, remedy: str) -> RuntimeError:
+    return RuntimeError(
+        f"{call} in the midst of a step or a forward pass, or of another hook or call of the "
+        "library on this thread, by the handler of a signal (or a finalizer): it would wait for "
+        f"what it has interrupted. Set a flag there, and {remedy} between steps"
+    )
+
+
+def _check_threads_start(call: str) -> None:
+    """Whoever holds this lock of ``threading`` keeps every new thread from beginning."""
+    is_owned = getattr(getattr(threading, "_active_limbo_lock", None), "_is_owned", None)
+    if is_owned is not None and is_owned():
+        raise RuntimeError(
+            f"{call} while this thread starts or lists threads, by the handler of a signal (or a "
+            f"finalizer): the threads that it needs could not begin. Set a flag there, and use "
+            f"{call} between steps"
+        )
