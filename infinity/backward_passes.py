@@ -51,8 +51,8 @@ class BackwardPasses:
 
     @contextmanager
     def alone(self, call: FrameType) -> Iterator[None]:
-        """A pass is run inside, in ``call``, from its beginning to its end. Raises as
-        ``brings``.
+        """A pass is run inside, in ``call``, from its beginning to its end, or something that
+        none may run beside. Raises as ``brings``.
         """
         thread = threading.current_thread()
         try:
@@ -74,10 +74,10 @@ class BackwardPasses:
         for other in [*self._alone.values(), *(end.thread for end in ends if end is not None)]:
             if other is not thread:
                 raise RuntimeError(
-                    f"backward passes of an offloaded model run on two threads at once, "
-                    f"{other.name} and {thread.name}: in which order their gradients are added up "
-                    "would be a matter of chance; begin one when the other has ended (forward "
-                    "passes may overlap)"
+                    f"backward passes of an offloaded model, or load() or restore() beside one, "
+                    f"run on two threads at once, {other.name} and {thread.name}: what gradients "
+                    "are added up to would be a matter of chance; begin one when the other has "
+                    "ended (forward passes may overlap)"
                 )
 
 

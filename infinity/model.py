@@ -236,16 +236,16 @@ class OffloadedModel:
         as many ranks, where it draws from torch's random generators alone; see ``values.loading``.
         Raises as ``checkpoint.load``, and ``ValueError`` naming what does not match this model; in
         that case nothing was changed. What stops it later (a corrupt file, an I/O error, Ctrl-C)
-        leaves values mixed: everything but loading or restoring is a ``MixedStateError`` then,
-        until that has worked.
+        leaves values mixed: all but loading or restoring is a ``MixedStateError`` until that works.
         """
         check_place(path)
         self._begin("load()")
         self._training.loans.check_none("load()")
         self._training.rank_context.meet(LOAD, max(self._training.steps))
         self._training.saves.wait_done()
-        begin, then = self._training.begin_replacing(), self._training.loaded
-        return loading.load(self._training, path, stripe_dirs, begin=begin, then=then)
+        with self._training.gradients.passes.alone(sys._getframe()):
+            begin, then = self._training.begin_replacing(), self._training.loaded
+            return loading.load(self._training, path, stripe_dirs, begin=begin, then=then)
 
     @overload
     def snapshot(
@@ -327,8 +327,7 @@ class OffloadedModel:
 
         What is on NVMe now, and was then, is not read, where the state is cut as it was: in this
         block, and in another that has the same model, options and budgets. Else it is copied, and
-        converted as by ``load``. Gradients are cleared, and a step that an I/O error stopped is
-        forgotten.
+        converted as by ``load``. Gradients are cleared, a step that an I/O error stopped forgotten.
 
         Raises ``FileNotFoundError`` for a name that is not there; ``ValueError`` naming what does
         not match this model, and ``AioError`` naming a file that is missing: nothing was changed
@@ -339,8 +338,9 @@ class OffloadedModel:
         self._training.loans.check_none("restore()")
         self._check_alone("restore()")
         self._training.saves.wait_done()
-        begin, then = self._training.state.discard_step, self._training.loaded
-        return self._snapshots.restore(self._training, name, begin, then)
+        with self._training.gradients.passes.alone(sys._getframe()):
+            begin, then = self._training.state.discard_step, self._training.loaded
+            return self._snapshots.restore(self._training, name, begin, then)
 
     def drop_snapshot(self, name: str) -> None:
         """Remove a snapshot; what only it has is free then. Nothing but this, ``keep`` and a

@@ -184,3 +184,34 @@ def test_a_backward_pass_that_failed_is_in_nobodys_way(nvme: Path) -> None:
             held.end()
         vector_loss(model, 0).backward()
         offloaded.step()
+
+
+@pytest.mark.parametrize("call", ["load", "restore"])
+def test_values_are_not_replaced_beside_a_backward_pass_of_another_thread(
+    call: str, nvme: Path, tmp_path: Path
+) -> None:
+    model = seeded(Stack)
+    refusals: list[str] = []
+    with infinity.offload(model, nvme, host_memory=least_budget(Stack, nvme)) as offloaded:
+        offloaded.save(tmp_path / "saved")
+        offloaded.snapshot("kept")
+
+        def replace() -> None:
+            try:
+                offloaded.load(tmp_path / "saved") if call == "load" else offloaded.restore("kept")
+            except RuntimeError as error:
+                refusals.append(str(error))
+
+        first = next(model.parameters())
+        vector_loss(model, 0).backward()
+        offloaded.step()
+        first.register_hook(lambda gradient: _elsewhere(replace))
+        vector_loss(model, 1).backward()
+        offloaded.step()
+        trained = offloaded.grad_norm
+        replace()
+        offloaded.drop_snapshot("kept")
+    assert len(refusals) == 1, "the pass goes on, and the values are replaced when it has ended"
+    assert call in refusals[0]
+    assert trained is not None
+    assert same_values(values_of(model), values_of(seeded(Stack)))
