@@ -19,7 +19,7 @@ from tests.support.interrupts import PACKAGES, interrupt_at_call, sampled
 from tests.support.training import least_budget
 
 WIDTH = 64
-POINTS = 12
+POINTS = 6
 WHERE = (*PACKAGES, contextlib.__file__)
 
 

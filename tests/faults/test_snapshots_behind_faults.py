@@ -179,7 +179,9 @@ def test_what_keeps_a_snapshot_from_beginning_is_raised_by_the_call(
 def test_call_of_a_signal_handler_while_a_snapshot_is_on_its_way_ends(
     least: int, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the midst of a call about snapshots it is refused, and elsewhere it is carried out."""
+    """In the midst of a call that waits for it, it is refused, and leaves that as it is; behind the
+    call it is carried out.
+    """
     wait_done = PendingSave.wait_done
     outcomes: list[str] = []
     with _block(nvme, least) as offloaded:
@@ -198,14 +200,18 @@ def test_call_of_a_signal_handler_while_a_snapshot_is_on_its_way_ends(
         pending = offloaded.snapshot("a", block=False)
         monkeypatch.setattr(PendingSave, "wait_done", interrupted)
         assert pending.result().name == "a"
-        offloaded.snapshot("a", block=False)
+        offloaded.snapshot("b", block=False)
         monkeypatch.setattr(PendingSave, "wait_done", interrupted)
-        offloaded.restore("b")  # waits for all saves before it begins
+        offloaded.restore("a")  # waits for all saves before it begins
         monkeypatch.setattr(points.Snapshots, "_let_end", lambda *_: handler())
         offloaded.snapshot("c")
         monkeypatch.undo()
-    assert outcomes[:2] == ["b", "b"]
-    assert "set a flag there" in outcomes[2]
+        offloaded.snapshot("d", block=False)
+        handler()
+        assert {one.name for one in offloaded.snapshots()} == {"a", "b", "c", "d"}
+    assert len(outcomes) == 4
+    assert all("Set a flag there" in outcome for outcome in outcomes[:3])
+    assert outcomes[3] == "b"
 
 
 def test_interrupted_calls_leave_whole_snapshots_behind_training(least: int, nvme: Path) -> None:

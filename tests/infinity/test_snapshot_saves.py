@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,8 @@ def test_snapshot_that_another_thread_would_drop_while_it_is_saved_is_saved_whol
         def save_while_it_is_dropped(*to: Any) -> Any:
             other.start()
             other.join(0.1)  # it would be done, if it were let
-            train(offloaded, 2, 6)
+            with ThreadPoolExecutor(1) as pool:  # on this thread it would be within the save
+                pool.submit(train, offloaded, 2, 6).result()
             return save(*to)
 
         monkeypatch.setattr(points, "save_now", save_while_it_is_dropped)

@@ -256,7 +256,7 @@ def test_call_in_the_midst_of_a_snapshot_of_its_thread_is_refused(
         }
 
         def interrupted(*arguments: Any) -> Any:
-            with pytest.raises(RuntimeError, match="set a flag there"):
+            with pytest.raises(RuntimeError, match="Set a flag there"):
                 calls[call]()
             return sheltered(*arguments)
 

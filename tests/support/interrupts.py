@@ -95,8 +95,7 @@ def interrupt_at_call(
 
     def profiled(frame: FrameType, event: str, argument: Any) -> None:
         is_there = frame.f_code.co_filename.startswith(where)
-        is_point = event == "c_return" or (event == "call" and frame.f_code.co_name != "__exit__")
-        if is_point and is_there and not _in_finalizer(frame):
+        if event in ("call", "c_return") and is_there and _may_raise(frame, event, argument):
             lines.seen += 1
             if lines.seen - 1 == number:
                 lines.line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -149,12 +148,13 @@ def _run(
     return lines
 
 
-def _may_raise(frame: FrameType, event: str) -> bool:
-    """Not in generators, which may be being closed: Python swallows what comes up in them then."""
+def _may_raise(frame: FrameType, event: str, function: Any) -> bool:
+    """Not where a generator is closed, be it by what stops early: Python swallows what comes up."""
     code = frame.f_code
-    if code.co_flags & inspect.CO_GENERATOR and frame.f_code.co_name == "<genexpr>":
+    is_generator = bool(code.co_flags & inspect.CO_GENERATOR)
+    if (is_generator and code.co_name == "<genexpr>") or function in (any, all):
         return False
-    begins = event == "call" and not code.co_flags & inspect.CO_GENERATOR
+    begins = event == "call" and not is_generator
     is_point = event == "c_return" or (begins and code.co_name != "__exit__")
     return is_point and not _in_finalizer(frame)
 
