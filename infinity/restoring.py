@@ -79,12 +79,13 @@ class Restoring:
 
     def add(self, record: Record) -> None:
         """From now on the parameter is not itself, and is to be restored."""
-        self._records[record.index] = record
         self._now[record.index] = record.parameter
         self._came_without[record.index] = reason_of(record.parameter)
         if record.parameter.grad is not None:
             self.gradients[record.index] = record.parameter.grad
         self._is_partitioned = self._is_partitioned or record.is_partitioned
+        # An interrupt may come before or behind this: all else of it is there now.
+        self._records[record.index] = record
         self._agenda.append(partial(self._restore, record))
 
     def before(self, steps: Callable[[], int], *waits: Callable[[], object]) -> None:

@@ -44,7 +44,7 @@ class Loans:
         self._rank_context = rank_context
         self._versions = versions
         self._views = views
-        self._lent: dict[_Loan, tuple[list[int], bool]] = {}
+        self._lent: dict[object, tuple[list[int], bool]] = {}
         """Who asked, for what, and whether to modify it: the only table, for an interrupt would
         leave two of them apart.
         """
@@ -60,14 +60,14 @@ class Loans:
         """
         return _Loan(self, chosen, modify, taking)
 
-    def begin(self, loan: _Loan, chosen: Iterable[Record], modify: bool) -> None:
+    def begin(self, loan: object, chosen: Iterable[Record], modify: bool) -> None:
         """``loan`` is lent the ``chosen``."""
         indices = sorted({record.index for record in chosen})
         new = sorted({*indices} - self._asked())
         self._lent[loan] = indices, modify
         self._hand_out(new)
 
-    def take(self, loan: _Loan) -> None:
+    def take(self, loan: object) -> None:
         """Have the values of ``loan`` if it is there to modify them, and nobody else still has."""
         indices, modify = self._lent[loan]
         self._check_open()
@@ -130,12 +130,12 @@ class Loans:
         else:
             keep()
 
-    def give_back(self, loan: _Loan) -> None:
+    def give_back(self, loan: object) -> None:
         """``loan`` is over. Idempotent; an interrupt comes before or after."""
         if loan in self._lent:
             run_apart(partial(self._take_in, loan), "infinity-gathered")
 
-    def _take_in(self, loan: _Loan) -> None:
+    def _take_in(self, loan: object) -> None:
         indices, _ = self._lent.pop(loan)
         indices = sorted({*indices} - self._asked())
         if not self._is_over:
@@ -169,6 +169,8 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
     as that hands over would leave them lent for as long as its error is kept.
     """
 
+    _loan: object = None
+
     def __init__(
         self,
         loans: Loans,
@@ -177,6 +179,11 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
         taking: Callable[[], None],
     ) -> None:
         self._loans, self._chosen, self._modify, self._taking = loans, chosen, modify, taking
+        self._loan = object()
+
+    def __del__(self) -> None:
+        if self._loan is not None:  # else an interrupt came as it was made
+            self._loans.give_back(self._loan)  # should one have come as __exit__ began
 
     def _recreate_cm(self) -> _Loan:
         """As a decorator each call has one of its own."""
@@ -186,7 +193,7 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
         check_not_amid("gathered()")
         chosen = self._chosen()
         try:
-            self._loans.begin(self, chosen, self._modify)
+            self._loans.begin(self._loan, chosen, self._modify)
         except BaseException:
             self._end()
             raise
@@ -195,15 +202,15 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
         try:
             if kind is None:
                 self._taking()
-                self._loans.take(self)
+                self._loans.take(self._loan)
         finally:
             self._end()
 
     def _end(self) -> None:
         try:
-            self._loans.give_back(self)
+            self._loans.give_back(self._loan)
         finally:
-            self._loans.give_back(self)  # should an interrupt have kept it from beginning
+            self._loans.give_back(self._loan)  # should an interrupt have kept it from beginning
 
 
 def records_of(
