@@ -139,7 +139,7 @@ def encode_records(records: RankRecords) -> dict[str, Any]:
             for file in records.files
         ],
         "chunks": {
-            str(tensor): [chunk._replace(grains=chunk.grains.hex()) for chunk in chunks]  # type: ignore[arg-type]
+            str(tensor): [(*chunk[:-1], chunk.grains.hex()) for chunk in chunks]
             for tensor, chunks in records.chunks.items()
         },
     }

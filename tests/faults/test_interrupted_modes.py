@@ -47,7 +47,7 @@ def gather(model: nn.Module, offloaded: infinity.OffloadedModel) -> None:
 
 
 ACTIONS: dict[str, Callable[[nn.Module, infinity.OffloadedModel], object]] = {
-    "gradients": lambda model, _: [p.grad.sum() for p in model.parameters()],  # type: ignore[union-attr]
+    "gradients": lambda model, _: [p.grad.sum() for p in model.parameters() if p.grad is not None],
     "norms": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e9),
     "values": lambda model, _: [p.detach().norm() for p in model.parameters()],
     "operations": lambda model, _: [(p * 2).sum() for p in model.parameters()],

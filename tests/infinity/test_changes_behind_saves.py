@@ -71,7 +71,7 @@ def _in_forward(model: Stack) -> None:
 
     def change(module: nn.Module, _: Any) -> None:
         with torch.no_grad():
-            module.weight.detach().mul_(2)  # type: ignore[operator]
+            module.get_parameter("weight").detach().mul_(2)
 
     handle = model.layer(3).register_forward_pre_hook(change)
     model(vectors(0))
@@ -181,7 +181,8 @@ def test_a_change_of_a_copy_behind_a_save_is_not_in_it(
 
 def _change_in_vain(offloaded: infinity.OffloadedModel) -> None:
     with offloaded.gathered(modify=True):
-        _mul(offloaded.model)  # type: ignore[arg-type]
+        assert isinstance(offloaded.model, Stack)
+        _mul(offloaded.model)
         raise KeyError("of the program")
 
 
