@@ -19,6 +19,11 @@ from typing import Any
 
 from aio.errors import AioError
 
+_REFUSALS = (
+    ("can't start new thread",),
+    ("can't create new thread at interpreter shutdown",),
+)
+"""What Python says where the system gives no thread, as arguments of a RuntimeError."""
 LOOK_SECONDS = 1.0
 """How often those who wait look by themselves: an interrupt may keep them from being told."""
 
@@ -200,7 +205,8 @@ class Thread(WatchedThread):
 def start_apart(thread: WatchedThread) -> None:
     """Starts a thread from another one, which has no handlers; that is one step of this thread.
 
-    Raises RuntimeError if there is no thread to be had, and MemoryError as `WatchedThread.start`.
+    Raises RuntimeError if there is no thread to be had (see `is_refusal`), and MemoryError as
+    `WatchedThread.start`.
     """
     is_launched = Latch()
     refusals: list[BaseException] = []
@@ -218,7 +224,14 @@ def start_apart(thread: WatchedThread) -> None:
     del held
     wait_while(is_launched, lambda: launcher() is not None, thread.name)
     if refusals:
-        raise refusals[0]
+        raise refusals.pop()
+
+
+def is_refusal(error: RuntimeError) -> bool:
+    """Whether there was no thread to be had. Any other is raised by the handler of a signal, which
+    came while the main thread waited for the new one to begin.
+    """
+    return error.args in _REFUSALS
 
 
 def start_thread(thread: Thread) -> None:
@@ -231,6 +244,8 @@ def start_thread(thread: Thread) -> None:
     try:
         start_apart(thread)
     except RuntimeError as error:
+        if not is_refusal(error):
+            raise
         raise AioError(
             f"cannot start the thread {thread.name}: {error}; the process or its user has as many"
             " threads as it may have: raise RLIMIT_NPROC (ulimit -u) or pids.max of its cgroup, or"

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from aio.errors import let_go
-from aio.threads import Latch, WatchedThread, start_apart
+from aio.threads import Latch, WatchedThread, is_refusal, start_apart
 
 T = TypeVar("T")
 
@@ -106,6 +106,8 @@ class Worker(Generic[T]):
         try:
             start_apart(_Thread(self._run, self._name))
         except RuntimeError as error:
+            if not is_refusal(error):
+                raise
             raise no_thread(self._name) from error
 
     def withdraw(self, interrupt: BaseException | None = None) -> None:

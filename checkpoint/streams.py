@@ -50,6 +50,7 @@ def open_stream(path: PathLike, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
     an exception removes it instead. It cannot seek. A file of that name is replaced by one with its
     owner, as far as that may be, and its permissions. What a killed process leaves has a name of
     its own and goes with the next stream to `path`. "rb": a file to read and seek in, read ahead.
+    Threads that share a stream have to take turns.
 
     Raises FileNotFoundError for a file or folder that is missing, OSError where a stream would
     replace a device, a pipe or a directory and for a file that does not say how long it is (those
@@ -254,9 +255,11 @@ class _StreamReader(io.RawIOBase):
         return True
 
     def tell(self) -> int:
+        self._check_open()
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._check_open()
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}
         if whence not in base:
             raise ValueError(f"whence={whence} is not 0, 1 or 2")
@@ -266,10 +269,13 @@ class _StreamReader(io.RawIOBase):
         self._position = base[whence] + offset
         return self._position
 
-    def readinto(self, buffer: Any, /) -> int:
-        """Fills as much of the buffer as one block holds; 0 at the end."""
+    def _check_open(self) -> None:
         if self.closed:
             raise ValueError(f"the stream from {self._path} is closed")
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fills as much of the buffer as one block holds; 0 at the end."""
+        self._check_open()
         view = memoryview(buffer).cast("B")
         if self._position >= self._nbytes or not len(view):
             return 0

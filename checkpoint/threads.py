@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-from aio.threads import WatchedThread
+from aio.threads import WatchedThread, is_refusal
 from checkpoint.sheltered import StoppedError, no_thread
 
 T = TypeVar("T")
@@ -62,6 +62,8 @@ def started(run: Callable[[], None], name: str) -> threading.Thread:
     try:
         thread.start()
     except RuntimeError as error:
+        if not is_refusal(error):
+            raise
         raise no_thread(name) from error
     return thread
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from infinity.model import OffloadedModel, training_of
+from infinity.parameters.offloaded.handlers import check_not_amid, is_amid
 from infinity.parameters.offloaded.modes import own_modes
 from infinity.training import Training
 from swap.interruptions.undo import Undo
@@ -38,6 +39,7 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         self._undo = Undo()
         self._process = os.getpid()
         self._training: Training | None = None
+        self._is_refused = False
 
     def __enter__(self) -> OffloadedModel:
         if self._begin is None:
@@ -53,10 +55,28 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
             _entered[id(self)] = self
             return offloaded
         except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
+            self._end(type(error), error, error.__traceback__)
             raise
 
     def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Raises ``RuntimeError``, and stays entered, where a handler of a signal (or the garbage
+        collector) would leave it in the midst of its own work.
+        """
+        try:
+            self._is_refused = id(self) in _entered and is_amid(_LEAVING)
+        finally:  # an interrupt that comes as that is asked refuses nothing
+            if not self._is_refused:
+                self._end(kind, error, trace)
+        if self._is_refused:
+            self._is_refused = False
+            check_not_amid("the end of the offload block")
+
+    def _end(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
@@ -113,6 +133,9 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         )
         assert self._training is not None
         self._training.state.close()
+
+
+_LEAVING = frozenset({OffloadBlock.__exit__.__code__})
 
 
 @atexit.register

@@ -14,7 +14,7 @@ from torch import nn
 
 from checkpoint.directory.destination import check_place
 from checkpoint.directory.relocation import StripeDirs
-from infinity.autograd.modifying import Parameters, records_of
+from infinity.autograd.modifying import Parameters, asked, records_of
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.stepping import as_norm, clip_coefficient
 from infinity.parameters.offloaded.handlers import check_not_amid, runs_program
@@ -143,11 +143,11 @@ class OffloadedModel:
 
     # Values.
 
+    @runs_program
     def gathered(
         self, params: Parameters = None, modify: bool = False
     ) -> AbstractContextManager[None]:
-        """Real, full tensors in ``params`` (default: all) inside the block; they take memory beyond
-        the budget.
+        """Real, full tensors in ``params`` (default: all) inside the block, beyond the budget.
 
         With ``modify`` changed elements are kept (and become the master exactly), once background
         saves have read what was there; without, changes are lost, as they are where the block ends
@@ -156,7 +156,7 @@ class OffloadedModel:
         or after. Nested in another, the tensors are the same; what they hold as the last with
         ``modify`` ends is kept.
         """
-        training = self._training
+        training, params = self._training, asked(params)
 
         def chosen() -> Sequence[Record]:
             training.check_unchanged()

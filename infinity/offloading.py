@@ -212,7 +212,8 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
         )
     )
     with on_all_ranks(ranks):
-        fill_all(state, records, values, rank_context)
+        memory_bytes = placed.placement.checkpoint_bytes
+        fill_all(state, records, values, rank_context, memory_bytes=memory_bytes)
     rank_context.agree_on_values()
     undo.enter_context(BufferConversion(model, options.device, dtype, values))
     activations.leave_alone(model.buffers())

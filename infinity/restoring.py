@@ -90,7 +90,8 @@ class Restoring:
 
     def before(self, steps: Callable[[], int], *waits: Callable[[], object]) -> None:
         """What ``run`` is to do first; ``waits`` can be repeated, and ``steps`` were taken."""
-        self._first = deque([*waits, self._finish_step, partial(self._meet, steps)])
+        self._first = deque([*waits, self._finish_step])
+        self._first += [partial(self._meet, steps), self._state.widen]
 
     def run(self) -> None:
         """Restore what is left to restore; once it is, raise what went wrong.

@@ -108,7 +108,9 @@ class Training:
         self.saves = BackgroundSaves()
         passes = Passes(self._end_pass) if self.rule.kept_by is None else None
         hooked = (self.residency, self._phases, self.versions, self._saved)
-        self._hooks = ModelHooks(parts.model, records, *hooked, parts.compute_dtype, passes)
+        self._hooks = ModelHooks(
+            parts.model, records, *hooked, parts.compute_dtype, passes, self.loans
+        )
         self._restoring = Restoring(parts.model, state, rank_context)
         self._process, self._open = os.getpid(), True
         self.reference = StateReference(parts.run, records, parts.rule.kept_by)

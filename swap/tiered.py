@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from swap.interruptions.forks import check_process
 from swap.interruptions.mixture import Mixture
 from swap.interruptions.undo import Undo
 from swap.masters import components_from, values_from
-from swap.memory.passage import Passage
+from swap.memory.passage import Passage, wide_passage
 from swap.memory.slabs import slab_of, slab_sizes, slots_of
 from swap.plan.layout import Layout, Subgroup, neighbours
 from swap.plan.placement import Placement
@@ -107,8 +108,8 @@ class TieredState:
             self._undo.callback(slab.close)
         home = self.slabs.get("home")
         aside = self.slabs.get("passage")
-        passage = None if aside is None else Passage(aside)
-        self.components = ComponentStore(placement, rule, home, self.extents, passage)
+        self._passage = None if aside is None else Passage(aside)
+        self.components = ComponentStore(placement, rule, home, self.extents, self._passage)
         self.gradients = GradientStore(
             placement, home, self.slabs.get("spill"), self.extents, self.timeline
         )
@@ -181,16 +182,32 @@ class TieredState:
         for start in range(0, flat.numel(), CHUNK_ELEMENTS):
             self.write_values(parameter, start, flat[start : start + CHUNK_ELEMENTS])
 
+    def fill_all(self, parts: Iterable[tuple[int, int, torch.Tensor]], memory_bytes: int) -> None:
+        """``write_values`` each of ``parts`` (parameter, start, values), no element twice, but from
+        ``memory_bytes`` of memory, behind the making of the next; returns when all are at home.
+        Raises ``AioError`` and what ``parts`` raises.
+        """
+        made = (
+            (parameter, name, start, component)
+            for parameter, start, values in parts
+            for name, component in self._changing(parameter, values).items()
+        )
+        with Slab(memory_bytes, inherited=False) as memory:
+            self.components.fill(made, wide_passage(memory))
+
     def write_values(self, parameter: int, start: int, values: torch.Tensor) -> None:
         """Set elements from ``start``, with all the precision that the master of ``parameter``
         keeps.
         """
+        for name, component in self._changing(parameter, values).items():
+            self.components.write(parameter, name, start, component)
+
+    def _changing(self, parameter: int, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The components of values that are to be set now."""
         self.num_changes += 1
         self.weights.drop()  # or what is cached would hide these values
         dtype = self.layout.specs[parameter].dtype
-        components = components_from(values.to("cpu"), dtype, self.component_names(parameter))
-        for name, component in components.items():
-            self.components.write(parameter, name, start, component)
+        return components_from(values.to("cpu"), dtype, self.component_names(parameter))
 
     def read_values(self, parameter: int, start: int, length: int) -> torch.Tensor:
         """Elements ``[start, start + length)`` in the precision of the master (the weights' own if
@@ -218,6 +235,14 @@ class TieredState:
             else:
                 values = self.read_values(parameter, start, part.numel())
             part.copy_(values)
+
+    def widen(self) -> None:
+        """No checkpoint is made any more: its memory is there for reading values."""
+        if self._passage is not None:
+            with suppress(MemoryError):  # it goes with less
+                slab = Slab(self.placement.checkpoint_bytes, inherited=False)
+                self._undo.callback(slab.close)
+                self._passage.widen(slab)
 
     def component_names(self, parameter: int) -> tuple[str, ...]:
         """Names of the components that hold ``parameter``, the weights first."""

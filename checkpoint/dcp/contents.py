@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -145,6 +145,10 @@ class Contents:
         return stream
 
 
+_MAPPINGS = (dict, OrderedDict, Counter)
+"""What a tree has of those; DCP enters all."""
+
+
 def _by_name(parts: Iterator[_Part]) -> Iterator[tuple[str, _Part]]:
     """Parts by their names, where only one has it; paths as DCP has them."""
     found: dict[str, _Part | None] = {}
@@ -157,7 +161,7 @@ def _by_name(parts: Iterator[_Part]) -> Iterator[tuple[str, _Part]]:
 
 def _entries(path: Path, tree: Any) -> Iterator[_Part]:
     """What DCP's flattening gives of a tree."""
-    if type(tree) in (dict, OrderedDict):
+    if type(tree) in _MAPPINGS:
         for key, item in tree.items():
             yield from _entries((*path, key), item)
     elif type(tree) is list and _is_entered(tree):
@@ -169,9 +173,7 @@ def _entries(path: Path, tree: Any) -> Iterator[_Part]:
 
 def _is_entered(tree: list[Any]) -> bool:
     return any(
-        _is_tensor(item)
-        or type(item) in (dict, OrderedDict)
-        or (type(item) is list and _is_entered(item))
+        _is_tensor(item) or type(item) in _MAPPINGS or (type(item) is list and _is_entered(item))
         for item in tree
     )
 
@@ -180,7 +182,7 @@ def _parts(path: Path, tree: Any) -> Iterator[_Part]:
     """Every part of a tree but the whole."""
     if path:
         yield path, tree
-    if type(tree) in (dict, OrderedDict):
+    if type(tree) in _MAPPINGS:
         for key, item in tree.items():
             yield from _parts((*path, key), item)
     elif type(tree) in (list, tuple):
@@ -194,7 +196,7 @@ def _is_tensor(value: Any) -> bool:
 
 def _is_known(value: Any) -> bool:
     """Whether this is no container of values that DCP alone can read."""
-    if type(value) in (dict, OrderedDict):
+    if type(value) in _MAPPINGS:
         return all(_is_inside(item) for item in value.values())
     return type(value) not in (list, tuple) or all(map(_is_inside, value))
 
@@ -211,8 +213,8 @@ def _resolved(value: Any, opened: OpenCheckpoint) -> Any:
     if isinstance(value, _Data):
         tensor = _read_tensor(value.view, opened)
         return tensor if _is_tensor(value) else array_over(value.node, tensor)
-    if kind in (dict, OrderedDict):
-        return kind((key, _resolved(item, opened)) for key, item in value.items())
+    if kind in _MAPPINGS:
+        return kind({key: _resolved(item, opened) for key, item in value.items()})
     if kind in (list, tuple):
         return kind(_resolved(item, opened) for item in value)
     return value

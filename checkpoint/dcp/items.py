@@ -7,13 +7,19 @@ DCP's planner makes of any other stays the bytes that it is.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlanner,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.tensor import DTensor
 
 from checkpoint.dcp.tree import BLOB_DTYPE
 from checkpoint.directory.destination import Destination
@@ -34,7 +40,7 @@ class Items:
             if item.type == WriteItemType.BYTE_IO:
                 self._add_value(item, planner)
             else:
-                self._add_tensor(item, planner.resolve_data(item))
+                self._add_tensor(item, planner)
 
     def _add_value(self, item: WriteItem, planner: SavePlanner) -> None:
         fqn = item.index.fqn
@@ -57,9 +63,11 @@ class Items:
         entry = Entry(fqn, source.element.name, source.shape, dtype)
         self._add(entry, (0,) * len(source.shape), source)
 
-    def _add_tensor(self, item: WriteItem, tensor: Any) -> None:
+    def _add_tensor(self, item: WriteItem, planner: SavePlanner) -> None:
         assert item.tensor_data is not None
+        tensor: Any = planner.resolve_data(item)
         source = tensor_source(tensor.detach().as_subclass(torch.Tensor))
+        source = source._replace(aliases=tuple(distributed(planner, item.index.fqn)))
         size, chunk = tuple(item.tensor_data.size), item.tensor_data.chunk
         if source.shape != tuple(chunk.sizes):
             raise ValueError(
@@ -85,6 +93,16 @@ class Items:
         would be in no manifest: it writes none.
         """
         return self._entries.write(destination, rank, staging_bytes, state_nbytes, cancellation)
+
+
+def distributed(planner: SavePlanner | LoadPlanner, fqn: str) -> Iterator[DTensor]:
+    """The DTensor that a planner of torch has for an entry, if it is one: changes are counted on
+    it, not on the part that the planner gives of it.
+    """
+    if isinstance(planner, DefaultSavePlanner | DefaultLoadPlanner):
+        value = planner.state_dict.get(fqn)
+        if isinstance(value, DTensor):
+            yield value
 
 
 _UNKNOWN = object()

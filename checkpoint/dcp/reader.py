@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from aio.errors import check_flag
 from checkpoint.dcp.contents import Contents, StoredChunk
+from checkpoint.dcp.items import distributed
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import read_manifest
 from checkpoint.directory.relocation import StripeDirs, relocation
@@ -122,7 +123,7 @@ class StorageReader(TorchStorageReader):
             if item.type != LoadItemType.BYTE_IO and isinstance(stored, StoredChunk):
                 target = planner.resolve_tensor(item).detach()
                 by_file[stored.chunk.file].extend(self._plan_reads(stored, item, target))
-                written.append(target)
+                written += [target, *distributed(planner, item.dest_index.fqn)]
                 finish.append(_committed(planner, item, target))
             else:
                 others.append(item)
@@ -166,6 +167,7 @@ class StorageReader(TorchStorageReader):
                 target = planner.resolve_tensor(item).detach()
                 source = opened.source(view)
                 read_box(source, _box(item, source.shape, source.dtype, target))
+                count_changes(distributed(planner, item.dest_index.fqn))
                 planner.commit_tensor(item, target)
 
     def _known_manifest(self) -> Manifest:

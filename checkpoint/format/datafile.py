@@ -24,8 +24,6 @@ ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
 """Stock safetensors refuses longer headers."""
 
-_PACKED_ALIGNMENT = 16
-"""The largest item size, so that a header moves no tensor off a multiple of its own."""
 DCP_KEY = "DCP_SHARDING_INFO"
 _SAVED_OFFSETS = "saved_offsets"
 
@@ -79,7 +77,8 @@ def plan_data_file(
 def plan_packed_file(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -> DataFileLayout:
     """A plain safetensors file: the entries one after the other, without gaps.
 
-    Given by item size, the largest first, each begins at a multiple of its own.
+    The first one begins at a page. Given by item size, the largest first, each begins at a multiple
+    of its own.
 
     Raises ValueError if the header would be longer than safetensors allows.
     """
@@ -88,7 +87,7 @@ def plan_packed_file(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -
         rows.append(_row(entry.name, entry.code, entry.shape, cursor, cursor + entry.nbytes))
         offsets.append(cursor)
         cursor += entry.nbytes
-    header = _encode_header(rows, dict(metadata), _PACKED_ALIGNMENT)
+    header = _encode_header(rows, dict(metadata), ALIGNMENT)
     return DataFileLayout(
         header, tuple(len(header) + offset for offset in offsets), len(header) + cursor
     )

@@ -76,12 +76,14 @@ Refuse = Callable[[Path, object], str]
 
 
 class _Encoder:
-    def __init__(self, is_data: Callable[[object], bool], refuse: Refuse) -> None:
+    def __init__(
+        self, is_data: Callable[[object], bool], refuse: Refuse, open_: set[int] | None = None
+    ) -> None:
         self.leaf_of: dict[int, Leaf] = {}
         self.places: list[tuple[Path, Leaf]] = []
         self._is_data = is_data
         self._refuse = refuse
-        self._open: set[int] = set()
+        self._open: set[int] = set() if open_ is None else open_
 
     def encode(self, path: Path, value: Any) -> Node:
         container = _CONTAINERS.get(type(value))
@@ -137,16 +139,15 @@ class _Encoder:
         return {"items": self._pairs(path, value)}
 
     def encode_counter(self, path: Path, value: Counter[Any]) -> Node:
-        return {"counter": _Encoder(_is_never_data, self._refuse)._pairs(path, value)}
+        return {"counter": _Encoder(_is_never_data, self._refuse, self._open)._pairs(path, value)}
 
     def encode_ordered(self, path: Path, value: OrderedDict[Any, Any]) -> Node:
         node = {"ordereddict": self._pairs(path, value)}
         # torch.nn.Module.state_dict() hangs the versions of its modules on the dict itself.
         metadata = getattr(value, "_metadata", None)
         if metadata is not None:
-            node["metadata"] = _Encoder(_is_never_data, self._refuse).encode(
-                (*path, "_metadata"), metadata
-            )
+            encoder = _Encoder(_is_never_data, self._refuse, self._open)
+            node["metadata"] = encoder.encode((*path, "_metadata"), metadata)
         return node
 
     def _pairs(self, path: Path, value: dict[Any, Any]) -> list[Node]:
@@ -252,8 +253,8 @@ def empty_tree(node: Node) -> Any:
     if isinstance(node, list):
         return []
     tag = next(iter(node), None) if isinstance(node, dict) else None
-    empty = {"tuple": tuple, "set": set, "dict": dict, "items": dict, "ordereddict": OrderedDict}
-    return empty[tag]() if tag in empty else None
+    empty = {"tuple": tuple, "set": set, "ordereddict": OrderedDict, "counter": Counter}
+    return empty.get(tag, dict)() if tag in _DECODERS else None
 
 
 class _Decoder:
@@ -324,9 +325,9 @@ class _Decoder:
         return self._fill(path, {}, _pairs(path, node["items"]))
 
     def decode_counter(self, path: Path, node: dict[str, Node]) -> Any:
-        if not self._is_wanted(path):
-            return MISSING
-        return Counter(decode_tree({"items": node["counter"]}, _no_data(path)))
+        wanted = None if self._is_wanted(path) else self._wanted
+        pairs = _pairs(path, node["counter"])
+        return _Decoder(_no_data(path), wanted)._fill(path, Counter(), pairs)
 
     def decode_ordered(self, path: Path, node: dict[str, Node]) -> Any:
         ordered: OrderedDict[Any, Any] = OrderedDict()

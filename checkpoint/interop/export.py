@@ -1,7 +1,7 @@
 """Plain safetensors shards with an index, as Hugging Face keeps models, of tensors or checkpoints.
 
-The files hold the tensors one after the other, by item size, and nothing else. They are written
-under temporary names and synced before any of them counts.
+The files hold the tensors one after the other, those of whole pages first and the others by item
+size, and nothing else. They are written under temporary names and synced before any of them counts.
 
 Invariant: one export at a time writes to a folder.
 """
@@ -16,7 +16,7 @@ from aio import Engine
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.relocation import StripeDirs, relocation
-from checkpoint.format.datafile import Entry, plan_packed_file
+from checkpoint.format.datafile import ALIGNMENT, Entry, plan_packed_file
 from checkpoint.format.names import METADATA_KEY, ROOT_NAME, natural_name
 from checkpoint.format.tree import data_nodes
 from checkpoint.interop.shard_folder import ShardFolder
@@ -162,7 +162,7 @@ def _write(
         try:
             with Engine() as engine:
                 for file, names in zip(target.temporaries, shards, strict=True):
-                    own = _by_item_size({name: sources[name] for name in names})
+                    own = _in_order({name: sources[name] for name in names})
                     _write_shard(engine, file, own, staging_bytes, cancellation)
             versions.check()
             versions.check_ended()
@@ -209,11 +209,17 @@ def _plan_shards(sources: Mapping[str, Source], max_shard_bytes: int) -> list[li
     return shards
 
 
-def _by_item_size(sources: Mapping[str, Source]) -> dict[str, Source]:
-    """The largest first, as safetensors itself orders tensors: without gaps, each then begins at a
-    multiple of its item size, so that no buffer ends within an element.
+def _in_order(sources: Mapping[str, Source]) -> dict[str, Source]:
+    """Those of whole pages first: each then begins at a page, where it is moved without a copy.
+    Then the largest items first, as safetensors itself orders tensors: without gaps, each then
+    begins at a multiple of its item size, so that no buffer ends within an element.
     """
-    return dict(sorted(sources.items(), key=lambda item: -item[1].element.itemsize))
+
+    def place(item: tuple[str, Source]) -> tuple[bool, int]:
+        source = item[1]
+        return source.nbytes % ALIGNMENT != 0, -source.element.itemsize
+
+    return dict(sorted(sources.items(), key=place))
 
 
 def _write_shard(

@@ -55,13 +55,15 @@ class OpenCheckpoint(ChunkReader):
         checkpoint: Path,
         *,
         verify: bool = True,
+        kept_bytes: int | None = None,
         most_kept_bytes: int = 0,
     ) -> None:
-        """In memory are KEPT_BYTES of blocks that were read last, and up to `most_kept_bytes` where
-        that many lie side by side in a tensor.
+        """In memory are `kept_bytes` (KEPT_BYTES) of blocks that were read last, and up to
+        `most_kept_bytes` where that many lie side by side in a tensor.
         """
         beside = _blocks_beside(manifest.tensors) * CRC_BLOCK_BYTES
-        kept_bytes = max(KEPT_BYTES, min(beside, most_kept_bytes))
+        kept_bytes = KEPT_BYTES if kept_bytes is None else kept_bytes
+        kept_bytes = max(kept_bytes, min(beside, most_kept_bytes))
         self._span: tuple[tuple[str, int, int], Block] | None = None
         self._span_lock = ForkedLock()
         super().__init__(manifest, checkpoint, verify=verify, kept_bytes=kept_bytes)
@@ -196,6 +198,7 @@ def open_current(
     moved: Relocation = AS_SAVED,
     *,
     verify: bool = True,
+    kept_bytes: int | None = None,
     most_kept_bytes: int = 0,
 ) -> OpenCheckpoint:
     """Opens what is at a path, also where saves take its place meanwhile.
@@ -204,7 +207,13 @@ def open_current(
     """
 
     def attempt(manifest: Manifest) -> OpenCheckpoint:
-        return OpenCheckpoint(manifest, checkpoint, verify=verify, most_kept_bytes=most_kept_bytes)
+        return OpenCheckpoint(
+            manifest,
+            checkpoint,
+            verify=verify,
+            kept_bytes=kept_bytes,
+            most_kept_bytes=most_kept_bytes,
+        )
 
     return with_current_manifest(checkpoint, attempt, moved)
 

@@ -11,7 +11,7 @@ from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import with_current_manifest
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.format.checksum import crc32c
+from checkpoint.format.checksum import crc32c, join_crcs
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.names import PAD_PREFIX
 from checkpoint.format.records import ChunkRecord, Manifest
@@ -58,7 +58,8 @@ def verify(
     engine: Engine | None = None,
     staging_bytes: int = STAGING_BYTES,
 ) -> VerifyReport:
-    """Reads the manifest, every header, every tensor and every gap, and reports all damage.
+    """Reads the manifest, every header, every tensor and every gap, and reports all damage, also
+    checksums in the manifest that contradict each other.
 
     Where another save takes the checkpoint's place meanwhile, the new one is verified instead.
     `stripe_dirs` is as in `load`.
@@ -98,9 +99,30 @@ def _verified(manifest: Manifest, checkpoint: Path, options: ReadOptions) -> Ver
         decode_tree(manifest.tree, lambda where, node: view_of(manifest, where, node))
     except CorruptCheckpointError as error:
         problems.append(error.in_file(checkpoint / MANIFEST_NAME))
+    problems.extend(_wrong_grains(manifest, checkpoint / MANIFEST_NAME))
     read_files(manifest, checkpoint, _everything(manifest), options, problems)
     nbytes = sum(tensor.nbytes for tensor in manifest.tensors)
     return VerifyReport(checkpoint, manifest.uuid, len(manifest.tensors), nbytes, tuple(problems))
+
+
+def _wrong_grains(manifest: Manifest, path: Path) -> Iterator[CorruptCheckpointError]:
+    """Blocks of which the manifest has other checksums than its grains make together. Those that
+    agree are of the same bytes, which are compared with those of the block alone.
+    """
+    for tensor in manifest.tensors:
+        for chunk in tensor.chunks:
+            unit = chunk.grain_nbytes
+            for number, crc in enumerate(chunk.crc32c if unit else ()):
+                first, nbytes = chunk.block(number)
+                sums = chunk.unit_sums(unit, first // unit, -(-(first + nbytes) // unit))
+                joined = join_crcs(sums, unit, (nbytes - 1) % unit + 1)
+                if joined != crc:
+                    yield CorruptCheckpointError(
+                        f"the grains in the {nbytes} bytes from {first} on of a chunk of "
+                        f"{chunk.nbytes} make the checksum {joined:08x}, the block has {crc:08x}",
+                        path=path,
+                        tensor=tensor.name,
+                    )
 
 
 def _everything(manifest: Manifest) -> dict[int, list[PlacedRead]]:

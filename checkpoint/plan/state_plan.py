@@ -79,19 +79,25 @@ def plan_state(state: object) -> StatePlan:
     aliasing = plan_aliasing(_regions(leaves, sources))
     tensors: list[TensorPlan] = []
     number: dict[int, int] = {}
-    views: list[tuple[Leaf, View]] = []
+    views: list[tuple[Leaf, View, Source]] = []
     for index, (leaf, source, place) in enumerate(
         zip(leaves, sources, aliasing.places, strict=True)
     ):
         if isinstance(place, View):
-            views.append((leaf, place))
+            views.append((leaf, place, source))
             continue
         number[index] = len(tensors)
         _fill_node(leaf, len(tensors))
         tensors.append(TensorPlan(_record(leaf, source, place), source))
-    for leaf, view in views:
+    aliases: dict[int, list[torch.Tensor]] = {}
+    for leaf, view, source in views:
         base = number[view.base]
         _fill_view(leaf, view, base, tensors[base].record)
+        aliases.setdefault(base, []).extend((leaf.value, *source.aliases))
+    for base, own in aliases.items():
+        source = tensors[base].source
+        source = source._replace(aliases=(*source.aliases, *own))
+        tensors[base] = tensors[base]._replace(source=source)
     check_tree(encoded.node, [tensor.record for tensor in tensors], aliasing.storages)
     return StatePlan(tuple(tensors), aliasing.storages, encode_node(encoded.node), encoded.node)
 
@@ -100,11 +106,13 @@ def source_of_leaf(leaf: Leaf) -> Source:
     """The source of a leaf, which becomes the tensor of this process. Raises TypeError naming its
     path for what cannot be saved.
     """
+    given = leaf.value
     try:
-        leaf.value = local_tensor(leaf.value)
-        return source_of(leaf.value)
+        leaf.value = local_tensor(given)
+        source = source_of(leaf.value)
     except TypeError as error:
         raise TypeError(f"cannot save {render(leaf.path)}: {error}") from error
+    return source if leaf.value is given else source._replace(aliases=(given,))
 
 
 def _regions(leaves: Sequence[Leaf], sources: Sequence[Source]) -> list[Region | None]:

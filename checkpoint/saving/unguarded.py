@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpoint.format.tree import Leaf, decode_tree, encode_tree
 from checkpoint.plan.state_plan import TensorPlan, source_of_leaf
@@ -22,6 +23,7 @@ from checkpoint.transfer.filling import MIN_DIRECT_BYTES
 
 _TORCH: Any = vars(torch.Tensor)["__torch_function__"].__func__
 _NOBODY: Any = torch.nn.Parameter.__torch_function__
+_DISPATCH: Any = torch.Tensor.__torch_dispatch__
 
 
 def copied(tensors: Sequence[TensorPlan], guard: object) -> tuple[TensorPlan, ...]:
@@ -38,21 +40,38 @@ def copied(tensors: Sequence[TensorPlan], guard: object) -> tuple[TensorPlan, ..
 
 def _stepped(groups: Any, state: Any) -> Iterator[torch.Tensor]:
     for group in groups:
-        yield from filter(_is_in_memory, group["params"])
+        for value in group["params"]:
+            yield from _in_memory(value)
     for values in state.values():
         if isinstance(values, dict):
-            yield from filter(_is_in_memory, values.values())
+            for value in values.values():
+                yield from _in_memory(value)
 
 
-def _is_in_memory(value: object) -> bool:
-    """Whether it is a tensor that may be asked where it lies. Those that answer by a
-    ``__torch_function__`` of their class may have to get their values first, from a disk or under
-    locks, and are taken to be elsewhere: at worst something small is copied.
+def _in_memory(value: object) -> Iterator[torch.Tensor]:
+    """The tensors behind a value that may be asked where they lie: itself, or those that it is made
+    of (a DTensor of its local one, a quantized state of numbers and scales).
+
+    Those that answer by a method of their class may have to get their values first, from a disk or
+    under locks, and are taken to be elsewhere, as are sparse ones: at worst something small is
+    copied.
     """
     if not isinstance(value, torch.Tensor):
-        return False
-    answers = type(value).__torch_function__
-    return answers is _NOBODY or getattr(answers, "__func__", None) is _TORCH
+        return
+    made: Any = value
+    if is_traceable_wrapper_subclass(made):
+        for name in made.__tensor_flatten__()[0]:
+            yield from _in_memory(getattr(made, name))
+    elif _is_torchs_own(type(value)) and value.layout is torch.strided:
+        yield value
+
+
+def _is_torchs_own(kind: type[torch.Tensor]) -> bool:
+    """Whether torch answers for tensors of a type, not a method of the type."""
+    answers = kind.__torch_function__
+    return kind.__torch_dispatch__ is _DISPATCH and (
+        answers is _NOBODY or getattr(answers, "__func__", None) is _TORCH
+    )
 
 
 def _storage(tensor: torch.Tensor) -> tuple[str, int]:

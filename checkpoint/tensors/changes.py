@@ -3,7 +3,9 @@
 torch counts the in-place changes of a tensor. A count that is higher when everything has been read
 than when the save was called means that what was read may be old in one part and new in another. A
 tensor that has other memory by then (`p.data = ...`, `set_`, a swap of tensors, a storage of
-another size) may have had the old one reused: that is a change, too. What torch does not count (a
+another size) may have had the old one reused: that is a change, too. Changes of one memory may be
+counted on several tensors, each by itself: those of a DTensor are not counted on its local tensor.
+All of them that are known are asked. What torch does not count (a
 change through numpy, `.data`, or by another library) is noticed only where bytes are written from
 where they lie: see `checkpoint.transfer.writer`. A byte source over memory that programs can change
 says itself whether one did.
@@ -17,6 +19,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from checkpoint.errors import ChangedTensorError
+from checkpoint.tensors.held import HeldSource
 from checkpoint.tensors.sources import Source
 
 
@@ -40,18 +43,23 @@ class Versions:
 
     def __init__(self, named: Iterable[tuple[str, Source]]) -> None:
         self._seen: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
+        self._aliases: list[tuple[str, torch.Tensor, int]] = []
         self._watched: list[Watched] = []
         for name, source in named:
             owner = source.owner
             if isinstance(owner, torch.Tensor):
                 self._seen.append((name, owner, _state(owner)))
-            elif isinstance(owner, Watched):
+            elif isinstance(owner, HeldSource | Watched):
                 self._watched.append(owner)
+            self._aliases.extend((name, alias, _count(alias)) for alias in source.aliases)
 
     def check(self) -> None:
         """Raises ChangedTensorError naming a tensor that has been changed since."""
         for name, tensor, seen in self._seen:
             if _state(tensor) != seen:
+                raise ChangedTensorError(name)
+        for name, alias, count in self._aliases:
+            if _count(alias) != count:
                 raise ChangedTensorError(name)
         for source in self._watched:
             source.check_unchanged()
@@ -70,5 +78,10 @@ def count_changes(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
-    """Its version, which tensors of the inference mode lack, and its address."""
-    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    """Its version and its address."""
+    return _count(tensor), tensor.data_ptr()
+
+
+def _count(tensor: torch.Tensor) -> int:
+    """Its version, which tensors of the inference mode lack."""
+    return 0 if tensor.is_inference() else tensor._version

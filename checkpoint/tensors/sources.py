@@ -21,7 +21,7 @@ from checkpoint.format import elements
 from checkpoint.format.elements import ElementType
 from checkpoint.format.records import MAX_DIMENSIONS
 from checkpoint.format.slices import Shape, range_boxes, span_elements
-from checkpoint.tensors.held import Held, HeldArray, HeldStorage
+from checkpoint.tensors.held import Held, HeldArray, HeldSource, HeldStorage
 from checkpoint.tensors.turns import in_turn
 
 
@@ -83,7 +83,9 @@ class Source(NamedTuple):
     They lie at `address` in host memory, or else `read` fills a buffer with them, from a byte
     offset on and for a length that are multiples of the item size. `owner` is what was given to be
     saved, `held` its memory, which has to be there before and after each read (None: nobody else
-    has it). `ranges` are those of a `PartialSource`.
+    has it). `ranges` are those of a `PartialSource`. `aliases` are other tensors over that memory,
+    by which it may be changed without its being counted on `owner`: a DTensor, of which `owner` is
+    the local one, and tensors that are saved as views of this.
     """
 
     element: ElementType
@@ -93,6 +95,7 @@ class Source(NamedTuple):
     owner: object
     ranges: tuple[tuple[int, int], ...] | None = None
     held: Held | None = None
+    aliases: tuple[torch.Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +113,8 @@ def is_data_leaf(value: object) -> bool:
 
 
 def _is_byte_source(value: object) -> bool:
+    if isinstance(value, HeldSource):  # with many of them the question below takes milliseconds
+        return True
     return isinstance(value, ByteSource) and not isinstance(value, type)
 
 
@@ -338,6 +343,9 @@ def _reading_source(source: ByteSource) -> Source:
         raise TypeError(f"a byte source of shape {source.shape!r}") from error
     if any(size < 0 for size in shape):
         raise TypeError(f"a byte source of shape {shape}")
+    if isinstance(source, HeldSource) and (address := source.address) is not None:
+        element = elements.BY_TORCH[source.dtype]
+        return Source(element, shape, address, None, source, None, source)
     ranges = _ranges_of(source) if isinstance(source, PartialSource) else None
     read = in_turn(source, source.read)
     return Source(elements.BY_TORCH[source.dtype], shape, None, read, source, ranges)

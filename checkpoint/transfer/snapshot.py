@@ -22,7 +22,7 @@ from checkpoint.sheltered import Cancellation, StoppedError
 from checkpoint.threads import Workers, run_all
 from checkpoint.transfer.filling import Buffer, Filler
 from checkpoint.transfer.memory import KeptMemory
-from checkpoint.transfer.writer import Reap
+from checkpoint.transfer.writer import Reap, Runs
 
 COPY_SLOT_BYTES = 8 << 20
 """Of a buffer: large, because nothing has to wait for it to be full."""
@@ -72,7 +72,7 @@ class SnapshotSupply:
         for done in copies:
             done.exception()  # waits; what a source raised is the writer's to tell
 
-    def runs(self, file: File, reap: Reap) -> Iterator[tuple[Run, Buffer | None]]:
+    def runs(self, file: File, reap: Reap) -> Runs:
         while (copy := self._next(reap)) is not None:
             copy.done.result()
             self.filler.sum(copy.run, copy.buffer)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -18,11 +20,15 @@ from aio import Engine, File, Operation, Slab
 from checkpoint.errors import ChangedTensorError
 from checkpoint.plan.write_runs import Run, Slots
 from checkpoint.sheltered import Cancellation, StoppedError
-from checkpoint.threads import run_all
+from checkpoint.threads import Workers, run_all
 from checkpoint.transfer.filling import Buffer, Filler
 
 _MAX_DIRECT_IN_FLIGHT = 4
 
+_READERS = 4
+"""Threads that read sources of a file ahead of its writing."""
+
+Runs = Generator[tuple["Run", "Buffer | None"], None, None]
 Reap = Callable[[], bool]
 """Waits for the oldest write of a file and gives its buffer back; False if none is in flight."""
 
@@ -32,10 +38,11 @@ class Supply(Protocol):
 
     filler: Filler
 
-    def runs(self, file: File, reap: Reap) -> Iterator[tuple[Run, Buffer | None]]:
+    def runs(self, file: File, reap: Reap) -> Runs:
         """Every run with the buffer that holds it; without one, a direct run.
 
-        Ends when no source of the file will be read again. Raises what a source raises.
+        Ends, or is closed, when no source of the file will be read again. Raises what a source
+        raises.
         """
         ...
 
@@ -48,17 +55,36 @@ class Supply(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A run on its way to the writer: in a buffer when that is filled, or direct."""
+
+    run: Run
+    buffer: Buffer | None = None
+    filled: Future[None] | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.filled is None or self.filled.done()
+
+
 class FillingSupply:
-    """Fills a buffer when one is free, on the thread that writes."""
+    """Fills buffers as they become free: on the thread that writes, or, of sources that have to be
+    read, ahead of it, several at once: a device gives little to who waits for each read.
+    """
 
     def __init__(self, filler: Filler, slots: Slots, slab: Slab) -> None:
         self.filler = filler
         self._slots = slots
         self._free = [slab.allocate(slots.nbytes) for _ in range(slots.count)]
 
-    def runs(self, file: File, reap: Reap) -> Iterator[tuple[Run, Buffer | None]]:
+    def runs(self, file: File, reap: Reap) -> Runs:
         alignment = file.memory_alignment if file.direct else 0
-        for run in self.filler.runs(self._slots.nbytes, alignment):
+        runs = self.filler.runs(self._slots.nbytes, alignment)
+        if self.filler.has_to_read:
+            yield from self._read_ahead(runs, reap)
+            return
+        for run in runs:
             if run.direct:
                 yield run, None
                 continue
@@ -68,11 +94,38 @@ class FillingSupply:
             self.filler.fill(run, buffer)
             yield run, buffer
 
+    def _read_ahead(self, runs: Iterator[Run], reap: Reap) -> Runs:
+        coming: deque[_Coming] = deque()
+        with Workers(_READERS, "checkpoint-fill") as workers:
+            for run in runs:
+                while coming and coming[0].is_here:
+                    yield self._taken(coming.popleft())
+                if run.direct:
+                    coming.append(_Coming(run))
+                    continue
+                while not self._free:
+                    if coming and (coming[0].is_here or not reap()):
+                        yield self._taken(coming.popleft())
+                    elif not coming:
+                        reap()
+                buffer = self._free.pop()
+                filled = workers.submit(partial(self.filler.copy, run, buffer))
+                coming.append(_Coming(run, buffer, filled))
+            while coming:
+                yield self._taken(coming.popleft())
+
+    def _taken(self, coming: _Coming) -> tuple[Run, Buffer | None]:
+        """The next run, once it is there. Raises what a source raised."""
+        if coming.filled is not None and coming.buffer is not None:
+            coming.filled.result()
+            self.filler.sum(coming.run, coming.buffer)
+        return coming.run, coming.buffer
+
     def take_back(self, buffer: Buffer) -> None:
         self._free.append(buffer)
 
     def stop(self) -> None:
-        """There is no thread to stop."""
+        """What is being read ends as the writer lets go of the runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +176,10 @@ class Writer:
     def _write(self, job: FileJob) -> None:
         stream = _Stream(self._engine, job)
         try:
-            for run, buffer in job.supply.runs(job.file, stream.reap):
-                self._check_stopped()
-                stream.submit(run, buffer)
+            with closing(job.supply.runs(job.file, stream.reap)) as runs:
+                for run, buffer in runs:
+                    self._check_stopped()
+                    stream.submit(run, buffer)
             # A source that is written from where it lies is read until its writes have ended.
             stream.reap_direct()
             self._staged()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import AioError, Operation
 from swap.interruptions.undo import Undo
@@ -38,7 +39,8 @@ class SavedStorage:
     """One storage as it was at one version; ``number`` counts in the order of saving.
 
     ``memory``: its bytes, flat, on the CPU; ``address`` is where they were. ``uses`` counts the
-    saved tensors that lie in it.
+    saved tensors that lie in it. ``read_into``: memory that they were read into, which a backward
+    pass may be at work on when it is nobody else's any more.
     """
 
     number: int
@@ -49,6 +51,20 @@ class SavedStorage:
     extent: Extent | None = None
     write: Operation | None = None
     read: Operation | None = None
+    read_into: StorageWeakRef | None = None
+
+    def take_again(self) -> bool:
+        """Have the memory again that the bytes were read into, if a backward pass still does: it
+        asks for each of the tensors that lie in a storage (query, key and value of one product).
+        """
+        if self.read_into is None:
+            return False
+        held: Any = torch.UntypedStorage._new_with_weak_ptr(self.read_into.cdata)
+        if held is None:
+            return False
+        empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.memory = empty.set_(held)
+        return True
 
     @property
     def is_moving(self) -> bool:
@@ -187,6 +203,7 @@ class Volume:
         read = self._extents.read(storage.extent, 0, as_bytes(memory), urgent=urgent)
         storage.read = self._timeline.watch(read, _LABEL, purpose="activations")
         storage.address = memory.data_ptr()
+        storage.read_into = StorageWeakRef(memory.untyped_storage())
         storage.memory = memory  # last: what is there holds the bytes, or is being read
 
     def finish_read(self, storage: SavedStorage) -> None:
@@ -198,7 +215,7 @@ class Volume:
         try:
             self._result(storage.read)
         except AioError:
-            storage.memory = None
+            storage.memory = storage.read_into = None
             storage.read = None
             raise
         storage.read = None
@@ -229,7 +246,7 @@ class Volume:
             if storage.extent is None:
                 storage.write = None
             if storage.memory is None:
-                storage.read = None
+                storage.read = storage.read_into = None
         self._leaving.clear()
         self._extents.release_others([s.extent for s in alive if s.extent is not None])
 

@@ -132,6 +132,8 @@ class NvmeActivations(Activations):
     def _memory_of(self, storage: SavedStorage) -> torch.Tensor:
         self._current = storage.number
         self._policy.used(storage.number)
+        if storage.memory is None and storage.take_again():
+            self._in_again(storage)
         if storage.memory is None:
             self._fit(min(storage.nbytes, self.budget_bytes))
             self._start_read(storage, urgent=True)
@@ -218,6 +220,9 @@ class NvmeActivations(Activations):
 
     def _start_read(self, storage: SavedStorage, *, urgent: bool) -> None:
         self._volume.start_read(storage, urgent=urgent)
+        self._in_again(storage)
+
+    def _in_again(self, storage: SavedStorage) -> None:
         self._in_memory[storage.number] = storage
         self._policy.added(storage.number)
         self._hold(storage.nbytes)

@@ -4,6 +4,7 @@ changes.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
@@ -14,7 +15,7 @@ from torch import nn
 
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.versions import KeptViews, Versions
-from infinity.parameters.offloaded.handlers import check_not_amid
+from infinity.parameters.offloaded.handlers import check_not_amid, is_amid, runs_program
 from infinity.parameters.offloaded.modes import own_modes
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
@@ -48,6 +49,8 @@ class Loans:
         """Who asked, for what, and whether to modify it: the only table, for an interrupt would
         leave two of them apart.
         """
+        self._left: dict[object, None] = {}
+        """Who is done, and could not wait for the parameters to go back: see ``give_back``."""
         self._is_over = False
 
     def lend(
@@ -62,6 +65,7 @@ class Loans:
 
     def begin(self, loan: object, chosen: Iterable[Record], modify: bool) -> None:
         """``loan`` is lent the ``chosen``."""
+        self.take_in_left()
         indices = sorted({record.index for record in chosen})
         new = sorted({*indices} - self._asked())
         self._lent[loan] = indices, modify
@@ -69,6 +73,7 @@ class Loans:
 
     def take(self, loan: object) -> None:
         """Have the values of ``loan`` if it is there to modify them, and nobody else still has."""
+        self.take_in_left()
         indices, modify = self._lent[loan]
         self._check_open()
         self._versions.check()
@@ -79,12 +84,14 @@ class Loans:
 
     def check_none(self, what: str) -> None:
         """Raises ``RuntimeError`` if a parameter is lent: ``what`` would change it at home."""
+        self.take_in_left()
         self._refuse(self._residency.kept_out, what, "would not see its values, nor it those")
 
     def check_unmodified(self, what: str) -> None:
         """Raises ``RuntimeError`` if a parameter is lent to be modified: ``what`` reads it at
         home.
         """
+        self.take_in_left()
         self._refuse(self._modified(), what, "would write the values from before")
 
     def _refuse(self, indices: Collection[int], what: str, why: str) -> None:
@@ -99,6 +106,7 @@ class Loans:
 
         Raises ``RuntimeError`` if something was still lent, unless an error is on its way.
         """
+        self.take_in_left()
         lent = sorted(self._residency.kept_out)
         self._is_over = True
         self._versions.note(lent)  # a save looks for changes of what is not lent
@@ -131,12 +139,24 @@ class Loans:
             keep()
 
     def give_back(self, loan: object) -> None:
-        """``loan`` is over. Idempotent; an interrupt comes before or after."""
+        """``loan`` is over. Idempotent; an interrupt comes before or after.
+
+        What is dropped may be ended by the garbage collector, in the midst of a hook that has a
+        lock which the parameters need to go back. They do so as the library is entered next.
+        """
         if loan in self._lent:
+            self._left[loan] = None
+            if not is_amid(_ENDING):
+                self.take_in_left()
+
+    def take_in_left(self) -> None:
+        """Parameters go back of which nobody else could wait for that."""
+        for loan in [*self._left]:
             run_apart(partial(self._take_in, loan), "infinity-gathered")
+            self._left.pop(loan, None)
 
     def _take_in(self, loan: object) -> None:
-        indices, _ = self._lent.pop(loan)
+        indices, _ = self._lent.pop(loan, ((), False))
         indices = sorted({*indices} - self._asked())
         if not self._is_over:
             self._versions.note(indices)  # a save looks for changes of what is not lent
@@ -179,10 +199,10 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
         taking: Callable[[], None],
     ) -> None:
         self._loans, self._chosen, self._modify, self._taking = loans, chosen, modify, taking
-        self._loan = object()
+        self._loan, self._is_entered = object(), False
 
-    def __del__(self) -> None:
-        if self._loan is not None:  # else an interrupt came as it was made
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._loan is not None and not is_finalizing():  # None: an interrupt came as it was made
             self._loans.give_back(self._loan)  # should one have come as __exit__ began
 
     def _recreate_cm(self) -> _Loan:
@@ -191,7 +211,13 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         check_not_amid("gathered()")
+        if self._is_entered:
+            raise RuntimeError(
+                "this gathered block is entered already, and would end with the first that ends; "
+                "call gathered() again for one within another"
+            )
         chosen = self._chosen()
+        self._is_entered = True
         try:
             self._loans.begin(self._loan, chosen, self._modify)
         except BaseException:
@@ -200,7 +226,10 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
+            if not self._is_entered:
+                raise RuntimeError("this gathered block is not entered, or was left before")
             if kind is None:
+                check_not_amid("the end of gathered()", _ENDING)
                 self._taking()
                 self._loans.take(self._loan)
         finally:
@@ -211,6 +240,19 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
             self._loans.give_back(self._loan)
         finally:
             self._loans.give_back(self._loan)  # should an interrupt have kept it from beginning
+            self._is_entered = False
+
+
+_ENDING = frozenset(
+    function.__code__ for function in (_Loan.__del__, _Loan.__exit__, _Loan._end, Loans.give_back)
+)
+
+
+@runs_program
+def asked(params: Parameters) -> Parameters:
+    """What a generator gives, which may ask the handle for something, and is there once."""
+    is_listed = isinstance(params, torch.Tensor | nn.Module | str | Mapping | Sequence)
+    return list(params) if isinstance(params, Iterable) and not is_listed else params
 
 
 def records_of(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from infinity.autograd.modifying import Loans
 from infinity.autograd.phases import Passes, Phases
 from infinity.autograd.refusals import check_call, refuse_script
 from infinity.autograd.residency import ModuleResidency
@@ -49,9 +50,10 @@ class ModelHooks:
         saved: SavedTensors,
         compute_dtype: torch.dtype | None = None,
         passes: Passes | None = None,
+        loans: Loans | None = None,
     ) -> None:
-        self._passes = passes
-        self._autocast = threading.local()
+        self._passes, self._loans = passes, loans
+        self._thread = threading.local()
         self._model = model
         self._versions = versions
         self._saved = saved
@@ -86,6 +88,7 @@ class ModelHooks:
                             getattr(module, marks).pop(number, None)
                         del hooks[number]
             module.__dict__.pop("_apply", None)
+        self._end_autocast()  # of a pass that an interrupt ended
 
     def _guard_conversion(self, module: nn.Module) -> None:
         """Whatever converts or moves a module (``to``, ``half``, ``cuda``) goes through ``_apply``.
@@ -104,7 +107,8 @@ class ModelHooks:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise cannot_be_copied()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _check(self, module: nn.Module) -> list[int]:
+        """The module's own parameters. Raises ``RuntimeError`` for a call that cannot be."""
         own = self._own.get(module)
         if own is None:
             raise RuntimeError(
@@ -113,12 +117,23 @@ class ModelHooks:
             )
         check_call()  # a layer may be compiled by itself
         check_not_transformed(type(module).__name__)
-        if own:
-            check_not_moving(f"the {type(module).__name__}")
+        check_not_moving(f"the {type(module).__name__}")
+        return own
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        try:
+            own = self._check(module)
+        except Exception:
+            # Torch calls ``_leave`` all the same, which is not to end a pass that goes on: that of
+            # the module that a handler of a signal calls once more.
+            self._thread.refused = module
+            raise
         if not self._residency.is_computing:
             self._saved.join_thread()
+            if self._loans is not None:
+                self._loans.take_in_left()
             # What an interrupted pass found is what it should have left.
-            self._autocast.__dict__.setdefault("kept", torch.is_autocast_cache_enabled())
+            self._thread.__dict__.setdefault("kept", torch.is_autocast_cache_enabled())
             if self._passes is not None:
                 self._passes.begins(module)
         if torch.is_autocast_cache_enabled():
@@ -130,12 +145,21 @@ class ModelHooks:
         self._residency.enter(module, own, sys._getframe(1))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._thread.__dict__.pop("refused", None) is module:
+            return
         is_within = self._residency.leave(module)
         if module is self._model:
             self._phases.forward_ends()
         if not is_within:
-            torch.set_autocast_cache_enabled(self._autocast.__dict__.pop("kept", True))
+            self._end_autocast()
             self._saved.leave_thread()
+
+    def _end_autocast(self) -> None:
+        """The program's autocast cache is as it was before the outermost pass of this thread."""
+        kept = self._thread.__dict__
+        if "kept" in kept:
+            torch.set_autocast_cache_enabled(kept["kept"])
+            kept.pop("kept", None)  # behind it, for an interrupt may come between the two
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Floating-point inputs of the model take the dtype of its weights, or no operation would

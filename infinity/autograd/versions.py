@@ -210,6 +210,14 @@ class HomeWatch:
         """The same of those that were in use then: a change is counted when it has ended."""
         self._check(self._in_use)
 
+    def error_of(self, indices: Iterable[int], name: str) -> ChangedTensorError:
+        """That of a change of one of these parameters that was found in their bytes; of ``name``
+        where torch has not counted it, or not yet. On any thread.
+        """
+        return ChangedTensorError(
+            self._versions.changed_at_home(indices, self._told) or name, _REMEDY
+        )
+
     def _check(self, indices: Iterable[int]) -> None:
         name = self._versions.changed_at_home(indices, self._told)
         if name is not None:

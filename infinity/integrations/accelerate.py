@@ -28,6 +28,7 @@ from infinity.arguments import Directories
 from infinity.integrations import published
 from infinity.integrations.state_dicts import OffloadedStateDict
 from infinity.integrations.takeover import OffloadOptions, enter_offload, redirect
+from infinity.parameters.offloaded.handlers import check_not_amid
 
 if TYPE_CHECKING:
     _Base: Any = object
@@ -105,6 +106,7 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
         self._offload_stack = ExitStack()
         self._offloaded: infinity.OffloadedModel | None = None
         self._offload_made: torch.optim.Optimizer | None = None
+        self._offload_is_saving = False
         super().__init__(*args, **kwargs)
         self._check_accelerator()
         self.register_save_state_pre_hook(self._save_offloaded)
@@ -135,8 +137,17 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
 
     def close(self) -> None:
         """Give the model its trained values back. Idempotent; raises what ``infinity.offload``
-        raises at the end of its block.
+        raises at the end of its block, and ``RuntimeError`` in a handler of a signal that came in
+        the midst of a step or of a save.
         """
+        if self._offloaded is not None:
+            check_not_amid("close()")
+        if self._offload_is_saving:
+            raise RuntimeError(
+                "close() while save_state() is under way, by the handler of a signal: what is "
+                "saved would lack the model. Set a flag there, and use close() when the save "
+                "has ended"
+            )
         self._offloaded = self._offload_made = None
         self._offload_stack.close()
 
@@ -254,10 +265,12 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
         if not is_named and output_dir is None:
             raise ValueError("save_state needs an output_dir, or automatic_checkpoint_naming")
         config.automatic_checkpoint_naming = False
+        was_saving, self._offload_is_saving = self._offload_is_saving, True
         try:
             with published.replacing(final.resolve()) as staged:  # a link stays one
                 super().save_state(str(staged), *args, **kwargs)
         finally:
+            self._offload_is_saving = was_saving
             config.automatic_checkpoint_naming = is_named
         if is_named and config.total_limit is not None:
             for old in _numbered(final.parent)[: -config.total_limit]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 import infinity
 from infinity.arguments import Directories
 from infinity.integrations import published
+from infinity.integrations.lightning_signals import SignalsBetweenSteps
 from infinity.integrations.state_dicts import OffloadedStateDict, WeightsOfFolder, set_values
 from infinity.integrations.takeover import OffloadOptions, enter_offload, redirect
 
@@ -91,6 +92,7 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
         self._offloaded: infinity.OffloadedModel | None = None
         self._loading: Path | None = None
         self._random: torch.Tensor | None = None
+        self._signals: SignalsBetweenSteps | None = None
         super().__init__(device="cpu" if device is None else device, **kwargs)
 
     @property
@@ -131,6 +133,13 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
                 redirect(config.scheduler, made, self._offloaded.optimizer)
             self.optimizers = [self._offloaded.optimizer]
         self.setup_precision_plugin()
+        self._signals = SignalsBetweenSteps(trainer)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """The trainer comes here as a run begins, when its handlers of signals are registered."""
+        super().barrier(*args, **kwargs)
+        if self._signals is not None:
+            self._signals.take()
 
     def _only_optimizer(self) -> torch.optim.Optimizer | None:
         if len(self.optimizers) > 1:
@@ -158,13 +167,22 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
             yield
 
     def teardown(self) -> None:
-        """The module gets its trained values. Raises as the end of ``infinity.offload`` does."""
+        """The module gets its trained values, when what signals have asked for is done. Raises as
+        the end of ``infinity.offload`` does.
+        """
+        signals, self._signals = self._signals, None
+        with ExitStack() as last:
+            last.callback(super().teardown)
+            last.callback(self._reset_optimizers_and_schedulers)
+            if signals is not None:
+                last.callback(signals.give_back)
+            last.callback(self._leave)
+            if signals is not None:
+                signals.end()
+
+    def _leave(self) -> None:
         self._offloaded = self._loading = self._random = None
-        try:
-            self._stack.close()
-        finally:
-            self._reset_optimizers_and_schedulers()
-            super().teardown()
+        self._stack.close()
 
     # Checkpoints.
 
@@ -187,12 +205,15 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
         if final.is_dir() and not (final / REST).is_file():
             what = "a folder that is no checkpoint is not replaced by one; give another path"
             raise IsADirectoryError(errno.EISDIR, what, str(final))
-        with published.replacing(final, keeps_others=False) as staged:
+        with self._saving(), published.replacing(final, keeps_others=False) as staged:
             self.checkpoint_io.save_checkpoint(rest, staged / REST, storage_options=storage_options)
             if "optimizer_states" in rest:
                 self.offloaded.save(staged / STATE)
             else:
                 self.offloaded.export(staged / WEIGHTS)
+
+    def _saving(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._signals is None else self._signals.saving()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         published.remove(_local(filepath))

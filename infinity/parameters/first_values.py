@@ -36,10 +36,11 @@ class ValueSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredValues:
-    """A tensor, or rows of one, whose values are in a checkpoint until they are read.
+    """A tensor, or rows of one, whose values are in a file until they are read.
 
-    ``origin`` tells them from other values, and is the same on every rank that reads the same ones.
-    ``master`` has them in float32, where ``source`` has them rounded.
+    ``origin`` tells them from other values, and is the same on every rank that reads the same ones;
+    empty where only the bytes can tell. ``master`` has them in float32, where ``source`` has them
+    rounded.
     """
 
     source: ByteSource
@@ -55,7 +56,7 @@ class StoredValues:
         return replace(
             self,
             shape=(stop - start, *self.shape[1:]),
-            origin=f"{self.origin}[{start}:{stop}]",
+            origin=f"{self.origin}[{start}:{stop}]" if self.origin else "",
             first=self.first + start * row,
         )
 
@@ -76,6 +77,12 @@ class StoredValues:
             start = (self.first + first) * out.itemsize
             self.source.read(start, out.view(torch.uint8).numpy().data)
         return out
+
+    def pieces(self, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """All of it in a row, ``numel`` elements at a time, each with where it begins."""
+        total = math.prod(self.shape)
+        for first in range(0, total, numel):
+            yield first, self.read(first, min(numel, total - first))
 
     def whole(self) -> torch.Tensor:
         """All of it."""

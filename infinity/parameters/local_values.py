@@ -53,7 +53,9 @@ def write_back(state: TieredState, record: Record) -> None:
 
 def read_values(state: TieredState, record: Record, out: torch.Tensor) -> None:
     """Fill ``out``, contiguous, with what was computed with, or the master where that says more."""
-    if record.dtype == record.spec.dtype:
+    if record.dtype == record.spec.dtype and out.device.type == "cpu":
+        state.components.read(record.index, "weight", 0, out.view(-1))
+    elif record.dtype == record.spec.dtype:
         out.copy_(weight_of(state, record))
     else:
         state.read_all(record.index, out.view(-1))

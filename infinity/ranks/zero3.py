@@ -31,6 +31,9 @@ from swap.plain import plain
 from swap.plan.layout import PIECE
 from swap.tiered import TieredState
 
+_SUMMED = 1 << 18
+"""Elements that are summed at a time."""
+
 
 class Zero3:
     """A ``RankContext``. Raises ``RankFailedError`` when another rank failed or is gone."""
@@ -87,7 +90,7 @@ class Zero3:
         self, record: Record, values: torch.Tensor | StoredValues
     ) -> torch.Tensor | StoredValues:
         if isinstance(values, StoredValues):
-            self._sums[f"the values of {record.name}"] = zlib.crc32(values.origin.encode())
+            self._sums[f"the values of {record.name}"] = _sum_of_stored(values)
             return values.part(record.first, record.spec.numel)
         flat = values.detach().reshape(-1)
         self._sums[f"the values of {record.name}"] = _sum_of(flat)
@@ -223,6 +226,16 @@ def _added_up(parts: Sequence[torch.Tensor]) -> float:
     together = torch.cat(list(parts)).numpy()
     # ``accumulate`` adds in order; ``sum`` would add in pairs.
     return float(np.add.accumulate(together)[-1]) if together.size else 0.0
+
+
+def _sum_of_stored(values: StoredValues) -> int:
+    """Of where they come from, if that tells, or else as of values in memory."""
+    if values.origin:
+        return zlib.crc32(values.origin.encode())
+    total = 0
+    for _, piece in values.pieces(_SUMMED):
+        total = crc32c(as_bytes(piece).numpy(), total)
+    return total
 
 
 def _sum_of(flat: torch.Tensor) -> int:

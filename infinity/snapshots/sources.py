@@ -22,6 +22,7 @@ import torch
 
 from checkpoint import ChangedTensorError
 from checkpoint.saving.unguarded import copied_tree
+from checkpoint.tensors.held import HeldSource
 from infinity.autograd.versions import HomeWatch
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
 from infinity.values.module_state import persistent_buffers
@@ -36,8 +37,10 @@ POINT_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class HostBytes:
-    """A component of a subgroup that is in host memory: a ``checkpoint.ByteSource``."""
+class HostBytes(HeldSource):
+    """A component of a subgroup that is in host memory: a ``checkpoint.ByteSource``, which is
+    written from where it lies.
+    """
 
     state: TieredState
     subgroup: int
@@ -58,23 +61,46 @@ class HostBytes:
         return (self._values.numel(),)
 
     @property
+    def address(self) -> int | None:
+        return self._values.data_ptr()
+
+    @property
+    def tells_all(self) -> bool:
+        """No program has a way to state of the optimizer where it lies."""
+        return self.name != "weight"
+
+    @property
     def _values(self) -> torch.Tensor:
         return self.state.components.host(self.subgroup, self.name)
 
+    @property
+    def _parameters(self) -> list[int]:
+        segments = self.state.layout.subgroups[self.subgroup].segments
+        return [segment.parameter for segment in segments]
+
+    def is_there(self) -> bool:
+        """Whether no other thread took a step, or loaded, since it was to be read."""
+        return self.since == self.state.num_changes
+
+    def changed(self, name: str) -> ChangedTensorError:
+        name = f"{self.name} of subgroup {self.subgroup}"
+        if self.tells_all:
+            return ChangedTensorError(name)
+        return self.watch.error_of(self._parameters, name)
+
     def read(self, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from byte ``start``. Raises ``ChangedTensorError`` where
-        another thread took a step, or loaded, since it was to be.
+        they are not there any more.
         """
         here = as_bytes(self._values)
         np.frombuffer(out, dtype=np.uint8)[:] = here[start : start + len(out)]
-        if self.since != self.state.num_changes:
-            raise ChangedTensorError(f"{self.name} of subgroup {self.subgroup}")
+        if not self.is_there():
+            raise self.changed(self.name)
 
     def check_unchanged(self) -> None:
         """Raises ``ChangedTensorError`` if a program changed what was to be read."""
         if self.name == "weight":
-            segments = self.state.layout.subgroups[self.subgroup].segments
-            self.watch.check(segment.parameter for segment in segments)
+            self.watch.check(self._parameters)
 
     def check_ended(self) -> None:
         """The same of changes that were under way then."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from checkpoint import ChangedTensorError
+from checkpoint.tensors.held import HeldSource
 from infinity.autograd.versions import HomeWatch
 from infinity.parameters.partition import joined
 from infinity.values.checkpoint_tensors import CheckpointTensor
@@ -33,8 +34,10 @@ def values_at(start: int, data: memoryview, dtype: torch.dtype) -> tuple[int, to
 
 
 @dataclass(frozen=True, slots=True)
-class ComponentBytes:
-    """One component of one parameter: a ``checkpoint.ByteSource`` and ``ByteSink``."""
+class ComponentBytes(HeldSource):
+    """One component of one parameter: a ``checkpoint.ByteSource`` and ``ByteSink``. What is saved
+    and in host memory, all in a row, is written from where it lies.
+    """
 
     state: TieredState
     leaf: CheckpointTensor
@@ -55,13 +58,34 @@ class ComponentBytes:
     def shape(self) -> tuple[int, ...]:
         return self.leaf.shape if self.component.per == 1 else (self.leaf.count(self.component),)
 
+    @property
+    def address(self) -> int | None:
+        if self.since is None or len(self.leaf.parts) > 1:
+            return None
+        values = self.state.components.host_values(self.leaf.first.index, self.component.name)
+        return None if values is None else values.data_ptr()
+
+    @property
+    def tells_all(self) -> bool:
+        """No program has a way to state of the optimizer where it lies."""
+        return self.component.name != "weight"
+
+    def is_there(self) -> bool:
+        """Whether no other thread took a step, or loaded, since it was to be read."""
+        return self.since is None or self.since == self.state.num_changes
+
+    def changed(self, name: str) -> ChangedTensorError:
+        if self.watch is None or self.tells_all:
+            return ChangedTensorError(self.leaf.name)
+        return self.watch.error_of([part.index for part in self.leaf.parts], self.leaf.name)
+
     def read(self, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from byte ``start``; whole elements. Raises ``AioError``, and
         ``ChangedTensorError`` where another thread took a step, or loaded, since it was to be.
         """
         for index, first, values in self._kept(start, out):
             self.state.components.read(index, self.component.name, first, values)
-        if self.since is not None and self.since != self.state.num_changes:
+        if not self.is_there():
             raise ChangedTensorError(self.leaf.name)
 
     def check_unchanged(self) -> None:
@@ -97,6 +121,10 @@ class PartBytes(ComponentBytes):
     """The same of a parameter that is partitioned: a ``PartialSource`` or ``PartialSink``."""
 
     ranges: Ranges
+
+    @property
+    def address(self) -> int | None:
+        return None  # this rank has not all of it
 
 
 @dataclass(frozen=True, slots=True)

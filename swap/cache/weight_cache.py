@@ -353,6 +353,8 @@ class WeightCache:
                 return
             self._used_bytes = 0
             for parameter in self.schedule.upcoming():
+                if self.at_home(parameter) is not None:
+                    continue  # it takes no room here
                 ahead_bytes += self._specs[parameter].weight_bytes
                 if ahead_bytes > self._arena.nbytes:
                     return

@@ -14,20 +14,26 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from aio import Operation, Slab, SlabFullError
 from aio.errors import let_go
-from swap.plan.layout import CHUNK_BYTES, PAGE, PASSAGE_BYTES
+from swap.plan.layout import CHUNK_BYTES, PAGE
 
 _RELEASE_SECONDS = 5.0
 """For so long nobody gave a chunk back: then somebody keeps them who has no use for them."""
+
+_WIDE_BYTES = 1024 * 1024
+"""Of a transfer where memory is not short: what keeps a disk busy, at few of them."""
 
 _log = logging.getLogger(__name__)
 
 Submit = Callable[[int, np.ndarray], Operation]
 """Starts a transfer of that many bytes further on, with that memory."""
+Write = Callable[[int, np.ndarray, Submit], None]
+"""Writes flat bytes from an offset of a file on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,38 +44,57 @@ class _Chunk:
 
 
 class Passage:
-    """Thread-safe; callers share the slab."""
+    """Thread-safe; callers share the slab, and take ``chunk_bytes`` of it at a time."""
 
-    def __init__(self, slab: Slab) -> None:
+    def __init__(self, slab: Slab, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._slab = slab
+        self._chunk_bytes = chunk_bytes
+
+    def widen(self, slab: Slab) -> None:
+        """From now on go through this slab, in transfers as large as ``wide_passage`` has them."""
+        self._slab, self._chunk_bytes = slab, _wide_bytes(slab)
 
     def read(self, offset: int, out: np.ndarray, submit: Submit) -> None:
         """Fill flat bytes ``out`` from ``offset`` of a file. Raises what a transfer raises; nothing
         touches ``out`` after the return.
         """
         with _window() as under_way:
-            for start in range(0, out.size, CHUNK_BYTES):
-                part = out[start : start + CHUNK_BYTES]
+            for start in range(0, out.size, self._chunk_bytes):
+                part = out[start : start + self._chunk_bytes]
                 self._start(under_way, submit, offset, start, part.size, target=part)
 
     def write(self, offset: int, data: np.ndarray, submit: Submit) -> None:
         """Write flat bytes ``data`` from ``offset`` of a file on. Raises what a transfer raises."""
+        with self.behind() as write:
+            write(offset, data, submit)
+
+    @contextmanager
+    def behind(self) -> Iterator[Write]:
+        """``write`` for many, that returns when the bytes are copied: they are written behind it,
+        as far as the slab goes, and have been when the block ends. Raises there, or in a later
+        call, what a transfer raises; all of them have ended then, too.
+        """
         with _window() as under_way:
-            for start in range(0, data.size, CHUNK_BYTES):
-                part = data[start : start + CHUNK_BYTES]
-                self._start(under_way, submit, offset, start, part.size, values=part)
+            yield partial(self._write, under_way)
+
+    def _write(
+        self, under_way: deque[_Chunk], offset: int, data: np.ndarray, submit: Submit
+    ) -> None:
+        for start in range(0, data.size, self._chunk_bytes):
+            part = data[start : start + self._chunk_bytes]
+            self._start(under_way, submit, offset, start, part.size, values=part)
 
     def write_zeros(self, nbytes: int, submit: Submit) -> None:
         """Write ``nbytes`` zeros from a page's beginning on. Raises what a transfer raises."""
         with _window() as under_way:
-            for start in range(0, nbytes, CHUNK_BYTES):
-                size = min(CHUNK_BYTES, nbytes - start)
+            for start in range(0, nbytes, self._chunk_bytes):
+                size = min(self._chunk_bytes, nbytes - start)
                 self._start(under_way, submit, 0, start, size, values=0)
 
     def copy(self, nbytes: int, read: Submit, write: Submit) -> None:
         """Write what is read, from a page's beginning on. Raises what a transfer raises."""
-        for start in range(0, nbytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, nbytes - start)
+        for start in range(0, nbytes, self._chunk_bytes):
+            size = min(self._chunk_bytes, nbytes - start)
             with _window() as under_way:
                 buffer = self._take(size, 0, under_way)
                 for submit in (read, write):
@@ -124,7 +149,16 @@ class Passage:
             slab.nbytes,
             _RELEASE_SECONDS,
         )
-        self._slab = Slab(PASSAGE_BYTES, inherited=False)
+        self._slab = Slab(slab.nbytes, inherited=False)
+
+
+def wide_passage(slab: Slab) -> Passage:
+    """Over a slab that is there for many transfers: large ones, and eight of them at a time."""
+    return Passage(slab, _wide_bytes(slab))
+
+
+def _wide_bytes(slab: Slab) -> int:
+    return min(_WIDE_BYTES, slab.nbytes // 8 // PAGE * PAGE)
 
 
 def lies_as(offset: int, memory: np.ndarray) -> bool:

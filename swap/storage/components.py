@@ -9,15 +9,13 @@ read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
 import torch
 
-from aio import AioError, Operation, Slab
-from aio.errors import let_go
+from aio import Operation, Slab
 from swap.interruptions.apart import run_apart
 from swap.interruptions.mixture import Mixture
 from swap.kernels import copy_bytes
@@ -28,6 +26,7 @@ from swap.plan.placement import Placement
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import components_of
 from swap.storage.extents import Extent, ExtentStore
+from swap.storage.joined import run_together
 from swap.storage.volumes import place_in
 from swap.tiers import Tier
 
@@ -52,8 +51,7 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     Raises ``ValueError`` for a tensor whose values are not its bytes.
     """
     check_plain("a tensor to be read as bytes", tensor)
-    array: np.ndarray = tensor.view(torch.uint8).numpy()
-    return array
+    return np.asarray(tensor.view(torch.uint8).numpy())
 
 
 def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -100,7 +98,10 @@ class ComponentStore:
                 self._allocate(group)
         if extents is not None:
             extents.transfers.tell_owner(self.owner_of)
-        self._weights = tuple(self._contiguous(spec.index) for spec in self.layout.specs)
+        self._weights = tuple(
+            None if spec.state_only else self.host_values(spec.index, "weight")
+            for spec in self.layout.specs
+        )
 
     @property
     def nvme(self) -> ExtentStore:
@@ -131,6 +132,16 @@ class ComponentStore:
     def host(self, subgroup: int, name: str) -> torch.Tensor:
         """The array of a HOST component."""
         return self._host[subgroup, name]
+
+    def host_values(self, parameter: int, name: str) -> torch.Tensor | None:
+        """One component of a parameter as one flat view, if all of it is in HOST."""
+        segments = self.layout.segments_of[parameter]
+        if not all(self.is_host(segment.subgroup) for segment in segments):
+            return None
+        component = self.component(segments[0].subgroup, name)
+        unit, at = self._host[segments[0].subgroup, name], segments[0].offset // component.per
+        count = component.count(self.layout.specs[parameter].numel)
+        return unit.as_strided((count,), (1,), unit.storage_offset() + at)
 
     def host_weight(self, parameter: int) -> torch.Tensor | None:
         """The weights of a parameter as one flat view, if all of them are in HOST."""
@@ -216,7 +227,7 @@ class ComponentStore:
         Raises ``AioError``; ``out`` is the caller's again then, too. The caller sees to it that no
         update is under way.
         """
-        self._transfer_all(partial(self._read, parameter, name, start, out))
+        self._run_drained(partial(run_together, partial(self._read, parameter, name, start, out)))
 
     def _read(
         self, parameter: int, name: str, start: int, out: torch.Tensor, pending: list[Operation]
@@ -238,32 +249,52 @@ class ComponentStore:
         For filling and loading, with no update under way; several threads may write different
         ones. Raises ``AioError``; ``values`` is the caller's again then, too.
         """
-        self._transfer_all(partial(self._write, parameter, name, start, values))
+        begin = partial(self._write, parameter, name, start, values)
+        self._run_drained(partial(run_together, begin))
 
     def _write(
         self, parameter: int, name: str, start: int, values: torch.Tensor, pending: list[Operation]
     ) -> None:
+        for extent, low, part in self._set(parameter, name, start, values):
+            self._start("write", extent, low, part, pending)
+
+    def _set(
+        self, parameter: int, name: str, start: int, values: torch.Tensor
+    ) -> Iterator[tuple[Extent, int, torch.Tensor]]:
+        """Set what is in HOST; (extent, first value in it, values) of what is to be written."""
         for segment, low, part in self._overlaps(parameter, name, start, values):
             if self.is_host(segment.subgroup):
                 self._host[segment.subgroup, name][low : low + part.numel()].copy_(part)
-                continue
-            extent = self._to_write(segment.subgroup, name)
-            self._start("write", extent, low, part, pending)
+            else:
+                yield self._to_write(segment.subgroup, name), low, part
+
+    def fill(self, parts: Iterable[tuple[int, str, int, torch.Tensor]], aside: Passage) -> None:
+        """``write`` each of ``parts``, no element twice, behind the making of the next: from copies
+        in ``aside``. Returns when all are written. Raises ``AioError`` and what ``parts`` raises.
+        """
+        self._run_drained(partial(self._fill, parts, aside))
+
+    def _fill(self, parts: Iterable[tuple[int, str, int, torch.Tensor]], aside: Passage) -> None:
+        with aside.behind() as write:
+            for given in parts:
+                for extent, low, part in self._set(*given):
+                    first = low * part.dtype.itemsize
+                    write(first, as_bytes(part), partial(self._write_from, extent, first))
+
+    def _write_from(self, extent: Extent, first: int, at: int, memory: np.ndarray) -> Operation:
+        return self.nvme.write(extent, first + at, memory)
 
     def _to_write(self, subgroup: int, name: str) -> Extent:
         """What is published of a component, to be written to."""
         with self._filling:
             extent = self.extent(subgroup, name)
-            if extent is None or self._fixed(extent):
+            if extent is None or self.nvme.is_fixed(extent):
                 # Apart, so that an interrupt leaves no extent to nobody.
                 renew = self._fill_with_zeros if extent is None else self._copy
                 run_apart(partial(renew, subgroup, name), "infinity-fill")
                 extent = self.extent(subgroup, name)
-                assert extent is not None
+            assert extent is not None
             return extent
-
-    def _fixed(self, extent: Extent) -> bool:
-        return self.nvme.is_fixed(extent)
 
     def _copy(self, subgroup: int, name: str) -> None:
         """Publish another extent with the same bytes."""
@@ -286,12 +317,11 @@ class ComponentStore:
         )
         self.nvme.transfers.note_sums(new, self.nvme.transfers.sums(old))
 
-    def _transfer_all(self, begin: Callable[[list[Operation]], None]) -> None:
-        """Begin transfers, and wait for all of them."""
+    def _run_drained(self, action: Callable[[], None]) -> None:
         if self._extents is None:
-            _run_together(begin)
+            action()
         else:
-            self._extents.run_drained(partial(_run_together, begin))
+            self._extents.run_drained(action)
 
     def _overlaps(
         self, parameter: int, name: str, start: int, tensor: torch.Tensor
@@ -358,38 +388,6 @@ class ComponentStore:
             extent, self._on_nvme[subgroup, name] = self._on_nvme[subgroup, name], None
         if extent is not None:
             self.nvme.release(extent)
-
-    def _contiguous(self, parameter: int) -> torch.Tensor | None:
-        segments = self.layout.segments_of[parameter]
-        is_host = all(self.is_host(segment.subgroup) for segment in segments)
-        if self.layout.specs[parameter].state_only or not is_host:
-            return None
-        first = self._host[segments[0].subgroup, "weight"]
-        numel = self.layout.specs[parameter].numel
-        return first.as_strided((numel,), (1,), first.storage_offset() + segments[0].offset)
-
-
-@contextmanager
-def _ended_together() -> Iterator[list[Operation]]:
-    """Transfers that have all ended when the block is left; raises the first failure among them."""
-    pending: list[Operation] = []
-    failures: list[AioError] = []
-    try:
-        yield pending
-    finally:
-        for operation in pending:
-            try:
-                operation.result()
-            except AioError as error:
-                failures.append(let_go(error))
-    if failures:
-        raise failures.pop(0)
-
-
-def _run_together(begin: Callable[[list[Operation]], None]) -> None:
-    """No function in a function: an error that is kept would keep what that is to transfer."""
-    with _ended_together() as pending:
-        begin(pending)
 
 
 def _units(subgroups: tuple[Subgroup, ...]) -> list[list[Subgroup]]:

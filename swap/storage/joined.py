@@ -1,9 +1,10 @@
-"""A transfer that consists of several operations, waited for as one."""
+"""Several operations, waited for as one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from aio import AioError, Operation, Request
 from aio.errors import let_go
@@ -59,3 +60,28 @@ class JoinedOperation(Operation):
 
     def __repr__(self) -> str:
         return f"<JoinedOperation {', '.join(map(repr, self._pieces))}>"
+
+
+@contextmanager
+def _ended_together() -> Iterator[list[Operation]]:
+    """Transfers that have all ended when the block is left; raises the first failure among them."""
+    pending: list[Operation] = []
+    failures: list[AioError] = []
+    try:
+        yield pending
+    finally:
+        for operation in pending:
+            try:
+                operation.result()
+            except AioError as error:
+                failures.append(let_go(error))
+    if failures:
+        raise failures.pop(0)
+
+
+def run_together(begin: Callable[[list[Operation]], None]) -> None:
+    """Begin transfers, and wait for all of them. No function in a function: an error that is kept
+    would keep what that is to transfer.
+    """
+    with _ended_together() as pending:
+        begin(pending)

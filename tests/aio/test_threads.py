@@ -1,18 +1,23 @@
-"""Threads that the system gives and that end before their first step, as memory has."""
+"""Threads that the system gives and that end before their first step, as memory has; and handlers
+of signals that come while one starts.
+"""
 
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from aio import threads
 from aio.threads import Thread, WatchedThread, join_thread, start_apart, start_thread
 from checkpoint.sheltered import Worker, sheltered
 from checkpoint.threads import Workers, run_all, started
+from swap.interruptions.apart import run_apart
 
 
 def dies(*_: object) -> None:
@@ -100,3 +105,42 @@ def test_a_watched_thread_that_ran_has_died_and_one_that_runs_has_not() -> None:
     ends.set()
     thread.join()
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        start_worker,
+        start_own,
+        lambda: sheltered(lambda _: None, "a-thread"),
+        lambda: started(lambda: None, "a-thread"),
+        lambda: run_all([lambda: 1, lambda: 2], lambda: None, "a-thread"),
+        lambda: run_apart(lambda: None, "a-thread"),
+    ],
+    ids=["worker", "own", "sheltered", "started", "run_all", "apart"],
+)
+def test_what_a_handler_raises_while_a_thread_starts_comes_out_as_it_is(
+    start: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = RuntimeError("of the handler")
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise raised
+
+    left = [True]
+
+    def wait_while(*args: Any) -> None:
+        if left and threading.current_thread() is threading.main_thread():
+            left.clear()
+            signal.raise_signal(signal.SIGUSR1)
+        waiting(*args)
+
+    waiting = threads.wait_while
+    monkeypatch.setattr(threads, "wait_while", wait_while)
+    previous = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            start()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert caught.value is raised

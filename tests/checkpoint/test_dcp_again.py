@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,18 @@ def test_a_writer_that_is_saving_elsewhere_says_where(tmp_path: Path) -> None:
     assert not (tmp_path / "second").exists()
     done.set()
     thread.join()
+
+
+def test_a_schedule_of_a_checkpoint_of_ours_loads_through_dcp(tmp_path: Path) -> None:
+    def scheduled(milestones: list[int]) -> dict[str, Any]:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
+        return {"w": torch.ones(2), "s": schedule.state_dict()}
+
+    state = scheduled([3, 5, 5])
+    checkpoint.save(state, tmp_path / "step")
+    live = scheduled([3, 5])
+    dcp_load(live, storage_reader=StorageReader(tmp_path / "step"))
+    milestones = live["s"]["milestones"]
+    assert type(milestones) is Counter
+    assert (milestones["3"], milestones["5"]) == (1, 2)  # DCP makes texts of keys

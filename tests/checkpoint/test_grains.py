@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_resharding import counted, cut, indices, planned, save_in_boxes, sinks
+from bench_resharding import counted, cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resharding_ways import indices, planned, save_in_boxes, sinks
 
 import checkpoint
 from checkpoint.directory.locate import read_manifest
@@ -236,3 +237,17 @@ def test_damage_within_many_grains_is_named_by_one(tmp_path: Path) -> None:
             lazy["w"][3 : 800 * 512]
     assert caught.value.offset == chunk.offset + 777 * 4096
     assert caught.value.nbytes == 4096
+
+
+def test_grains_that_are_not_of_the_bytes_are_found_by_verify(tmp_path: Path) -> None:
+    numel = CRC_BLOCK_BYTES // 4 + 5_000
+    checkpoint.save({"w": torch.rand(numel), "b": torch.rand(1 << 23)}, tmp_path / "step")
+    assert checkpoint.verify(tmp_path / "step").ok
+    document: dict[str, Any] = json.loads((tmp_path / "step" / "manifest.json").read_text())
+    (chunk,) = document["tensors"][0]["chunks"]
+    size, sums = chunk["grains"]
+    chunk["grains"] = [size, sums[:-8] + f"{int(sums[-8:], 16) ^ 1:08x}"]
+    write(tmp_path / "step" / "manifest.json", document)
+    (problem,) = checkpoint.verify(tmp_path / "step").problems
+    assert (problem.tensor, problem.path) == ("w", str(tmp_path / "step" / "manifest.json"))
+    assert f"the {numel * 4 - CRC_BLOCK_BYTES} bytes from {CRC_BLOCK_BYTES} on" in problem.what

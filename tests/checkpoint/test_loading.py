@@ -334,6 +334,24 @@ def test_counters_come_back_as_they_were(tmp_path: Path) -> None:
     }
 
 
+def test_parts_of_a_counter_are_loaded_by_their_names(tmp_path: Path) -> None:
+    checkpoint.save({"many": Counter([3, 5, 5])}, tmp_path / "step")
+    some = checkpoint.load(tmp_path / "step", only="many.5")
+    assert some == {"many": Counter([5, 5])}
+    assert type(some["many"]) is Counter
+    for name in ("many", "many.*"):
+        assert checkpoint.load(tmp_path / "step", only=name) == {"many": Counter([3, 5, 5])}
+    checkpoint.save(Counter([3]), tmp_path / "root")
+    assert checkpoint.load(tmp_path / "root", only="x", strict=False) == Counter()
+
+
+def test_a_counter_that_holds_itself_is_refused_as_such(tmp_path: Path) -> None:
+    many: Any = Counter()
+    many["again"] = many
+    with pytest.raises(ValueError, match=r"state\['many'\]\['again'\]: the container holds itself"):
+        checkpoint.save({"many": many}, tmp_path / "step")
+
+
 def test_a_counter_of_tensors_is_refused_by_its_place(tmp_path: Path) -> None:
     many: Any = Counter()
     many["a"] = torch.ones(2)

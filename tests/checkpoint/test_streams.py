@@ -290,3 +290,12 @@ def test_a_name_may_be_as_long_as_file_systems_take(tmp_path: Path, name: str) -
     with checkpoint.open_stream(tmp_path / name, "wb") as stream:
         stream.write(b"text")
     assert names(tmp_path) == [name]
+
+
+def test_a_closed_stream_that_was_read_says_nothing_more(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"one")
+    stream = checkpoint.open_stream(tmp_path / "file", "rb")
+    stream.close()
+    for use in (stream.read, stream.tell, lambda: stream.seek(0)):
+        with pytest.raises(ValueError, match="closed"):
+            use()

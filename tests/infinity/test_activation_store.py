@@ -99,6 +99,37 @@ def test_storage_that_several_tensors_share_is_written_once(
     assert torch.equal(gradient, expected)
 
 
+class _Product(torch.autograd.Function):
+    """Of three tensors, which backward takes all at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0] * tensors[1] * tensors[2]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        a, b, c = ctx.saved_tensors
+        return gradients[0] * b * c, gradients[0] * a * c, gradients[0] * a * b
+
+
+def test_storage_larger_than_the_budget_is_read_once_for_all_who_need_it_at_once(
+    on_nvme: Make, timeline: Timeline
+) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = _Product.apply(*(x * 2).view(3, -1))
+        return product
+
+    x = large(0, 3 * 512 * KIB)
+    expected = gradient_of(function, x)
+    activations = on_nvme(1 * MIB)
+    with Hooks(activations):
+        assert torch.equal(gradient_of(function, x), expected)
+    assert timeline.nbytes["read"] == 3 * 512 * KIB
+    gc.collect()
+    assert activations.counts()["in host"] == 0
+
+
 def test_tensor_changed_in_place_since_it_was_saved_is_refused(on_nvme: Make) -> None:
     activations = on_nvme(1 * MIB)
     with Hooks(activations):

@@ -18,8 +18,7 @@ import infinity
 from checkpoint import ChangedTensorError
 from checkpoint.saving.data_files import RankFiles
 from infinity.model import training_of
-from infinity.snapshots.sources import HostBytes
-from infinity.values.component_bytes import ComponentBytes
+from tests.support.early_reads import before_reads
 from tests.support.models import Gpt, Stack, seeded, token_loss, vector_loss, vectors
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
 
@@ -36,17 +35,10 @@ class Late:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        for kind in (HostBytes, ComponentBytes):
-            self._hold_back(kind, monkeypatch)
+        before_reads(monkeypatch, self._wait)
 
-    def _hold_back(self, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        read = kind.read
-
-        def late(source: Any, start: int, out: memoryview) -> None:
-            assert self.go.wait(60)
-            read(source, start, out)
-
-        monkeypatch.setattr(kind, "read", late)
+    def _wait(self) -> None:
+        assert self.go.wait(60)
 
 
 @pytest.fixture
@@ -268,17 +260,15 @@ def test_a_change_of_another_thread_beside_a_save_that_is_waited_for_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And beside an export."""
-    model, read = seeded(Stack), ComponentBytes.read
-    first = [True]
+    model, first = seeded(Stack), [True]
 
-    def change_first(source: ComponentBytes, start: int, out: memoryview) -> None:
+    def change_first() -> None:
         if first:
             first.pop()
             _mul(model)
-        read(source, start, out)
 
     with infinity.offload(model, tmp_path, host_memory=WHOLE) as offloaded:
-        monkeypatch.setattr(ComponentBytes, "read", change_first)
+        before_reads(monkeypatch, change_first)
         for write in (offloaded.save, offloaded.export):
             first[:] = [True]
             with pytest.raises(ChangedTensorError, match=CHANGED):

@@ -11,7 +11,7 @@ import checkpoint
 import infinity
 from checkpoint.directory import locate
 from checkpoint.saving.data_files import RankFiles
-from infinity.values.component_bytes import ComponentBytes
+from tests.support.early_reads import before_reads
 from tests.support.models import Gpt, seeded, token_loss
 from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
@@ -59,12 +59,10 @@ def test_values_modified_behind_a_background_save_are_not_in_it(
 ) -> None:
     """The save reads nothing before somebody waits for it, or all is modified."""
     host_memory = least_budget(Gpt, tmp_path) if tight else WHOLE
-    waited = threading.Event()
-    read, wait = ComponentBytes.read, checkpoint.PendingSave.wait_staged
+    waited, wait = threading.Event(), checkpoint.PendingSave.wait_staged
 
-    def late(self: ComponentBytes, start: int, out: memoryview) -> None:
+    def late() -> None:
         waited.wait()
-        read(self, start, out)
 
     def noted(self: checkpoint.PendingSave, timeout: float | None = None) -> bool:
         waited.set()
@@ -74,7 +72,7 @@ def test_values_modified_behind_a_background_save_are_not_in_it(
     before = {name: value.clone() for name, value in values_of(model).items()}
     monkeypatch.setattr(checkpoint.PendingSave, "wait_staged", noted)
     with infinity.offload(model, tmp_path, host_memory=host_memory) as offloaded:
-        monkeypatch.setattr(ComponentBytes, "read", late)
+        before_reads(monkeypatch, late)
         pending = offloaded.save(tmp_path / "behind", block=False)
         with offloaded.gathered(modify=True), torch.no_grad():
             for parameter in model.parameters():

@@ -2,29 +2,27 @@
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import infinity
 from checkpoint import ChangedTensorError
-from swap.storage.components import ComponentStore
 from tests.support.adamw_model import backward, make_model
+from tests.support.early_reads import before_reads
 
 
 def test_save_beside_a_step_of_another_thread_is_refused_and_the_one_before_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, read, calls = make_model(), ComponentStore.read, list[object]()
+    model, calls = make_model(), list[None]()
 
-    def read_beside_a_step(*given: Any) -> None:
-        calls.append(given)
+    def step_beside() -> None:
+        calls.append(None)
         if len(calls) == 1:
             stepping = threading.Thread(target=offloaded.step)
             stepping.start()
             stepping.join()
-        read(*given)
 
     with infinity.offload(model, tmp_path, optimizer=infinity.AdamW()) as offloaded:
         backward(model, 0)
@@ -33,7 +31,7 @@ def test_save_beside_a_step_of_another_thread_is_refused_and_the_one_before_stay
         with offloaded.gathered():
             before = next(model.parameters()).detach().clone()
         backward(model, 1)
-        monkeypatch.setattr(ComponentStore, "read", read_beside_a_step)
+        before_reads(monkeypatch, step_beside)
         with pytest.raises(ChangedTensorError):
             offloaded.save(tmp_path / "saved")
         offloaded.load(tmp_path / "saved")

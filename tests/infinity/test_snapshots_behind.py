@@ -17,6 +17,8 @@ import infinity
 from infinity.model import training_of
 from infinity.snapshots import points
 from infinity.snapshots.sources import HostBytes
+from infinity.values.component_bytes import ComponentBytes
+from tests.support.early_reads import before_reads
 from tests.support.models import seeded
 from tests.support.snapshot_runs import (
     ADAMW,
@@ -119,11 +121,10 @@ def test_host_memory_changes_only_once_a_snapshot_has_read_it(
     change: str, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads nothing before somebody waits for it, or all is changed."""
-    waited, read = threading.Event(), HostBytes.read
+    waited = threading.Event()
 
-    def late(self: HostBytes, start: int, out: memoryview) -> None:
+    def late() -> None:
         assert waited.wait(60)
-        read(self, start, out)
 
     def noting(wait: Any) -> Any:
         def noted(*arguments: Any) -> Any:
@@ -141,7 +142,7 @@ def test_host_memory_changes_only_once_a_snapshot_has_read_it(
         train(offloaded, 0, 2)
         before = everything(offloaded)
         waited.clear()
-        monkeypatch.setattr(HostBytes, "read", late)
+        before_reads(monkeypatch, late)
         pending = offloaded.snapshot("a", block=False)
         if change == "step":
             train(offloaded, 2, 3)
@@ -158,6 +159,33 @@ def test_host_memory_changes_only_once_a_snapshot_has_read_it(
         assert_restored(offloaded, before)
         for name in ("a", "first"):
             offloaded.drop_snapshot(name)
+
+
+@pytest.mark.parametrize("way", ["snapshot", "save"])
+def test_what_is_in_host_memory_is_written_from_where_it_lies(
+    way: str, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No source is read into memory of its own, which takes time from the cores that compute."""
+
+    def read(*_: object) -> None:
+        raise AssertionError("it was read")
+
+    with _block(nvme, WHOLE) as offloaded:
+        train(offloaded, 0, 1)
+        before = everything(offloaded)
+        for kind in (HostBytes, ComponentBytes):
+            monkeypatch.setattr(kind, "read", read)
+        if way == "snapshot":
+            offloaded.snapshot("a", block=False).result()
+        else:
+            offloaded.save(tmp_path / "saved", block=False).result()
+        monkeypatch.undo()
+        train(offloaded, 1, 2)
+        if way == "snapshot":
+            _assert_kept(offloaded, before)
+        else:
+            offloaded.load(tmp_path / "saved")
+            assert_same(before, everything(offloaded))
 
 
 def test_buffers_and_extra_state_change_behind_a_snapshot_and_not_in_it(

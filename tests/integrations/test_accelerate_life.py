@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,38 @@ def test_end_training_gives_the_model_its_trained_values(nvme: Path) -> None:
     assert accelerator.optimizer_step_was_skipped is False
     accelerator.end_training()
     assert any(not torch.equal(value, before[name]) for name, value in values_of(model).items())
+
+
+class _BrokenInto(OffloadAccelerator):
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return super().get_state_dict(model, unwrap=unwrap)
+
+
+def test_close_by_a_handler_in_a_save_is_refused_and_the_state_is_saved(
+    nvme: Path, tmp_path: Path
+) -> None:
+    refused: list[str] = []
+    with _BrokenInto(cpu=True, nvme=nvme, host_memory=WHOLE) as accelerator:
+        model = seeded(make)
+        model, optimizer = accelerator.prepare(model, fused(model.parameters(), lr=1e-2))
+        _step(accelerator, model, optimizer, torch.zeros(2, 16, dtype=torch.long))
+
+        def close(*_: object) -> None:
+            try:
+                accelerator.close()
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        previous = signal.signal(signal.SIGUSR1, close)
+        try:
+            accelerator.save_state(tmp_path / "saved")
+        finally:
+            signal.signal(signal.SIGUSR1, previous)
+        assert len(refused) == 1
+        assert refused[0].startswith("close() while save_state() is under way")
+        before = values_of(model)
+        _step(accelerator, model, optimizer, torch.zeros(2, 16, dtype=torch.long))
+        accelerator.load_state(str(tmp_path / "saved"))
+        after = values_of(model)
+        assert all(same_bits(value, after[name]) for name, value in before.items())

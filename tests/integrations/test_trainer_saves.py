@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import checkpoint
 from infinity.integrations.published import publish
 from infinity.integrations.transformers import OffloadTrainer
 from infinity.integrations.transformers.folders import recover, replacing
+from infinity.model import training_of
 from tests.support.trainers import (
     arguments,
     assert_same,
@@ -54,6 +56,95 @@ def test_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path: Path, nvm
     args = arguments(folder)
     assert_same(whole, train(OffloadTrainer, args, resume=True, nvme=nvme, host_memory=BUDGET))
     assert list(folder.glob(".*")) == []
+
+
+@contextmanager
+def handling(handle: Callable[[], object]) -> Iterator[None]:
+    """SIGUSR1."""
+    previous = signal.signal(signal.SIGUSR1, lambda *_: handle())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+class _BrokenInto(OffloadTrainer):
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.state.global_step == 4:
+            signal.raise_signal(signal.SIGUSR1)
+        super()._save_rng_state(output_dir)
+
+
+@pytest.mark.parametrize("call", ["close", "save"])
+def test_call_of_a_handler_in_a_save_is_refused_and_the_checkpoint_before_it_stays(
+    call: str, tmp_path: Path, nvme: Path
+) -> None:
+    folder = tmp_path / "run"
+    refused: list[str] = []
+    given: dict[str, Any] = {"nvme": nvme, "host_memory": BUDGET}
+    trainer = _BrokenInto(tiny_llama(), arguments(folder), **some_texts(), **given)
+
+    def end() -> None:
+        try:
+            trainer.close() if call == "close" else trainer._save_checkpoint(trainer.model, None)
+        except RuntimeError as error:
+            refused.append(str(error))
+        raise SystemExit(3)
+
+    with handling(end), pytest.raises(SystemExit):
+        trainer.train()
+    trainer.close()
+    assert len(refused) == 1
+    assert "while checkpoint-4 is being saved, by the handler of a signal" in refused[0]
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert list(folder.glob(".saving-*")) == []
+    whole = train(OffloadTrainer, arguments(tmp_path / "whole"), **given)
+    assert_same(whole, train(OffloadTrainer, arguments(folder), resume=True, **given))
+
+
+class _Interrupts(TrainerCallback):
+    """In a forward pass, once."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            residency: Any = training_of(self.trainer.offloaded).residency
+            take = residency._take
+
+            def broken_into(*args: Any, **options: Any) -> Any:
+                vars(residency).pop("_take", None)
+                signal.raise_signal(signal.SIGUSR1)
+                return take(*args, **options)
+
+            residency._take = broken_into
+
+
+def test_close_by_a_handler_in_a_forward_pass_is_refused_and_training_goes_on(
+    tmp_path: Path, nvme: Path
+) -> None:
+    given: dict[str, Any] = {"nvme": nvme, "host_memory": BUDGET}
+    interrupts, refused = _Interrupts(), []
+    trainer = OffloadTrainer(
+        tiny_llama(), arguments(tmp_path / "run"), **some_texts(), **given, callbacks=[interrupts]
+    )
+    interrupts.trainer = trainer
+
+    def close() -> None:
+        try:
+            trainer.close()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    with handling(close):
+        trainer.train()
+    trainer.close()
+    assert len(refused) == 1
+    assert refused[0].startswith("close() in the midst of a step or a forward pass")
+    whole = train(OffloadTrainer, arguments(tmp_path / "whole"), **given)
+    values = values_of(trainer.model)
+    assert all(same_bits(value, values[name]) for name, value in whole.values.items())
 
 
 class _FullDisk(OffloadTrainer):

@@ -24,7 +24,7 @@ _FAILING: dict[str, tuple[str, BaseException]] = {
     "plan": ("checkpoint.saving.rank_plan.plan_part_files", ValueError("the header is too long")),
     "engine": ("checkpoint.saving.running.Engine", OSError(errno.EAGAIN, "no more requests")),
     "memory": ("checkpoint.transfer.memory.KeptMemory.take", MemoryError("for the copy")),
-    "thread": ("checkpoint.sheltered.start_apart", RuntimeError("no more threads")),
+    "thread": ("checkpoint.sheltered.start_apart", RuntimeError("can't start new thread")),
     "copy": ("checkpoint.transfer.snapshot.Workers", RuntimeError("no more threads")),
     "staging": ("checkpoint.saving.commit.filling_supplies", MemoryError("for the buffers")),
     "write": ("checkpoint.saving.data_files.RankFiles.write", _NO_SPACE),

@@ -190,6 +190,18 @@ def test_read_error_is_raised_and_the_next_read_is_right(make: Make, link: str |
     rig.use(1)
 
 
+def test_prefetch_reaches_beyond_weights_at_home_which_take_no_room(make: Make) -> None:
+    rig = make(num=6, room=2, eager=1.0, state_on_nvme=lambda unit: unit not in (1, 2, 3))
+    for parameter in range(rig.num):
+        rig.use(parameter)
+    rig.weights.end_cycle()
+    rig.weights.drop()
+    rig.use(0)
+    misses = rig.weights.misses
+    rig.use(4)
+    assert rig.weights.misses == misses, "the weights were there before they were asked for"
+
+
 @pytest.mark.parametrize("link", [None, *LINKS])
 @pytest.mark.parametrize("after", range(4))
 def test_prefetch_that_fails_never_becomes_weights_and_is_nobodys_error(

@@ -33,6 +33,7 @@ class Saves:
         self._trainer = trainer
         self.pending: checkpoint.PendingSave | None = None
         self.is_staging = False
+        self._is_staged = False
 
     @property
     def staging_folder(self) -> Path:
@@ -68,6 +69,17 @@ class Saves:
         if state.best_global_step and (name == self._staged.name or found.is_dir()):
             state.best_model_checkpoint = str(found)
             state.save_to_json(str(self._staged / TRAINER_STATE_NAME))
+        self._is_staged = True
+
+    def check_staged(self, call: str) -> None:
+        """Raise ``RuntimeError`` if the ``call``, which is to publish it, is one of a handler that
+        broke into the save: half of it would be a checkpoint.
+        """
+        if not self._is_staged:
+            raise RuntimeError(
+                f"{call} while {self._name} is being saved, by the handler of a signal: there is "
+                f"half of it. Set a flag there, and use {call} when the save has ended"
+            )
 
     def publish_if_done(self) -> None:
         """Without waiting."""
@@ -75,7 +87,12 @@ class Saves:
             self._trainer._finish_saves()
 
     def finish(self) -> None:
-        """Wait until all is durable, and publish. Raises what kept it from being saved."""
+        """Wait until all is durable, and publish; drop what an interrupt has left half of. Raises
+        what kept it from being saved.
+        """
+        if not self._is_staged:
+            self._drop()
+            return
         try:
             if self.pending is not None:
                 self.pending.result()

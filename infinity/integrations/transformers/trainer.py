@@ -31,6 +31,7 @@ from infinity.integrations.transformers.refusals import (
     check_objects,
 )
 from infinity.integrations.transformers.saves import STATE, Saves
+from infinity.parameters.offloaded.handlers import check_not_amid
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -114,11 +115,16 @@ class OffloadMixin(_Base):
     def close(self) -> None:
         """Finish saves, and give the model its trained values back. Idempotent.
 
-        Raises what ``infinity.offload`` raises at the end of its block, and the error of a save.
+        Raises what ``infinity.offload`` raises at the end of its block, the error of a save, and
+        ``RuntimeError`` in a handler of a signal that came in the midst of a step or of a save.
         """
-        life, self._offload_life = self._offload_life, None
+        life = self._offload_life
         if life is None:
             return
+        check_not_amid("close()")
+        if self._offload_saves is not None:
+            self._offload_saves.check_staged("close()")
+        self._offload_life = None
         if self._offload_given is not None and life.trains:
             takeover.give_rates_back(self._offload_given, life.offloaded.optimizer)
         try:
@@ -263,10 +269,11 @@ class OffloadMixin(_Base):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As ever, in a folder that becomes ``checkpoint-<step>`` when all of it is durable."""
-        self._finish_saves()
+        self._finish_saves("_save_checkpoint()")
         run = Path(super()._get_output_dir(trial))
-        self._offload_saves = saves = Saves(run, f"checkpoint-{self.state.global_step}", self)
+        saves = Saves(run, f"checkpoint-{self.state.global_step}", self)
         try:
+            self._offload_saves = saves
             with saves.staging():
                 super()._save_checkpoint(model, trial)
                 saves.staged()
@@ -291,15 +298,19 @@ class OffloadMixin(_Base):
         ]
         return not (watchers or self.args.push_to_hub or self.args.enable_jit_checkpoint)
 
-    def _finish_saves(self) -> None:
+    def _finish_saves(self, call: str = "train()") -> None:
+        if self._offload_saves is not None:
+            self._offload_saves.check_staged(call)
         saves, self._offload_saves = self._offload_saves, None
         if saves is not None:
             saves.finish()
 
     def _finish_saves_after_failure(self) -> None:
         """What was saved before something else failed is a checkpoint, too."""
+        saves, self._offload_saves = self._offload_saves, None
         try:
-            self._finish_saves()
+            if saves is not None:
+                saves.finish()
         except Exception:  # of whatever kind: what stopped training is what is raised
             logger.exception("a checkpoint could not be saved, while training was stopped")
 

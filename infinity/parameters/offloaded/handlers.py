@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import aio
@@ -60,22 +60,45 @@ def runs_program(method: F) -> F:
     return method
 
 
-def check_not_amid(call: str) -> None:
+def check_not_amid(call: str, own: Collection[CodeType] = ()) -> None:
     """Raise ``RuntimeError`` if the public ``call`` that calls this is one of a handler, or of a
-    finalizer, that broke into the library on this thread.
+    finalizer, that broke into the library on this thread, or of code of the program that is called
+    in its midst. ``own`` functions are the call itself.
     """
-    _check_threads_start(call)
+    if _starts_threads():
+        raise RuntimeError(
+            f"{call} while this thread starts or lists threads, by the handler of a signal (or a "
+            f"finalizer): the threads that it needs could not begin. Set a flag there, and use "
+            f"{call} between steps"
+        )
     frame = sys._getframe(1).f_back
-    while frame is not None and frame.f_code.co_filename in _DOORS:
+    while frame is not None and (frame.f_code.co_filename in _DOORS or frame.f_code in own):
         frame = frame.f_back  # the call itself, and what it is wrapped in
+    if _is_ours(frame):
+        raise _refusal(call, f"use {call}")
+
+
+def is_amid(own: Collection[CodeType]) -> bool:
+    """The same for what has to end without an error, whose ``own`` functions call this: whether
+    it must not wait for another thread now.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code in own:
+        frame = frame.f_back
+    return _starts_threads() or _is_ours(frame)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether a frame, or one that it was called from, is of the library and calls no program."""
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
         if (closed := _is_closed.get(name)) is None:
             closed = _is_closed[name] = name.startswith(_OURS) and not name.startswith(_OPEN)
         if closed and id(code) not in _open_codes:
-            raise _refusal(call, f"use {call}")
+            return True
         frame = frame.f_back
+    return False
 
 
 def check_not_moving(name: str) -> None:
@@ -104,17 +127,13 @@ def is_moving() -> bool:
 def _refusal(call: str, remedy: str) -> RuntimeError:
     return RuntimeError(
         f"{call} in the midst of a step or a forward pass, or of another hook or call of the "
-        "library on this thread, by the handler of a signal (or a finalizer): it would wait for "
-        f"what it has interrupted. Set a flag there, and {remedy} between steps"
+        "library on this thread, by the handler of a signal (or a finalizer), or by code of the "
+        "program that it asks there: it would wait for what it has interrupted. Set "
+        f"a flag there, and {remedy} between steps"
     )
 
 
-def _check_threads_start(call: str) -> None:
+def _starts_threads() -> bool:
     """Whoever holds this lock of ``threading`` keeps every new thread from beginning."""
     is_owned = getattr(getattr(threading, "_active_limbo_lock", None), "_is_owned", None)
-    if is_owned is not None and is_owned():
-        raise RuntimeError(
-            f"{call} while this thread starts or lists threads, by the handler of a signal (or a "
-            f"finalizer): the threads that it needs could not begin. Set a flag there, and use "
-            f"{call} between steps"
-        )
+    return is_owned is not None and bool(is_owned())

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.tree import data_nodes
-from checkpoint.loading.opened import open_current
+from checkpoint.loading.opened import KEPT_BYTES, open_current
 from checkpoint.tensors.assembly import TensorView, view_of
 from checkpoint.tensors.sources import ByteSource
 from infinity.parameters.first_values import StoredValues
@@ -50,7 +51,9 @@ class CheckpointValues:
     def __init__(self, model: nn.Module, records: Sequence[Record], path: Path) -> None:
         self._path = path
         self._initialisers = Initialisers(model)
-        self._opened = open_current(path.resolve())
+        self._opened = open_current(
+            path.resolve(), kept_bytes=CRC_BLOCK_BYTES, most_kept_bytes=KEPT_BYTES
+        )
         self._manifest = self._opened.manifest
         self._nodes = data_nodes(self._manifest.tree)
         self._has_masters = says_training(self._manifest)
@@ -120,7 +123,7 @@ class CheckpointValues:
             return None
         values = dict(map(self._values, found))
         first, *others = values.values()
-        if not all(_are_equal(first, other) for other in others):
+        if not all(are_equal(first, other) for other in others):
             raise ValueError(
                 f"{listed(found)} are one tied parameter of the model and have different values in "
                 f"{self._path}; build the model without tying them (tie_word_embeddings=False)"
@@ -145,7 +148,8 @@ class CheckpointValues:
         return self._opened.source(self._view(stored))
 
 
-def _are_equal(one: StoredValues, other: StoredValues) -> bool:
+def are_equal(one: StoredValues, other: StoredValues) -> bool:
+    """Whether they are the same numbers, in as much precision as they are stored with."""
     one, other = one.exact(), other.exact()
     dtypes = one.source.dtype, other.source.dtype
     if one.shape != other.shape or not converts(*dtypes):

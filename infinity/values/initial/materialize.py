@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,9 +19,11 @@ from tqdm import tqdm
 from infinity.parameters.first_values import StoredValues, Values, ValueSource
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
+from infinity.values.initial.file_windows import FileWindows
 from infinity.values.initial.from_checkpoint import (
     CheckpointValues,
     Misfits,
+    are_equal,
     check_fit,
     is_checkpoint,
     names_of,
@@ -34,6 +36,8 @@ from swap.plan.rules import master_components
 from swap.tiered import CHUNK_ELEMENTS, TieredState
 
 _log = logging.getLogger(__name__)
+Part = tuple[int, int, torch.Tensor]
+"""A parameter, its first element that is meant, and values from there on."""
 
 
 def values_for(
@@ -56,9 +60,14 @@ def values_for(
 
 
 def fill_all(
-    state: TieredState, records: Sequence[Record], values: Values, rank_context: RankContext
+    state: TieredState,
+    records: Sequence[Record],
+    values: Values,
+    rank_context: RankContext,
+    *,
+    memory_bytes: int,
 ) -> None:
-    """Bring all first values home; shows progress when it takes long."""
+    """Bring all first values home, through ``memory_bytes``; shows progress when it takes long."""
     with tqdm(
         total=sum(record.weight_bytes for record in records),
         desc="offloading",
@@ -68,23 +77,31 @@ def fill_all(
         leave=False,
         disable=None,
     ) as progress:
-        for found, tensor in values.parameters(records):
-            record = records[found.index]  # a source may know it as it was before it was cut
-            _fill(state, record, rank_context.note(record, tensor))
-            progress.update(record.weight_bytes)
+
+        def parts() -> Iterator[Part]:
+            for found, tensor in values.parameters(records):
+                record = records[found.index]  # a source may know it as it was before it was cut
+                read = _reader(state, record, rank_context.note(record, tensor))
+                for start in range(0, record.spec.numel, CHUNK_ELEMENTS):
+                    length = min(CHUNK_ELEMENTS, record.spec.numel - start)
+                    yield record.index, start, read(start, length)
+                progress.update(record.weight_bytes)
+
+        state.fill_all(parts(), memory_bytes)
 
 
-def _fill(state: TieredState, record: Record, values: torch.Tensor | StoredValues) -> None:
+def _reader(
+    state: TieredState, record: Record, values: torch.Tensor | StoredValues
+) -> Callable[[int, int], torch.Tensor]:
+    """Gives (first, how many) of its elements in a row."""
     if isinstance(values, torch.Tensor):
-        state.fill(record.index, values)
-        return
+        flat = values.detach().reshape(-1)
+        return lambda first, numel: flat[first : first + numel]
     dtype, components = record.spec.dtype, state.component_names(record.index)
     has_master = any(component.name in components for component in master_components(dtype))
     if has_master or dtype != values.source.dtype:
         values = values.exact()  # else what was computed with goes on, bit for bit
-    for start in range(0, record.spec.numel, CHUNK_ELEMENTS):
-        length = min(CHUNK_ELEMENTS, record.spec.numel - start)
-        state.write_values(record.index, start, values.read(start, length))
+    return values.read
 
 
 class OwnValues:
@@ -181,21 +198,43 @@ class WeightFiles:
     def path(self) -> Path:
         return self._folder.path
 
-    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+    def parameters(
+        self, records: Sequence[Record]
+    ) -> Iterator[tuple[Record, torch.Tensor | StoredValues]]:
+        """In the order of the files, which are read ahead of what is asked for."""
         by_name = {name: record for record in records for name in self._names[record.index]}
         done: set[int] = set()
-        for record in records:
-            if record.index in done:
-                continue
-            first, *others = self._names[record.index]
-            made = self._made_by[first][0].make(self._folder.read)
-            self._check_tied(first, made[first], others)
-            for name, values in made.items():
-                other = by_name.get(name)
-                if other is not None and other.index not in done:
-                    done.add(other.index)
-                    yield other, values
-        self._folder.close()
+        windows, beside = FileWindows(), FileWindows()
+        try:
+            for record in sorted(records, key=self._place):
+                if record.index in done:
+                    continue
+                first, *others = self._names[record.index]
+                made = self._made(first, windows)
+                self._check_tied(first, made[first], others, beside)
+                for name, values in made.items():
+                    other = by_name.get(name)
+                    if other is not None and other.index not in done:
+                        done.add(other.index)
+                        yield other, values
+        finally:
+            windows.close()
+            beside.close()
+            self._folder.close()
+
+    def _place(self, record: Record) -> tuple[Path, int]:
+        recipe, _ = self._made_by[self._names[record.index][0]]
+        return self._folder.place(recipe.stored[0])
+
+    def _made(
+        self, name: str, windows: FileWindows
+    ) -> Mapping[str, torch.Tensor] | Mapping[str, StoredValues]:
+        """What the recipe for ``name`` makes: yet to be read, unless it takes whole tensors."""
+        recipe, _ = self._made_by[name]
+        if not recipe.is_name_alone:
+            return recipe.make(self._folder.read)
+        source = self._folder.stored(recipe.stored[0], windows)
+        return {name: StoredValues(source, source.shape, origin="")}
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """From the files if it is saved with the model; computed, or from the files, if not."""
@@ -212,14 +251,29 @@ class WeightFiles:
                 raise
         return stored[0].make(self._folder.read)[name].to(buffer.dtype)
 
-    def _check_tied(self, first: str, values: torch.Tensor, others: Sequence[str]) -> None:
+    def _check_tied(
+        self,
+        first: str,
+        values: torch.Tensor | StoredValues,
+        others: Sequence[str],
+        windows: FileWindows,
+    ) -> None:
         for name in others:
-            if not torch.equal(self._made_by[name][0].make(self._folder.read)[name], values):
+            other = self._made(name, windows)[name]
+            if isinstance(values, StoredValues) and isinstance(other, StoredValues):
+                is_equal = are_equal(values, other)
+            else:
+                is_equal = torch.equal(_in_memory(values), _in_memory(other))
+            if not is_equal:
                 raise ValueError(
                     f"{first} and {name} are one tied parameter of the model and have different "
                     f"values in {self._folder.path}; build the model without tying them "
                     "(tie_word_embeddings=False)"
                 )
+
+
+def _in_memory(values: torch.Tensor | StoredValues) -> torch.Tensor:
+    return values.whole() if isinstance(values, StoredValues) else values
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -9,18 +9,30 @@ between them could be the wrong one.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from aio import read_regular_file
+from aio import open_regular_file, read_regular_file
 from checkpoint.format.elements import BY_CODE
+from infinity.values.initial.file_windows import (
+    FileWindows,
+    Identity,
+    StoredRange,
+    changed,
+    identity_of,
+)
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MOST_MAPPED_BYTES = 16 << 20
+"""Of a mapped file in memory, beside the tensor that was read last."""
+_LENGTH_BYTES = 8
 
 
 class WeightFolder:
@@ -33,7 +45,9 @@ class WeightFolder:
     def __init__(self, path: Path, *, explicit: str | None = None) -> None:
         self.path = path
         self._files: dict[str, Path] = {}
+        self._headers: dict[Path, _Header] = {}
         self._opened: tuple[Path, Any] | None = None
+        self._mapped_bytes = 0
         for file in files_of(path, explicit=explicit):
             for name in self._open(file).keys():  # noqa: SIM118  not a mapping
                 if name in self._files:
@@ -61,12 +75,41 @@ class WeightFolder:
         return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
     def read(self, name: str) -> torch.Tensor:
+        """A view of the mapped file. Its pages come into memory as it is used, and leave that with
+        the last view of its mapping; a new one is made every ``MOST_MAPPED_BYTES``.
+        """
+        if self._mapped_bytes > MOST_MAPPED_BYTES:
+            self.close()
         tensor: torch.Tensor = self._open(self._files[name]).get_tensor(name)
+        self._mapped_bytes += tensor.nbytes
         return tensor
+
+    def place(self, name: str) -> tuple[Path, int]:
+        """The file of a tensor, and where its bytes begin there."""
+        file = self._files[name]
+        return file, self._header(file).of(name).offset
+
+    def stored(self, name: str, windows: FileWindows) -> StoredRange:
+        """A tensor that is read in pieces, through ``windows``.
+
+        Raises ``ValueError`` for a file that is another than the one that was looked at.
+        """
+        meta, file = self.on_meta(name), self._files[name]
+        header = self._header(file)
+        found = header.of(name)
+        if (found.dtype, found.shape, found.nbytes) != (meta.dtype, meta.shape, meta.nbytes):
+            raise changed(file, f", by its {name}")
+        return StoredRange(windows, file, header.identity, found.offset, meta.dtype, found.shape)
+
+    def _header(self, file: Path) -> _Header:
+        if file not in self._headers:
+            self._headers[file] = _header_of(file)
+        return self._headers[file]
 
     def close(self) -> None:
         """No file stays open; the next read opens its own again."""
         self._opened = None
+        self._mapped_bytes = 0
 
     def _open(self, file: Path) -> Any:
         if self._opened is None or self._opened[0] != file:
@@ -99,6 +142,51 @@ def files_of(path: Path, *, explicit: str | None = None) -> list[Path]:
     if not files:
         raise ValueError(f"weights={path} has no .safetensors file{_elsewhere(path)}")
     return files
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of a safetensors file, by its header; ``dtype`` is None for one of another kind."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    path: Path
+    identity: Identity
+    entries: Mapping[str, _Entry]
+
+    def of(self, name: str) -> _Entry:
+        """Raises ``ValueError`` for a tensor that was there."""
+        if name not in self.entries:
+            raise changed(self.path, f", without {name}")
+        return self.entries[name]
+
+
+def _header_of(file: Path) -> _Header:
+    """Raises ``ValueError`` for a safetensors file that is none any more."""
+    with open_regular_file(file) as (opened, _):
+        identity = identity_of(os.fstat(opened.fileno()))
+        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        try:
+            header = json.loads(opened.read(length))
+            header.pop("__metadata__", None)
+            entries = {
+                name: _entry(entry, _LENGTH_BYTES + length) for name, entry in header.items()
+            }
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
+            kind = type(error).__name__
+            raise changed(file, f" ({kind}: {error})") from error
+    return _Header(file, identity, entries)
+
+
+def _entry(entry: Mapping[str, Any], first: int) -> _Entry:
+    low, high = entry["data_offsets"]
+    return _Entry(BY_CODE.get(entry["dtype"]), tuple(entry["shape"]), first + low, high - low)
 
 
 def _shards(index: Path) -> list[Path]:

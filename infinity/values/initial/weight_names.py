@@ -27,6 +27,8 @@ class Recipe:
     stored: tuple[str, ...]
     make: Callable[[Read], Mapping[str, torch.Tensor]]
     """By name in the model; memory for the stored ones and for the results is taken at once."""
+    is_name_alone: bool = False
+    """Whether it makes the one stored tensor, as it is, the one of the model."""
 
 
 def recipes_for(model: nn.Module, names: set[str], stored: Sequence[str]) -> list[Recipe]:
@@ -75,7 +77,7 @@ def _renamed(names: set[str], stored: Sequence[str]) -> list[Recipe]:
 
 
 def _rename(stored: str, target: str) -> Recipe:
-    return Recipe((stored,), lambda read: {target: read(stored)})
+    return Recipe((stored,), lambda read: {target: read(stored)}, is_name_alone=True)
 
 
 def _converted(model: Any, names: set[str], stored: Sequence[str]) -> list[Recipe]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from infinity.parameters.first_values import StoredValues
 from infinity.parameters.records import Record, records_of
 from infinity.values.initial.materialize import WeightFiles
 from infinity.values.initial.weight_files import listed
@@ -76,7 +77,9 @@ class WrappedFiles:
                         f"{tuple(inner.shape)} in {self._files.path}"
                     )
 
-    def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+    def parameters(
+        self, records: Sequence[Record]
+    ) -> Iterator[tuple[Record, torch.Tensor | StoredValues]]:
         for inner, values in self._files.parameters(self._inner):
             for record in self._taken.get(inner.name, ()):
                 yield record, values

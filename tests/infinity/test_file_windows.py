@@ -1,0 +1,115 @@
+"""Windows over files give the bytes of the files, whatever is asked for after what."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from aio import AioError
+from infinity.values.initial.file_windows import NUM_WINDOWS, WINDOW_BYTES, FileWindows
+from infinity.values.initial.weight_files import WeightFolder
+from tests.support.examples import examples
+
+SIZE = (2 * NUM_WINDOWS + 3) * WINDOW_BYTES + 4097
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, bytes]]:
+    folder = tmp_path_factory.mktemp("files")
+    made = []
+    for number in range(2):
+        data = np.random.default_rng(number).bytes(SIZE)
+        (folder / str(number)).write_bytes(data)
+        made.append((folder / str(number), data))
+    return made
+
+
+@settings(max_examples=examples(20))
+@given(
+    reads=st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, SIZE), st.integers(0, 3 * WINDOW_BYTES)),
+        max_size=6,
+    )
+)
+def test_reads_in_any_order_give_the_bytes_of_the_files(
+    files: list[tuple[Path, bytes]], reads: list[tuple[int, int, int]]
+) -> None:
+    windows = FileWindows()
+    try:
+        for number, offset, nbytes in reads:
+            path, data = files[number]
+            expected = data[offset : offset + nbytes]
+            out = bytearray(len(expected))
+            windows.read(path, offset, memoryview(out))
+            assert out == expected
+    finally:
+        windows.close()
+
+
+def test_read_beyond_the_end_is_an_error_that_names_the_file_and_leaves_nothing(
+    files: list[tuple[Path, bytes]],
+) -> None:
+    windows = FileWindows()
+    path, data = files[0]
+    out = bytearray(100)
+    with pytest.raises(AioError, match=path.name) as caught:
+        windows.read(path, SIZE - 50, memoryview(out))
+    assert caught.value.filename == str(path)
+    windows.read(path, SIZE - 100, memoryview(out))
+    assert out == data[-100:]
+    with pytest.raises(AioError, match=path.name):  # of a window that is there, cut at the end
+        windows.read(path, SIZE - 50, memoryview(out))
+    windows.close()
+    windows.close()
+
+
+@pytest.mark.parametrize("change", ["shorter", "another dtype", "another shape", "without it"])
+def test_a_file_that_changes_once_it_was_looked_at_is_an_error_that_names_it(
+    change: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(300_000), "b": torch.ones(4)}, path)
+    folder, windows = WeightFolder(path), FileWindows()
+    folder.on_meta("a")  # maps the file that is there
+    try:
+        if change == "shorter":
+            source = folder.stored("a", windows)
+            os.truncate(path, path.stat().st_size - 4)
+            with pytest.raises(ValueError, match=r"model\.safetensors is another file"):
+                source.read(0, memoryview(bytearray(4 * 300_000)))
+            return
+        others = {
+            "another dtype": torch.ones(600_000, dtype=torch.float16),
+            "another shape": torch.ones(3, 100_000),
+        }
+        other = {"a": others[change]} if change in others else {}
+        save_file(other | {"b": torch.ones(4)}, tmp_path / "other")
+        (tmp_path / "other").replace(path)
+        with pytest.raises(ValueError, match=r"model\.safetensors is another file.* a:"):
+            folder.stored("a", windows)
+    finally:
+        windows.close()
+        folder.close()
+
+
+def test_a_file_that_is_replaced_between_two_reads_is_an_error(tmp_path: Path) -> None:
+    path, aside = tmp_path / "model.safetensors", tmp_path / "aside.safetensors"
+    for number, file in enumerate((path, aside)):
+        save_file({"a": torch.full((1000,), float(number))}, file)
+    windows = FileWindows()
+    try:
+        mine, beside = (WeightFolder(file).stored("a", windows) for file in (path, aside))
+        out = bytearray(2000)
+        mine.read(0, memoryview(out))
+        beside.read(0, memoryview(out))
+        save_file({"a": torch.zeros(1000)}, tmp_path / "other")
+        (tmp_path / "other").replace(path)
+        with pytest.raises(ValueError, match="is another file"):
+            mine.read(2000, memoryview(out))
+    finally:
+        windows.close()
