@@ -4,6 +4,7 @@ save works, nothing is left behind."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import signal
 import threading
@@ -341,7 +342,7 @@ READING: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "every"), [("verify", 31), ("export", 31), ("dcp", 401)])
+@pytest.mark.parametrize(("name", "every"), [("verify", 31), ("export", 31), ("dcp", 1201)])
 def test_reading_that_is_interrupted_ends_and_leaves_nothing_behind(
     tmp_path: Path, name: str, every: int
 ) -> None:
@@ -358,6 +359,7 @@ def test_reading_that_is_interrupted_ends_and_leaves_nothing_behind(
     while interrupter.run(work, target, on_main=True, number=signal.SIGINT) or (
         interrupter.lines > target
     ):
+        gc.collect()  # torch's loader leaves the interrupt, and all that it leads to, in a ring
         assert footing.lost() == [], target
         assert not list(tmp_path.glob("exported/*.tmp")), target
         work()

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
+import checkpoint
 import infinity
 from infinity.model import training_of
 from infinity.snapshots import points
 from tests.support.models import seeded
 from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
-from tests.support.training import WHOLE, least_budget, same_bits, values_of
+from tests.support.training import WHOLE, least_budget, same_values, values_of
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_values_that_are_overwritten_after_a_snapshot_are_not_those_of_the_snaps
     ],
 )
 def test_snapshot_is_restored_under_other_budgets_and_tiles(
-    taken: dict[str, Any], restored: dict[str, Any], least: int, nvme: Path
+    taken: dict[str, Any], restored: dict[str, Any], least: int, nvme: Path, tmp_path: Path
 ) -> None:
     usual: dict[str, Any] = {"optimizer": ADAMW, "host_memory": least}
     model = seeded(Net)
@@ -86,15 +88,25 @@ def test_snapshot_is_restored_under_other_budgets_and_tiles(
         torch.manual_seed(2)
         train(offloaded, 0, 3)
         offloaded.snapshot("a")
+        offloaded.save(tmp_path / "taken")
         train(offloaded, 3, 5)
     expected = values_of(model)
     other = seeded(Net, 8)
     with infinity.offload(other, nvme, **(usual | restored)) as offloaded:
         offloaded.restore("a")
+        offloaded.save(tmp_path / "restored")
         train(offloaded, 3, 5)
         offloaded.drop_snapshot("a")
-    found = values_of(other)
-    assert all(same_bits(value, found[name]) for name, value in expected.items())
+    assert same_values(_tensors(tmp_path / "taken"), _tensors(tmp_path / "restored"))
+    # Of other tiles the products are others, which are rounded otherwise on some processors.
+    if taken.get("max_parameter_bytes") == restored.get("max_parameter_bytes"):
+        assert same_values(expected, values_of(other))
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint has, by its place in the tree."""
+    leaves, _ = tree_flatten_with_path(checkpoint.load(path))
+    return {keystr(place): leaf for place, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:

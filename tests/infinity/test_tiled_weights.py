@@ -74,7 +74,7 @@ def test_values_and_gradients_of_the_whole_can_be_read(block: Block) -> None:
     loss(model).backward()
     loss(plain).backward()
     gradient, expected = model[0].weight.grad, plain[0].weight.grad
-    assert gradient.allclose(expected, atol=1e-7)
+    assert gradient.allclose(expected, atol=1e-6)
     assert torch.equal(offloaded.gradient(model[2].weight), gradient)  # type: ignore[arg-type]
     assert torch.equal(model[0].weight.detach(), plain[0].weight)
     assert torch.equal(copy.deepcopy(model[0].weight), plain[0].weight)
@@ -185,7 +185,7 @@ def test_gradients_of_gradients_are_those_of_the_whole(block: Block) -> None:
     gradients = torch.autograd.grad(loss(model), [*model.parameters()])
     theirs = torch.autograd.grad(loss(plain), plain[0].weight)[0]
     assert torch.cat([g for g in gradients if g.dim() == 2 and len(g) == 200]).allclose(
-        theirs, atol=1e-7
+        theirs, atol=1e-6
     )
 
 
