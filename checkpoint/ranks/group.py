@@ -35,6 +35,8 @@ T = TypeVar("T")
 _CAUSE = "infinity-cause"
 _MADE = "infinity-made"
 _HEADER = 4
+_OWN = ("torch", "checkpoint", "infinity")
+"""Whose code calls what raises the errors of a transfer."""
 _DEFAULT_SECONDS = 1800.0
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", None)
 _PrefixStore: Any = getattr(dist, "PrefixStore", None)
@@ -236,6 +238,8 @@ class GroupCoordinator:
         try:
             run()
         except RuntimeError as error:
+            if not is_of_transfer(error):
+                raise
             raise self.failure_of(error) from error
 
     def _fail(self, failure: RankFailedError) -> RankFailedError:
@@ -260,6 +264,17 @@ class GroupCoordinator:
         except RuntimeError:
             return None
         return told.decode(errors="replace")
+
+
+def is_of_transfer(error: RuntimeError) -> bool:
+    """Whether torch raised it, or we. Any other is raised by the handler of a signal, which came
+    while the main thread waited for the other ranks.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return module.partition(".")[0] in _OWN
 
 
 def _check_arguments(seconds: float | None, name: Name | None) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.ranks.coordinator import doing
-from checkpoint.ranks.group import GroupCoordinator
+from checkpoint.ranks.group import GroupCoordinator, is_of_transfer
 from swap.plain import check_plain
 
 GATHER, REDUCE, NORM, STEP, VALUES, SAVE, LOAD, LEAVE = range(1, 9)
@@ -64,6 +64,8 @@ class Transfer:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
+            if not is_of_transfer(error):
+                raise
             raise self._owner.coordinator.failure_of(error) from error
         if self._target is not self._out:
             self._out.copy_(self._target)

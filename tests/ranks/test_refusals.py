@@ -70,6 +70,11 @@ def test_an_interrupt_while_bytes_are_moved_is_told_to_the_other_ranks_by_its_na
         assert first[name].startswith("RankFailedError: rank 1 failed: KeyboardInterrupt"), first
 
 
+def test_what_a_handler_raises_while_a_rank_waits_is_told_as_it_is(tmp_path: Path) -> None:
+    told = run_ranks(rank_refusals.errors_of_handlers, tmp_path, 2)
+    assert told == ["RuntimeError: of the handler", ""]
+
+
 def test_a_rank_that_other_ranks_failed_tells_those_it_saves_with(tmp_path: Path) -> None:
     first, second = run_ranks(rank_refusals.failures_elsewhere, tmp_path, 2)
     assert first[0] == "RankFailedError: rank 7 of another group failed"

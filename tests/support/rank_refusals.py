@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import signal
 import threading
+import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -222,3 +223,18 @@ def other_operations(rank: int, folder: Path) -> list[str]:
             complaint(getattr(manager, other) if rank == 1 else partial(manager.save, 2, {}))
         )
     return told
+
+
+def errors_of_handlers(rank: int, folder: Path) -> str:
+    """What a rank is told whose handler raises while it waits for the other one, and that one."""
+    coordinator = checkpoint.GroupCoordinator(timeout_seconds=10)
+    if rank == 1:
+        time.sleep(1)
+        return complaint(lambda: coordinator.meet(1, 1))
+
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError("of the handler")
+
+    signal.signal(signal.SIGALRM, refuse)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    return complaint(lambda: coordinator.meet(1, 1))
