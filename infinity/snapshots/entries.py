@@ -139,7 +139,7 @@ def read_point(folder: Path) -> Point:
     """Raises as ``checkpoint.load``, and ``ValueError`` for one of another version."""
     told = checkpoint.load(folder, only=["point.*"])["point"]
     try:
-        if told.pop("format") != POINT_FORMAT:
+        if told.pop("format") not in range(1, POINT_FORMAT + 1):
             raise TypeError("another format")
         point = Point(**told)
         _check(point)

@@ -73,7 +73,14 @@ class Snapshots:
                 keep_files(self._folders, training.state, entry)
                 cancellation.check()
                 memory = training.checkpoint_bytes
-                save_on(SaveRequest(state=moment.tree, path=entry.folder, staging_bytes=memory))
+                save_on(
+                    SaveRequest(
+                        state=moment.tree,
+                        path=entry.folder,
+                        staging_bytes=memory,
+                        are_parts_read=False,
+                    )
+                )
             except BaseException:
                 self._known.take_back(training.state, entry)
                 raise
@@ -117,6 +124,7 @@ class Snapshots:
                         path=entry.folder,
                         guard=training.optimizer,
                         staging_bytes=training.checkpoint_bytes,
+                        are_parts_read=False,
                     ),
                     when_read=partial(keep_files, self._folders, state, entry),
                     on_end=ended,

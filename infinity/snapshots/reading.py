@@ -6,6 +6,7 @@ in the same tier, is neither: extents on NVMe are adopted, host memory is read i
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,8 +19,10 @@ import torch
 
 import checkpoint
 from checkpoint.directory.relocation import AS_SAVED
+from checkpoint.errors import CorruptCheckpointError
 from checkpoint.plan.write_runs import STAGING_BYTES
 from infinity.snapshots.entries import Entry, read_sums
+from infinity.snapshots.sources import TABLES
 from infinity.values.component_bytes import ComponentBytes
 from infinity.values.load_targets import check_targets, names_of
 from swap.snapshots.contents import Contents
@@ -52,7 +55,8 @@ class SavedPoint:
             self._host = self._stack.enter_context(checkpoint.open(entry.folder))
             ranges = RangeReader(paths, partial(read_sums, entry), self._contents.owner_of)
             self._ranges = self._stack.enter_context(ranges)
-            self._leaves: Mapping[str, list[str]] = self.tree("leaves")
+            self._tables = self._read_tables()
+            self._leaves: Mapping[str, list[str]] = self._tables.pop("leaves")
         except BaseException:
             self._stack.close()
             raise
@@ -70,7 +74,7 @@ class SavedPoint:
     def read(self, only: list[str], into: Any = None, staging_bytes: int = STAGING_BYTES) -> Any:
         """As ``checkpoint.load``, of the names that such a checkpoint would have."""
         if only == ["infinity.*"]:
-            return {"infinity": self.tree("training")}
+            return {"infinity": self.training()}
         if into is not None:
             self._read_into(into, staging_bytes)
             return into
@@ -99,6 +103,11 @@ class SavedPoint:
                     "one of the snapshot was"
                 )
 
+    def training(self) -> dict[str, Any]:
+        """What a checkpoint has as ``infinity``."""
+        found: dict[str, Any] = self.tree("training")
+        return found | self._tables
+
     def tree(self, name: str, default: Any = None) -> Any:
         """One part of what was saved; ``default`` where there is none."""
         found = checkpoint.load(self._folder, only=[f"{name}.*"], strict=default is None)
@@ -116,6 +125,17 @@ class SavedPoint:
     def dtype(self, leaf: str, name: str) -> torch.dtype:
         """Of a component of a tensor."""
         return self._contents.component(self._leaves[leaf][0], name).dtype
+
+    def _read_tables(self) -> dict[str, Any]:
+        """The leaves, and what ``training`` has not. Raises ``CorruptCheckpointError``."""
+        text = self.tree("tables", default={}).get("json")
+        if text is None:  # of an older version
+            return {"leaves": self.tree("leaves")}
+        try:
+            found: dict[str, Any] = json.loads(text)
+            return {name: found[name] for name in (*TABLES, "leaves")}
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{self._folder}: its tables: {error!r:.200}") from error
 
     def _is_leaf(self, name: str) -> bool:
         return name.startswith(("model.", "optimizer.")) and _split(name)[2] in self._leaves
@@ -143,14 +163,10 @@ class SavedPoint:
             at += count
 
     def _whole(self, leaf: str, name: str) -> torch.Tensor:
-        shape = self._tree_of_shapes()[leaf]
+        shape = self.training()["shapes"][leaf]
         out = torch.empty(shape, dtype=self.dtype(leaf, name), device="cpu")
         self.fill(leaf, name, 0, out.view(-1))
         return out
-
-    def _tree_of_shapes(self) -> Mapping[str, list[int]]:
-        shapes: Mapping[str, list[int]] = self.tree("training")["shapes"]
-        return shapes
 
     def fill(self, leaf: str, name: str, start: int, out: torch.Tensor) -> None:
         """Values from ``start`` on of a component of a tensor. Thread-safe."""

@@ -94,7 +94,7 @@ def _request(
 
 def tree_of_point(point: SavedPoint) -> dict[str, Any]:
     """What ``offloaded.save`` would have saved when the snapshot was taken."""
-    training = point.tree("training")
+    training = point.training()
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     for leaf, names in training["planes"].items():

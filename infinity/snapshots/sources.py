@@ -1,8 +1,10 @@
 """What a snapshot holds: the tree that is saved as a checkpoint in the folder of snapshots.
 
 - ``point``: which snapshot it is, see ``POINT_FORMAT``;
-- ``training``: what a checkpoint of ``offloaded.save`` has as ``infinity``;
-- ``leaves``: of which parameters each tensor consists (more than one where it is tiled);
+- ``training``: what a checkpoint of ``offloaded.save`` has as ``infinity``, without ``TABLES``;
+- ``tables``: those, as JSON text, and ``leaves``: of which parameters each tensor consists (more
+  than one where it is tiled). A text is one node of the tree, however many parameters there are:
+  each node costs time of the training that a snapshot is taken beside;
 - ``contents``: how the state is cut into subgroups, and which ranges of which swap files have the
   components that are on NVMe, see ``swap.snapshots.contents``;
 - ``host.<subgroup>.<component>``: those that are in host memory;
@@ -32,8 +34,11 @@ from swap.storage.components import as_bytes
 from swap.storage.extents import Extent
 from swap.tiered import TieredState
 
-POINT_FORMAT = 1
-"""A snapshot of another one is refused."""
+POINT_FORMAT = 2
+"""A snapshot of a later one is refused. In 1 the tables were nodes of the tree."""
+
+TABLES = ("steps", "planes", "shapes", "parts")
+"""Of what ``scalars_of`` gives, by name of a tensor: plain numbers and names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,8 @@ def tree_of(training: TrainingState, extra: Any, since: int, *, copies: bool) ->
             hosts[str(group.index)] = sources
     leaves = checkpoint_tensors_of(training.model, training.records)
     scalars, buffers = scalars_of(training), persistent_buffers(training.model)
+    tables = {name: scalars.pop(name) for name in TABLES}
+    tables["leaves"] = {leaf.name: [part.name for part in leaf.parts] for leaf in leaves}
     if copies:
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         own = {"training": {"module_states": scalars["module_states"]}, "extra": {"value": extra}}
@@ -126,7 +133,7 @@ def tree_of(training: TrainingState, extra: Any, since: int, *, copies: bool) ->
         extra, scalars["module_states"] = own["extra"]["value"], own["training"]["module_states"]
     return {
         "training": scalars | {"own_states": [], "random_of_ranks": {}},
-        "leaves": {leaf.name: [part.name for part in leaf.parts] for leaf in leaves},
+        "tables": {"json": json.dumps(tables)},
         "host": hosts,
         "model": buffers,
         "extra": {"given": extra is not None, "value": extra},

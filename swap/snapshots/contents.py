@@ -6,6 +6,7 @@ state that is cut in another way.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ class Contents:
 
 
 def encode(contents: Contents) -> dict[str, Any]:
-    """As a tree that ``decode`` takes."""
+    """As a tree that ``decode`` takes; names are one text, as each node costs time of training."""
     kinds = list(dict.fromkeys(group.components for group in contents.groups))
     files = sorted({part.file for parts in contents.ranges.values() for part in parts})
     numbers = {file: number for number, file in enumerate(files)}
@@ -117,7 +118,7 @@ def encode(contents: Contents) -> dict[str, Any]:
         for group in contents.groups
     ]
     return {
-        "parameters": [[name, numel] for name, numel in contents.parameters],
+        "parameters": json.dumps(contents.parameters),
         "kinds": [[[c.name, c.dtype, c.zero, c.per] for c in kind] for kind in kinds],
         "files": files,
         "groups": _table(
@@ -147,7 +148,7 @@ def decode(tree: Mapping[str, Any]) -> Contents:
     try:
         contents = _decode(tree)
         _check(contents)
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the tables contradict each other: {error!r}") from error
     return contents
 
@@ -174,7 +175,9 @@ def _decode(tree: Mapping[str, Any]) -> Contents:
     for subgroup, place, file, offset, nbytes in tree["ranges"].tolist():
         key = (subgroup, found[subgroup].components[place].name)
         ranges[key] = (*ranges.get(key, ()), FileRange(files[file], offset, nbytes))
-    parameters = tuple((str(name), _count(numel)) for name, numel in tree["parameters"])
+    told = tree["parameters"]  # older snapshots have them in the tree
+    pairs = json.loads(told) if isinstance(told, str) else told
+    parameters = tuple((str(name), _count(numel)) for name, numel in pairs)
     return Contents(parameters, found, ranges)
 
 

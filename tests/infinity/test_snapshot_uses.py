@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,47 @@ def test_snapshot_is_restored_under_other_budgets_and_tiles(
     # Of other tiles the products are others, which are rounded otherwise on some processors.
     if taken.get("max_parameter_bytes") == restored.get("max_parameter_bytes"):
         assert same_values(expected, values_of(other))
+
+
+def _of_first_version(folder: Path) -> None:
+    """Save a snapshot over as the first version of its format had it."""
+    tree = checkpoint.load(folder)
+    tree["point"]["format"] = 1
+    tables = json.loads(tree.pop("tables")["json"])
+    tree["leaves"] = tables.pop("leaves")
+    tree["training"] |= tables
+    tree["contents"]["parameters"] = json.loads(tree["contents"]["parameters"])
+    checkpoint.save(tree, folder)
+
+
+def _of_damaged_tables(folder: Path) -> None:
+    tree = checkpoint.load(folder)
+    tree["tables"]["json"] = tree["tables"]["json"][:-1]
+    checkpoint.save(tree, folder)
+
+
+def test_snapshot_of_the_first_version_is_restored_and_one_of_no_tables_refused(
+    least: int, nvme: Path
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 2)
+        offloaded.snapshot("a")
+        expected = everything(offloaded)
+    (folder,) = nvme.rglob("points/a")
+    _of_first_version(folder)
+    with _block(nvme, least, seed=4) as offloaded:
+        assert [snapshot.name for snapshot in offloaded.snapshots()] == ["a"]
+        offloaded.restore("a")
+        assert_same(expected, everything(offloaded))
+        train(offloaded, 2, 3)
+        offloaded.snapshot("b")
+        before = everything(offloaded)
+        _of_damaged_tables(folder.with_name("b"))
+        with pytest.raises(checkpoint.CorruptCheckpointError, match="its tables"):
+            offloaded.restore("b")
+        assert_same(before, everything(offloaded))
+        for name in ("a", "b"):
+            offloaded.drop_snapshot(name)
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
