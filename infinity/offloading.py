@@ -215,7 +215,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
         memory_bytes = placed.placement.checkpoint_bytes
         fill_all(state, records, values, rank_context, memory_bytes=memory_bytes)
     rank_context.agree_on_values()
-    undo.enter_context(BufferConversion(model, options.device, dtype, values))
+    undo.enter_context(BufferConversion(model, options.device, dtype, values, training.begun))
     activations.leave_alone(model.buffers())
     undo.enter_context(WithoutWeakReferences(model))
     training.attach(undo)

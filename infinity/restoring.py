@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from aio.errors import let_go
+from aio.threads import Latch
 from checkpoint.errors import RankFailedError
 from infinity.autograd.lost_values import refuse_calls
 from infinity.autograd.restore_error import RestoreError, alive, listed
@@ -51,12 +52,17 @@ T = TypeVar("T")
 class Restoring:
     """Gives parameters back their values, on the device and in the dtype that they came with.
 
-    Values of partitioned parameters are with all ranks. Where some rank has failed they cannot be
-    had any more: those parameters are on the meta device then.
+    Until the block has begun those are the ones that they came with, whatever the tiers have. Those
+    of partitioned parameters are with all ranks. Where some rank has failed they cannot be had any
+    more: those parameters are on the meta device then.
     """
 
-    def __init__(self, model: nn.Module, state: TieredState, rank_context: RankContext) -> None:
+    def __init__(
+        self, model: nn.Module, state: TieredState, rank_context: RankContext, begun: Latch
+    ) -> None:
         self._model = model
+        self._begun = begun
+        self._own: dict[int, torch.Tensor] = {}  # that parameters came with, until it has begun
         self._state = state
         self._rank_context = rank_context
         self._first: deque[Callable[[], object]] = deque()
@@ -80,6 +86,7 @@ class Restoring:
     def add(self, record: Record) -> None:
         """From now on the parameter is not itself, and is to be restored."""
         self._now[record.index] = record.parameter
+        self._own[record.index] = record.parameter.data
         self._came_without[record.index] = reason_of(record.parameter)
         if record.parameter.grad is not None:
             self.gradients[record.index] = record.parameter.grad
@@ -87,6 +94,12 @@ class Restoring:
         # An interrupt may come before or behind this: all else of it is there now.
         self._records[record.index] = record
         self._agenda.append(partial(self._restore, record))
+
+    def begin(self) -> None:
+        """All of the model is in the block: from now on what that has is given back."""
+        self._begun.set()
+        self._own.clear()
+        self.gradients.clear()
 
     def before(self, steps: Callable[[], int], *waits: Callable[[], object]) -> None:
         """What ``run`` is to do first; ``waits`` can be repeated, and ``steps`` were taken."""
@@ -235,6 +248,8 @@ class Restoring:
         nothing = partial(lost, record.shape, stride, record.dtype)
         if record.device.type == "meta":
             return nothing(self._came_without[record.index])
+        if not self._begun.is_set():
+            return self._own[record.index]
         if record.index in self._state.mixture.without_values:
             return nothing(refusal_of_mixed(record.name))
         if record.is_partitioned and not self._rank_context.is_whole:

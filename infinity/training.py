@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from aio.threads import Latch
 from infinity.activations.offloading import Activations
 from infinity.autograd.modifying import Loans
 from infinity.autograd.module_hooks import ModelHooks
@@ -111,7 +112,8 @@ class Training:
         self._hooks = ModelHooks(
             parts.model, records, *hooked, parts.compute_dtype, passes, self.loans
         )
-        self._restoring = Restoring(parts.model, state, rank_context)
+        self.begun = Latch()
+        self._restoring = Restoring(parts.model, state, rank_context, self.begun)
         self._process, self._open = os.getpid(), True
         self.reference = StateReference(parts.run, records, parts.rule.kept_by)
         self.optimizer = parts.optimizer_for(self)
@@ -376,7 +378,7 @@ class Training:
         self.versions.watch(self.model)
         undo.push(self.versions.check_at_end)
         undo.push(self.loans.end)
-        self._restoring.gradients.clear()
+        self._restoring.begin()
 
     def _restore(self) -> None:
         """See ``Restoring``; what it left after an interrupt, when called again."""

@@ -118,12 +118,13 @@ class SavedActivation:
             )
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, over ``memory`` or over a copy of it on the tensor's device."""
+        """The tensor, over ``memory`` or over a copy of it on the tensor's device. A backward
+        function that changes it in place changes its version, for all that are needed later.
+        """
         empty: Any = torch.empty(0, dtype=self.dtype, device=self.device)
         there = memory.to(self.device, non_blocking=True)
-        tensor: torch.Tensor = empty.set_(
-            there.untyped_storage(), self.offset, self.size, self.stride
-        )
+        tensor = self.version_probe.detach()
+        tensor.data = empty.set_(there.untyped_storage(), self.offset, self.size, self.stride)
         return tensor
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from aio.threads import Latch
 from infinity.parameters.first_values import Values
 
 
@@ -17,13 +18,19 @@ class BufferConversion:
     which lie in one another's memory still do inside; back on exit with the values they have.
     Elements that nothing changed meanwhile have the bits that they had, and what was changed in
     place is then the tensor that it was, so that views of it from before the block have these
-    values, too.
+    values, too. Where the block has not ``begun`` they are as they were.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, dtype: torch.dtype | None, values: Values
+        self,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        values: Values,
+        begun: Latch,
     ) -> None:
         self._model = model
+        self._begun = begun
         self._device = device
         self._dtype = dtype
         self._values = values
@@ -44,6 +51,10 @@ class BufferConversion:
             module._buffers[name] = inside
 
     def __exit__(self, *_: object) -> None:
+        if not self._begun.is_set():
+            for module, name, before, _inside in self._before:
+                module._buffers[name] = before
+            return
         ended = [
             (module, name, before, buffer, buffer is inside)
             for module, name, before, inside in self._before

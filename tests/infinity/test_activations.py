@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -241,3 +242,40 @@ def test_memory_of_the_process_grows_by_the_share_and_not_by_the_activations(
     # 32 MiB, and a few of 8 MiB are at work beside it.
     assert grown["keep"] > 230
     assert grown["nvme"] < 160
+
+
+class _Consuming(torch.autograd.Function):
+    """Its backward takes what it saved for its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        result: torch.Tensor = x.mul_(2).mul_(gradient)
+        return result
+
+
+@pytest.mark.parametrize("host_memory", ["1GiB", "64MiB"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", ["another function", "a second pass", "a view"])
+def test_saved_tensor_that_a_backward_function_changed_is_refused(
+    what: str, mode: str, host_memory: str, nvme: Path
+) -> None:
+    model = nn.Linear(512, 512)
+    with infinity.offload(model, nvme, host_memory=host_memory, activations=mode):
+        y = model(torch.randn(512, 512))
+        if what == "a second pass":
+            consumed = _Consuming.apply(y)
+            consumed.sum().backward(retain_graph=True)
+            with pytest.raises(RuntimeError, match="modified in place"):
+                consumed.sum().backward()
+            return
+        kept = (y if what == "another function" else y[:300]).sin()
+        # Backward runs in the opposite order: the later function is the first.
+        loss = kept.sum() + _Consuming.apply(y).sum()
+        with pytest.raises(RuntimeError, match="modified in place"):
+            loss.backward()

@@ -1,7 +1,11 @@
 """Windows over files give the bytes of the files, whatever is asked for after what."""
 
+import itertools
 import os
+import shutil
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,11 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch import nn
 
+import infinity
 from aio import AioError
 from infinity.values.initial.file_windows import NUM_WINDOWS, WINDOW_BYTES, FileWindows
 from infinity.values.initial.weight_files import WeightFolder
 from tests.support.examples import examples
+from tests.support.training import same_values, values_of
 
 SIZE = (2 * NUM_WINDOWS + 3) * WINDOW_BYTES + 4097
 
@@ -113,3 +120,37 @@ def test_a_file_that_is_replaced_between_two_reads_is_an_error(tmp_path: Path) -
             mine.read(2000, memoryview(out))
     finally:
         windows.close()
+
+
+@pytest.mark.parametrize("change", ["written to", "replaced", "removed"])
+def test_a_file_of_weights_that_is_written_to_while_it_is_read_is_an_error(
+    change: str, tmp_path: Path, nvme: Path
+) -> None:
+    path, other = tmp_path / "model.safetensors", tmp_path / "other"
+    layers = {f"{n}.weight": torch.full((600, 600), float(n)) for n in range(6)}
+    save_file(layers, path)
+    save_file({name: values + 10 for name, values in layers.items()}, other)
+    model = nn.Sequential(*[nn.Linear(600, 600, bias=False) for _ in range(6)])
+    before = values_of(model)
+    find, reads = FileWindows._copy, itertools.count()
+
+    def copied(*arguments: Any) -> None:
+        if next(reads) == 3:
+            if change == "written to":
+                shutil.copyfile(other, path)
+            elif change == "replaced":
+                other.replace(path)
+            else:
+                path.unlink()
+        find(*arguments)
+
+    block = infinity.offload(model, nvme, weights=path, host_memory="64MiB")
+    with mock.patch.object(FileWindows, "_copy", copied):
+        if change != "written to":
+            with block:
+                pass
+            assert same_values(layers, values_of(model))
+            return
+        with pytest.raises(ValueError, match=r"model\.safetensors is another file than it was"):
+            block.__enter__()
+    assert same_values(before, values_of(model))

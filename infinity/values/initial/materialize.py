@@ -217,6 +217,7 @@ class WeightFiles:
                     if other is not None and other.index not in done:
                         done.add(other.index)
                         yield other, values
+            self._folder.check_unchanged()
         finally:
             windows.close()
             beside.close()

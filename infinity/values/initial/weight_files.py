@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,16 @@ class WeightFolder:
         if file not in self._headers:
             self._headers[file] = _header_of(file)
         return self._headers[file]
+
+    def check_unchanged(self) -> None:
+        """Raises ``ValueError`` for a file that was written to since it was looked at. One whose
+        place another has taken, or that is gone, was read as it was.
+        """
+        for file, header in self._headers.items():
+            with suppress(FileNotFoundError):
+                now = identity_of(file.stat())
+                if now != header.identity and now[:2] == header.identity[:2]:
+                    raise changed(file)
 
     def close(self) -> None:
         """No file stays open; the next read opens its own again."""
