@@ -4,7 +4,8 @@ again. What is done with them is decided in ``tiers``.
 Invariants:
 - A storage is kept once, however many saved tensors lie in it, unless it was changed in between.
 - A saved tensor comes back with the bits it had. One that was changed in place since is refused, as
-  autograd does: its version counter is kept, without its memory.
+  autograd does: its version counter is kept, without its memory. Backward functions of Python get a
+  copy (see ``infinity.autograd.saved_tensors``), and what they change is theirs.
 - What a graph that is gone had saved is free after the next call; nothing waits for a backward pass
   that never comes.
 
