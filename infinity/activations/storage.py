@@ -1,7 +1,8 @@
 """Storages that autograd saved, and their way to NVMe and back.
 
-A storage is written from where it lies and read into new memory. While its bytes are in memory they
-are its *memory*; a storage without memory is on NVMe as a whole.
+What is called a storage here is all of one, or, of a tensor that is a small part of it (a slice of
+a data set), the range that this lies in. It is written from where it lies and read into new memory.
+While its bytes are in memory they are its *memory*; a storage without memory is on NVMe as a whole.
 
 Whoever frees or resizes the memory of a saved tensor behind autograd's back (``resize_`` of its
 storage) takes it from under a write, too; it is refused afterwards.
@@ -17,6 +18,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import AioError, Operation
+from aio.checksum import crc32c
+from infinity.autograd.views import bytes_of as reach_of
 from swap.interruptions.undo import Undo
 from swap.storage.components import as_bytes, page_aligned
 from swap.storage.drives.bandwidth import shares
@@ -32,21 +35,35 @@ at a time.
 _FIRST_BYTES = 64 * 1024 * 1024
 """Size that swap files are given, on average, when the first storage is written."""
 _LABEL = "activation"
+_LEAST_SHARE = 4
+"""Of a storage, one part in so many is saved with the whole: tensors that share one are saved once,
+such as query, key and value.
+"""
+_RANGE_ALIGNMENT = 64
+
+Place = tuple[int, int, int]
+"""A storage of torch, and the first byte and the number of bytes of a range of it."""
 
 
 @dataclass(slots=True, eq=False)
 class SavedStorage:
-    """One storage as it was at one version; ``number`` counts in the order of saving.
+    """One storage, from its byte ``first`` on, as it was at one version; ``number`` counts in the
+    order of saving.
 
     ``memory``: its bytes, flat, on the CPU; ``address`` is where they were. ``uses`` counts the
-    saved tensors that lie in it. ``read_into``: memory that they were read into, which a backward
-    pass may be at work on when it is nobody else's any more.
+    saved tensors that lie in it. Where the first of them is a part of it, it is not ``is_filled``, and
+    ``crc`` is the sum of what was written: other parts may be filled later by who counts no
+    version. ``read_into``: memory that they were read into, which a backward pass may be at work on
+    when it is nobody else's any more.
     """
 
     number: int
+    first: int
     nbytes: int
     memory: torch.Tensor | None
     address: int
+    is_filled: bool = True
+    crc: int | None = None
     uses: int = 0
     extent: Extent | None = None
     write: Operation | None = None
@@ -66,6 +83,13 @@ class SavedStorage:
         self.memory = empty.set_(held)
         return True
 
+    def has_bytes_of(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, in the storage that this is, will come back with the bytes it has."""
+        if self.crc is None or not tensor.is_cpu:
+            return True
+        here = bytes_at(tensor, (tensor.untyped_storage()._cdata, self.first, self.nbytes))
+        return crc32c(as_bytes(here)) == self.crc
+
     @property
     def is_moving(self) -> bool:
         """Whether a transfer is under way."""
@@ -75,7 +99,8 @@ class SavedStorage:
         """Raises ``RuntimeError`` if the memory was freed or resized since it was saved."""
         memory = self.memory
         if memory is not None and (
-            memory.untyped_storage().nbytes() < self.nbytes or memory.data_ptr() != self.address
+            memory.untyped_storage().nbytes() < memory.storage_offset() + self.nbytes
+            or memory.data_ptr() != self.address
         ):
             raise RuntimeError(
                 f"the storage of a saved tensor, {self.nbytes} bytes, was resized before the "
@@ -123,8 +148,10 @@ class SavedActivation:
         """
         empty: Any = torch.empty(0, dtype=self.dtype, device=self.device)
         there = memory.to(self.device, non_blocking=True)
+        moved = there.storage_offset() - self.storage.first
+        offset = self.offset + moved // self.dtype.itemsize
         tensor = self.version_probe.detach()
-        tensor.data = empty.set_(there.untyped_storage(), self.offset, self.size, self.stride)
+        tensor.data = empty.set_(there.untyped_storage(), offset, self.size, self.stride)
         return tensor
 
 
@@ -172,6 +199,8 @@ class Volume:
             self._extents.reserve(self._first_bytes)
             self._first_bytes = 0
         extent = self._extents.allocate(storage.nbytes)
+        if not storage.is_filled:
+            storage.crc = crc32c(as_bytes(storage.memory))
         try:
             write = self._extents.write(extent, 0, as_bytes(storage.memory))
         except Exception:  # an interrupt may come behind its beginning: see ``take_stock``
@@ -280,10 +309,28 @@ class Volume:
             operation.result()
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the storage that ``tensor`` lies in, flat, in place."""
+def place_of(tensor: torch.Tensor) -> Place:
+    """What is saved of the storage that a strided tensor lies in."""
+    whole = storage, _, nbytes = whole_of(tensor)
+    if not tensor.numel():
+        return whole
+    first, last = reach_of(tensor)
+    if (last - first) * _LEAST_SHARE >= nbytes:
+        return whole
+    first -= first % _RANGE_ALIGNMENT
+    return storage, first, last - first
+
+
+def whole_of(tensor: torch.Tensor) -> Place:
+    """All of the storage that a tensor lies in."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, 0, storage.nbytes()
+
+
+def bytes_at(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    """The bytes of its storage that ``place_of`` says, flat, in place."""
     empty: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    flat: torch.Tensor = empty.set_(tensor.untyped_storage())
+    flat: torch.Tensor = empty.set_(tensor.untyped_storage(), place[1], (place[2],))
     return flat
 
 
