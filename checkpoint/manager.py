@@ -207,6 +207,7 @@ class Manager:
         found: list[Any] = []
         passed_over: list[int] = []
         for candidate, verdict in self._judged(loading, partial(self._attempt, options, found)):
+            self._known.note_load(self.path(candidate), is_whole=verdict is Verdict.WHOLE)
             if verdict is Verdict.WHOLE:
                 self._tell(candidate, passed_over)
                 return found[-1]
@@ -344,15 +345,16 @@ class Manager:
         `path(step)`, as `OffloadedModel.save` does; call it when none of these saves is running.
         A step that is newer than its manifest says (it was saved here last, and one from a host
         whose clock is ahead was copied in) stays with a warning until the next save.
-        Damaged checkpoints stay, for somebody to look at; they do not count as kept. What cannot be
-        removed is a warning. Of several ranks the first one removes, and nobody waits for it.
+        Damaged checkpoints stay, for somebody to look at; they do not count as kept, nor do those
+        that the last `load` passed over. What cannot be removed is a warning. Of several ranks the
+        first one removes, and nobody waits for it.
         """
         if self._ranks.rank:
             return
         finished: list[Finished] = []
         for step in self._found():
             path = self.path(step)
-            if path.is_symlink():
+            if path.is_symlink() or self._known.was_damaged(path):
                 continue
             with warned(path):
                 try:

@@ -25,6 +25,7 @@ class KnownManifests:
     def __init__(self, moved: Relocation = AS_SAVED) -> None:
         self._moved = moved
         self._known: dict[Path, tuple[_Stamp, Manifest]] = {}
+        self._damaged: dict[Path, _Stamp | None] = {}
 
     def add(self, checkpoint: Path, manifest: Manifest) -> None:
         """This process has just written the manifest of a checkpoint."""
@@ -73,6 +74,18 @@ class KnownManifests:
             with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
                 return self.check(checkpoint).saved
         return saved
+
+    def note_load(self, checkpoint: Path, *, is_whole: bool) -> None:
+        """What a load found, which sees more than a look at the files does."""
+        if is_whole:
+            self._damaged.pop(checkpoint, None)
+        else:
+            self._damaged[checkpoint] = _stamp(checkpoint)
+
+    def was_damaged(self, checkpoint: Path) -> bool:
+        """Whether the last load found damage in what is there still."""
+        found = self._damaged.get(checkpoint)
+        return found is not None and found == _stamp(checkpoint)
 
     def forget(self, checkpoint: Path) -> None:
         """The checkpoint is gone."""

@@ -51,8 +51,8 @@ class SavedStorage:
     order of saving.
 
     ``memory``: its bytes, flat, on the CPU; ``address`` is where they were. ``uses`` counts the
-    saved tensors that lie in it. Where the first of them is a part of it, it is not ``is_filled``, and
-    ``crc`` is the sum of what was written: other parts may be filled later by who counts no
+    saved tensors that lie in it. Where the first of them is a part of it, it is not ``is_filled``,
+    and ``crc`` is the sum of what was written: other parts may be filled later by who counts no
     version. ``read_into``: memory that they were read into, which a backward pass may be at work on
     when it is nobody else's any more.
     """

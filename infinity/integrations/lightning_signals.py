@@ -118,10 +118,12 @@ class SignalsBetweenSteps(Callback):
         self._end_step()
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        self.handle()
+        if not self._is_in_step:
+            self.handle()
 
     def on_validation_end(self, *_: Any) -> None:
-        self.handle()
+        if not self._is_in_step:
+            self.handle()
 
     def on_test_batch_end(self, *_: Any) -> None:
         self.handle()

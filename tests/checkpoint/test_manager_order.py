@@ -99,6 +99,24 @@ def test_a_load_says_which_step_it_is_and_which_were_passed_over(
     assert manager.loaded == checkpoint.LoadedStep(1, passed_over=())
 
 
+def test_steps_that_a_load_passed_over_stay_and_do_not_count_as_kept(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    damage_data(manager.path(3))
+    assert manager.load()["step"] == 2
+    manager.save(4, state(4))
+    assert manager.steps() == [2, 3, 4]
+    damage_data(manager.path(4))
+    assert manager.load()["step"] == 2
+    manager.save(5, state(5))
+    assert manager.steps() == [2, 3, 4, 5]
+    for step in (3, 4):  # saved over they are whole again
+        manager.save(step, state(step))
+    assert manager.steps() == [3, 4]
+    assert manager.load()["step"] == 4
+
+
 @pytest.mark.parametrize("plant", ["file", "pipe", "dangling link", "link to a file"])
 def test_what_is_no_directory_is_no_step(tmp_path: Path, plant: str) -> None:
     manager = checkpoint.Manager(tmp_path)

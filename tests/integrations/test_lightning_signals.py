@@ -134,6 +134,21 @@ def test_requeue_that_is_asked_for_in_a_step_is_done_when_it_has_ended(
     assert all(same_bits(value, values[name]) for name, value in resumed[0].values.items())
 
 
+def test_requeue_that_is_asked_for_is_not_done_at_a_validation_batch_within_the_step(
+    nvme: Path, tmp_path: Path, requeued: list[list[str]]
+) -> None:
+    fit(
+        tmp_path,
+        OffloadStrategy(nvme, host_memory=least_of(nvme)),
+        callbacks=[Raises("callback")],
+        plugins=[SLURMEnvironment(auto_requeue=True)],
+        accumulate_grad_batches=INTERRUPTED + 3,
+        val_check_interval=1,
+    )
+    assert requeued == [["scontrol", "requeue", "12"]]
+    assert _rest(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] == 1
+
+
 @pytest.mark.parametrize("where", ["forward", "step"])
 def test_sigterm_in_a_step_ends_the_run_behind_it(
     where: str, nvme: Path, tmp_path: Path, requeued: list[list[str]]
