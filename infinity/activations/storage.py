@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import AioError, Operation
 from aio.checksum import crc32c
-from infinity.autograd.views import bytes_of as reach_of
 from swap.interruptions.undo import Undo
+from swap.plain import reach_bytes
 from swap.storage.components import as_bytes, page_aligned
 from swap.storage.drives.bandwidth import shares
 from swap.storage.extents import Extent
@@ -314,11 +314,11 @@ def place_of(tensor: torch.Tensor) -> Place:
     whole = storage, _, nbytes = whole_of(tensor)
     if not tensor.numel():
         return whole
-    first, last = reach_of(tensor)
-    if (last - first) * _LEAST_SHARE >= nbytes:
+    reach, first = reach_bytes(tensor), int(tensor.storage_offset()) * tensor.dtype.itemsize
+    if reach * _LEAST_SHARE >= nbytes:
         return whole
-    first -= first % _RANGE_ALIGNMENT
-    return storage, first, last - first
+    before = first % _RANGE_ALIGNMENT
+    return storage, first - before, before + reach
 
 
 def whole_of(tensor: torch.Tensor) -> Place:
