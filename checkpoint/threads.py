@@ -68,6 +68,15 @@ def started(run: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
+class _Asked(threading.local):
+    """Whether this thread is within code of a program that a save asks for bytes."""
+
+    by_save = False
+
+
+asked = _Asked()
+
+
 class Workers:
     """At most `count` threads that do what they are given, begun as there is work for them.
 
@@ -85,7 +94,12 @@ class Workers:
         done: Future[T] = Future()
         with self._lock:
             if len(self._threads) < self._count:
-                self._threads.append(started(self._run, f"{self._name}-{len(self._threads)}"))
+                try:
+                    self._threads.append(started(self._run, f"{self._name}-{len(self._threads)}"))
+                except OSError:
+                    if not self._threads:  # fewer will do
+                        raise
+                    self._count = len(self._threads)
         self._work.put(partial(_complete, done, work))
         return done
 

@@ -52,7 +52,8 @@ def load(
     place, found by their keys; it is returned, its other values replaced by the saved ones; what
     the checkpoint holds beyond it is not read. One tensor at several keys takes the value of the
     first of them; targets that overlap in another way hold the value of either where they do.
-    `map_location`: device of new tensors; None for the one that each was saved from.
+    `map_location`: device of new tensors; None for the one that each was saved from. Arrays are in
+    host memory. A counter (`collections.Counter`) in `into` is one value.
     `verify=False` skips the checksums of data.
 
     `dtype`: tensors of floating-point numbers come in this dtype, rounded as `Tensor.to` rounds,
@@ -105,12 +106,13 @@ def _device(map_location: str | torch.device) -> torch.device:
     """Of a device without a number, that of this thread: loads have threads of their own."""
     try:
         device = torch.device(map_location)
+        torch.empty(0, device=device)  # raises what the device's module does
     except TypeError as error:
         raise TypeError(
             f"map_location is a {type(map_location).__name__}, not a device; give one, or None for "
             "the device that each tensor was saved from"
         ) from error
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(
             f"map_location={map_location!r} is no device of this machine: {error}"
         ) from error

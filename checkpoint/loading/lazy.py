@@ -171,7 +171,8 @@ class LazyTensor:
         opened, shape = self._checkpoint.opened, box.shape + self._carried
         values = _read(opened, self.name, self._view, start, shape)
         if "array" in self._node:
-            array = array_over(self._node, values)[box.picks]
+            # With integers alone numpy gives a number, but for the dots.
+            array = array_over(self._node, values)[(*box.picks, ...)]
             return array.copy() if box.skips else array
         tensor = values[box.picks]
         return tensor.clone() if box.skips else tensor

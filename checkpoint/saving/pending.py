@@ -261,6 +261,11 @@ def is_being_saved(path: Path) -> bool:
     return _registry.is_attended(path)
 
 
+def is_behind(path: Path) -> bool:
+    """Whether there is one in the background, for which another one to that path would wait."""
+    return bool(_registry.running(path))
+
+
 def wait_for_earlier(
     path: Path, cancellation: Cancellation, before: PendingSave | None = None
 ) -> None:

@@ -10,6 +10,7 @@ raised by the call on every rank; what fails once it has begun is that of `resul
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -25,9 +26,9 @@ from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, apart
 from checkpoint.saving.commit import SavePlan, commit
 from checkpoint.saving.guard import Gate
-from checkpoint.saving.pending import PendingSave, wait_for_earlier
+from checkpoint.saving.pending import PendingSave, is_behind, wait_for_earlier
 from checkpoint.sheltered import Cancellation, StoppedError, Worker, wait_for
-from checkpoint.threads import started
+from checkpoint.threads import asked, started
 from checkpoint.transfer.memory import machine
 from checkpoint.transfer.snapshot import Snapshot
 
@@ -88,6 +89,11 @@ def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
 
 
 def _start(order: Order, worker: Worker[None], latch: Latch) -> None:
+    if asked.by_save and is_behind(order.path):
+        what = (
+            "another save to this checkpoint is still running, and asks this thread for its bytes"
+        )
+        raise BlockingIOError(errno.EAGAIN, what, str(order.path))
     end_given_up(order.path)
     wait_for(worker, latch)
 

@@ -223,8 +223,12 @@ class Assembler:
         kind = "array" if "array" in node else "tensor"
         leaf = self._leaves.get((kind, view.tensor))
         if leaf is None:
-            stored = self._stored(view.tensor, self._device_of(node))
-            leaf = _flagged(node, stored) if kind == "tensor" else array_over(node, stored)
+            if kind == "tensor":
+                leaf = _flagged(node, self._stored(view.tensor, self._device_of(node)))
+            else:
+                if self._device not in (None, _CPU):
+                    self.tensors.pop(view.tensor, None)  # numpy has host memory alone
+                leaf = array_over(node, self._stored(view.tensor, _CPU))
             self._leaves[kind, view.tensor] = leaf
         return leaf
 

@@ -22,6 +22,7 @@ from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.plan.state_plan import FilePlan
 from checkpoint.plan.write_runs import ZEROS, Extent, Run, plan_runs
 from checkpoint.tensors.sources import Source
+from checkpoint.threads import asked
 
 MIN_DIRECT_BYTES = 1 << 20
 """Below this, gathering a tensor with its neighbours beats a write of its own."""
@@ -203,7 +204,11 @@ class Filler:
         ragged = first % source.element.itemsize or len(out) % source.element.itemsize
         assert not ragged, "runs are cut between elements"
         self._check_held(number)
-        source.read(shard.first_byte + first, out.data)
+        asked.by_save = True
+        try:
+            source.read(shard.first_byte + first, out.data)
+        finally:
+            asked.by_save = False
         self._check_held(number)
 
     def _sum(self, run: Run, origins: list[int], targets: list[int], sizes: list[int]) -> None:

@@ -266,3 +266,19 @@ def test_an_index_under_a_mode_without_values_is_refused_by_name(
     name = next(iter(lazy))
     with FakeTensorMode(), pytest.raises(RuntimeError, match=f"{name}.*index it outside"):
         lazy[name][...]
+
+
+def test_an_index_of_an_array_gives_an_array_also_of_one_element(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "none": np.array(3.5),
+        "two": np.arange(6.0).reshape(2, 3),
+        "text": np.array("ab"),
+    }
+    checkpoint.save(state, tmp_path / "step")
+    with checkpoint.open(tmp_path / "step") as lazy:
+        places: dict[str, Any] = {"none": (), "two": (1, 2), "text": ...}
+        for name, index in places.items():
+            found, expected = lazy[name][index], np.asarray(state[name][index])
+            assert isinstance(found, np.ndarray)
+            assert (found.dtype, found.shape) == (expected.dtype, ())
+            assert found == expected

@@ -358,3 +358,19 @@ def test_a_counter_of_tensors_is_refused_by_its_place(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"state\['many'\]\['a'\]"):
         checkpoint.save({"many": many}, tmp_path / "step")
     assert not (tmp_path / "step").exists()
+
+
+def test_arrays_are_in_host_memory_wherever_tensors_go(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3), "a": np.arange(4), "more": [np.ones(5), np.ones(5)]}
+    checkpoint.save(state, tmp_path / "step")
+    loaded = checkpoint.load(tmp_path / "step", map_location="meta")
+    assert loaded["w"].is_meta
+    assert loaded["a"].tolist() == [0, 1, 2, 3]
+    assert [array.tolist() for array in loaded["more"]] == [[1] * 5] * 2
+
+
+def test_a_device_that_is_not_there_is_a_value_error(tmp_path: Path) -> None:
+    checkpoint.save({"w": torch.ones(3)}, tmp_path / "step")
+    for device in ("hpu", "xpu:3", "cuda:99"):
+        with pytest.raises(ValueError, match="is no device of this machine"):
+            checkpoint.load(tmp_path / "step", map_location=device)

@@ -1,14 +1,17 @@
 """Sources that have to be read are read several at once, ahead of the writing."""
 
+import errno
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
 import checkpoint
+from checkpoint import threads
 from checkpoint.format.datafile import ALIGNMENT
 
 MIB = 1 << 20
@@ -103,3 +106,50 @@ def test_tensors_of_whole_pages_begin_at_pages_of_an_export(tmp_path: Path) -> N
         assert (first + header[name]["data_offsets"][0]) % ALIGNMENT == 0
     for name, tensor in safetensors.torch.load_file(file).items():
         assert torch.equal(tensor, state[name])
+
+
+@pytest.mark.parametrize("way", ["save", "export"])
+def test_fewer_threads_than_are_wanted_are_enough(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, begun = threads.started, list[str]()
+
+    def started(run: Any, name: str) -> threading.Thread:
+        if name.startswith("checkpoint-fill") and begun:
+            raise OSError(errno.EAGAIN, f"cannot start the thread {name}")
+        if name.startswith("checkpoint-fill"):
+            begun.append(name)
+        return begin(run, name)
+
+    monkeypatch.setattr(threads, "started", started)
+    values = torch.randn(3000, 3000)
+    if way == "save":
+        checkpoint.save({"turned": values.t()}, tmp_path / "step")
+        assert torch.equal(checkpoint.load(tmp_path / "step")["turned"], values.t())
+    else:
+        checkpoint.write_safetensors({"turned": values.t()}, tmp_path / "out")
+    assert len(begun) == 1
+
+
+class Saving:
+    """A byte source that saves while it is read."""
+
+    dtype = torch.float32
+    shape = (MIB,)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, start: int, out: memoryview) -> None:
+        if not start:
+            checkpoint.save_async({"x": torch.ones(3)}, self.path).result()
+        out[:] = bytes(len(out))
+
+
+def test_a_source_that_saves_to_the_path_it_is_saved_to_is_told(tmp_path: Path) -> None:
+    checkpoint.save_async({"source": Saving(tmp_path / "other")}, tmp_path / "step").result()
+    assert checkpoint.load(tmp_path / "other")["x"].tolist() == [1, 1, 1]
+    pending = checkpoint.save_async({"source": Saving(tmp_path / "step")}, tmp_path / "step")
+    with pytest.raises(BlockingIOError, match="is still running, and asks this thread"):
+        pending.result()
+    assert list(checkpoint.load(tmp_path / "step")) == ["source"]
