@@ -204,8 +204,8 @@ class Manager:
             state = loading.apart(lambda: self._load(path, options))
             self._tell(step, [])
             return state
-        found: list[Any] = []
-        passed_over: list[int] = []
+        found, passed_over = list[Any](), list[int]()
+        self._known.begin_load()
         for candidate, verdict in self._judged(loading, partial(self._attempt, options, found)):
             self._known.note_load(self.path(candidate), is_whole=verdict is Verdict.WHOLE)
             if verdict is Verdict.WHOLE:

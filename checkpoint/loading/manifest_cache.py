@@ -75,6 +75,10 @@ class KnownManifests:
                 return self.check(checkpoint).saved
         return saved
 
+    def begin_load(self) -> None:
+        """What earlier ones found counts no more: a disk may have been away."""
+        self._damaged.clear()
+
     def note_load(self, checkpoint: Path, *, is_whole: bool) -> None:
         """What a load found, which sees more than a look at the files does."""
         if is_whole:

@@ -65,6 +65,7 @@ class OpenCheckpoint(ChunkReader):
         kept_bytes = KEPT_BYTES if kept_bytes is None else kept_bytes
         kept_bytes = max(kept_bytes, min(beside, most_kept_bytes))
         self._span: tuple[tuple[str, int, int], Block] | None = None
+        self._unpicked = 0
         self._span_lock = ForkedLock()
         super().__init__(manifest, checkpoint, verify=verify, kept_bytes=kept_bytes)
 
@@ -156,9 +157,9 @@ class OpenCheckpoint(ChunkReader):
             place = place_in((0,) * len(shape), (start, shape))
             integer_view(values)[place].copy_(integer_view(found))
 
-    def span(self, record: TensorRecord, first: int, nbytes: int) -> Block:
+    def span(self, record: TensorRecord, first: int, nbytes: int, wanted: int) -> Block:
         """Bytes of a stored tensor in memory of their own. The last ones that were asked for are
-        kept: whoever picks elements out of them comes again for the next ones.
+        kept until so many are ``picked`` out of them: whoever does comes again for the next ones.
         """
         key = (record.name, first, nbytes)
         with self._span_lock.here():
@@ -166,13 +167,15 @@ class OpenCheckpoint(ChunkReader):
                 self._span = None
                 data = np.empty(nbytes, np.uint8)
                 self.read(record, first, data.data)
-                self._span = key, data
+                self._span, self._unpicked = (key, data), wanted
             return self._span[1]
 
-    def forget_span(self) -> None:
-        """Lets go of what `span` keeps."""
+    def picked(self, nbytes: int) -> None:
+        """So many bytes were picked out of what `span` gave, in whatever order."""
         with self._span_lock.here():
-            self._span = None
+            self._unpicked -= nbytes
+            if self._unpicked <= 0:
+                self._span = None
 
     def source(self, view: TensorView) -> ByteSource:
         """A leaf of the checkpoint as a byte source, verified as it is read."""
@@ -291,11 +294,11 @@ class _PickedView(_Stored):
             done = end
 
     def _pick_from_memory(self, start: int, out: memoryview) -> None:
-        span = self.opened.span(self.record, self.view.offset, self.view.reach_bytes)
+        wanted = math.prod(self.shape) * self.dtype.itemsize
+        span = self.opened.span(self.record, self.view.offset, self.view.reach_bytes, wanted)
         empty = torch.empty(0, dtype=self.dtype, device="cpu")
         storage = torch.from_numpy(span).untyped_storage()
         source = tensor_source(empty.set_(storage, 0, self.shape, self.view.strides or ()))
         assert source.read is not None
         source.read(start, out)
-        if start + len(out) == source.nbytes:
-            self.opened.forget_span()
+        self.opened.picked(len(out))

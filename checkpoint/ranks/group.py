@@ -35,8 +35,8 @@ T = TypeVar("T")
 _CAUSE = "infinity-cause"
 _MADE = "infinity-made"
 _HEADER = 4
-_OWN = ("torch", "checkpoint", "infinity")
-"""Whose code calls what raises the errors of a transfer."""
+_OWN = ("checkpoint.ranks.group", "infinity.ranks.collectives")
+"""Modules of which the code calls what raises the errors of a transfer."""
 _DEFAULT_SECONDS = 1800.0
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", None)
 _PrefixStore: Any = getattr(dist, "PrefixStore", None)
@@ -274,7 +274,7 @@ def is_of_transfer(error: RuntimeError) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    return module.partition(".")[0] in _OWN
+    return module in _OWN or module.partition(".")[0] == "torch"
 
 
 def _check_arguments(seconds: float | None, name: Name | None) -> None:

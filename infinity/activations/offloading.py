@@ -2,8 +2,7 @@
 again. What is done with them is decided in ``tiers``.
 
 Invariants:
-- A storage is kept once, however many saved tensors lie in it, unless it was changed in between. Of
-  one that a tensor is a small part of, that part is kept.
+- A storage is kept once, however many saved tensors lie in it, unless it was changed in between.
 - A saved tensor comes back with the bits it had. One that was changed in place since is refused, as
   autograd does: its version counter is kept, without its memory. Backward functions of Python get a
   copy (see ``infinity.autograd.saved_tensors``), and what they change is theirs.
@@ -26,12 +25,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.activations.storage import (
-    Place,
     SavedActivation,
     SavedStorage,
-    place_of,
+    is_filled_by,
     version_probe_of,
-    whole_of,
 )
 from swap.plain import is_plain
 
@@ -75,8 +72,8 @@ class Activations:
         self._uses: dict[weakref.ref[SavedActivation], SavedStorage] = {}
         self._dead: queue.SimpleQueue[weakref.ref[SavedActivation]] = queue.SimpleQueue()
         self._alive: dict[int, SavedStorage] = {}
-        self._known: dict[Place, _Known] = {}
-        self._keys: dict[int, Place] = {}
+        self._known: dict[int, _Known] = {}
+        self._keys: dict[int, int] = {}
         self._left_alone: set[int] = set()
         self._next = 0
         self._closed = False
@@ -220,25 +217,23 @@ class Activations:
         self._keys = {known.storage.number: key for key, known in self._known.items()}
 
     def _add(self, tensor: torch.Tensor, memory: torch.Tensor) -> SavedStorage:
-        where, place = tensor.untyped_storage(), place_of(tensor)
-        storage = SavedStorage(self._next, place[1], memory.numel(), memory, memory.data_ptr())
-        storage.is_filled = tensor.numel() * tensor.dtype.itemsize >= storage.nbytes
+        where = tensor.untyped_storage()
+        storage = SavedStorage(self._next, memory.numel(), memory, memory.data_ptr())
+        storage.is_filled = is_filled_by(tensor)
         self._next += 1
         self._alive[storage.number] = storage
-        self._known[place] = _Known(
+        self._known[where._cdata] = _Known(
             StorageWeakRef(where), version_probe_of(tensor), tensor._version, storage
         )
-        self._keys[storage.number] = place
+        self._keys[storage.number] = where._cdata
         self._hold(storage.nbytes)
         return storage
 
     def _find(self, tensor: torch.Tensor) -> SavedStorage | None:
-        place = place_of(tensor)
-        for where in (place, whole_of(tensor)):
-            known = self._known.get(where)
-            if known is not None and known.is_still(tensor) and known.storage.has_bytes_of(tensor):
-                return known.storage
-        return None
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        if known is None or not known.is_still(tensor) or not known.storage.has_bytes_of(tensor):
+            return None
+        return known.storage
 
     def _hold(self, nbytes: int) -> None:
         self.held_bytes += nbytes
@@ -267,6 +262,6 @@ class Activations:
             and tensor.layout == torch.strided
             and not (tensor.is_quantized or tensor.is_inference())
             and is_plain(tensor)
-            and place_of(tensor)[2] >= THRESHOLD_BYTES
+            and tensor.untyped_storage().nbytes() >= THRESHOLD_BYTES
             and tensor.untyped_storage()._cdata not in self._left_alone
         )

@@ -1,8 +1,7 @@
 """Storages that autograd saved, and their way to NVMe and back.
 
-What is called a storage here is all of one, or, of a tensor that is a small part of it (a slice of
-a data set), the range that this lies in. It is written from where it lies and read into new memory.
-While its bytes are in memory they are its *memory*; a storage without memory is on NVMe as a whole.
+A storage is written from where it lies and read into new memory. While its bytes are in memory they
+are its *memory*; a storage without memory is on NVMe as a whole.
 
 Whoever frees or resizes the memory of a saved tensor behind autograd's back (``resize_`` of its
 storage) takes it from under a write, too; it is refused afterwards.
@@ -10,6 +9,7 @@ storage) takes it from under a write, too; it is refused afterwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,20 +35,11 @@ at a time.
 _FIRST_BYTES = 64 * 1024 * 1024
 """Size that swap files are given, on average, when the first storage is written."""
 _LABEL = "activation"
-_LEAST_SHARE = 4
-"""Of a storage, one part in so many is saved with the whole: tensors that share one are saved once,
-such as query, key and value.
-"""
-_RANGE_ALIGNMENT = 64
-
-Place = tuple[int, int, int]
-"""A storage of torch, and the first byte and the number of bytes of a range of it."""
 
 
 @dataclass(slots=True, eq=False)
 class SavedStorage:
-    """One storage, from its byte ``first`` on, as it was at one version; ``number`` counts in the
-    order of saving.
+    """One storage as it was at one version; ``number`` counts in the order of saving.
 
     ``memory``: its bytes, flat, on the CPU; ``address`` is where they were. ``uses`` counts the
     saved tensors that lie in it. Where the first of them is a part of it, it is not ``is_filled``,
@@ -58,7 +49,6 @@ class SavedStorage:
     """
 
     number: int
-    first: int
     nbytes: int
     memory: torch.Tensor | None
     address: int
@@ -87,8 +77,7 @@ class SavedStorage:
         """Whether ``tensor``, in the storage that this is, will come back with the bytes it has."""
         if self.crc is None or not tensor.is_cpu:
             return True
-        here = bytes_at(tensor, (tensor.untyped_storage()._cdata, self.first, self.nbytes))
-        return crc32c(as_bytes(here)) == self.crc
+        return crc32c(as_bytes(bytes_of(tensor))) == self.crc
 
     @property
     def is_moving(self) -> bool:
@@ -99,8 +88,7 @@ class SavedStorage:
         """Raises ``RuntimeError`` if the memory was freed or resized since it was saved."""
         memory = self.memory
         if memory is not None and (
-            memory.untyped_storage().nbytes() < memory.storage_offset() + self.nbytes
-            or memory.data_ptr() != self.address
+            memory.untyped_storage().nbytes() < self.nbytes or memory.data_ptr() != self.address
         ):
             raise RuntimeError(
                 f"the storage of a saved tensor, {self.nbytes} bytes, was resized before the "
@@ -148,10 +136,8 @@ class SavedActivation:
         """
         empty: Any = torch.empty(0, dtype=self.dtype, device=self.device)
         there = memory.to(self.device, non_blocking=True)
-        moved = there.storage_offset() - self.storage.first
-        offset = self.offset + moved // self.dtype.itemsize
         tensor = self.version_probe.detach()
-        tensor.data = empty.set_(there.untyped_storage(), offset, self.size, self.stride)
+        tensor.data = empty.set_(there.untyped_storage(), self.offset, self.size, self.stride)
         return tensor
 
 
@@ -309,28 +295,18 @@ class Volume:
             operation.result()
 
 
-def place_of(tensor: torch.Tensor) -> Place:
-    """What is saved of the storage that a strided tensor lies in."""
-    whole = storage, _, nbytes = whole_of(tensor)
-    if not tensor.numel():
-        return whole
-    reach, first = reach_bytes(tensor), int(tensor.storage_offset()) * tensor.dtype.itemsize
-    if reach * _LEAST_SHARE >= nbytes:
-        return whole
-    before = first % _RANGE_ALIGNMENT
-    return storage, first - before, before + reach
+def is_filled_by(tensor: torch.Tensor) -> bool:
+    """Whether all bytes of its storage are elements of a strided tensor."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    elements = math.prod(size for size, step in steps if step)  # others repeat elements
+    nbytes = tensor.untyped_storage().nbytes()
+    return min(elements * tensor.dtype.itemsize, reach_bytes(tensor)) >= nbytes
 
 
-def whole_of(tensor: torch.Tensor) -> Place:
-    """All of the storage that a tensor lies in."""
-    storage = tensor.untyped_storage()
-    return storage._cdata, 0, storage.nbytes()
-
-
-def bytes_at(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """The bytes of its storage that ``place_of`` says, flat, in place."""
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage that ``tensor`` lies in, flat, in place."""
     empty: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    flat: torch.Tensor = empty.set_(tensor.untyped_storage(), place[1], (place[2],))
+    flat: torch.Tensor = empty.set_(tensor.untyped_storage())
     return flat
 
 

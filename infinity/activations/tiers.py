@@ -19,7 +19,7 @@ import torch
 
 from aio import AioError
 from infinity.activations.offloading import Activations
-from infinity.activations.storage import ENGINE_BYTES, SavedStorage, Volume, bytes_at, place_of
+from infinity.activations.storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of
 from swap.memory.heap import give_back_freed_memory
 from swap.plan import eviction
 from swap.storage.components import page_aligned
@@ -54,7 +54,7 @@ class HostActivations(Activations):
         return tensor.device.type == self._device.type and self._is_large_and_plain(tensor)
 
     def _admit(self, tensor: torch.Tensor) -> SavedStorage | None:
-        whole = bytes_at(tensor, place_of(tensor))
+        whole = bytes_of(tensor)
         if not tensor.is_cuda:
             return self._add(tensor, whole)
         if self.held_bytes + self._cost(whole.numel()) > self.budget_bytes:
@@ -110,7 +110,7 @@ class NvmeActivations(Activations):
         )
 
     def _admit(self, tensor: torch.Tensor) -> SavedStorage | None:
-        whole = bytes_at(tensor, place_of(tensor))
+        whole = bytes_of(tensor)
         memory = whole if not tensor.is_cuda else page_aligned(whole.numel()).copy_(whole)
         storage = self._add(tensor, memory)
         self._in_memory[storage.number] = storage

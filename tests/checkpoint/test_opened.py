@@ -82,7 +82,7 @@ def test_a_child_forked_while_a_block_is_read_is_refused_and_does_not_wait(tmp_p
             if child == 0:
                 signal.alarm(20)
                 try:
-                    held.span(record, 0, 20)
+                    held.span(record, 0, 20, 20)
                 except RuntimeError as error:
                     os._exit("was forked" not in str(error))
                 os._exit(1)
