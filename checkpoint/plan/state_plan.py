@@ -211,10 +211,9 @@ def _add_flags(node: dict[str, Any], value: torch.Tensor) -> None:
 
 
 def plan_files(
-    state: StatePlan, *, uuid: str, rank: int, weights: Sequence[float], grained: bool = True
+    state: StatePlan, *, uuid: str, rank: int, weights: Sequence[float]
 ) -> list[FilePlan]:
     """Lays the tensors of a state out in one data file per stripe; stripes left empty get none.
-    Unless it is `grained` no tensor has sums of grains.
 
     Raises ValueError if a data file's header would be longer than safetensors allows.
     """
@@ -222,7 +221,7 @@ def plan_files(
     kinds = [(record.dtype, record.shape) for record in records]
     parts = {kind: whole_part(*kind) for kind in set(kinds)}  # there are few different ones
     own = [parts[kind] for kind in kinds]
-    nbytes = sum(tensor.source.nbytes for tensor in state.tensors) if grained else 0
+    nbytes = sum(tensor.source.nbytes for tensor in state.tensors)
     return plan_part_files(records, own, uuid=uuid, rank=rank, weights=weights, state_nbytes=nbytes)
 
 
@@ -239,7 +238,7 @@ def plan_part_files(
 
     A file holds one part of a tensor at most, so that a second one goes to files of its own. Each
     rank has a file 0, be it empty. `Shard.tensor` is the index of the part. `state_nbytes` are
-    those of all tensors, of all ranks; with 0 there are no grains.
+    those of all tensors, of all ranks.
     """
     kinds = [(record.dtype, record.shape) for record in records]
     grains_of = {  # there are few different ones

@@ -37,6 +37,8 @@ _MADE = "infinity-made"
 _HEADER = 4
 _OWN = ("checkpoint.ranks.group", "infinity.ranks.collectives")
 """Modules of which the code calls what raises the errors of a transfer."""
+_HANDLERS = "signal_handling"
+"""Module of torch's own handler, which tells of data loaders that died."""
 _DEFAULT_SECONDS = 1800.0
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", None)
 _PrefixStore: Any = getattr(dist, "PrefixStore", None)
@@ -274,7 +276,8 @@ def is_of_transfer(error: RuntimeError) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    return module in _OWN or module.partition(".")[0] == "torch"
+    is_of_torch = module.partition(".")[0] == "torch" and not module.endswith(_HANDLERS)
+    return is_of_torch or module in _OWN
 
 
 def _check_arguments(seconds: float | None, name: Name | None) -> None:

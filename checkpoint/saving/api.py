@@ -55,8 +55,7 @@ _MAX_NAME_BYTES = 246
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
     """What is to be saved and where, and who takes part. See `save` and `save_async`; `previous` is
-    a background save whose error this one raises. Unless `are_parts_read`, of tensors, they have
-    sums of whole blocks alone, which costs less. For the `arrival` see `accompanied`, in which a
+    a background save whose error this one raises. For the `arrival` see `accompanied`, in which a
     request is carried out.
     """
 
@@ -69,7 +68,6 @@ class SaveRequest:
     arrival: Arrival = field(default_factory=Arrival)
     staging_bytes: int | None = None
     previous: PendingSave | None = None
-    are_parts_read: bool = True
 
     @property
     def memory_bytes(self) -> int:
@@ -268,9 +266,7 @@ def plan_save(request: SaveRequest, cancellation: Cancellation) -> SavePlan:
         check_whole(state_plan)
         uuid, weights = _new_uuid(target), [1.0] * max(len(stripes), 1)
         saved = time_of_save(request.path, uuid)
-        files = plan_files(
-            state_plan, uuid=uuid, rank=0, weights=weights, grained=request.are_parts_read
-        )
+        files = plan_files(state_plan, uuid=uuid, rank=0, weights=weights)
         sources = [state_plan.sources_of(file) for file in files]
         return _save_plan(
             Destination(target, uuid, stripes),

@@ -4,8 +4,7 @@ again. What is done with them is decided in ``tiers``.
 Invariants:
 - A storage is kept once, however many saved tensors lie in it, unless it was changed in between.
 - A saved tensor comes back with the bits it had. One that was changed in place since is refused, as
-  autograd does: its version counter is kept, without its memory. Backward functions of Python get a
-  copy (see ``infinity.autograd.saved_tensors``), and what they change is theirs.
+  autograd does: its version counter is kept, without its memory.
 - What a graph that is gone had saved is free after the next call; nothing waits for a backward pass
   that never comes.
 
@@ -24,12 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.activations.storage import (
-    SavedActivation,
-    SavedStorage,
-    is_filled_by,
-    version_probe_of,
-)
+from infinity.activations.storage import SavedActivation, SavedStorage, version_probe_of
 from swap.plain import is_plain
 
 THRESHOLD_BYTES = 256 * 1024
@@ -219,7 +213,6 @@ class Activations:
     def _add(self, tensor: torch.Tensor, memory: torch.Tensor) -> SavedStorage:
         where = tensor.untyped_storage()
         storage = SavedStorage(self._next, memory.numel(), memory, memory.data_ptr())
-        storage.is_filled = is_filled_by(tensor)
         self._next += 1
         self._alive[storage.number] = storage
         self._known[where._cdata] = _Known(
@@ -231,9 +224,7 @@ class Activations:
 
     def _find(self, tensor: torch.Tensor) -> SavedStorage | None:
         known = self._known.get(tensor.untyped_storage()._cdata)
-        if known is None or not known.is_still(tensor) or not known.storage.has_bytes_of(tensor):
-            return None
-        return known.storage
+        return known.storage if known is not None and known.is_still(tensor) else None
 
     def _hold(self, nbytes: int) -> None:
         self.held_bytes += nbytes

@@ -9,7 +9,6 @@ storage) takes it from under a write, too; it is refused afterwards.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import AioError, Operation
-from aio.checksum import crc32c
 from swap.interruptions.undo import Undo
-from swap.plain import reach_bytes
 from swap.storage.components import as_bytes, page_aligned
 from swap.storage.drives.bandwidth import shares
 from swap.storage.extents import Extent
@@ -42,18 +39,14 @@ class SavedStorage:
     """One storage as it was at one version; ``number`` counts in the order of saving.
 
     ``memory``: its bytes, flat, on the CPU; ``address`` is where they were. ``uses`` counts the
-    saved tensors that lie in it. Where the first of them is a part of it, it is not ``is_filled``,
-    and ``crc`` is the sum of what was written: other parts may be filled later by who counts no
-    version. ``read_into``: memory that they were read into, which a backward pass may be at work on
-    when it is nobody else's any more.
+    saved tensors that lie in it. ``read_into``: memory that they were read into, which a backward
+    pass may be at work on when it is nobody else's any more.
     """
 
     number: int
     nbytes: int
     memory: torch.Tensor | None
     address: int
-    is_filled: bool = True
-    crc: int | None = None
     uses: int = 0
     extent: Extent | None = None
     write: Operation | None = None
@@ -72,12 +65,6 @@ class SavedStorage:
         empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.memory = empty.set_(held)
         return True
-
-    def has_bytes_of(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, in the storage that this is, will come back with the bytes it has."""
-        if self.crc is None or not tensor.is_cpu:
-            return True
-        return crc32c(as_bytes(bytes_of(tensor))) == self.crc
 
     @property
     def is_moving(self) -> bool:
@@ -131,13 +118,12 @@ class SavedActivation:
             )
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, over ``memory`` or over a copy of it on the tensor's device. A backward
-        function that changes it in place changes its version, for all that are needed later.
-        """
+        """The tensor, over ``memory`` or over a copy of it on the tensor's device."""
         empty: Any = torch.empty(0, dtype=self.dtype, device=self.device)
         there = memory.to(self.device, non_blocking=True)
-        tensor = self.version_probe.detach()
-        tensor.data = empty.set_(there.untyped_storage(), self.offset, self.size, self.stride)
+        tensor: torch.Tensor = empty.set_(
+            there.untyped_storage(), self.offset, self.size, self.stride
+        )
         return tensor
 
 
@@ -185,8 +171,6 @@ class Volume:
             self._extents.reserve(self._first_bytes)
             self._first_bytes = 0
         extent = self._extents.allocate(storage.nbytes)
-        if not storage.is_filled:
-            storage.crc = crc32c(as_bytes(storage.memory))
         try:
             write = self._extents.write(extent, 0, as_bytes(storage.memory))
         except Exception:  # an interrupt may come behind its beginning: see ``take_stock``
@@ -293,14 +277,6 @@ class Volume:
             return
         with self._timeline.span("stall", label=_LABEL):
             operation.result()
-
-
-def is_filled_by(tensor: torch.Tensor) -> bool:
-    """Whether all bytes of its storage are elements of a strided tensor."""
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
-    elements = math.prod(size for size, step in steps if step)  # others repeat elements
-    nbytes = tensor.untyped_storage().nbytes()
-    return min(elements * tensor.dtype.itemsize, reach_bytes(tensor)) >= nbytes
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,6 @@ unless others are at work there already.
 Plain PyTorch refuses a backward pass through something that was changed in place since it was
 saved. So do we: the generation of a parameter counts its updates, and the version of other tensors
 is compared.
-
-Autograd takes what a backward function returns for the gradient itself, without a copy, if nobody
-else refers to that tensor; it does not look at the memory. So functions of Python, which may return
-what they saved, or change it, get memory of their own where it is not the tensor that was saved.
-Those of torch compute what they return.
 """
 
 from __future__ import annotations
@@ -34,7 +29,6 @@ from typing import Any
 
 import torch
 
-from checkpoint.format.slices import is_dense
 from infinity.activations.offloading import Activations
 from infinity.activations.storage import SavedActivation
 from infinity.autograd.phases import Phases
@@ -66,11 +60,8 @@ class SavedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SavedTensor:
-    """``is_alias``: autograd has the tensor, and this is another one over its memory."""
-
     tensor: torch.Tensor
     version: int
-    is_alias: bool
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
@@ -143,19 +134,18 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             return taken
         version = 0 if tensor.is_inference() else tensor._version
         # A leaf comes as the parameter itself, whose data may be swapped under it.
-        is_alias = tensor.requires_grad
-        return _SavedTensor(tensor.detach() if is_alias else tensor, version, is_alias)
+        return _SavedTensor(tensor.detach() if tensor.requires_grad else tensor, version)
 
     @unseen
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _SavedTensor):
             self._phases.backward_works()
-            tensor = self._check_version(packed)
-            return _owned(tensor) if packed.is_alias else tensor
+            return self._check_version(packed)
         if isinstance(packed, SavedActivation):
             self._phases.backward_works()
-            return _owned(self._activations.restore(packed))
-        return _owned(packed.owner.fetch(packed))
+            return self._activations.restore(packed)
+        weight: torch.Tensor = packed.owner.fetch(packed)
+        return weight
 
     def find(self, tensor: torch.Tensor) -> SavedWeight | None:
         """How to fetch ``tensor`` again, if it lies in the weights of a parameter."""
@@ -255,21 +245,6 @@ def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
     leaf = tensor if tensor._base is None else tensor._base
     is_leaf = leaf.requires_grad and leaf.is_leaf and not isinstance(leaf, OffloadedParameter)
     return leaf if is_leaf else None
-
-
-def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    """In memory of its own for a backward function of Python, if that could become a gradient as it
-    is. What the function does to it is nobody else's either.
-    """
-    if not isinstance(torch._C._current_autograd_node(), torch._C._FunctionBase):
-        return tensor
-    is_strided = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-    if not is_strided or not is_dense(tensor.shape, tensor.stride()):
-        return tensor
-    owned = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return owned.copy_(tensor)
 
 
 def _home_ranges(records: list[Record], weights: Weights) -> dict[int, list[tuple[int, int, int]]]:

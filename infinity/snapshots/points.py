@@ -73,14 +73,7 @@ class Snapshots:
                 keep_files(self._folders, training.state, entry)
                 cancellation.check()
                 memory = training.checkpoint_bytes
-                save_on(
-                    SaveRequest(
-                        state=moment.tree,
-                        path=entry.folder,
-                        staging_bytes=memory,
-                        are_parts_read=False,
-                    )
-                )
+                save_on(SaveRequest(state=moment.tree, path=entry.folder, staging_bytes=memory))
             except BaseException:
                 self._known.take_back(training.state, entry)
                 raise
@@ -124,7 +117,6 @@ class Snapshots:
                         path=entry.folder,
                         guard=training.optimizer,
                         staging_bytes=training.checkpoint_bytes,
-                        are_parts_read=False,
                     ),
                     when_read=partial(keep_files, self._folders, state, entry),
                     on_end=ended,

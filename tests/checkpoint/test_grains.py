@@ -21,7 +21,6 @@ from checkpoint.directory.locate import read_manifest
 from checkpoint.format import checksum
 from checkpoint.format.checksum import CRC_BLOCK_BYTES, GRAIN_SIZES, crc32c, grain_bytes
 from checkpoint.format.slices import box_ranges, elements_before, merged
-from checkpoint.saving.api import SaveRequest, save_on
 from tests.checkpoint.test_hostile import write
 from tests.support.memory import folder_in_memory
 
@@ -252,14 +251,3 @@ def test_grains_that_are_not_of_the_bytes_are_found_by_verify(tmp_path: Path) ->
     (problem,) = checkpoint.verify(tmp_path / "step").problems
     assert (problem.tensor, problem.path) == ("w", str(tmp_path / "step" / "manifest.json"))
     assert f"the {numel * 4 - CRC_BLOCK_BYTES} bytes from {CRC_BLOCK_BYTES} on" in problem.what
-
-
-def test_a_state_that_is_not_read_in_parts_has_sums_of_blocks_alone(tmp_path: Path) -> None:
-    state = {"large": torch.zeros(9 << 20)}
-    for are_parts_read in (True, False):
-        path = tmp_path / str(are_parts_read)
-        save_on(SaveRequest(state=state, path=path, are_parts_read=are_parts_read))
-        ((chunk,),) = (record.chunks for record in read_manifest(path).tensors)
-        assert bool(chunk.grains) is are_parts_read
-        assert len(chunk.crc32c) == 3
-        assert torch.equal(checkpoint.load(path)["large"], state["large"])

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -242,97 +241,3 @@ def test_memory_of_the_process_grows_by_the_share_and_not_by_the_activations(
     # 32 MiB, and a few of 8 MiB are at work beside it.
     assert grown["keep"] > 230
     assert grown["nvme"] < 160
-
-
-class _Consuming(torch.autograd.Function):
-    """Its backward takes what it saved for its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        result: torch.Tensor = x.mul_(2).mul_(gradient)
-        return result
-
-
-@pytest.mark.parametrize("host_memory", ["1GiB", "64MiB"])
-@pytest.mark.parametrize("mode", ["host", "nvme"])
-@pytest.mark.parametrize("what", ["another function", "a second pass", "a view"])
-def test_saved_tensor_that_a_backward_function_changes_is_as_it_was_for_others(
-    what: str, mode: str, host_memory: str, nvme: Path
-) -> None:
-    model = nn.Linear(512, 512)
-    with infinity.offload(model, nvme, host_memory=host_memory, activations=mode):
-        leaf = torch.randn(512, 512, requires_grad=True)
-        y = model(torch.randn(512, 512)).detach() + leaf
-        kept = (y if what == "another function" else y[:300]).sin()
-        # Backward runs in the opposite order: the later function is the first.
-        loss = kept.sum() + _Consuming.apply(y).sum()
-        expected = 2 * y.detach()
-        expected[: len(kept)] += y.detach()[: len(kept)].cos()
-        for _ in range(2 if what == "a second pass" else 1):
-            (found,) = torch.autograd.grad(loss, leaf, retain_graph=what == "a second pass")
-            assert found.allclose(expected, atol=1e-5)
-
-
-def test_saved_tensor_that_is_changed_where_it_is_looked_at_is_refused(nvme: Path) -> None:
-    model = nn.Linear(512, 512)
-    with infinity.offload(model, nvme, host_memory="64MiB", activations="nvme"):
-        y = model(torch.randn(512, 512)).exp()
-        y.grad_fn._saved_result.mul_(2)
-        with pytest.raises(RuntimeError, match="modified in place"):
-            y.sum().backward()
-
-
-class _Returning(torch.autograd.Function):
-    """The gradient of its first argument is its second."""
-
-    @staticmethod
-    def forward(ctx: Any, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return w.sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return x, None
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["batch", "leaf", "result", "weights", "turned", "sparse"])
-def test_gradient_that_a_function_saved_is_no_memory_of_others(
-    kind: str, mode: str, nvme: Path
-) -> None:
-    model = nn.Linear(512, 512)
-    before = model.weight.detach().clone()
-    with infinity.offload(model, nvme, host_memory="64MiB", activations=mode) as offloaded:
-        batch = torch.randn(512, 512)
-        result = model(batch)
-        given: dict[str, torch.Tensor] = {
-            "batch": batch,
-            "leaf": torch.randn(512, 512, requires_grad=True),
-            "result": result,
-            "weights": model.weight,
-            "turned": result.t(),
-            "sparse": torch.eye(512).to_sparse().requires_grad_(),
-        }
-        saved = given[kind]
-        expected = saved.detach().to_dense().clone()
-        w = torch.zeros(512, 512, requires_grad=True)
-        loss = _Returning.apply(w, saved) + result.sin().sum()
-        for _ in range(2):
-            loss.backward(retain_graph=True)
-            assert w.grad is not None
-            assert torch.equal(w.grad.to_dense(), expected)
-            if kind != "sparse":
-                w.grad.mul_(3)
-            w.grad = None
-        if kind != "weights":
-            assert torch.equal(saved.detach().to_dense(), expected)
-        with offloaded.gathered([model.weight]):
-            assert torch.equal(model.weight, before)
-        offloaded.optimizer.zero_grad()
