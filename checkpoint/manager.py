@@ -201,7 +201,7 @@ class Manager:
         self._check_same(loading, step)
         if step is not None:
             path = self.path(step)
-            state = loading.apart(lambda: self._load(path, options))
+            state = loading.apart(lambda: self._known.noting(path, self._load, options))
             self._tell(step, [])
             return state
         found, passed_over = list[Any](), list[int]()
@@ -346,8 +346,8 @@ class Manager:
         A step that is newer than its manifest says (it was saved here last, and one from a host
         whose clock is ahead was copied in) stays with a warning until the next save.
         Damaged checkpoints stay, for somebody to look at; they do not count as kept, nor do those
-        that the last `load` passed over. What cannot be removed is a warning. Of several ranks the
-        first one removes, and nobody waits for it.
+        that a `load` found so, until one without a step looks again. What cannot be removed is a
+        warning. Of several ranks the first one removes, and nobody waits for it.
         """
         if self._ranks.rank:
             return

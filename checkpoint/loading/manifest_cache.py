@@ -6,9 +6,11 @@ changed would take the interpreter from the training beside it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from checkpoint.directory.locate import check_data_file, peek_saved, read_manifest
 from checkpoint.directory.relocation import AS_SAVED, Relocation
@@ -17,6 +19,8 @@ from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import Manifest
 
 _Stamp = tuple[int, ...]
+Options = TypeVar("Options")
+T = TypeVar("T")
 
 
 class KnownManifests:
@@ -86,8 +90,18 @@ class KnownManifests:
         else:
             self._damaged[checkpoint] = _stamp(checkpoint)
 
+    def noting(self, checkpoint: Path, load: Callable[[Path, Options], T], options: Options) -> T:
+        """What ``load`` gives of a checkpoint; damage that it finds is noted."""
+        try:
+            return load(checkpoint, options)
+        except CorruptCheckpointError:
+            self.note_load(checkpoint, is_whole=False)
+            raise
+
     def was_damaged(self, checkpoint: Path) -> bool:
-        """Whether the last load found damage in what is there still."""
+        """Whether a load found damage in what is there still, and none was asked since to look for
+        what is whole.
+        """
         found = self._damaged.get(checkpoint)
         return found is not None and found == _stamp(checkpoint)
 

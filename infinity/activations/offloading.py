@@ -8,7 +8,8 @@ Invariants:
 - What a graph that is gone had saved is free after the next call; nothing waits for a backward pass
   that never comes.
 
-A change behind autograd's back (through ``.data``) while a tensor is saved is not seen. Inside
+A change behind autograd's back (through ``.data``) while a tensor is saved is not seen, unless the
+program holds the memory: then it is seen as in plain PyTorch. Inside
 ``torch.utils.checkpoint`` its own hooks are at work instead of these.
 """
 
@@ -219,7 +220,6 @@ class Activations:
             StorageWeakRef(where), version_probe_of(tensor), tensor._version, storage
         )
         self._keys[storage.number] = where._cdata
-        self._hold(storage.nbytes)
         return storage
 
     def _find(self, tensor: torch.Tensor) -> SavedStorage | None:

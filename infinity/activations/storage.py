@@ -1,7 +1,9 @@
 """Storages that autograd saved, and their way to NVMe and back.
 
 A storage is written from where it lies and read into new memory. While its bytes are in memory they
-are its *memory*; a storage without memory is on NVMe as a whole.
+are its *memory*; a storage without memory is on NVMe as a whole. What the program holds as well is
+*held elsewhere*: to let go of it would give nothing back, and a program may fill a buffer in parts
+that are saved one after the other, which no version counts where numpy or another process does it.
 
 Whoever frees or resizes the memory of a saved tensor behind autograd's back (``resize_`` of its
 storage) takes it from under a write, too; it is refused afterwards.
@@ -18,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import AioError, Operation
 from swap.interruptions.undo import Undo
+from swap.memory.uses import other_uses
 from swap.storage.components import as_bytes, page_aligned
 from swap.storage.drives.bandwidth import shares
 from swap.storage.extents import Extent
@@ -67,20 +70,33 @@ class SavedStorage:
         return True
 
     @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether others refer to the memory of a storage that was never written, or have freed it:
+        who needs it is told then.
+        """
+        if self.memory is None or self.extent is not None or self.write is not None:
+            return False
+        return not self._is_whole or other_uses(self.memory) > 0
+
+    @property
     def is_moving(self) -> bool:
         """Whether a transfer is under way."""
         return any(o is not None and not o.done() for o in (self.write, self.read))
 
     def check_whole(self) -> None:
         """Raises ``RuntimeError`` if the memory was freed or resized since it was saved."""
-        memory = self.memory
-        if memory is not None and (
-            memory.untyped_storage().nbytes() < self.nbytes or memory.data_ptr() != self.address
-        ):
+        if not self._is_whole:
             raise RuntimeError(
                 f"the storage of a saved tensor, {self.nbytes} bytes, was resized before the "
                 "backward pass that needs it"
             )
+
+    @property
+    def _is_whole(self) -> bool:
+        memory = self.memory
+        return memory is None or (
+            memory.untyped_storage().nbytes() >= self.nbytes and memory.data_ptr() == self.address
+        )
 
 
 class SavedActivation:
@@ -118,12 +134,13 @@ class SavedActivation:
             )
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, over ``memory`` or over a copy of it on the tensor's device."""
+        """The tensor, over ``memory`` or over a copy of it on the tensor's device. A backward
+        function that changes it in place changes the version of all that share its counter.
+        """
         empty: Any = torch.empty(0, dtype=self.dtype, device=self.device)
         there = memory.to(self.device, non_blocking=True)
-        tensor: torch.Tensor = empty.set_(
-            there.untyped_storage(), self.offset, self.size, self.stride
-        )
+        tensor = self.version_probe.detach()
+        tensor.data = empty.set_(there.untyped_storage(), self.offset, self.size, self.stride)
         return tensor
 
 

@@ -5,6 +5,10 @@ latest ones stay in memory, the oldest go to NVMe, and while a backward pass wor
 those that were saved before it are read. Nothing is written before half of the budget is full: what
 fits costs no I/O.
 
+On a CPU a saved tensor lies in memory of the program, as long as that refers to it: a batch, the
+data set that the batch is a slice of, the buffer of a rollout. It is *lent*: it counts for nothing,
+is not written, and becomes the library's when the program lets go of it.
+
 Invariant: the memory held is at most the budget when a call returns, with what the engine still
 writes of storages that nobody needs any more.
 """
@@ -54,13 +58,16 @@ class HostActivations(Activations):
         return tensor.device.type == self._device.type and self._is_large_and_plain(tensor)
 
     def _admit(self, tensor: torch.Tensor) -> SavedStorage | None:
-        whole = bytes_of(tensor)
-        if not tensor.is_cuda:
-            return self._add(tensor, whole)
-        if self.held_bytes + self._cost(whole.numel()) > self.budget_bytes:
-            return None
-        memory = torch.empty(whole.numel(), dtype=torch.uint8, pin_memory=True, device="cpu")
-        return self._add(tensor, memory.copy_(whole))
+        memory = bytes_of(tensor)
+        nbytes = memory.numel()
+        if tensor.is_cuda:
+            if self.held_bytes + self._cost(nbytes) > self.budget_bytes:
+                return None
+            pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+            memory = pinned.copy_(memory)
+        storage = self._add(tensor, memory)
+        self._hold(nbytes)
+        return storage
 
     def _hold(self, nbytes: int) -> None:
         super()._hold(self._cost(nbytes) if nbytes > 0 else -self._cost(-nbytes))
@@ -89,6 +96,7 @@ class NvmeActivations(Activations):
         self._volume = Volume(directories, timeline)
         self._engine_bytes = ENGINE_BYTES * len(directories)
         self._in_memory: dict[int, SavedStorage] = {}
+        self._lent: dict[int, SavedStorage] = {}
         self._policy = eviction.for_saved()
         self._current = 0
         self._freed_bytes = 0
@@ -100,6 +108,7 @@ class NvmeActivations(Activations):
     def close(self) -> None:
         super().close()
         self._in_memory.clear()
+        self._lent.clear()
         self._volume.close()
 
     def _is_worth_it(self, tensor: torch.Tensor) -> bool:
@@ -107,18 +116,28 @@ class NvmeActivations(Activations):
             not self._closed
             and tensor.device.type == self._device.type
             and self._is_large_and_plain(tensor)
+            and self._is_of_torch(tensor)
+        )
+
+    def _is_of_torch(self, tensor: torch.Tensor) -> bool:
+        """Not memory of numpy's, of a file or of other processes: who else has it is not known."""
+        where = tensor.untyped_storage()
+        return where.resizable() or any(
+            storage.read_into is not None and storage.read_into.cdata == where._cdata
+            for storage in self._alive.values()
         )
 
     def _admit(self, tensor: torch.Tensor) -> SavedStorage | None:
         whole = bytes_of(tensor)
         memory = whole if not tensor.is_cuda else page_aligned(whole.numel()).copy_(whole)
         storage = self._add(tensor, memory)
-        self._in_memory[storage.number] = storage
+        self._lent[storage.number] = storage
         return storage
 
     def _saved(self, storage: SavedStorage) -> None:
         self._current = max(self._current, storage.number)
         self._policy.added(storage.number)
+        self._take_back()
         self._write_behind()
         self._fit(0)
         self._give_back()
@@ -145,6 +164,7 @@ class NvmeActivations(Activations):
         return super()._memory_of(storage)
 
     def _restored(self, storage: SavedStorage) -> None:
+        self._take_back()
         self._fit(0)
         self._read_ahead()
         self._give_back()
@@ -154,16 +174,27 @@ class NvmeActivations(Activations):
             return
         alive = self._alive.values()
         self._volume.take_stock(alive)
-        self._in_memory = {s.number: s for s in alive if s.memory is not None}
-        super()._take_stock()
+        in_memory = {s.number: s for s in alive if s.memory is not None}
+        self._lent = {n: s for n, s in in_memory.items() if s.is_held_elsewhere}
+        self._in_memory = {n: s for n, s in in_memory.items() if n not in self._lent}
+        self.held_bytes = 0
+        for storage in self._in_memory.values():
+            self._hold(storage.nbytes)
 
     def _forget(self, storage: SavedStorage) -> None:
         if storage.memory is not None:
             self._out_of_memory(storage)
+        self._lent.pop(storage.number, None)
         self._volume.discard(storage)
         self._policy.gone(storage.number)
 
     # Moving.
+
+    def _take_back(self) -> None:
+        """What the program has let go of since the last call is the library's."""
+        for storage in [s for s in self._lent.values() if not s.is_held_elsewhere]:
+            self._in_memory[storage.number] = self._lent.pop(storage.number)
+            self._hold(storage.nbytes)
 
     def _fit(self, nbytes: int) -> None:
         """Make room for ``nbytes`` more, waiting for writes. Raises ``AioError``; what could not
@@ -201,7 +232,7 @@ class NvmeActivations(Activations):
 
     def _write_behind(self) -> None:
         """Start writing the oldest, so that no more than a part of the budget is unwritten."""
-        unwritten = [s for s in self._in_memory.values() if s.extent is None]
+        unwritten = [s for _, s in sorted(self._in_memory.items()) if s.extent is None]
         nbytes = sum(storage.nbytes for storage in unwritten)
         for storage in unwritten:
             if nbytes <= self.budget_bytes * _UNWRITTEN_SHARE:

@@ -32,8 +32,9 @@ import torch
 from infinity.activations.offloading import Activations
 from infinity.activations.storage import SavedActivation
 from infinity.autograd.phases import Phases
+from infinity.autograd.returned import copy_where_returned
 from infinity.autograd.views import View, bytes_of, is_whole
-from infinity.parameters.offloaded.modes import unseen
+from infinity.parameters.offloaded.modes import outside_inference, unseen
 from infinity.parameters.offloaded.parameter import OffloadedParameter
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
@@ -138,14 +139,18 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     @unseen
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, _SavedTensor):
-            self._phases.backward_works()
-            return self._check_version(packed)
+        tensor = self._unpacked(packed)
+        copy_where_returned(tensor)
+        return tensor
+
+    def _unpacked(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, SavedWeight):
+            return packed.owner.fetch(packed)
+        self._phases.backward_works()
         if isinstance(packed, SavedActivation):
-            self._phases.backward_works()
-            return self._activations.restore(packed)
-        weight: torch.Tensor = packed.owner.fetch(packed)
-        return weight
+            with outside_inference():  # it has the counter of versions of what was saved
+                return self._activations.restore(packed)
+        return self._check_version(packed)
 
     def find(self, tensor: torch.Tensor) -> SavedWeight | None:
         """How to fetch ``tensor`` again, if it lies in the weights of a parameter."""

@@ -13,13 +13,10 @@ import torch
 from aio import AioError, Operation, SlabFullError
 from swap.cache.arena import Arena, Entry
 from swap.cache.owners import Owners
+from swap.memory.uses import other_uses
 from swap.plan.eviction import Policy
 from swap.plan.layout import ParameterSpec
 from swap.tiers import BudgetError, format_bytes
-
-_one = torch.empty(1, device="cpu")
-_USES_OF_ONE: int = torch._C._storage_Use_Count(_one.untyped_storage()._cdata)
-"""What torch counts for a storage that one tensor refers to, and Python as it asks."""
 
 
 class CacheEntries:
@@ -165,10 +162,9 @@ def is_held_elsewhere(entry: Entry) -> bool:
     """
     if entry.is_reading or entry.missing:
         return False  # nobody got it yet
-    storage = entry.weight.untyped_storage()
-    landing = entry.landing
+    landing, storage = entry.landing, entry.weight.untyped_storage()
     shares = landing is not None and landing.untyped_storage()._cdata == storage._cdata
-    return torch._C._storage_Use_Count(storage._cdata) > _USES_OF_ONE + shares
+    return other_uses(entry.weight) > shares
 
 
 def wait_for(entry: Entry) -> bool:

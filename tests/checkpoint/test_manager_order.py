@@ -117,6 +117,20 @@ def test_steps_that_a_load_passed_over_stay_and_do_not_count_as_kept(tmp_path: P
     assert manager.load()["step"] == 4
 
 
+def test_a_step_that_was_asked_for_and_found_damaged_does_not_count_as_kept(
+    tmp_path: Path,
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    damage_data(manager.path(3))
+    with pytest.raises(checkpoint.CorruptCheckpointError):
+        manager.load(3)
+    assert manager.load(2)["step"] == 2
+    manager.save(4, state(4))
+    assert manager.steps() == [2, 3, 4]
+
+
 @pytest.mark.parametrize("plant", ["file", "pipe", "dangling link", "link to a file"])
 def test_what_is_no_directory_is_no_step(tmp_path: Path, plant: str) -> None:
     manager = checkpoint.Manager(tmp_path)

@@ -118,7 +118,7 @@ def test_storage_larger_than_the_budget_is_read_once_for_all_who_need_it_at_once
 ) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = _Product.apply(*(x * 2).view(3, -1))
-        return product
+        return torch.sigmoid(product)
 
     x = large(0, 3 * 512 * KIB)
     expected = gradient_of(function, x)
@@ -282,6 +282,9 @@ def test_storage_resized_behind_autograd_is_refused(on_nvme: Make) -> None:
     saved = activations.save(tensor)
     assert saved is not None
     tensor.untyped_storage().resize_(0)
+    del tensor
+    with Hooks(activations):
+        gradient_of(partial(chain, length=20), large(0, MIB))  # is not told, and written
     with pytest.raises(RuntimeError, match="was resized before the backward pass"):
         activations.restore(saved)
 
@@ -307,24 +310,23 @@ def test_io_errors_are_raised_and_the_next_call_tries_again(
 ) -> None:
     fail_io(monkeypatch, 0.3)
     activations = on_nvme(1 * MIB)
-    tensors = [large(seed).detach() for seed in range(12)]
     saved, failures = [], 0
-    for tensor in tensors:
-        handle = None
+    for seed in range(12):
+        handle, tensor = None, large(seed).detach()
         while handle is None:
             try:
                 handle = activations.save(tensor)
             except AioError as error:
                 failures += error.errno == errno.EIO
         saved.append(handle)
-    for handle, tensor in [*zip(saved, tensors, strict=True)][::-1]:
+    for seed, handle in [*enumerate(saved)][::-1]:
         found = None
         while found is None:
             try:
                 found = activations.restore(handle)
             except AioError as error:
                 failures += error.errno == errno.EIO
-        assert torch.equal(found, tensor)
+        assert torch.equal(found, large(seed).detach())
     assert failures > 3
 
 

@@ -1,6 +1,7 @@
 """Windows over files give the bytes of the files, whatever is asked for after what."""
 
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,54 @@ def test_a_file_of_weights_that_is_written_to_while_it_is_read_is_an_error(
         with pytest.raises(ValueError, match=r"model\.safetensors is another file than it was"):
             block.__enter__()
     assert same_values(before, values_of(model))
+
+
+class _Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(600, 600))
+        self.count = nn.Buffer(torch.zeros(300, 300))
+
+
+@pytest.mark.parametrize("when", ["parameters", "buffers", "inside"])
+@pytest.mark.parametrize("change", ["written to", "replaced"])
+def test_a_file_that_has_buffers_alone_is_not_mixed_with_what_it_was(
+    change: str, when: str, tmp_path: Path, nvme: Path
+) -> None:
+    path = tmp_path / "b.safetensors"
+    save_file({"weight": torch.ones(600, 600)}, tmp_path / "a.safetensors")
+    save_file({"count": torch.ones(300, 300)}, path)
+    save_file({"count": torch.full((300, 300), 2.0)}, tmp_path / "other")
+    files = {"weight": "a.safetensors", "count": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    def changes() -> None:
+        if not (tmp_path / "other").exists():
+            return
+        if change == "written to":
+            with path.open("r+b") as opened:
+                opened.write((tmp_path / "other").read_bytes())
+        (tmp_path / "other").replace(path if change == "replaced" else tmp_path / "used")
+
+    def before(function: Any) -> Any:
+        def changed(*arguments: Any) -> Any:
+            changes()
+            return function(*arguments)
+
+        return changed
+
+    model = _Counted()
+    block = infinity.offload(model, nvme, weights=tmp_path, host_memory="64MiB")
+    if when == "inside":
+        with block:
+            changes()
+            assert (model.count == 1).all()
+        assert (model.count == 1).all()
+        return
+    where, name = (FileWindows, "_copy") if when == "parameters" else (WeightFolder, "read")
+    with (
+        mock.patch.object(where, name, before(getattr(where, name))),
+        pytest.raises(ValueError, match=r"b\.safetensors is another file than it was"),
+    ):
+        block.__enter__()
+    assert not any(values.any() for values in model.state_dict().values())

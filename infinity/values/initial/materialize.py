@@ -242,7 +242,7 @@ class WeightFiles:
         stored = self._made_by.get(name)
         is_saved = self._initialisers.is_saved(name)
         if stored is not None and is_saved:
-            return stored[0].make(self._folder.read)[name].to(buffer.dtype)
+            return self._read(stored[0], name, buffer.dtype)
         if not buffer.is_meta:
             return buffer
         try:
@@ -250,7 +250,13 @@ class WeightFiles:
         except ValueError:
             if stored is None:
                 raise
-        return stored[0].make(self._folder.read)[name].to(buffer.dtype)
+        return self._read(stored[0], name, buffer.dtype)
+
+    def _read(self, recipe: Recipe, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A copy: what is written to the file later is not for the model."""
+        values = recipe.make(self._folder.read)[name].to(dtype, copy=True)
+        self._folder.check_unchanged()
+        return values
 
     def _check_tied(
         self,

@@ -47,6 +47,7 @@ class WeightFolder:
         self.path = path
         self._files: dict[str, Path] = {}
         self._headers: dict[Path, _Header] = {}
+        self._identities: dict[Path, Identity] = {}
         self._opened: tuple[Path, Any] | None = None
         self._mapped_bytes = 0
         for file in files_of(path, explicit=explicit):
@@ -78,6 +79,8 @@ class WeightFolder:
     def read(self, name: str) -> torch.Tensor:
         """A view of the mapped file. Its pages come into memory as it is used, and leave that with
         the last view of its mapping; a new one is made every ``MOST_MAPPED_BYTES``.
+
+        Raises ``ValueError`` for a file that is another than the one that was looked at.
         """
         if self._mapped_bytes > MOST_MAPPED_BYTES:
             self.close()
@@ -111,10 +114,10 @@ class WeightFolder:
         """Raises ``ValueError`` for a file that was written to since it was looked at. One whose
         place another has taken, or that is gone, was read as it was.
         """
-        for file, header in self._headers.items():
+        for file, before in self._identities.items():
             with suppress(FileNotFoundError):
                 now = identity_of(file.stat())
-                if now != header.identity and now[:2] == header.identity[:2]:
+                if now != before and now[:2] == before[:2]:
                     raise changed(file)
 
     def close(self) -> None:
@@ -125,9 +128,13 @@ class WeightFolder:
     def _open(self, file: Path) -> Any:
         if self._opened is None or self._opened[0] != file:
             try:
-                self._opened = file, safe_open(file, framework="pt")
+                opened = safe_open(file, framework="pt")
             except SafetensorError as error:
                 raise ValueError(f"{file} is no safetensors file: {error}") from error
+            now = identity_of(file.stat())
+            if self._identities.setdefault(file, now) != now:
+                raise changed(file)
+            self._opened = file, opened
         return self._opened[1]
 
 
