@@ -4,7 +4,7 @@ nvme="/mnt"): ...``.
 
 from checkpoint.errors import RankFailedError
 from infinity.adamw.optimizer import OffloadedAdamW, StateReport
-from infinity.autograd.restore_error import RestoreError
+from infinity.autograd.lost_values import RestoreError
 from infinity.model import OffloadedModel
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW

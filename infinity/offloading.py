@@ -20,8 +20,8 @@ from infinity.arguments import (
     warn_of,
     warn_of_rounding,
 )
+from infinity.autograd.lost_values import check_not_held
 from infinity.autograd.refusals import check_model
-from infinity.autograd.restore_error import check_not_held
 from infinity.block import OffloadBlock
 from infinity.model import OffloadedModel
 from infinity.optim.adamw import AdamW

@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from aio.errors import let_go
 from aio.threads import Latch
 from checkpoint.errors import RankFailedError
-from infinity.autograd.lost_values import refuse_calls
-from infinity.autograd.restore_error import RestoreError, alive, listed
+from infinity.autograd.lost_values import RestoreError, alive, listed, refuse_calls
 from infinity.parameters.offloaded.becoming import become_plain, replace_parameter
 from infinity.parameters.offloaded.modes import own_modes
 from infinity.parameters.offloaded.parameter import take_grad

@@ -14,7 +14,7 @@ import pytest
 from aio.buffers import SlabFullError
 from aio.errors import AioError
 from checkpoint.errors import ChangedTensorError, CorruptCheckpointError, RankFailedError
-from infinity.autograd.restore_error import RestoreError
+from infinity.autograd.lost_values import RestoreError
 from swap.storage.checksums import CorruptSwapError
 from swap.tiers import BudgetError
 
