@@ -37,15 +37,16 @@ _MOST_OF_STATE = 1 << 22
 """Grains, of 8 bytes of the manifest each: a sixteenth of what a manifest may have."""
 
 
-def grain_bytes(tensor_nbytes: int, state_nbytes: int) -> int:
-    """In grains of how many bytes parts of a tensor can be read, in a state of so many; 0 if only
-    in blocks: of a small state, and of one so large that the largest grains would be too many.
+def grain_bytes(tensor_nbytes: int, state_nbytes: int, least: int = GRAIN_SIZES[0]) -> int:
+    """In grains of how many bytes, and of `least`, parts of a tensor can be read, in a state of so
+    many; 0 if only in blocks: of a small state, and of one so large that the largest grains would
+    be too many.
 
     So fine that 512 ranks read little more of a tensor than their slices of it: two grains beside
     each slice are a sixteenth of it.
     """
     if state_nbytes <= _UNGRAINED_STATE_BYTES:
         return 0
-    least = min(tensor_nbytes / _MOST_OF_TENSOR, GRAIN_SIZES[-1])
-    least = max(least, state_nbytes / _MOST_OF_STATE)
-    return next((size for size in GRAIN_SIZES if size >= least), 0)
+    needed = min(tensor_nbytes / _MOST_OF_TENSOR, GRAIN_SIZES[-1])
+    needed = max(needed, state_nbytes / _MOST_OF_STATE, least)
+    return next((size for size in GRAIN_SIZES if size >= needed), 0)

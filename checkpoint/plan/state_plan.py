@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from checkpoint.format import elements
-from checkpoint.format.checksum import grain_bytes
+from checkpoint.format.checksum import GRAIN_SIZES, grain_bytes
 from checkpoint.format.datafile import DataFileLayout, Entry, plan_data_file
 from checkpoint.format.manifest import encode_node
 from checkpoint.format.names import render
@@ -211,7 +211,12 @@ def _add_flags(node: dict[str, Any], value: torch.Tensor) -> None:
 
 
 def plan_files(
-    state: StatePlan, *, uuid: str, rank: int, weights: Sequence[float]
+    state: StatePlan,
+    *,
+    uuid: str,
+    rank: int,
+    weights: Sequence[float],
+    least_grain_nbytes: int = GRAIN_SIZES[0],
 ) -> list[FilePlan]:
     """Lays the tensors of a state out in one data file per stripe; stripes left empty get none.
 
@@ -222,7 +227,15 @@ def plan_files(
     parts = {kind: whole_part(*kind) for kind in set(kinds)}  # there are few different ones
     own = [parts[kind] for kind in kinds]
     nbytes = sum(tensor.source.nbytes for tensor in state.tensors)
-    return plan_part_files(records, own, uuid=uuid, rank=rank, weights=weights, state_nbytes=nbytes)
+    return plan_part_files(
+        records,
+        own,
+        uuid=uuid,
+        rank=rank,
+        weights=weights,
+        state_nbytes=nbytes,
+        least_grain_nbytes=least_grain_nbytes,
+    )
 
 
 def plan_part_files(
@@ -233,6 +246,7 @@ def plan_part_files(
     rank: int,
     weights: Sequence[float],
     state_nbytes: int,
+    least_grain_nbytes: int = GRAIN_SIZES[0],
 ) -> list[FilePlan]:
     """Lays parts of tensors out in data files; `records` name the tensor of each part.
 
@@ -242,7 +256,8 @@ def plan_part_files(
     """
     kinds = [(record.dtype, record.shape) for record in records]
     grains_of = {  # there are few different ones
-        kind: grain_bytes(whole_part(*kind).nbytes, state_nbytes) for kind in set(kinds)
+        kind: grain_bytes(whole_part(*kind).nbytes, state_nbytes, least_grain_nbytes)
+        for kind in set(kinds)
     }
     grains = [grains_of[kind] for kind in kinds]
     files = []

@@ -15,6 +15,7 @@ from typing import Any
 from aio import Engine
 from checkpoint.collector import paused_collector
 from checkpoint.directory.destination import Destination, PathLike, checkpoint_path, stripe_paths
+from checkpoint.format.checksum import GRAIN_SIZES
 from checkpoint.format.manifest import check_limits
 from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.plan.state_plan import FilePlan, StatePlan, plan_files, plan_state
@@ -55,8 +56,9 @@ _MAX_NAME_BYTES = 246
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
     """What is to be saved and where, and who takes part. See `save` and `save_async`; `previous` is
-    a background save whose error this one raises. For the `arrival` see `accompanied`, in which a
-    request is carried out.
+    a background save whose error this one raises. Parts of tensors can be read in grains of
+    `least_grain_nbytes` or more: what is read as a whole, mostly, costs less with few of them. For
+    the `arrival` see `accompanied`, in which a request is carried out.
     """
 
     state: object
@@ -68,6 +70,7 @@ class SaveRequest:
     arrival: Arrival = field(default_factory=Arrival)
     staging_bytes: int | None = None
     previous: PendingSave | None = None
+    least_grain_nbytes: int = GRAIN_SIZES[0]
 
     @property
     def memory_bytes(self) -> int:
@@ -248,13 +251,13 @@ def start_save(
 
 
 def _budget(plan: SavePlan, staging_bytes: int | None, num_here: int) -> int:
-    """Memory for a copy of the state: what was given, else what it needs if this rank's part of
-    the memory that so many share has that much.
+    """Memory for a copy of the state: what was given, else what it needs if half of what is free
+    has that much for each of so many, and two slots at least.
     """
     if staging_bytes is not None:
         return staging_bytes
     needed = sum(filler.plan.layout.nbytes + 2 * COPY_SLOT_BYTES for filler in plan.fillers)
-    return min(needed, max(available_bytes() // 2 // num_here, STAGING_BYTES))
+    return min(needed, max(available_bytes() // 2 // num_here, 2 * COPY_SLOT_BYTES))
 
 
 @paused_collector()
@@ -266,7 +269,8 @@ def plan_save(request: SaveRequest, cancellation: Cancellation) -> SavePlan:
         check_whole(state_plan)
         uuid, weights = _new_uuid(target), [1.0] * max(len(stripes), 1)
         saved = time_of_save(request.path, uuid)
-        files = plan_files(state_plan, uuid=uuid, rank=0, weights=weights)
+        least = request.least_grain_nbytes
+        files = plan_files(state_plan, uuid=uuid, rank=0, weights=weights, least_grain_nbytes=least)
         sources = [state_plan.sources_of(file) for file in files]
         return _save_plan(
             Destination(target, uuid, stripes),

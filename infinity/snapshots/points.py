@@ -40,6 +40,9 @@ from swap.tiered import TieredState
 
 _log = logging.getLogger(__name__)
 
+_GRAIN_BYTES = 1 << 20
+"""Of tensors in a snapshot: they are read from one end to the other."""
+
 
 class Snapshots:
     """The snapshots on some nvme directories, for one block. Their folders are locked from the
@@ -73,7 +76,14 @@ class Snapshots:
                 keep_files(self._folders, training.state, entry)
                 cancellation.check()
                 memory = training.checkpoint_bytes
-                save_on(SaveRequest(state=moment.tree, path=entry.folder, staging_bytes=memory))
+                save_on(
+                    SaveRequest(
+                        state=moment.tree,
+                        path=entry.folder,
+                        staging_bytes=memory,
+                        least_grain_nbytes=_GRAIN_BYTES,
+                    )
+                )
             except BaseException:
                 self._known.take_back(training.state, entry)
                 raise
@@ -117,6 +127,7 @@ class Snapshots:
                         path=entry.folder,
                         guard=training.optimizer,
                         staging_bytes=training.checkpoint_bytes,
+                        least_grain_nbytes=_GRAIN_BYTES,
                     ),
                     when_read=partial(keep_files, self._folders, state, entry),
                     on_end=ended,

@@ -96,3 +96,6 @@ def test_ranks_of_one_machine_copy_within_their_parts_of_its_memory(
     plan: Any = SimpleNamespace(fillers=[SimpleNamespace(plan=SimpleNamespace(layout=layout))])
     assert saving._budget(plan, None, 1) == 32 << 30
     assert saving._budget(plan, None, 8) == 4 << 30
+    monkeypatch.setattr(saving, "available_bytes", lambda: 80 * MIB)
+    assert saving._budget(plan, None, 1) == 40 * MIB
+    assert saving._budget(plan, None, 4) == 16 * MIB

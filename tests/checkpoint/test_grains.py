@@ -21,6 +21,7 @@ from checkpoint.directory.locate import read_manifest
 from checkpoint.format import checksum
 from checkpoint.format.checksum import CRC_BLOCK_BYTES, GRAIN_SIZES, crc32c, grain_bytes
 from checkpoint.format.slices import box_ranges, elements_before, merged
+from checkpoint.saving.api import SaveRequest, save_on
 from tests.checkpoint.test_hostile import write
 from tests.support.memory import folder_in_memory
 
@@ -251,3 +252,16 @@ def test_grains_that_are_not_of_the_bytes_are_found_by_verify(tmp_path: Path) ->
     (problem,) = checkpoint.verify(tmp_path / "step").problems
     assert (problem.tensor, problem.path) == ("w", str(tmp_path / "step" / "manifest.json"))
     assert f"the {numel * 4 - CRC_BLOCK_BYTES} bytes from {CRC_BLOCK_BYTES} on" in problem.what
+
+
+def test_grains_are_as_large_as_was_asked_for_at_least(tmp_path: Path) -> None:
+    state = {"large": torch.zeros(9 << 20), "small": torch.zeros(1 << 17)}
+    sizes = {}
+    for least in (4096, 1 << 20):
+        path = tmp_path / str(least)
+        save_on(SaveRequest(state=state, path=path, least_grain_nbytes=least))
+        records = {record.name: record.chunks[0] for record in read_manifest(path).tensors}
+        sizes[least] = {name: chunk.grain_nbytes for name, chunk in records.items()}
+        assert len(records["large"].crc32c) == 3
+        assert torch.equal(checkpoint.load(path)["large"], state["large"])
+    assert sizes == {4096: {"large": 4096, "small": 4096}, 1 << 20: {"large": 1 << 20, "small": 0}}
