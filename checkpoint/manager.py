@@ -29,7 +29,7 @@ from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.directory.relocation import Relocation
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
-from checkpoint.loading.api import load
+from checkpoint.loading.api import check_not_mixed, load
 from checkpoint.loading.manifest_cache import KnownManifests
 from checkpoint.loading.verdicts import Verdict, is_directory, verdict_of, warned, weakest
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accompanied, ranks_of
@@ -41,6 +41,7 @@ from checkpoint.series import (
     MAX_DIGITS,
     Finished,
     changed,
+    check_kept,
     outdated,
     step_path,
     steps_in,
@@ -92,7 +93,7 @@ class Manager:
         self._ranks: Coordinator = ranks_of(coordinator)
 
         def check() -> tuple[Path, tuple[Path, ...]]:
-            _check_kept(keep, keep_every)
+            check_kept(keep, keep_every)
             check_engine(engine)
             return checkpoint_path(root, "root"), resolved_stripes(stripe_dirs)
 
@@ -205,14 +206,16 @@ class Manager:
             self._tell(step, [])
             return state
         found, passed_over = list[Any](), list[int]()
-        self._known.begin_load()
         for candidate, verdict in self._judged(loading, partial(self._attempt, options, found)):
-            self._known.note_load(self.path(candidate), is_whole=verdict is Verdict.WHOLE)
+            path = self.path(candidate)
             if verdict is Verdict.WHOLE:
+                self._known.note_whole(path, options)
+                check_not_mixed(path, [self.path(step) for step in passed_over], options)
                 self._tell(candidate, passed_over)
                 return found[-1]
             found.clear()
             if verdict is Verdict.DAMAGED and candidate not in passed_over:
+                self._known.note_damage(path)
                 passed_over.append(candidate)
         what = "there is no checkpoint to load"
         if passed_over:
@@ -346,8 +349,8 @@ class Manager:
         A step that is newer than its manifest says (it was saved here last, and one from a host
         whose clock is ahead was copied in) stays with a warning until the next save.
         Damaged checkpoints stay, for somebody to look at; they do not count as kept, nor do those
-        that a `load` found so, until one without a step looks again. What cannot be removed is a
-        warning. Of several ranks the first one removes, and nobody waits for it.
+        that a `load` found so. What cannot be removed is a warning. Of several ranks the first one
+        removes, and nobody waits for it.
         """
         if self._ranks.rank:
             return
@@ -388,13 +391,3 @@ def _repeats(before: list[int] | None, every: list[list[int]]) -> bool:
 
 def _goes_on(_: object) -> bool:
     return False
-
-
-def _check_kept(keep: int | None, keep_every: int | None) -> None:
-    for name, value in (("keep", keep), ("keep_every", keep_every)):
-        if value is not None and type(value) is not int:
-            raise TypeError(f"{name}={value!r} is no int; give int({value!r})")
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep} would remove what was just saved; give 1 or more")
-    if keep_every is not None and keep_every < 1:
-        raise ValueError(f"keep_every={keep_every} is not a number of steps")

@@ -197,3 +197,14 @@ def _newer_than_said(old: Sequence[Finished], kept: Sequence[Finished]) -> list[
     last = sorted(old, key=lambda one: (one.changed, one.saved))[-1:]
     staying = [one for one in old if turns.get(one.uuid, -1) > first]
     return staying + [one for one in last if one.changed > newest]
+
+
+def check_kept(keep: int | None, keep_every: int | None) -> None:
+    """Raises TypeError or ValueError for numbers that say nothing of what is to be kept."""
+    for name, value in (("keep", keep), ("keep_every", keep_every)):
+        if value is not None and type(value) is not int:
+            raise TypeError(f"{name}={value!r} is no int; give int({value!r})")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep={keep} would remove what was just saved; give 1 or more")
+    if keep_every is not None and keep_every < 1:
+        raise ValueError(f"keep_every={keep_every} is not a number of steps")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,10 @@ from checkpoint.collector import paused_collector
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import with_current_manifest
 from checkpoint.directory.relocation import StripeDirs, relocation
+from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.records import Manifest
 from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree, empty_tree
-from checkpoint.loading.into import IntoPlan, count_whole_targets, plan_into
+from checkpoint.loading.into import IntoPlan, count_whole_targets, names_lacking, plan_into
 from checkpoint.loading.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.plan.selection import Selection
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
@@ -100,6 +101,32 @@ def load(
 
     finish_device_work()
     return sheltered(work, "checkpoint-load")
+
+
+def check_not_mixed(loaded: Path, damaged: Sequence[Path], options: Mapping[str, Any]) -> None:
+    """For `options` of `load`, by which a checkpoint was loaded behind others that turned out to be
+    damaged: raises CorruptCheckpointError naming tensors of `into` that it lacks and one of them
+    has. They may hold values of that, also damaged ones.
+    """
+    into = options.get("into")
+    if into is None or options.get("strict", True):
+        return
+    lacking = partial(names_lacking, into=into, only=options.get("only"))
+    left = with_current_manifest(loaded, lacking)
+    for path in damaged if left else ():
+        try:
+            names = sorted(left - with_current_manifest(path, lacking))
+        except (OSError, CorruptCheckpointError, IncompleteCheckpointError):
+            continue  # nothing of it was read
+        if names:
+            raise CorruptCheckpointError(
+                f"damaged, and {', '.join(names[:3])} of into may hold some of it: "
+                f"{loaded.name}, which was loaded in its place, lacks "
+                f"{'these' if len(names) > 1 else 'this'}; give "
+                f"{'them values' if len(names) > 1 else 'it values'}, and load that step by its "
+                "number",
+                path=path,
+            )
 
 
 def _device(map_location: str | torch.device) -> torch.device:

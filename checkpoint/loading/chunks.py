@@ -38,6 +38,7 @@ from checkpoint.format.slices import (
 from checkpoint.transfer.kept_blocks import Block, KeptBlock, KeptBlocks, sparse_memory
 
 _READ_AHEAD = 2
+_FEW = 4
 """Blocks of 16 MiB under way beside the one that is verified: what keeps a disk busy."""
 MIN_STRAIGHT_BYTES = 1 << 20
 """Grains of which so much is wanted are read to where they belong, and not kept."""
@@ -157,6 +158,15 @@ class ChunkReader:
                 for part in parts:
                     data = block[part.first - base : part.last - base].reshape(part.shape)
                     out[part.place] = data[part.inside]
+
+    def keep_little(self) -> None:
+        """Keeps no more than a few parts that have a checksum, at most a block: for whoever reads
+        tensors from one end to the other, several pieces at a time.
+        """
+        chunks = (chunk for record in self.manifest.tensors for chunk in record.chunks)
+        largest = max((min(chunk.nbytes, chunk.unit_nbytes) for chunk in chunks), default=0)
+        with self._lock.here():
+            self._blocks.limit_bytes = min(_FEW * largest, CRC_BLOCK_BYTES)
 
     def forget_blocks(self) -> None:
         """Lets go of the blocks that were read last."""

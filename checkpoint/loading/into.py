@@ -7,7 +7,7 @@ their names. Nothing is written before everything fits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +139,17 @@ def check_into(
             f"{saved.some_names()}; strict=False allows for some that are not, not for all"
         )
     return plan
+
+
+def names_lacking(manifest: Manifest, into: Any, only: str | Sequence[str] | None) -> set[str]:
+    """Names of leaves of a live tree, of those asked for, that take data which is not saved."""
+    saved, selection = SavedLeaves(manifest), Selection(only, strict=False)
+    live = encode_tree(into, is_target, _refusal)
+    return {
+        name
+        for name, leaf in live.by_name.items()
+        if selection.wants(name) and saved.lacks(leaf.path)
+    }
 
 
 def _refusal(path: Path, value: object) -> str:

@@ -6,7 +6,7 @@ changed would take the interpreter from the training beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -79,15 +79,17 @@ class KnownManifests:
                 return self.check(checkpoint).saved
         return saved
 
-    def begin_load(self) -> None:
-        """What earlier ones found counts no more: a disk may have been away."""
-        self._damaged.clear()
-
-    def note_load(self, checkpoint: Path, *, is_whole: bool) -> None:
-        """What a load found, which sees more than a look at the files does."""
-        if is_whole:
+    def note_whole(self, checkpoint: Path, options: Mapping[str, object]) -> None:
+        """A load with these `options` found no damage; with any it did not look at everything."""
+        if not options:
             self._damaged.pop(checkpoint, None)
-        else:
+
+    def note_damage(self, checkpoint: Path) -> None:
+        """A load found some. What a look at the files finds as well (a disk is away) is found again
+        for as long as it is so.
+        """
+        with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
+            self.check(checkpoint)
             self._damaged[checkpoint] = _stamp(checkpoint)
 
     def noting(self, checkpoint: Path, load: Callable[[Path, Options], T], options: Options) -> T:
@@ -95,13 +97,11 @@ class KnownManifests:
         try:
             return load(checkpoint, options)
         except CorruptCheckpointError:
-            self.note_load(checkpoint, is_whole=False)
+            self.note_damage(checkpoint)
             raise
 
     def was_damaged(self, checkpoint: Path) -> bool:
-        """Whether a load found damage in what is there still, and none was asked since to look for
-        what is whole.
-        """
+        """Whether a load found damage in what is there still."""
         found = self._damaged.get(checkpoint)
         return found is not None and found == _stamp(checkpoint)
 

@@ -93,7 +93,7 @@ class KeptBlocks:
     """The blocks, by key. Its caller sees to it that one thread at a time uses it."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._kept: OrderedDict[Key, tuple[KeptBlock, int]] = OrderedDict()
         self._sums: dict[Key, tuple[Sums, int]] = {}
         self.held_bytes = 0
@@ -113,7 +113,7 @@ class KeptBlocks:
             self.held_bytes -= self._kept.pop(key)[1]
         self._kept[key] = block, block.held_bytes
         self.held_bytes += block.held_bytes
-        while self.held_bytes > self._limit_bytes:
+        while self.held_bytes > self.limit_bytes:
             gone, (oldest, held) = self._kept.popitem(last=False)
             self.held_bytes -= held
             self._sums[gone] = oldest.unit_sums(), oldest.unit_bytes

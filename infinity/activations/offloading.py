@@ -15,16 +15,19 @@ program holds the memory: then it is seen as in plain PyTorch. Inside
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.activations.storage import SavedActivation, SavedStorage, version_probe_of
+from swap.interruptions.forks import check_process
 from swap.plain import is_plain
 
 THRESHOLD_BYTES = 256 * 1024
@@ -60,7 +63,8 @@ class Activations:
         self.held_bytes = 0
         self.peak_bytes = 0
         self.budget_bytes = 0
-        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._lock: Any = threading.RLock()  # of those who hold it themselves, see ``_is_amid``
         # Finalizers run anywhere, also inside the lock; put() is made to be called there.
         # By references that go to ``_dead`` when what autograd holds does, wherever that is: there
         # C alone runs, and no interrupt is swallowed as in a finalizer.
@@ -81,15 +85,20 @@ class Activations:
 
     def counts(self) -> dict[str, int]:
         """Bytes of what is saved for graphs that are alive, by where they are."""
+        if self._is_amid():
+            return self._counts()
         with self._lock:
             self._begin()
-            counts = {
-                "in host": self.held_bytes,
-                "in host, peak": self.peak_bytes,
-                "on nvme": self._nvme_bytes(),
-            }
+            counts = self._counts()
             self._is_consistent = True
             return counts
+
+    def _counts(self) -> dict[str, int]:
+        return {
+            "in host": self.held_bytes,
+            "in host, peak": self.peak_bytes,
+            "on nvme": self._nvme_bytes(),
+        }
 
     def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are in memory for as long as the model is offloaded, saved or not."""
@@ -99,7 +108,7 @@ class Activations:
         """Take ``tensor``; None leaves it to autograd. Raises ``AioError`` when something could
         not be written; it is kept then, and tried again by the next call.
         """
-        if not self._is_worth_it(tensor):
+        if self._is_amid() or not self._is_worth_it(tensor):
             return None
         with self._lock:
             self._begin()
@@ -120,6 +129,8 @@ class Activations:
         again, and ``RuntimeError`` if it was changed in place since.
         """
         saved.check_version()
+        if self._is_amid():
+            return self._at_hand(saved)
         with self._lock:
             if self._closed:
                 raise RuntimeError(
@@ -143,6 +154,24 @@ class Activations:
             self._alive.clear()
             self._known.clear()
             self.held_bytes = 0
+
+    def _is_amid(self) -> bool:
+        """Whether the call is one of a signal handler, or of a finalizer, that broke into another
+        one of this thread, or of a forked child, which has neither the threads nor the files.
+        """
+        return self._lock._is_owned() or os.getpid() != self._process
+
+    def _at_hand(self, saved: SavedActivation) -> torch.Tensor:
+        """The tensor, if it never left its place."""
+        storage = saved.storage
+        if storage.memory is None or storage.extent is not None or storage.write is not None:
+            check_process(self._process, "what a forward pass saved on NVMe")
+            raise RuntimeError(
+                "a backward pass of a signal handler (or a finalizer) that broke into another one "
+                "needs what is on NVMe; set a flag there, and compute between steps"
+            )
+        storage.check_whole()
+        return saved.view(storage.memory)
 
     # What a mode decides, with the lock held.
 
@@ -251,7 +280,7 @@ class Activations:
         return (
             type(tensor) is torch.Tensor
             and tensor.layout == torch.strided
-            and not (tensor.is_quantized or tensor.is_inference())
+            and not (tensor.is_quantized or tensor.is_nested or tensor.is_inference())
             and is_plain(tensor)
             and tensor.untyped_storage().nbytes() >= THRESHOLD_BYTES
             and tensor.untyped_storage()._cdata not in self._left_alone

@@ -41,9 +41,9 @@ _LABEL = "activation"
 class SavedStorage:
     """One storage as it was at one version; ``number`` counts in the order of saving.
 
-    ``memory``: its bytes, flat, on the CPU; ``address`` is where they were. ``uses`` counts the
-    saved tensors that lie in it. ``read_into``: memory that they were read into, which a backward
-    pass may be at work on when it is nobody else's any more.
+    ``memory``: its bytes, flat, on the CPU; ``address`` is where they were as a transfer began.
+    ``uses`` counts the saved tensors that lie in it. ``read_into``: memory that they were read
+    into, which a backward pass may be at work on when it is nobody else's any more.
     """
 
     number: int
@@ -94,9 +94,11 @@ class SavedStorage:
     @property
     def _is_whole(self) -> bool:
         memory = self.memory
-        return memory is None or (
-            memory.untyped_storage().nbytes() >= self.nbytes and memory.data_ptr() == self.address
-        )
+        if memory is None:
+            return True
+        # torch itself may move it, to memory that other processes share.
+        is_in_place = memory.data_ptr() == self.address or self.write is None
+        return memory.untyped_storage().nbytes() >= self.nbytes and is_in_place
 
 
 class SavedActivation:
@@ -188,6 +190,7 @@ class Volume:
             self._extents.reserve(self._first_bytes)
             self._first_bytes = 0
         extent = self._extents.allocate(storage.nbytes)
+        storage.address = storage.memory.data_ptr()
         try:
             write = self._extents.write(extent, 0, as_bytes(storage.memory))
         except Exception:  # an interrupt may come behind its beginning: see ``take_stock``

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -97,6 +98,8 @@ class NvmeActivations(Activations):
         self._engine_bytes = ENGINE_BYTES * len(directories)
         self._in_memory: dict[int, SavedStorage] = {}
         self._lent: dict[int, SavedStorage] = {}
+        self._memories: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+        """By storage, for all that is saved of it: what these refer to is one tensor."""
         self._policy = eviction.for_saved()
         self._current = 0
         self._freed_bytes = 0
@@ -116,23 +119,36 @@ class NvmeActivations(Activations):
             not self._closed
             and tensor.device.type == self._device.type
             and self._is_large_and_plain(tensor)
-            and self._is_of_torch(tensor)
+            and self._may_be_let_go(tensor)
         )
 
-    def _is_of_torch(self, tensor: torch.Tensor) -> bool:
-        """Not memory of numpy's, of a file or of other processes: who else has it is not known."""
+    def _may_be_let_go(self, tensor: torch.Tensor) -> bool:
+        """Not a part of an array of numpy's, of a file or of other processes, which torch does not
+        resize: who else has that is not known, and of each part all would be written.
+        """
         where = tensor.untyped_storage()
-        return where.resizable() or any(
+        if where.resizable():
+            return True
+        is_all = _is_dense(tensor) and tensor.nbytes == where.nbytes()
+        return is_all or any(
             storage.read_into is not None and storage.read_into.cdata == where._cdata
             for storage in self._alive.values()
         )
 
     def _admit(self, tensor: torch.Tensor) -> SavedStorage | None:
-        whole = bytes_of(tensor)
-        memory = whole if not tensor.is_cuda else page_aligned(whole.numel()).copy_(whole)
-        storage = self._add(tensor, memory)
+        storage = self._add(tensor, self._memory_for(tensor))
         self._lent[storage.number] = storage
         return storage
+
+    def _memory_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        whole = bytes_of(tensor)
+        if tensor.is_cuda:
+            return page_aligned(whole.numel()).copy_(whole)
+        known = self._memories.get(tensor.untyped_storage()._cdata)
+        if known is not None and known.numel() == whole.numel():
+            return known
+        self._memories[tensor.untyped_storage()._cdata] = whole
+        return whole
 
     def _saved(self, storage: SavedStorage) -> None:
         self._current = max(self._current, storage.number)
@@ -269,6 +285,11 @@ class NvmeActivations(Activations):
         if self._freed_bytes > self.budget_bytes * _FREED_SHARE:
             give_back_freed_memory()
             self._freed_bytes = 0
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has each of its elements once, without gaps."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,7 @@ class SavedPoint:
         self._stack = ExitStack()
         try:
             self._host = self._stack.enter_context(checkpoint.open(entry.folder))
+            self._host.opened.keep_little()
             ranges = RangeReader(paths, partial(read_sums, entry), self._contents.owner_of)
             self._ranges = self._stack.enter_context(ranges)
             self._tables = self._read_tables()

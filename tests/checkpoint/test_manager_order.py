@@ -7,10 +7,12 @@ import logging
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import checkpoint
 from checkpoint.directory.lock import Lock
@@ -129,6 +131,58 @@ def test_a_step_that_was_asked_for_and_found_damaged_does_not_count_as_kept(
     assert manager.load(2)["step"] == 2
     manager.save(4, state(4))
     assert manager.steps() == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"only": ["typo*"]}, {"map_location": "nonsense"}, {"verify": False}, {"only": ["step"]}],
+)
+def test_a_load_that_looked_at_less_forgets_no_damage(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    damage_data(manager.path(3))
+    assert manager.load()["step"] == 2
+    with suppress(ValueError, FileNotFoundError):
+        manager.load(**options)
+    manager.save(4, state(4))
+    assert manager.steps() == [2, 3, 4]
+
+
+def test_steps_of_a_stripe_that_was_away_for_a_load_count_again(tmp_path: Path) -> None:
+    stripe = tmp_path / "stripe"
+    stripe.mkdir()
+    manager = checkpoint.Manager(tmp_path / "series", keep=2, stripe_dirs=[stripe])
+    for step in (1, 2):
+        manager.save(step, state(step))
+    stripe.rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        manager.load()
+    (tmp_path / "away").rename(stripe)
+    for step in (3, 4):
+        manager.save(step, state(step))
+    assert manager.steps() == [3, 4]
+
+
+def test_values_of_a_damaged_step_do_not_stay_where_the_step_before_has_none(
+    tmp_path: Path,
+) -> None:
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(1, {"w": torch.ones(4096)})
+    manager.save(2, {"w": torch.full((4096,), 2.0), "new": torch.full((4096,), 3.0)})
+    damage_data(manager.path(2))
+    live = {"w": torch.zeros(4096)}
+    assert manager.load(into=live, strict=False)["w"][0] == 1
+    live |= {"new": torch.zeros(4096), "other": torch.zeros(4096)}
+    assert manager.load(into=live, strict=False, only=["w"])["w"][0] == 1
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError, match=r"new of into may hold .*step-1.* lacks this"
+    ) as caught:
+        manager.load(into=live, strict=False)
+    assert caught.value.path == str(manager.path(2))
+    assert manager.load(1, into=live, strict=False)["w"][0] == 1
 
 
 @pytest.mark.parametrize("plant", ["file", "pipe", "dangling link", "link to a file"])

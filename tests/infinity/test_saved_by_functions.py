@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import infinity
+from infinity.activations.storage import SavedActivation
+from infinity.activations.tiers import NvmeActivations
 from swap.timeline import Timeline
 from tests.support.activations import KIB, MIB, Hooks, Make, chain, large
 
@@ -249,3 +252,86 @@ def test_what_the_program_lets_go_of_behind_forward_is_written_then(
         assert activations.counts()["in host"] <= 2 * MIB
         assert timeline.nbytes["write"] >= 14 * 512 * KIB
         loss.backward()
+
+
+def test_two_versions_of_one_storage_do_not_hold_one_another(
+    on_nvme: Make, timeline: Timeline
+) -> None:
+    activations = on_nvme(2 * MIB)
+    w = torch.ones(128 * KIB, requires_grad=True)
+    with Hooks(activations):
+        y: torch.Tensor = w
+        for _ in range(20):
+            y = torch.relu_(y * 1.01)
+            y = y + (y.data * w) * 0.001  # .data counts versions apart
+        loss = y.sum()
+        del y
+        assert activations.counts()["in host"] <= 2 * MIB
+        assert timeline.nbytes["write"] > 20 * 512 * KIB
+        loss.backward()
+
+
+def test_calls_of_a_handler_amid_another_one_wait_for_nothing(on_nvme: Make) -> None:
+    activations = on_nvme(2 * MIB)
+    program = torch.ones(128 * KIB)
+    theirs = activations.save(program)
+    written = activations.save(torch.full((128 * KIB,), 2.0))
+    with Hooks(activations):
+        loss = chain(large(0), 12).sum()
+    assert theirs is not None
+    assert written is not None
+    assert written.storage.extent is not None
+    with activations._lock:  # as the frame that a handler broke into
+        assert activations.save(torch.ones(128 * KIB)) is None
+        assert torch.equal(activations.restore(theirs), program)
+        assert activations.counts()["on nvme"] > 0
+        with pytest.raises(RuntimeError, match="of a signal handler"):
+            activations.restore(written)
+    assert (activations.restore(written) == 2).all()
+    loss.backward()
+
+
+def _compute(activations: NvmeActivations, theirs: SavedActivation) -> None:
+    with Hooks(activations):
+        chain(x := large(0), 20).sum().backward()
+    assert x.grad is not None
+    with pytest.raises(RuntimeError, match="was forked from"):
+        activations.restore(theirs)
+
+
+def test_forked_child_computes_with_what_is_its_own(on_nvme: Make) -> None:
+    activations = on_nvme(2 * MIB)
+    theirs = activations.save(torch.ones(128 * KIB))
+    with Hooks(activations):
+        loss = chain(large(0), 12).sum()
+        child = multiprocessing.get_context("fork").Process(
+            target=_compute, args=(activations, theirs)
+        )
+        with activations._lock:  # as another thread of the parent would
+            child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("mode", ["host", "nvme"])
+def test_nested_tensors_are_left_to_autograd(mode: str, nvme: Path) -> None:
+    parts = [torch.randn(300, 256), torch.randn(500, 256)]
+    model = nn.Linear(256, 256)
+    with infinity.offload(model, nvme, host_memory="34MiB", activations=mode):
+        nested = torch.nested.nested_tensor(parts, requires_grad=True)
+        model(nested).to_padded_tensor(0.0).square().sum().backward()
+        assert nested.grad is not None
+
+
+@each_mode
+def test_saved_tensor_may_be_moved_to_shared_memory(mode: str, nvme: Path) -> None:
+    model = nn.Linear(512, 512)
+    with infinity.offload(model, nvme, host_memory="34MiB", activations=mode):
+        w = torch.ones(512, 512, requires_grad=True)
+        hidden = model(torch.randn(512, 512)).detach()
+        loss = (hidden * w).sum()
+        hidden.share_memory_()
+        (gradient,) = torch.autograd.grad(loss, w)
+        assert torch.equal(gradient, hidden)

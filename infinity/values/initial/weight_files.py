@@ -31,8 +31,6 @@ from infinity.values.initial.file_windows import (
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MOST_MAPPED_BYTES = 16 << 20
-"""Of a mapped file in memory, beside the tensor that was read last."""
 _LENGTH_BYTES = 8
 
 
@@ -49,7 +47,6 @@ class WeightFolder:
         self._headers: dict[Path, _Header] = {}
         self._identities: dict[Path, Identity] = {}
         self._opened: tuple[Path, Any] | None = None
-        self._mapped_bytes = 0
         for file in files_of(path, explicit=explicit):
             for name in self._open(file).keys():  # noqa: SIM118  not a mapping
                 if name in self._files:
@@ -77,16 +74,24 @@ class WeightFolder:
         return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
     def read(self, name: str) -> torch.Tensor:
-        """A view of the mapped file. Its pages come into memory as it is used, and leave that with
-        the last view of its mapping; a new one is made every ``MOST_MAPPED_BYTES``.
+        """A tensor, in memory of its own: a mapped file that another program shortens would end the
+        process (SIGBUS).
 
         Raises ``ValueError`` for a file that is another than the one that was looked at.
         """
-        if self._mapped_bytes > MOST_MAPPED_BYTES:
-            self.close()
-        tensor: torch.Tensor = self._open(self._files[name]).get_tensor(name)
-        self._mapped_bytes += tensor.nbytes
-        return tensor
+        meta, file = self.on_meta(name), self._files[name]
+        header = self._header(file)
+        found = header.of(name)
+        self._check_kind(found, meta, name)
+        memory = torch.empty(found.nbytes, dtype=torch.uint8, device="cpu")
+        with open_regular_file(file) as (opened, _):
+            opened.seek(found.offset)
+            reader: Any = opened
+            done = reader.readinto(memory.numpy())
+            now = identity_of(os.fstat(opened.fileno()))
+        if (done, now) != (found.nbytes, header.identity):
+            raise changed(file)
+        return memory.view(meta.dtype).view(found.shape)
 
     def place(self, name: str) -> tuple[Path, int]:
         """The file of a tensor, and where its bytes begin there."""
@@ -101,13 +106,18 @@ class WeightFolder:
         meta, file = self.on_meta(name), self._files[name]
         header = self._header(file)
         found = header.of(name)
-        if (found.dtype, found.shape, found.nbytes) != (meta.dtype, meta.shape, meta.nbytes):
-            raise changed(file, f", by its {name}")
+        self._check_kind(found, meta, name)
         return StoredRange(windows, file, header.identity, found.offset, meta.dtype, found.shape)
+
+    def _check_kind(self, found: _Entry, meta: torch.Tensor, name: str) -> None:
+        if (found.dtype, found.shape, found.nbytes) != (meta.dtype, meta.shape, meta.nbytes):
+            raise changed(self._files[name], f", by its {name}")
 
     def _header(self, file: Path) -> _Header:
         if file not in self._headers:
             self._headers[file] = _header_of(file)
+            if self._identities.get(file) != self._headers[file].identity:
+                raise changed(file)
         return self._headers[file]
 
     def check_unchanged(self) -> None:
@@ -123,19 +133,22 @@ class WeightFolder:
     def close(self) -> None:
         """No file stays open; the next read opens its own again."""
         self._opened = None
-        self._mapped_bytes = 0
 
     def _open(self, file: Path) -> Any:
         if self._opened is None or self._opened[0] != file:
+            self._look_at(file)
             try:
-                opened = safe_open(file, framework="pt")
+                self._opened = file, safe_open(file, framework="pt")
             except SafetensorError as error:
                 raise ValueError(f"{file} is no safetensors file: {error}") from error
-            now = identity_of(file.stat())
-            if self._identities.setdefault(file, now) != now:
-                raise changed(file)
-            self._opened = file, opened
+            self._look_at(file)
         return self._opened[1]
+
+    def _look_at(self, file: Path) -> None:
+        now = identity_of(file.stat())
+        if self._identities.setdefault(file, now) != now:
+            self._opened = None
+            raise changed(file)
 
 
 def files_of(path: Path, *, explicit: str | None = None) -> list[Path]:
