@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from aio._native import ffi, lib
 from aio.descriptors import Descriptor
-from aio.errors import AioError, check_int, check_path
+from aio.errors import AioError, check_int, check_path, naming
 from aio.opening import Direct, Mode, Opening, warn_unreserved
 from aio.unasked import FirstError, tell
 
@@ -106,7 +106,7 @@ class File:
 
     def begin(self, size: int | None) -> None:
         """For Engine.open: empties what was there in mode "w", and reserves `size` bytes."""
-        is_device = stat.S_ISBLK(os.fstat(self._fd).st_mode)
+        is_device = stat.S_ISBLK(self._status().st_mode)
         if self.mode == "w" and not self._opening.has_created and not is_device:
             self.truncate(0)
         if size:
@@ -146,7 +146,7 @@ class File:
     @property
     def device(self) -> int:
         """The number of the device that the file is on."""
-        return os.fstat(self._fd).st_dev
+        return self._status().st_dev
 
     @property
     def direct(self) -> bool:
@@ -174,10 +174,14 @@ class File:
             return self._size()
 
     def _size(self) -> int:
-        status = os.fstat(self._fd)
+        status = self._status()
         if stat.S_ISBLK(status.st_mode):
             return os.lseek(self._fd, 0, os.SEEK_END)
         return status.st_size
+
+    def _status(self) -> os.stat_result:
+        with naming(self.path):
+            return os.fstat(self._fd)
 
     def allocate(self, offset: int, nbytes: int) -> None:
         """Reserves space for a range and makes the file reach its end, zeros where nothing was.

@@ -178,7 +178,8 @@ def _remove(path: Path, fd: int) -> None:
 
 
 def _check_kind(fd: int, path: Path) -> None:
-    mode = os.fstat(fd).st_mode
+    with naming(path):
+        mode = os.fstat(fd).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
@@ -192,9 +193,11 @@ def _reopen(fd: int, path: Path, flags: int) -> Descriptor:
         again.open(_DESCRIPTORS / str(fd), flags, called=path)
         return again
     again.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
-    if not os.path.samestat(os.fstat(fd), os.fstat(again.number)):
-        raise OSError(errno.ESTALE, "the name now means another file", os.fspath(path))
-    fcntl.fcntl(again.number, fcntl.F_SETFL, flags)  # queues would give up where they should wait
+    with naming(path):
+        if not os.path.samestat(os.fstat(fd), os.fstat(again.number)):
+            raise OSError(errno.ESTALE, "the name now means another file")
+        # Queues would give up where they should wait.
+        fcntl.fcntl(again.number, fcntl.F_SETFL, flags)
     return again
 
 
@@ -212,7 +215,8 @@ def _open_direct(fd: int, path: Path, access: int) -> Direct:
         return Direct(None, 1, 1, f"open with O_DIRECT failed: {refused.strerror}")
     # Small files and mixed edges go through this descriptor a page at a time. Read-ahead would
     # only bring in pages that direct writes then have to throw out again.
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    with contextlib.suppress(OSError):  # it is no more than advice
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     if not alignment.known:
         return Direct(direct, _ASSUMED_ALIGNMENT, _ASSUMED_ALIGNMENT, "")
     return Direct(direct, alignment.memory, alignment.offset, "")

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Run = options.run
     try:
         code = run(options, _Screen())
-        sys.stdout.flush()
+        print(end="", flush=True)  # nothing where stdout is closed
         return code
     except BrokenPipeError:  # such as `infinity ls ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

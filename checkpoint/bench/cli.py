@@ -32,6 +32,7 @@ from checkpoint.bench.measure.measuring import (
 )
 from checkpoint.bench.measure.results import Results, recommend, summarize
 from checkpoint.bench.measure.schedule import Schedule, limit_directories, plan_schedule
+from checkpoint.bench.output.files import write_output
 from checkpoint.bench.output.plot import draw
 from checkpoint.bench.output.report import to_json
 from checkpoint.bench.output.table import (
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _signals_end():
             code = _Bench(options, schedule, console).run()
-        sys.stdout.flush()
+        print(end="", flush=True)  # nothing where stdout is closed
         return code
     except BrokenPipeError:  # whoever read the results has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -218,7 +219,7 @@ class _Bench:
         if options.json == STDOUT:
             print(text)
         elif options.json is not None:
-            options.json.write_text(text + "\n")
+            write_output(options.json, (text + "\n").encode())
         if options.plot is not None:
             draw(results, options.workloads, options.plot)
 

@@ -168,8 +168,9 @@ def save_async(
     With `guard`, an optimizer, the call returns at once: bytes are read from the live tensors, with
     `staging_bytes` (default 256 MiB) of memory beside them, and the guard's next `step()` waits
     until they have been read. Tensors below 1 MiB that are no parameter or state of the guard, such
-    as running averages, are copied during the call; a larger one must not change before the step
-    does, and none of them be given other memory (`p.data = ...`, `module.to`, a resized storage)
+    as running averages, are copied during the call, beside `staging_bytes`, however many there are;
+    a larger one must not change before the step does, and none of them be given other memory
+    (`p.data = ...`, `module.to`, a resized storage)
     before `staged()`: ChangedTensorError. Without one, the tensors are copied first and the call
     returns when they may change. The copy takes at most `staging_bytes` (default: what the state
     needs, but no more than half of the memory that is free); a larger state is copied in waves,

@@ -98,7 +98,9 @@ class Generation:
             for directory in missing:
                 try:
                     directory.rmdir()
-                except OSError:  # there is a checkpoint in it, or it was never made
+                except FileNotFoundError:  # it was never made
+                    continue
+                except OSError:  # there is a checkpoint in it
                     break
 
     def __enter__(self) -> Generation:

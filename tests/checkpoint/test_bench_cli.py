@@ -1,5 +1,6 @@
 """ckpt-bench as it is run: results, refusals, interruptions, and nothing left behind."""
 
+import errno
 import importlib
 import json
 import os
@@ -20,6 +21,7 @@ import checkpoint
 from aio import AioError, File
 from checkpoint.bench import cli
 from checkpoint.bench.conditions.scratch import PREFIX
+from checkpoint.bench.output.files import write_output
 from checkpoint.bench.systems.peers import TorchSave
 from checkpoint.bench.systems.system import Infinity
 from tests.support.rig import ssd_fixture
@@ -302,3 +304,32 @@ def test_bench_on_limited_ssds_counts_each_disk(ssds: Any, tmp_path: Path) -> No
     assert own["save"]["limit_bytes_per_second"]["median"] == pytest.approx(sum(limits))
     left = [path.name for directory in ssds.directories for path in directory.iterdir()]
     assert left == ["lost+found"] * 2
+
+
+def test_results_that_there_is_no_room_for_leave_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results.json"
+    write_output(path, b"before")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_output(path, b"after")
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == b"before"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_results_go_into_what_is_no_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        write_output(pipe, b"text")
+        assert os.read(reader, 9) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import signal
@@ -376,3 +377,20 @@ def test_a_tree_that_holds_itself_is_named(tmp_path: Path) -> None:
         deep = [deep]
     with pytest.raises(ValueError, match="deeper than 128"):
         checkpoint.save(deep, tmp_path / "step")
+
+
+@pytest.mark.parametrize("made", [0, 1, 2])
+def test_a_save_that_cannot_make_its_directories_leaves_none_of_them(
+    made: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, calls = Path.mkdir, itertools.count()
+
+    def full(path: Path, *arguments: Any, **options: Any) -> None:
+        if tmp_path in path.parents and next(calls) >= made:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save({"w": torch.ones(4)}, tmp_path / "new" / "series" / "step")
+    assert [*tmp_path.iterdir()] == []

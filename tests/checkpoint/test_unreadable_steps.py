@@ -104,3 +104,24 @@ def test_an_error_that_is_not_of_the_step_is_raised(
     monkeypatch.setattr(manager_module, "load", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
         series.load()
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
+def test_a_step_whose_data_file_goes_stale_once_it_is_open_is_passed_over(
+    series: checkpoint.Manager, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = next(series.path(2).rglob("*.safetensors"))
+    node, status_of = file.stat().st_ino, os.fstat
+
+    def stale(number: int) -> os.stat_result:
+        status = status_of(number)
+        if status.st_ino == node:
+            raise OSError(code, os.strerror(code))
+        return status
+
+    monkeypatch.setattr(os, "fstat", stale)
+    assert series.load()["step"] == 1
+    for read in (checkpoint.load, checkpoint.open):
+        with pytest.raises(OSError, match=os.strerror(code)) as caught:
+            read(series.path(2))
+        assert caught.value.filename == str(file)

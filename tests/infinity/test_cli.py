@@ -1,5 +1,6 @@
 """The ``infinity`` command."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,9 @@ def test_names_with_brackets_are_printed_as_they_are(
         data.write(b"damage")
     assert main(["verify", str(path)]) == 1
     assert "a[bold]b" in capsys.readouterr().out
+
+
+def test_a_closed_stdout_is_no_failure(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it for `infinity ls ... >&-`
+    assert main(["ls", str(saved)]) == 0
+    assert main(["verify", str(saved)]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from checkpoint.bench.conditions.units import format_size
 from checkpoint.bench.conditions.workload import Workload
 from checkpoint.bench.measure.comparisons import describe
 from checkpoint.bench.measure.results import DIRECTIONS, Direction, Figures, Results
+from checkpoint.bench.output.files import write_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +43,9 @@ def draw(results: Results, workloads: Sequence[Workload], path: Path) -> None:
         _draw_curves(axis, _curves(own, swept[0], workloads), swept[0], way)
     figure.suptitle(_title(results, workloads), fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format=path.suffix[1:].lower())
+    write_output(path, drawn.getvalue())
 
 
 def _height(num_bars: int) -> float:
