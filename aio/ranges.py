@@ -115,6 +115,10 @@ class RangeAllocator:
         ValueError, before anything is taken back, unless allocate() or split() gave a range of so
         many bytes there, and once. An interrupt may leave the last ones of several allocated.
         """
+        if not sizes:
+            raise ValueError(
+                f"cannot release nothing at offset {offset}: give the size of the range"
+            )
         ends, end = {}, offset
         for nbytes in sizes:
             size = self._allocated.get(end)

@@ -92,7 +92,7 @@ def test_release_of_what_is_not_allocated_raises_and_changes_nothing() -> None:
     allocator = RangeAllocator(1 << 16)
     offset = allocator.allocate(5000)
     assert offset == 0
-    for wrong in ((4096, 5000), (0, 4096), (0, 9000), (8192, 1)):
+    for wrong in ((4096, 5000), (0, 4096), (0, 9000), (8192, 1), (0,), (12345,)):
         with pytest.raises(ValueError, match="cannot release"):
             allocator.release(*wrong)
     allocator.release(0, 8000)  # 8000 and 5000 take the same two pages
