@@ -29,7 +29,7 @@ from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.directory.relocation import Relocation
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
-from checkpoint.loading.api import check_not_mixed, load
+from checkpoint.loading.api import is_unmixed, load
 from checkpoint.loading.manifest_cache import KnownManifests
 from checkpoint.loading.verdicts import Verdict, is_directory, verdict_of, warned, weakest
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accompanied, ranks_of
@@ -206,11 +206,11 @@ class Manager:
             self._tell(step, [])
             return state
         found, passed_over = list[Any](), list[int]()
-        for candidate, verdict in self._judged(loading, partial(self._attempt, options, found)):
+        attempt = partial(self._attempt, options, found, passed_over)
+        for candidate, verdict in self._judged(loading, attempt):
             path = self.path(candidate)
             if verdict is Verdict.WHOLE:
                 self._known.note_whole(path, options)
-                check_not_mixed(path, [self.path(step) for step in passed_over], options)
                 self._tell(candidate, passed_over)
                 return found[-1]
             found.clear()
@@ -222,10 +222,16 @@ class Manager:
             what += f"; damaged or unreadable: steps {', '.join(map(str, passed_over))}"
         raise FileNotFoundError(errno.ENOENT, what, str(self.root))
 
-    def _attempt(self, options: dict[str, Any], found: list[Any], step: int) -> Verdict:
-        """Loads a step and adds what it held to `found`."""
+    def _attempt(
+        self, options: dict[str, Any], found: list[Any], passed_over: list[int], step: int
+    ) -> Verdict:
+        """Loads a step, behind those that were passed over, and adds what it held to `found`."""
         path = self.path(step)
-        return verdict_of(path, lambda: found.append(self._load(path, options)))
+        verdict = verdict_of(path, lambda: found.append(self._load(path, options)))
+        damaged = self._known.damaged_of(passed_over, self.path)
+        if verdict is Verdict.WHOLE and not is_unmixed(path, damaged, options):
+            return Verdict.ABSENT
+        return verdict
 
     def _load(self, path: Path, options: dict[str, Any]) -> Any:
         there = [stripe for stripe in self._searched if stripe.is_dir()]

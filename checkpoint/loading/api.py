@@ -103,16 +103,19 @@ def load(
     return sheltered(work, "checkpoint-load")
 
 
-def check_not_mixed(loaded: Path, damaged: Sequence[Path], options: Mapping[str, Any]) -> None:
+def is_unmixed(loaded: Path, damaged: Sequence[Path], options: Mapping[str, Any]) -> bool:
     """For `options` of `load`, by which a checkpoint was loaded behind others that turned out to be
     damaged: raises CorruptCheckpointError naming tensors of `into` that it lacks and one of them
-    has. They may hold values of that, also damaged ones.
+    has. They may hold values of that, also damaged ones. False if it is gone by now.
     """
     into = options.get("into")
-    if into is None or options.get("strict", True):
-        return
+    if not damaged or into is None or options.get("strict", True):
+        return True
     lacking = partial(names_lacking, into=into, only=options.get("only"))
-    left = with_current_manifest(loaded, lacking)
+    try:
+        left = with_current_manifest(loaded, lacking)
+    except (FileNotFoundError, IncompleteCheckpointError):
+        return False
     for path in damaged if left else ():
         try:
             names = sorted(left - with_current_manifest(path, lacking))
@@ -127,6 +130,7 @@ def check_not_mixed(loaded: Path, damaged: Sequence[Path], options: Mapping[str,
                 "number",
                 path=path,
             )
+    return True
 
 
 def _device(map_location: str | torch.device) -> torch.device:

@@ -6,11 +6,11 @@ changed would take the interpreter from the training beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from checkpoint.directory.locate import check_data_file, peek_saved, read_manifest
 from checkpoint.directory.relocation import AS_SAVED, Relocation
@@ -19,7 +19,6 @@ from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import Manifest
 
 _Stamp = tuple[int, ...]
-Options = TypeVar("Options")
 T = TypeVar("T")
 
 
@@ -80,8 +79,8 @@ class KnownManifests:
         return saved
 
     def note_whole(self, checkpoint: Path, options: Mapping[str, object]) -> None:
-        """A load with these `options` found no damage; with any it did not look at everything."""
-        if not options:
+        """A load with these `options` found no damage, and looked at everything."""
+        if not options.keys() & {"only", "into", "verify"}:
             self._damaged.pop(checkpoint, None)
 
     def note_damage(self, checkpoint: Path) -> None:
@@ -92,13 +91,24 @@ class KnownManifests:
             self.check(checkpoint)
             self._damaged[checkpoint] = _stamp(checkpoint)
 
-    def noting(self, checkpoint: Path, load: Callable[[Path, Options], T], options: Options) -> T:
-        """What ``load`` gives of a checkpoint; damage that it finds is noted."""
+    def noting(
+        self,
+        checkpoint: Path,
+        load: Callable[[Path, dict[str, Any]], T],
+        options: dict[str, Any],
+    ) -> T:
+        """What ``load`` gives of a checkpoint; what it finds of damage is noted."""
         try:
-            return load(checkpoint, options)
+            found = load(checkpoint, options)
         except CorruptCheckpointError:
             self.note_damage(checkpoint)
             raise
+        self.note_whole(checkpoint, options)
+        return found
+
+    def damaged_of(self, steps: Iterable[int], path: Callable[[int], Path]) -> list[Path]:
+        """Of steps that a load passed over, those of which it may have read something."""
+        return [path(step) for step in steps if self.was_damaged(path(step))]
 
     def was_damaged(self, checkpoint: Path) -> bool:
         """Whether a load found damage in what is there still."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from aio.errors import without_frames
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.rules import is_data_file_name
 
@@ -90,8 +91,11 @@ def is_directory(path: Path) -> bool:
 
 
 def pass_over(path: Path, error: Exception) -> None:
-    """Says why a step is not loaded."""
+    """Says why a step is not loaded. The error holds nothing then: what refers to itself through
+    what it came through would keep what is loaded in its place.
+    """
     logger.warning("%s is passed over: %s", path, error)
+    without_frames(error)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -31,7 +32,9 @@ def machine_bytes() -> int:
 
 def machine() -> str:
     """Tells machines apart; containers of one machine are on the same."""
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename
+    with suppress(OSError):  # not there, or not for this process
+        return _BOOT_ID.read_text().strip()
+    return os.uname().nodename
 
 
 def staging_slab(nbytes: int) -> Slab:

@@ -11,6 +11,7 @@ storage) takes it from under a write, too; it is refused afterwards.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,9 @@ class SavedStorage:
         """
         if self.memory is None or self.extent is not None or self.write is not None:
             return False
-        return not self._is_whole or other_uses(self.memory) > 0
+        if not self._is_whole or other_uses(self.memory) > 0:
+            return True
+        return _references_to_storage(self.memory) > _REFERENCES_OF_NONE
 
     @property
     def is_moving(self) -> bool:
@@ -304,6 +307,15 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     empty: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat: torch.Tensor = empty.set_(tensor.untyped_storage())
     return flat
+
+
+def _references_to_storage(tensor: torch.Tensor) -> int:
+    """What Python counts for the storage itself, as an object, of which a program may have one."""
+    where = tensor.untyped_storage()
+    return sys.getrefcount(where)
+
+
+_REFERENCES_OF_NONE = _references_to_storage(torch.empty(1, device="cpu"))
 
 
 def _look_at(operation: Operation | None) -> None:

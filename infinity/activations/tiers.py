@@ -119,20 +119,7 @@ class NvmeActivations(Activations):
             not self._closed
             and tensor.device.type == self._device.type
             and self._is_large_and_plain(tensor)
-            and self._may_be_let_go(tensor)
-        )
-
-    def _may_be_let_go(self, tensor: torch.Tensor) -> bool:
-        """Not a part of an array of numpy's, of a file or of other processes, which torch does not
-        resize: who else has that is not known, and of each part all would be written.
-        """
-        where = tensor.untyped_storage()
-        if where.resizable():
-            return True
-        is_all = _is_dense(tensor) and tensor.nbytes == where.nbytes()
-        return is_all or any(
-            storage.read_into is not None and storage.read_into.cdata == where._cdata
-            for storage in self._alive.values()
+            and (tensor.untyped_storage().resizable() or _is_computed(tensor))
         )
 
     def _admit(self, tensor: torch.Tensor) -> SavedStorage | None:
@@ -287,9 +274,13 @@ class NvmeActivations(Activations):
             self._freed_bytes = 0
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it has each of its elements once, without gaps."""
-    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+def _is_computed(tensor: torch.Tensor) -> bool:
+    """Whether torch has computed it. What is not, and torch does not resize, is memory of numpy's,
+    of a file or of other processes: who else refers to that is not known. (What is, numpy has
+    looked at.)
+    """
+    base = tensor if tensor._base is None else tensor._base
+    return base.grad_fn is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

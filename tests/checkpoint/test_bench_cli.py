@@ -333,3 +333,17 @@ def test_results_go_into_what_is_no_file(tmp_path: Path) -> None:
     finally:
         os.close(reader)
     assert pipe.is_fifo()
+
+
+def test_results_go_into_a_file_that_has_no_other_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_bytes(b"before")
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(Path, "replace", refused)
+    write_output(path, b"after")
+    assert path.read_bytes() == b"after"

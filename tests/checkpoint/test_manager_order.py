@@ -185,6 +185,33 @@ def test_values_of_a_damaged_step_do_not_stay_where_the_step_before_has_none(
     assert manager.load(1, into=live, strict=False)["w"][0] == 1
 
 
+def test_a_step_of_which_nothing_was_read_is_passed_over_for_what_is_loaded_into(
+    tmp_path: Path,
+) -> None:
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(1, {"w": torch.ones(4096)})
+    manager.save(2, {"w": torch.full((4096,), 2.0), "new": torch.full((4096,), 3.0)})
+    next(manager.path(2).rglob("*.safetensors")).unlink()
+    live = {"w": torch.zeros(4096), "new": torch.zeros(4096)}
+    assert manager.load(into=live, strict=False)["w"][0] == 1
+    assert not live["new"].any()
+
+
+def test_a_step_that_was_mended_and_loaded_whole_counts_again(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    (file,) = manager.path(3).rglob("*.safetensors")
+    whole = file.read_bytes()
+    damage_data(manager.path(3))
+    assert manager.load()["step"] == 2
+    file.write_bytes(whole)
+    assert manager.load(3, map_location="cpu")["step"] == 3
+    for step in (4, 5):
+        manager.save(step, state(step))
+    assert manager.steps() == [4, 5]
+
+
 @pytest.mark.parametrize("plant", ["file", "pipe", "dangling link", "link to a file"])
 def test_what_is_no_directory_is_no_step(tmp_path: Path, plant: str) -> None:
     manager = checkpoint.Manager(tmp_path)

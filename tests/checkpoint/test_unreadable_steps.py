@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,15 @@ def test_a_step_whose_data_file_goes_stale_once_it_is_open_is_passed_over(
         with pytest.raises(OSError, match=os.strerror(code)) as caught:
             read(series.path(2))
         assert caught.value.filename == str(file)
+
+
+def test_what_is_loaded_in_place_of_a_damaged_step_goes_with_its_last_reference(
+    series: checkpoint.Manager,
+) -> None:
+    make_unreadable(next(series.path(2).rglob("*.safetensors")))
+    gc.disable()
+    try:
+        found = weakref.ref(series.load()["step"])
+        assert found() is None
+    finally:
+        gc.enable()

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.utils import cpp_extension
 
 import infinity
-from infinity.activations.storage import SavedActivation
-from infinity.activations.tiers import NvmeActivations
-from swap.timeline import Timeline
-from tests.support.activations import KIB, MIB, Hooks, Make, chain, large
+from tests.support.activations import KIB, chain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,6 +95,37 @@ def test_nodes_that_never_run_are_not_hooked_again_and_again(nvme: Path) -> None
         assert [arrivals.is_over for arrivals in waiting] == [False]
         _Returning.apply(w, other * 2).backward()
         assert [arrivals.is_over for arrivals in waiting] == [True]
+
+
+class _Expanding(torch.autograd.Function):
+    """The gradient of its first argument is its second, many times."""
+
+    @staticmethod
+    def forward(ctx: Any, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return w.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return x.expand(64, -1), None
+
+
+@each_mode
+def test_expanded_view_of_what_was_saved_is_not_made_whole(mode: str, nvme: Path) -> None:
+    model = nn.Linear(4, 4)
+    made: list[int] = []
+    with infinity.offload(model, nvme, host_memory="64MiB", activations=mode):
+        w, x = torch.zeros(1, 128 * KIB, requires_grad=True), torch.ones(128 * KIB)
+        wide = w.expand(64, -1)
+        node: Any = wide.grad_fn
+        node.register_prehook(
+            lambda gradients: made.append(gradients[0].untyped_storage().nbytes())
+        )
+        _Expanding.apply(wide, x).backward()
+    assert made == [512 * KIB]
+    assert w.grad is not None
+    assert (w.grad == 64).all()
 
 
 class _Updating(torch.autograd.Function):
@@ -188,150 +215,47 @@ def test_backward_in_inference_mode_is_that_of_plain_torch(mode: str, nvme: Path
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["slot", "expanded", "turned"])
-@pytest.mark.parametrize("whose", ["numpy", "torch"])
-def test_slots_of_a_buffer_that_numpy_fills_one_after_the_other_come_back_as_filled(
-    whose: str, kind: str, on_nvme: Make, timeline: Timeline
+_EXTENSION = """
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+using namespace torch::autograd;
+struct Returning : public Function<Returning> {
+  static at::Tensor forward(AutogradContext* context, at::Tensor w, at::Tensor x) {
+    context->save_for_backward({x});
+    return w.sum();
+  }
+  static variable_list backward(AutogradContext* context, variable_list) {
+    return {context->get_saved_variables()[0], at::Tensor()};
+  }
+};
+at::Tensor returning(at::Tensor w, at::Tensor x) { return Returning::apply(w, x); }
+TORCH_LIBRARY(tests_returning, library) { library.def("returning", &returning); }
+"""
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_gradient_that_a_function_of_cpp_saved_is_no_memory_of_others(
+    tmp_path: Path, nvme: Path
 ) -> None:
-    if whose == "numpy":
-        memory = np.zeros((9, 256 * KIB), dtype=np.float32)
-        buffer = torch.from_numpy(memory)
-    else:
-        buffer = torch.zeros(9, 256 * KIB)
-        memory = buffer.numpy()
-    scale, other = torch.ones(1, requires_grad=True), large(1, 4 * MIB)
-    with Hooks(on_nvme(4 * MIB)):
-        products = []
-        for number, slot in enumerate(buffer):
-            memory[number] = number + 1
-            saved = slot.view(512, 512)
-            saved = {"slot": saved, "expanded": saved.expand(4, 512, 512), "turned": saved.t()}[
-                kind
-            ]
-            products.append((saved * scale).mean() + 0 * chain(other, 3).sum())
-        (found,) = torch.autograd.grad(torch.stack(products).sum(), scale)
-    assert found == sum(range(10))
-    assert timeline.nbytes["write"]
-
-
-@pytest.mark.parametrize("whose", ["numpy", "torch", "file"])
-def test_data_set_whose_slices_are_saved_is_neither_written_nor_counted(
-    whose: str, on_nvme: Make, timeline: Timeline
-) -> None:
-    rows = np.random.default_rng(0).random((4096, 4096), dtype=np.float32)  # 64 MiB
-    if whose == "file":
-        with tempfile.NamedTemporaryFile() as file:
-            np.save(file, rows)
-            rows = np.load(file.name, mmap_mode="c")
-    data = torch.tensor(rows) if whose == "torch" else torch.from_numpy(rows)
-    del rows
-    weight = torch.ones(8, 4096, requires_grad=True)
-    activations = on_nvme(2 * MIB)
-    with Hooks(activations):
-        for step in range(3):
-            batch = data[step * 64 : step * 64 + 64]
-            loss = chain(F.linear(batch, weight).repeat(1, 512), 9).sum()
-            assert activations.counts()["in host"] <= 2 * MIB
-            (gradient,) = torch.autograd.grad(loss, weight)
-            assert gradient.shape == weight.shape
-    assert 0 < timeline.nbytes["write"] < 64 * MIB
-    assert activations.peak_bytes <= 2 * MIB
-
-
-def test_what_the_program_lets_go_of_behind_forward_is_written_then(
-    on_nvme: Make, timeline: Timeline
-) -> None:
-    activations = on_nvme(2 * MIB)
-    with Hooks(activations):
-        held = [torch.sigmoid(large(seed)) for seed in range(20)]
-        loss = torch.stack([output.sum() for output in held]).sum()
-        assert timeline.nbytes["write"] == 0
-        assert activations.counts()["in host"] == 0
-        held.clear()
-        chain(large(0), 1)
-        assert activations.counts()["in host"] <= 2 * MIB
-        assert timeline.nbytes["write"] >= 14 * 512 * KIB
-        loss.backward()
-
-
-def test_two_versions_of_one_storage_do_not_hold_one_another(
-    on_nvme: Make, timeline: Timeline
-) -> None:
-    activations = on_nvme(2 * MIB)
-    w = torch.ones(128 * KIB, requires_grad=True)
-    with Hooks(activations):
-        y: torch.Tensor = w
-        for _ in range(20):
-            y = torch.relu_(y * 1.01)
-            y = y + (y.data * w) * 0.001  # .data counts versions apart
-        loss = y.sum()
-        del y
-        assert activations.counts()["in host"] <= 2 * MIB
-        assert timeline.nbytes["write"] > 20 * 512 * KIB
-        loss.backward()
-
-
-def test_calls_of_a_handler_amid_another_one_wait_for_nothing(on_nvme: Make) -> None:
-    activations = on_nvme(2 * MIB)
-    program = torch.ones(128 * KIB)
-    theirs = activations.save(program)
-    written = activations.save(torch.full((128 * KIB,), 2.0))
-    with Hooks(activations):
-        loss = chain(large(0), 12).sum()
-    assert theirs is not None
-    assert written is not None
-    assert written.storage.extent is not None
-    with activations._lock:  # as the frame that a handler broke into
-        assert activations.save(torch.ones(128 * KIB)) is None
-        assert torch.equal(activations.restore(theirs), program)
-        assert activations.counts()["on nvme"] > 0
-        with pytest.raises(RuntimeError, match="of a signal handler"):
-            activations.restore(written)
-    assert (activations.restore(written) == 2).all()
-    loss.backward()
-
-
-def _compute(activations: NvmeActivations, theirs: SavedActivation) -> None:
-    with Hooks(activations):
-        chain(x := large(0), 20).sum().backward()
-    assert x.grad is not None
-    with pytest.raises(RuntimeError, match="was forked from"):
-        activations.restore(theirs)
-
-
-def test_forked_child_computes_with_what_is_its_own(on_nvme: Make) -> None:
-    activations = on_nvme(2 * MIB)
-    theirs = activations.save(torch.ones(128 * KIB))
-    with Hooks(activations):
-        loss = chain(large(0), 12).sum()
-        child = multiprocessing.get_context("fork").Process(
-            target=_compute, args=(activations, theirs)
-        )
-        with activations._lock:  # as another thread of the parent would
-            child.start()
-        child.join(60)
-        assert child.exitcode == 0
-        loss.backward()
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("mode", ["host", "nvme"])
-def test_nested_tensors_are_left_to_autograd(mode: str, nvme: Path) -> None:
-    parts = [torch.randn(300, 256), torch.randn(500, 256)]
-    model = nn.Linear(256, 256)
-    with infinity.offload(model, nvme, host_memory="34MiB", activations=mode):
-        nested = torch.nested.nested_tensor(parts, requires_grad=True)
-        model(nested).to_padded_tensor(0.0).square().sum().backward()
-        assert nested.grad is not None
-
-
-@each_mode
-def test_saved_tensor_may_be_moved_to_shared_memory(mode: str, nvme: Path) -> None:
+    source, library = tmp_path / "returning.cpp", tmp_path / "returning.so"
+    source.write_text(_EXTENSION)
+    words: list[str | Path] = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", "-o", library]
+    words += [source, *(f"-I{path}" for path in cpp_extension.include_paths())]
+    words += [f"-L{path}" for path in cpp_extension.library_paths()]
+    subprocess.run([*words, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
+    torch.ops.load_library(library)
     model = nn.Linear(512, 512)
-    with infinity.offload(model, nvme, host_memory="34MiB", activations=mode):
-        w = torch.ones(512, 512, requires_grad=True)
-        hidden = model(torch.randn(512, 512)).detach()
-        loss = (hidden * w).sum()
-        hidden.share_memory_()
-        (gradient,) = torch.autograd.grad(loss, w)
-        assert torch.equal(gradient, hidden)
+    before = model.weight.detach().clone()
+    for mode in MODES:
+        with infinity.offload(model, nvme, host_memory="64MiB", activations=mode) as offloaded:
+            w, batch = torch.zeros(512, 512, requires_grad=True), torch.ones(512, 512)
+            for saved in (batch, model.weight):
+                torch.ops.tests_returning.returning(w, saved).backward()
+                assert w.grad is not None
+                w.grad.mul_(3)
+                w.grad = None
+            assert (batch == 1).all()
+            with offloaded.gathered():
+                assert torch.equal(model.weight, before)
+            offloaded.optimizer.zero_grad()

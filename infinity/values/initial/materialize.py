@@ -253,10 +253,10 @@ class WeightFiles:
         return self._read(stored[0], name, buffer.dtype)
 
     def _read(self, recipe: Recipe, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A copy: what is written to the file later is not for the model."""
-        values = recipe.make(self._folder.read)[name].to(dtype, copy=True)
+        values = recipe.make(self._folder.read)[name].to(dtype)
         self._folder.check_unchanged()
-        return values
+        is_part = values.nbytes < values.untyped_storage().nbytes()
+        return values.clone() if is_part else values
 
     def _check_tied(
         self,

@@ -68,6 +68,8 @@ class SwapDirectory:
         self.root = Path(nvme)
         self.path = self.root / FOLDER / uuid.uuid4().hex[:12]
         self._lock: Descriptor | None = None
+        self._turn = Descriptor()
+        """Of ``root`` while it is locked here: an interrupt may keep ``locked`` from closing it."""
         self._is_open = True
         self._makes_shared = False
         note(self)
@@ -81,7 +83,7 @@ class SwapDirectory:
 
     def _make(self, engine: Engine) -> None:
         check_usable(self.root)
-        with locked(self.root):
+        with locked(self.root, self._turn):
             self._makes_shared = not self.path.parent.exists()
             make_shared(self.path.parent)
             _reclaim(self.root)
@@ -99,6 +101,7 @@ class SwapDirectory:
         file: File | None = vars(self).get("file")
         if file is not None:
             file.close()
+        self._turn.close()
         self._unlock()
 
     def close(self) -> None:
@@ -122,9 +125,10 @@ class SwapDirectory:
 
     def _remove(self) -> None:
         """Of a folder that is not there, or whose turn does not come, the lock alone."""
+        self._turn.close()
         try:
             if self._lock is not None or self._makes_shared or self.path.exists():
-                with locked(self.root):
+                with locked(self.root, self._turn):
                     _remove_tree(self.path)
                     self._unlock()
                     _remove_if_empty(self.path.parent)
@@ -157,35 +161,46 @@ def reclaim(nvme: str | os.PathLike[str]) -> list[Path]:
 
 
 @contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """Only one process at a time is inside, for each ``root``.
+def locked(root: Path, turn: Descriptor | None = None) -> Iterator[None]:
+    """Only one process at a time is inside, for each ``root``, which ``turn`` is open on meanwhile.
 
     Raises ``TimeoutError`` when another one does not leave: ``flock DIR python train.py`` holds it
     for as long as the training that waits for it.
     """
-    with Descriptor(root, os.O_RDONLY | os.O_DIRECTORY) as directory:
-        started = time.monotonic()
-        is_said = False
-        while not try_to_lock(directory, root):
-            waited = time.monotonic() - started
-            if waited > _SAY_AFTER_SECONDS and not is_said:
-                is_said = True
-                _log.warning(
-                    "waiting for another process that has the directory %s locked (flock), for at "
-                    "most %.0f s",
-                    root,
-                    _TURN_SECONDS,
-                )
-            if waited > _TURN_SECONDS:
-                raise TimeoutError(
-                    errno.ETIMEDOUT,
-                    f"another process has held a lock (flock) on the directory itself for more "
-                    f"than {_TURN_SECONDS:.0f} s; end it, or if this was started by `flock "
-                    f"{root} ...`, lock a file beside the directory instead",
-                    os.fspath(root),
-                )
-            time.sleep(_POLL_SECONDS)
-        yield
+    turn = Descriptor() if turn is None else turn
+    try:
+        try:
+            turn.open(root, os.O_RDONLY | os.O_DIRECTORY)
+            _wait_for(turn, root)
+            yield
+        finally:
+            turn.close()
+    finally:  # once more, where an interrupt kept it from that
+        turn.close()
+
+
+def _wait_for(turn: Descriptor, root: Path) -> None:
+    started = time.monotonic()
+    is_said = False
+    while not try_to_lock(turn, root):
+        waited = time.monotonic() - started
+        if waited > _SAY_AFTER_SECONDS and not is_said:
+            is_said = True
+            _log.warning(
+                "waiting for another process that has the directory %s locked (flock), for at "
+                "most %.0f s",
+                root,
+                _TURN_SECONDS,
+            )
+        if waited > _TURN_SECONDS:
+            raise TimeoutError(
+                errno.ETIMEDOUT,
+                f"another process has held a lock (flock) on the directory itself for more "
+                f"than {_TURN_SECONDS:.0f} s; end it, or if this was started by `flock "
+                f"{root} ...`, lock a file beside the directory instead",
+                os.fspath(root),
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 def try_to_lock(lock: Descriptor, path: Path) -> bool:
