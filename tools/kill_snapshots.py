@@ -108,25 +108,27 @@ def undisturbed(folder: str, host_memory: int, steps: int) -> list[str]:
 
 def one_round(command: Sequence[str], seconds: float) -> Told:
     """Run until ``seconds`` after the block began to be entered, and kill."""
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert child.stdout is not None
-    assert child.stderr is not None
     restored = taken = None
     timer: threading.Timer | None = None
-    for line in child.stdout:
-        kind, *rest = line.split()
-        if kind == "begun":
-            timer = threading.Timer(seconds, child.send_signal, [signal.SIGKILL])
-            timer.start()
-        elif kind == "restored":
-            restored, state = int(rest[0]), rest[1]
-            _states[restored] = state
-        else:
-            taken = int(rest[0])
-    said = child.stderr.read()
-    code = child.wait()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        for line in child.stdout:
+            if not line.endswith("\n"):
+                break  # it was killed as it said this: a word may be a write of its own
+            kind, *rest = line.split()
+            if kind == "begun":
+                timer = threading.Timer(seconds, child.send_signal, [signal.SIGKILL])
+                timer.start()
+            elif kind == "restored":
+                restored, state = int(rest[0]), rest[1]
+                _states[restored] = state
+            else:
+                taken = int(rest[0])
+        said = child.stderr.read()
+        code = child.wait()
     if timer is not None:
         timer.cancel()
     wrong = "" if code == -signal.SIGKILL else f"ended by itself with status {code}: {said[-2000:]}"
