@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.activations.storage import SavedActivation, SavedStorage, version_probe_of
@@ -32,6 +33,17 @@ from swap.plain import is_plain
 
 THRESHOLD_BYTES = 256 * 1024
 """Smaller storages stay: as single transfers they cost more time than their memory is worth."""
+
+
+_OF_EXTENSION = "CppFunction"
+
+
+def is_of_program(node: Any) -> bool:
+    """Whether a node of a graph is a function of Python, or one of an extension in C++, which has
+    no type of its own: what it gives may be memory of anybody's, also what it has saved. None of
+    torch's own gives that.
+    """
+    return isinstance(node, BackwardCFunction) or type(node).__name__ == _OF_EXTENSION
 
 
 @dataclass(frozen=True, slots=True, eq=False)

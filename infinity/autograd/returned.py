@@ -10,33 +10,56 @@ are read, since a function may as well change what it saved.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
+from infinity.activations.offloading import is_of_program
 from infinity.parameters.offloaded.modes import unseen
 
 _KEY = "infinity.returned"
-_EXTENSION, _LEAF = "CppFunction", "AccumulateGrad"
+_LEAF = "AccumulateGrad"
+
+
+class _Pass:
+    """One backward pass. The engine has the only reference, so it goes with the pass, also where
+    that fails.
+
+    ``expected``: by the node where gradients arrive, the storages that a leaf's may not lie in.
+    """
+
+    def __init__(self) -> None:
+        self.expected: dict[_Arrivals, set[int]] = {}
+
+    def end(self) -> None:
+        """What the engine calls last."""
+        self.expected.clear()
+
+
+_passes: dict[int, weakref.ref[_Pass]] = {}
+"""By the numbers that torch gives them, and no other later. Functions run passes of their own, and
+threads theirs, over the same leaves.
+"""
 
 
 class _Arrivals:
-    """At one node, which has it in its metadata, in one pass: the storages that a leaf's gradients
-    may not lie in. Other nodes pass them on (views of them), so it goes on with those.
+    """At one node, which has it in its metadata. A leaf takes no gradient that lies where a pass
+    expects one; other nodes pass them on (views of them), so it goes on with those.
     """
 
     def __init__(self, node: Any) -> None:
-        self.storages: set[int] = set()
-        self.is_over = False
-        self._handle = node.register_prehook(self._own)
+        node.register_prehook(self._own)
 
     @unseen
     def _own(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...] | None:
-        self.is_over = True
-        self._handle.remove()
+        known = _passes.get(torch._C._current_graph_task_id())
+        at_work = None if known is None else known()
+        if at_work is None:
+            return None
         # A number that another storage has by now costs a copy, or a look at the next nodes.
-        found = self.storages.intersection(map(_storage_of, gradients))
+        expected = at_work.expected.pop(self, set())
+        found = expected.intersection(map(_storage_of, gradients))
         node: Any = torch._C._current_autograd_node()
         if type(node).__name__ != _LEAF:
             for storage in found:
@@ -53,26 +76,34 @@ def copy_where_returned(unpacked: torch.Tensor) -> None:
     the gradient of a leaf it is a copy.
     """
     node: Any = torch._C._current_autograd_node()
-    if _is_of_program(node) and (storage := _storage_of(unpacked)) is not None:
+    if is_of_program(node) and (storage := _storage_of(unpacked)) is not None:
         _expect(node, storage)
 
 
 def _expect(node: Any, storage: int) -> None:
-    """Gradients that ``node`` gives may lie in ``storage``."""
+    """Gradients that ``node`` gives in this pass may lie in ``storage``."""
+    expected = _pass_at_work().expected
     for following, _ in node.next_functions:
         if following is None:
             continue
         arrivals = following.metadata.get(_KEY)
-        if arrivals is None or arrivals.is_over:
-            arrivals = following.metadata[_KEY] = _Arrivals(following)
-        arrivals.storages.add(storage)
+        if arrivals is None:  # of two threads that come here one stays, by a call that C makes
+            arrivals = following.metadata.setdefault(_KEY, _Arrivals(following))
+        expected.setdefault(arrivals, set()).add(storage)
 
 
-def _is_of_program(node: Any) -> bool:
-    """Whether it is a function of Python, or one of an extension in C++, which has no type of its
-    own: those of torch itself return nothing that they saved.
-    """
-    return isinstance(node, BackwardCFunction) or type(node).__name__ == _EXTENSION
+def _pass_at_work() -> _Pass:
+    number = torch._C._current_graph_task_id()
+    known = _passes.get(number)
+    at_work = None if known is None else known()
+    if at_work is None:
+        for gone in [number for number, one in [*_passes.items()] if one() is None]:
+            _passes.pop(gone, None)
+        new = _Pass()
+        at_work = _passes.setdefault(number, weakref.ref(new))() or new
+        if at_work is new:
+            torch.autograd.Variable._execution_engine.queue_callback(new.end)
+    return at_work
 
 
 def _storage_of(tensor: torch.Tensor | None) -> int | None:

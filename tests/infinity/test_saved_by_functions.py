@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.utils import cpp_extension
 
 import infinity
+from infinity.autograd import returned
 from tests.support.activations import KIB, chain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,9 +95,78 @@ def test_nodes_that_never_run_are_not_hooked_again_and_again(nvme: Path) -> None
         for _ in range(3):
             torch.autograd.grad(_Returning.apply(w, other * 2), w)
             waiting.add(node.metadata["infinity.returned"])
-        assert [arrivals.is_over for arrivals in waiting] == [False]
-        _Returning.apply(w, other * 2).backward()
-        assert [arrivals.is_over for arrivals in waiting] == [True]
+            assert not any(one() for one in returned._passes.values())
+        assert len(waiting) == 1
+        assert len(returned._passes) == 1
+
+
+class _Working(torch.autograd.Function):
+    """Does something else as its gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, work: Callable[[], None]) -> torch.Tensor:
+        ctx.work = work
+        return x.sum()
+
+    @staticmethod
+    @torch.enable_grad()
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.work()
+        return torch.ones(1), None
+
+
+class _Waiting(torch.autograd.Function):
+    """Has no gradient, and was there before the others: it is the last to say so."""
+
+    @staticmethod
+    def forward(ctx: Any, w: torch.Tensor) -> torch.Tensor:
+        return w.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+@each_mode
+@pytest.mark.parametrize("kind", ["batch", "result"])
+@pytest.mark.parametrize("who", ["function", "thread", "one that fails"])
+def test_gradient_that_a_function_saved_is_no_memory_of_others_behind_another_pass(
+    who: str, kind: str, mode: str, nvme: Path
+) -> None:
+    model = nn.Linear(512, 512)
+    w, z = torch.zeros(512, 512, requires_grad=True), torch.ones(1, requires_grad=True)
+    passes = []
+
+    def one_pass() -> None:
+        (_Returning.apply(w, torch.ones(512, 512)) + (w * 3).sum()).backward()
+        w.grad = None
+        passes.append(who)
+
+    def work() -> None:
+        if who == "one that fails":
+            failing = _Returning.apply(w, torch.ones(512, 512)) + _Working.apply(w, lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                failing.backward()
+        if who != "thread":
+            one_pass()
+            return
+        (thread := threading.Thread(target=one_pass)).start()
+        thread.join()
+
+    with infinity.offload(model, nvme, host_memory="64MiB", activations=mode) as offloaded:
+        batch = torch.randn(512, 512)
+        saved = {"batch": batch, "result": model(batch)}[kind]
+        expected = saved.detach().clone()
+        loss = _Waiting.apply(w) + _Working.apply(z, work) + _Returning.apply(w, saved)
+        for number in range(2):
+            loss.backward(retain_graph=True)
+            assert len(passes) == number + 1
+            assert w.grad is not None
+            assert torch.equal(w.grad, expected)
+            w.grad.mul_(3)
+            w.grad = None
+        assert torch.equal(saved, expected)
+        offloaded.optimizer.zero_grad()
 
 
 class _Expanding(_Returning):
