@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from aio import AioError
-from infinity.activations.offloading import Activations
+from infinity.activations.offloading import Activations, is_of_program
 from infinity.activations.storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of
 from swap.memory.heap import give_back_freed_memory
 from swap.plan import eviction
@@ -275,12 +275,13 @@ class NvmeActivations(Activations):
 
 
 def _is_computed(tensor: torch.Tensor) -> bool:
-    """Whether torch has computed it. What is not, and torch does not resize, is memory of numpy's,
-    of a file or of other processes: who else refers to that is not known. (What is, numpy has
-    looked at.)
+    """Whether an operation of torch has made its memory, which numpy has looked at then. What torch
+    does not resize, and was not made so or was written to since, may be memory of numpy's, of a
+    file or of other processes: who else refers to that is not known.
     """
     base = tensor if tensor._base is None else tensor._base
-    return base.grad_fn is not None
+    node = base.grad_fn
+    return node is not None and base._version == 0 and not is_of_program(node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,36 @@ def test_activation_that_numpy_looked_at_is_moved_also_by_its_views(
     assert timeline.nbytes["write"] > 12 * MIB
 
 
+class _Filling(torch.autograd.Function):
+    """Its result lies in memory of numpy's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, memory: np.ndarray[Any, Any]) -> torch.Tensor:
+        memory[:] = x.numpy()
+        return torch.from_numpy(memory)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+@pytest.mark.parametrize("fills", ["torch", "function"])
+def test_memory_of_numpy_that_torch_fills_is_seen_as_it_is(fills: str, on_nvme: Make) -> None:
+    memory = np.zeros((4, 128 * KIB), dtype=np.float32)
+    scale = torch.ones(1, requires_grad=True)
+    with Hooks(on_nvme(2 * MIB)):
+        loss = 0 * chain(large(0), 12).sum()
+        for row in memory:
+            x = torch.full((128 * KIB,), 2.0) * scale
+            y = torch.from_numpy(row).copy_(x) if fills == "torch" else _Filling.apply(x, row)
+            loss = loss + (y * y).sum()
+            del x, y
+        loss = loss + 0 * chain(large(0), 12).sum()
+        memory[:] = 7
+        (found,) = torch.autograd.grad(loss, scale)
+    assert found == 4 * 128 * KIB * 2 * 7 * 2
+
+
 @pytest.mark.parametrize("whose", ["numpy", "torch", "file"])
 def test_data_set_whose_slices_are_saved_is_neither_written_nor_counted(
     whose: str, on_nvme: Make, timeline: Timeline
