@@ -47,11 +47,15 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTree:
-    """A tree's JSON and its leaves. An object met at several places is one leaf with names."""
+    """A tree's JSON and its leaves. An object met at several places is one leaf with names.
+
+    `places` are those of the leaves in the order of the tree, as `by_name` has their names.
+    """
 
     node: Node
     leaves: list[Leaf]
     by_name: dict[str, Leaf]
+    places: list[tuple[Path, Leaf]]
 
 
 def encode_tree(
@@ -68,7 +72,7 @@ def encode_tree(
     by_name = {name: leaf for name, (_, leaf) in zip(names, encoder.places, strict=True)}
     for name, leaf in by_name.items():
         leaf.name = leaf.name or name
-    return EncodedTree(node, list(encoder.leaf_of.values()), by_name)
+    return EncodedTree(node, list(encoder.leaf_of.values()), by_name, encoder.places)
 
 
 Refuse = Callable[[Path, object], str]

@@ -52,9 +52,10 @@ def load(
     close up over what did not. `into`: a tree whose tensors, arrays and byte sinks are written in
     place, found by their keys; it is returned, its other values replaced by the saved ones; what
     the checkpoint holds beyond it is not read. One tensor at several keys takes the value of the
-    first of them; targets that overlap in another way hold the value of either where they do.
-    `map_location`: device of new tensors; None for the one that each was saved from. Arrays are in
-    host memory. A counter (`collections.Counter`) in `into` is one value.
+    first of them that is asked for (and saved, if not `strict`); targets that overlap in another
+    way hold the value of either where they do. `map_location`: device of new tensors; None for the
+    one that each was saved from. Arrays are in host memory. A counter (`collections.Counter`) in
+    `into` is one value.
     `verify=False` skips the checksums of data.
 
     `dtype`: tensors of floating-point numbers come in this dtype, rounded as `Tensor.to` rounds,

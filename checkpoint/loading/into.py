@@ -18,11 +18,7 @@ from checkpoint.format import elements
 from checkpoint.format.names import Path, natural_name, render
 from checkpoint.format.records import Manifest
 from checkpoint.format.slices import may_overlap_itself
-from checkpoint.format.tree import (
-    encode_tree,
-    has_state_dict,
-    kind_of,
-)
+from checkpoint.format.tree import EncodedTree, Leaf, encode_tree, has_state_dict, kind_of
 from checkpoint.loading.reading import TensorRead
 from checkpoint.loading.saved_leaves import SavedLeaves
 from checkpoint.plan.selection import Selection
@@ -106,15 +102,13 @@ def check_into(
     plan = IntoPlan([], [], lambda: _replace((), into, saved, selection))
     parts: dict[int, list[Part]] = {}
     absent = 0
-    for name, leaf in live.by_name.items():
-        if not selection.wants(name):
-            continue
-        if not selection.is_strict and saved.lacks(leaf.path):
+    for leaf, name, place in _wanted_leaves(live, saved, selection):
+        if not selection.is_strict and saved.lacks(place):
             absent += 1
             continue
-        path, node = saved.data(leaf.path, name)
+        path, node = saved.data(place, name)
         view = view_of(manifest, path, node)
-        target = _target(leaf.path, leaf.value, view, array_dtype(node), dtype)
+        target = _target(place, leaf.value, view, array_dtype(node), dtype)
         plan.written.extend(_tensors_of(leaf.value, target))
         if view.is_whole:
             plan.reads.append(TensorRead(view.tensor, target))
@@ -145,11 +139,23 @@ def names_lacking(manifest: Manifest, into: Any, only: str | Sequence[str] | Non
     """Names of leaves of a live tree, of those asked for, that take data which is not saved."""
     saved, selection = SavedLeaves(manifest), Selection(only, strict=False)
     live = encode_tree(into, is_target, _refusal)
-    return {
-        name
-        for name, leaf in live.by_name.items()
-        if selection.wants(name) and saved.lacks(leaf.path)
-    }
+    return {name for _, name, place in _wanted_leaves(live, saved, selection) if saved.lacks(place)}
+
+
+def _wanted_leaves(
+    live: EncodedTree, saved: SavedLeaves, selection: Selection
+) -> Iterator[tuple[Leaf, str, Path]]:
+    """The leaves of a live tree that are asked for, each with the first of its places that is; if
+    not all have to be saved, with the first of these that is.
+    """
+    found: dict[int, tuple[Leaf, str, Path]] = {}
+    for name, (place, leaf) in zip(live.by_name, live.places, strict=True):
+        if not selection.wants(name):
+            continue
+        known = found.setdefault(id(leaf), (leaf, name, place))
+        if not selection.is_strict and saved.lacks(known[2]) and not saved.lacks(place):
+            found[id(leaf)] = leaf, name, place
+    yield from found.values()
 
 
 def _refusal(path: Path, value: object) -> str:

@@ -160,6 +160,28 @@ def test_absent_leaves_stay_as_they_are_where_that_is_allowed(tmp_path: Path) ->
     assert (live["step"], live["epoch"]) == (5, 9)
 
 
+@pytest.mark.parametrize("saved", [["b"], ["a", "b"], ["b", "other"], ["other"]])
+@pytest.mark.parametrize("only", [None, ["a"], ["b", "other"], "*"])
+def test_tensor_at_several_keys_takes_the_first_that_is_saved_and_asked_for(
+    only: list[str] | str | None, saved: list[str], tmp_path: Path
+) -> None:
+    values = {name: torch.full((3,), number) for number, name in enumerate("ab", 1)}
+    values["other"] = torch.full((2,), 9)
+    checkpoint.save({name: values[name] for name in saved}, tmp_path / "step")
+    tied, other = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    live = {"a": tied, "b": tied, "other": other}
+    asked = [name for name in live if only in (None, "*") or name in (only or ())]
+    found = [name for name in asked if name in saved]
+    if not found:
+        with pytest.raises(ValueError, match=f"none of the {len({*asked})} tensors of into"):
+            checkpoint.load(tmp_path / "step", into=live, strict=False, only=only)
+        return
+    assert checkpoint.load(tmp_path / "step", into=live, strict=False, only=only) is live
+    (expected,) = [values[name] for name in found if name != "other"][:1] or [torch.zeros(3)]
+    assert torch.equal(tied, expected.to(tied.dtype))
+    assert other.any() == ("other" in found)
+
+
 def test_leaves_that_are_there_must_fit_however_lenient(tmp_path: Path) -> None:
     checkpoint.save({"a": torch.ones(3), "b": 1}, tmp_path / "step")
     for live, words in (
