@@ -49,6 +49,17 @@ _SAY_AFTER_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
+class Turn(Descriptor):
+    """Open on a directory while that is ``locked``; a forked child does not keep it locked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        note(self)
+
+    def after_fork(self) -> None:
+        self.close()
+
+
 class SwapDirectory:
     """One process's folder on one SSD; ``close`` removes it, which ``undo`` is told to do before
     anything is made: an interrupt may come before the caller has this object.
@@ -68,7 +79,7 @@ class SwapDirectory:
         self.root = Path(nvme)
         self.path = self.root / FOLDER / uuid.uuid4().hex[:12]
         self._lock: Descriptor | None = None
-        self._turn = Descriptor()
+        self._turn = Turn()
         """Of ``root`` while it is locked here: an interrupt may keep ``locked`` from closing it."""
         self._is_open = True
         self._makes_shared = False
@@ -101,7 +112,6 @@ class SwapDirectory:
         file: File | None = vars(self).get("file")
         if file is not None:
             file.close()
-        self._turn.close()
         self._unlock()
 
     def close(self) -> None:
@@ -161,13 +171,13 @@ def reclaim(nvme: str | os.PathLike[str]) -> list[Path]:
 
 
 @contextmanager
-def locked(root: Path, turn: Descriptor | None = None) -> Iterator[None]:
+def locked(root: Path, turn: Turn | None = None) -> Iterator[None]:
     """Only one process at a time is inside, for each ``root``, which ``turn`` is open on meanwhile.
 
     Raises ``TimeoutError`` when another one does not leave: ``flock DIR python train.py`` holds it
     for as long as the training that waits for it.
     """
-    turn = Descriptor() if turn is None else turn
+    turn = Turn() if turn is None else turn
     try:
         try:
             turn.open(root, os.O_RDONLY | os.O_DIRECTORY)
