@@ -47,10 +47,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTree:
-    """A tree's JSON and its leaves. An object met at several places is one leaf with names.
-
-    `places` are those of the leaves in the order of the tree, as `by_name` has their names.
-    """
+    """A tree's JSON and its leaves: one for an object at several `places`, each with a name."""
 
     node: Node
     leaves: list[Leaf]
