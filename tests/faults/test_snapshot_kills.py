@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import kill_snapshots
 import pytest
-
-from tools import kill_snapshots
 
 ROOT = Path(__file__).parents[2]
 
