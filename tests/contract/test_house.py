@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # in no folder stand by themselves. The folders of a program within a package are counted within it.
 FLOORS: dict[str, tuple[str, ...]] = {
     "swap": (
-        *("interruptions", "plan", "memory", "storage.drives", "storage"),
+        *("interruptions", "plan", "memory", "device", "storage.drives", "storage"),
         *("snapshots", "cache", "gradients", "update"),
     ),
     "checkpoint": (
