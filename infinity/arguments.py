@@ -216,8 +216,11 @@ def _checked_norm(max_grad_norm: float | None) -> float | None:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
+    """The device that an argument of ``offload`` means, with its index: what is on ``cuda`` is on
+    ``cuda:0``, say, and threads of ours have another current device.
+    """
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _with_index(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = named_device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: this torch sees no CUDA device")
@@ -225,7 +228,13 @@ def device_of(device: torch.device | str | None) -> torch.device:
         raise ValueError(
             f"device={device!r}: this torch sees {torch.cuda.device_count()} CUDA device(s)"
         )
-    return chosen
+    return _with_index(chosen)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device != torch.device("cuda"):
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def named_device(device: torch.device | str) -> torch.device:

@@ -51,6 +51,7 @@ from infinity.tiling.layers import Tiling
 from infinity.training import Parts, Training
 from infinity.values.buffers import BufferConversion
 from infinity.values.initial.materialize import fill_all, values_for
+from swap.device.opening import open_device
 from swap.interruptions.undo import Undo
 from swap.memory.heap import SmallHeap, give_back_freed_memory
 from swap.plan.placement import Placement
@@ -254,8 +255,7 @@ def _open_state(
             rule,
             options.directories,
             shares=bandwidths,
-            device=options.device,
-            device_bytes=options.budget.device_bytes,
+            device=open_device(options.device),
             overlap=options.overlap,
             undo=undo,
             after_close=after_close,

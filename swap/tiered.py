@@ -18,8 +18,11 @@ import torch
 
 from aio import Engine, Slab
 from swap.cache.arena import Arena, HostArena
-from swap.cache.device_arena import CudaLink, DeviceArena, GradientInbox, Link, register_with_cuda
+from swap.cache.device_arena import DeviceArena
 from swap.cache.weight_cache import WeightCache
+from swap.device.interface import ComputeDevice
+from swap.device.memory import DeviceMemory
+from swap.gradients.inbox import GradientInbox
 from swap.gradients.store import GradientStore
 from swap.interruptions.apart import run_apart
 from swap.interruptions.forks import check_process
@@ -61,10 +64,8 @@ class TieredState:
         directories: Sequence[str | os.PathLike[str]],
         *,
         shares: Sequence[float] | None = None,
-        device: torch.device | None = None,
-        device_bytes: int | None = None,
+        device: ComputeDevice | None = None,
         overlap: bool = True,
-        link: Link | None = None,
         undo: Undo | None = None,
         after_close: Callable[[], None] | None = None,
     ) -> None:
@@ -72,7 +73,9 @@ class TieredState:
         self._rule = rule
         self.layout: Layout = placement.layout
         self.timeline = Timeline()
-        self.device = device or torch.device("cpu")
+        self.compute = device
+        """What weights are copied to; None where they are computed with in host memory."""
+        self.device = torch.device("cpu") if device is None else device.torch_device
         self._process = os.getpid()
         self.num_changes = 0
         """Grows before a step or somebody who writes values changes any."""
@@ -83,7 +86,7 @@ class TieredState:
         if undo is not None:
             undo.callback(self.close)
         try:
-            self._build(rule, directories, shares, device_bytes, overlap, link)
+            self._build(rule, directories, shares, overlap)
         except BaseException:
             self._undo.close()
             raise
@@ -93,9 +96,7 @@ class TieredState:
         rule: UpdateRule,
         directories: Sequence[str | os.PathLike[str]],
         shares: Sequence[float] | None,
-        device_bytes: int | None,
         overlap: bool,
-        link: Link | None,
     ) -> None:
         placement = self.placement
         self.engine: Engine | None = None
@@ -113,12 +114,11 @@ class TieredState:
         self.gradients = GradientStore(
             placement, home, self.slabs.get("spill"), self.extents, self.timeline
         )
-        self.link = self._make_link() if link is None else link
         self.inbox: GradientInbox | None = None
-        self.arena = self._make_arena(device_bytes)
-        if self.link is not None:
+        self.arena = self._make_arena()
+        if self.compute is not None:
             self.inbox = GradientInbox(
-                self.link, self.slabs["inbox"], self._store_gradient, self.gradients.lose
+                self.compute, self.slabs["inbox"], self._store_part, self.gradients.lose
             )
             self._undo.callback(self.inbox.close)
         self.weights = WeightCache(self.components, self.arena, self.timeline, prefetch=overlap)
@@ -143,19 +143,15 @@ class TieredState:
         )
         self.extents.reserve(self.placement.nvme_bytes)
 
-    def _make_link(self) -> Link | None:
-        if self.device.type != "cuda":
-            return None
-        for slab in self.slabs.values():
-            self._undo.callback(register_with_cuda(slab))
-        return CudaLink(self.device)
-
-    def _make_arena(self, device_bytes: int | None) -> Arena | None:
+    def _make_arena(self) -> Arena | None:
         slab = self.slabs.get("arena")
-        if self.link is not None:
-            assert device_bytes is not None
-            return DeviceArena(self.link, device_bytes, slab)
-        return None if slab is None else HostArena(slab)
+        if self.compute is None:
+            return None if slab is None else HostArena(slab)
+        for one in self.slabs.values():
+            self._undo.callback(self.compute.register(one))
+        memory = DeviceMemory(self.compute, self.placement.device_bytes)
+        self._undo.callback(memory.close)
+        return DeviceArena(self.compute, memory, slab)
 
     @property
     def used_host_bytes(self) -> int:
@@ -271,7 +267,8 @@ class TieredState:
             self.inbox.add(parameter, gradient)
         else:
             self._await_gradients()
-            self._store_gradient(parameter, gradient.cpu())
+            self.gradients.add(parameter, gradient.cpu())
+            self.speculation.arrived(parameter)
         self.speculation.end_adding()
 
     def clear_gradients(self, parameter: int | None = None) -> None:
@@ -281,9 +278,12 @@ class TieredState:
         self.speculation.cleared()
         self.gradients.clear(parameter)
 
-    def _store_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
-        self.gradients.add(parameter, gradient)
-        self.speculation.arrived(parameter)
+    def _store_part(
+        self, parameter: int, start: int, values: torch.Tensor, *, is_last: bool
+    ) -> None:
+        self.gradients.add_part(parameter, start, values, is_last=is_last)
+        if is_last:
+            self.speculation.arrived(parameter)
 
     def collect_gradients(self) -> None:
         """Wait until every gradient that was added is stored; raises if one was lost, until that

@@ -180,8 +180,9 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"{name} is not a leaf tensor; offload parameters, not results")
 
 
-def least_arena_bytes(model: nn.Module, records: Sequence[Record]) -> int:
-    """Bytes of weights that must fit at once: two largest modules, or one and all that it lies in,
+def least_arena_bytes(model: nn.Module, records: Sequence[Record], *, on_host: bool = True) -> int:
+    """Bytes of weights that must fit at once, of those that stay in host memory too if weights are
+    computed with elsewhere: two largest modules, or one and all that it lies in,
     which hold theirs while it runs, or a whole block (an element of a ModuleList) and one module
     more, since a checkpointed block keeps its weights until its backward is over. Of partitioned
     parameters it is the longest slices that count.
@@ -189,7 +190,7 @@ def least_arena_bytes(model: nn.Module, records: Sequence[Record]) -> int:
     sizes = {
         id(record.parameter): record.longest_spec.padded_numel * record.spec.dtype.itemsize
         for record in records
-        if not record.spec.always_on_host
+        if not (on_host and record.spec.always_on_host)
     }
     return _least_bytes(model, sizes)
 

@@ -12,6 +12,7 @@ from torch import nn
 from infinity.activations.tiers import ActivationShare
 from infinity.parameters.records import Record, least_arena_bytes, least_gathered_bytes
 from infinity.ranks.gather_plan import GatherPlan, plans_for
+from swap.device.opening import is_separate
 from swap.plan.layout import ParameterSpec, pad
 from swap.plan.placement import Placement, place
 from swap.plan.rules import UpdateRule
@@ -41,7 +42,7 @@ class Demand:
     @property
     def on_host(self) -> bool:
         """Whether weights are computed with in host memory."""
-        return self.share.device.type == "cpu"
+        return not is_separate(self.share.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ def demand_of(
         specs=tuple(record.spec for record in records),
         longest=tuple(record.longest_spec for record in records),
         rule=rule,
-        block_bytes=least_arena_bytes(model, records),
+        block_bytes=least_arena_bytes(model, records, on_host=not is_separate(share.device)),
         gathered_sizes=tuple(
             pad(record.numel) * record.spec.dtype.itemsize
             for record in records

@@ -12,11 +12,12 @@ in place of pages between (``Slab.allocate``). So there is room when so many byt
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from aio import Operation, Slab
+from swap.device.interface import Event
 from swap.plan.layout import ParameterSpec
 from swap.storage.components import as_tensor, copy_values
 
@@ -37,7 +38,7 @@ class Entry:
     operations: list[Operation] = field(default_factory=list)
     landed: list[tuple[int, int]] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)
-    event: Any = None
+    event: Event | None = None
     is_ahead: bool = False
 
     @property
@@ -48,6 +49,16 @@ class Entry:
         return all(operation.done() for operation in self.operations)
 
 
+class Transfer(Protocol):
+    """Bytes on their way: an operation of the engine, or a copy from a device."""
+
+    def done(self) -> bool:
+        """Whether they have arrived, or never will."""
+
+    def result(self) -> object:
+        """Wait for them. Raises what kept them from arriving."""
+
+
 class Arena(Protocol):
     """Where weights are computed from.
 
@@ -55,6 +66,13 @@ class Arena(Protocol):
     """
 
     uses_home: bool
+
+    @property
+    def pace_bytes(self) -> int:
+        """Weights are read ahead each time when a part of so many bytes has been used."""
+
+    def can_land(self, spec: ParameterSpec) -> bool:
+        """Whether ``new`` finds a landing buffer, if it finds room for the entry."""
 
     def new(self, spec: ParameterSpec, *, landing: bool, apart: bool = False) -> Entry:
         """An empty entry, with a landing buffer for reads if asked; raises ``SlabFullError``.
@@ -67,13 +85,19 @@ class Arena(Protocol):
         """Copy host ``values`` to elements from ``start``; they must stay until ``ready``."""
 
     def put(self, entry: Entry, start: int, values: torch.Tensor) -> None:
-        """As ``fill``, but ``values`` may be reused on return."""
+        """As ``fill``, but ``values`` may be reused after ``wait_for_puts``."""
+
+    def wait_for_puts(self) -> None:
+        """Wait until what was put so far is copied."""
 
     def arrived(self, entry: Entry) -> None:
         """All reads of ``entry`` are finished."""
 
     def ready(self, entry: Entry) -> torch.Tensor:
         """The weights, safe to compute with on the current stream."""
+
+    def read_back(self, entry: Entry, start: int, out: torch.Tensor) -> Transfer | None:
+        """Copy elements from ``start`` to host memory ``out``; None if they are there on return."""
 
     def wait_for_release(self, timeout: float) -> bool:
         """Wait until some memory came back; False on timeout."""
@@ -99,6 +123,13 @@ class HostArena:
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
 
+    @property
+    def pace_bytes(self) -> int:
+        return self._slab.nbytes
+
+    def can_land(self, spec: ParameterSpec) -> bool:
+        return True  # in the entry itself
+
     def new(self, spec: ParameterSpec, *, landing: bool, apart: bool = False) -> Entry:
         memory = self._slab.allocate(spec.padded_numel * spec.dtype.itemsize, apart=apart)
         padded = as_tensor(memory, spec.dtype)
@@ -110,11 +141,17 @@ class HostArena:
     def put(self, entry: Entry, start: int, values: torch.Tensor) -> None:
         self.fill(entry, start, values)
 
+    def wait_for_puts(self) -> None:
+        """They are copied when they return."""
+
     def arrived(self, entry: Entry) -> None:
         """Nothing is left to do: the bytes are where they are computed with."""
 
     def ready(self, entry: Entry) -> torch.Tensor:
         return entry.weight
+
+    def read_back(self, entry: Entry, start: int, out: torch.Tensor) -> None:
+        copy_values(entry.weight[start : start + out.numel()], out)
 
     def wait_for_release(self, timeout: float) -> bool:
         return self._slab.wait_for_release(timeout)

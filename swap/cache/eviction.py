@@ -65,8 +65,11 @@ class CacheEntries:
     def make_room(self, parameter: int, *, ahead: bool, landing: bool) -> Entry | None:
         """A new entry, evicting for what is needed now whatever is not pinned, for what is wanted
         ``ahead`` of its use only what is worth less. None if that does not make room enough; for
-        what is needed now there is enough if so many bytes are free.
+        what is needed now there is enough if so many bytes are free. Nothing is evicted for what
+        has no room to land.
         """
+        if landing and not self.arena.can_land(self._specs[parameter]):
+            return None
         while (entry := self._new(parameter, landing)) is None:
             if not self._evict_one(parameter if ahead else None):
                 entry = None if ahead else self._new(parameter, landing, apart=True)

@@ -18,17 +18,17 @@ import torch
 from aio import AioError
 from aio.errors import let_go
 from aio.threads import LOOK_SECONDS, Changes, Latch
-from swap.cache.arena import Arena, Entry
+from swap.cache.arena import Arena, Entry, Transfer
 from swap.cache.eviction import CacheEntries, wait_for
+from swap.cache.pace import Pace
 from swap.cache.patience import Patience, Workers
 from swap.cache.reads import WeightReads
 from swap.plan import eviction
 from swap.plan.layout import Segment
 from swap.plan.schedule import Schedule
-from swap.storage.components import ComponentStore, copy_values
+from swap.storage.components import ComponentStore
 from swap.timeline import Timeline
 
-_LOOKS_PER_ARENA = 16
 _RELEASE_SECONDS = 2.0
 """A fetch waits so long for memory to be dropped; ten times that beside an update or a thread."""
 
@@ -52,6 +52,8 @@ class WeightCache:
         self._reads = None if arena is None else WeightReads(components, arena, timeline)
         self._timeline = timeline
         self._prefetch = prefetch
+        if arena is not None:
+            self._pace = Pace(arena)
         self._policy = eviction.for_weights(self.schedule)
         self._cached = CacheEntries(self._specs, arena, self._policy)
         self._entries = self._cached.entries
@@ -62,7 +64,6 @@ class WeightCache:
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._changes = Changes()
-        self._used_bytes = 0
 
     # What a forward or a backward pass does.
 
@@ -148,12 +149,14 @@ class WeightCache:
                 if not entry.missing:
                     self._stale[parameter] = entry
 
-    def take_old(self, segment: Segment, out: torch.Tensor) -> bool:
-        """Copy the old weights of ``segment`` into ``out`` if the arena has them."""
+    def take_old(self, segment: Segment, out: torch.Tensor, coming: list[Transfer]) -> bool:
+        """Copy the old weights of ``segment`` into ``out`` if the arena has them. A copy that is
+        still under way on return is added to ``coming``.
+        """
         with self._workers.working():
-            return self._take_old(segment, out)
+            return self._take_old(segment, out, coming)
 
-    def _take_old(self, segment: Segment, out: torch.Tensor) -> bool:
+    def _take_old(self, segment: Segment, out: torch.Tensor, coming: list[Transfer]) -> bool:
         parameter = segment.parameter
         with self._lock:
             entry = self._stale.get(parameter)
@@ -163,8 +166,9 @@ class WeightCache:
             return False
         with self._lock:
             self._cached.arrive(entry)
-        weight = self._cached.arena.ready(entry)
-        copy_values(weight[segment.start : segment.start + segment.length], out)
+        copy = self._cached.arena.read_back(entry, segment.start, out)
+        if copy is not None:
+            coming.append(copy)
         if segment.start + segment.length == entry.spec.numel:
             with self._lock:
                 self._stale.pop(parameter, None)
@@ -188,6 +192,11 @@ class WeightCache:
         with self._lock:
             entry.missing.discard(segment.subgroup)
             self._changes.tell()
+
+    def wait_for_inserts(self) -> None:
+        """Wait until what new weights were passed on from may be used again."""
+        if self._arena is not None:
+            self._arena.wait_for_puts()
 
     def published(self, parameter: int, subgroup: int) -> None:
         """The new values of ``parameter`` in ``subgroup`` are at home."""
@@ -338,20 +347,14 @@ class WeightCache:
                 self._start_read(parameter, ahead=True)
 
     def _prefetch_ahead(self, used_bytes: int) -> None:
-        """Start reads along the schedule for as long as there is room that is not needed sooner.
-
-        Looking that far ahead takes a while, so it is done again when a part of the arena has been
-        used since.
-        """
-        if self._arena is None or not self.schedule.plan:
+        """Start reads along the schedule for as long as there is room that is not needed sooner."""
+        if self._arena is None or self._reads is None or not self.schedule.plan:
             return
         ahead_bytes = 0
         with self._lock:
             self._cached.send_on()
-            self._used_bytes += used_bytes
-            if self._used_bytes < self._arena.nbytes // _LOOKS_PER_ARENA:
+            if not self._pace.is_time(used_bytes):
                 return
-            self._used_bytes = 0
             for parameter in self.schedule.upcoming():
                 if self.at_home(parameter) is not None:
                     continue  # it takes no room here
@@ -360,6 +363,8 @@ class WeightCache:
                     return
                 is_absent = self._is_absent(parameter)
                 if is_absent and self._start_read(parameter, ahead=True) is None:
+                    if self._reads.need_landing(parameter):
+                        self._pace.ended_at(self._specs[parameter])
                     return
 
     def _is_absent(self, parameter: int) -> bool:

@@ -59,6 +59,8 @@ class GradientStore:
         self._on_nvme: dict[int, Extent] = {}
         self._spilled: set[int] = set()
         self._squares: dict[int, float] = {}
+        self._begun: dict[int, _Squares] = {}
+        """Of gradients of which a part has come."""
         self._lost: dict[int, Callable[[], Exception]] = {}
         self.keep_blocks = False
         """Whether ``block_squares`` can be asked for; to be set before the first gradient."""
@@ -106,6 +108,7 @@ class GradientStore:
         name = self._layout.specs[parameter].name
         self._lost.setdefault(parameter, _loss_of(name, failure))
         self._squares.pop(parameter, None)
+        self._begun.pop(parameter, None)
 
     def check(self) -> None:
         """Raise for a gradient that was lost: ``AioError`` after an I/O error, else
@@ -131,30 +134,43 @@ class GradientStore:
         Raises ``AioError`` when spilling fails, be it of a gradient that was added before; then
         the gradient of ``parameter`` is lost, because it may be half accumulated: see ``lose``.
         """
-        accumulate = parameter in self._squares
-        squares = _Squares([] if self.keep_blocks else None)
         try:
-            self._store(parameter, gradient, accumulate, squares)
-            if squares.blocks is not None:
-                self._blocks[parameter] = squares.blocks
-            self._squares[parameter] = squares.total
+            check_memory(f"the gradient of {self._layout.specs[parameter].name}", gradient)
+            self.add_part(parameter, 0, gradient.detach().reshape(-1), is_last=True)
         except BaseException as failure:
             self.lose(parameter, let_go(failure))
             raise
 
+    def add_part(self, parameter: int, start: int, values: torch.Tensor, *, is_last: bool) -> None:
+        """As ``add``, of flat elements from ``start``, all parts in order, the first from 0; all
+        but the last one have whole blocks of ``PIECE``. Its caller tells ``lose`` of errors.
+        """
+        accumulate = parameter in self._squares
+        if start == 0:
+            self._begun[parameter] = _Squares([] if self.keep_blocks else None)
+        squares = self._begun[parameter]
+        self._store(parameter, start, values, accumulate, squares)
+        if is_last:
+            if squares.blocks is not None:
+                self._blocks[parameter] = squares.blocks
+            self._squares[parameter] = squares.total
+            del self._begun[parameter]
+
     def _store(
-        self, parameter: int, gradient: torch.Tensor, accumulate: bool, squares: _Squares
+        self, parameter: int, start: int, flat: torch.Tensor, accumulate: bool, squares: _Squares
     ) -> None:
-        check_memory(f"the gradient of {self._layout.specs[parameter].name}", gradient)
-        flat = gradient.detach().reshape(-1)
+        stop = start + flat.numel()
         for segment in self._layout.segments_of[parameter]:
-            part = flat[segment.start : segment.start + segment.length]
+            first = max(start, segment.start)
+            length = min(stop, segment.start + segment.length) - first
+            if length <= 0:
+                continue
+            offset, part = first - segment.start, flat[first - start : first - start + length]
             if segment.subgroup in self._host:
-                home = self._host[segment.subgroup]
-                target = home[segment.offset : segment.offset + segment.length]
+                target = self._host[segment.subgroup][segment.offset + offset :][:length]
                 _accumulate(target, part, accumulate, squares)
             else:
-                self._spill_segment(segment, part, accumulate, squares)
+                self._spill_part(segment, offset, part, accumulate, squares)
 
     def read(self, parameter: int) -> torch.Tensor:
         """A copy of the gradient of ``parameter``, flat."""
@@ -225,20 +241,26 @@ class GradientStore:
     def _wait_for_spills(self, subgroup: int) -> None:
         self._spills.wait_for(subgroup)
 
-    def _spill_segment(
-        self, segment: Segment, part: torch.Tensor, accumulate: bool, squares: _Squares
+    def _spill_part(
+        self,
+        segment: Segment,
+        offset: int,
+        part: torch.Tensor,
+        accumulate: bool,
+        squares: _Squares,
     ) -> None:
+        """``part`` is of the segment from its element ``offset`` on."""
         self._spilled.add(segment.subgroup)
         # Writes to the same bytes must not be in flight together: either could come last.
-        if accumulate:
+        if offset == 0 and accumulate:
             self._spills.wait_for_segment(segment)
-        else:
+        elif offset == 0:
             self._spills.discard(segment)
         dtype = self._layout.subgroups[segment.subgroup].dtype
         elements = self._chunk_bytes // dtype.itemsize // PIECE * PIECE
         for first in range(0, part.numel(), elements):
             values = part[first : first + elements]
-            self._spill_chunk(segment, first, values, accumulate, squares)
+            self._spill_chunk(segment, offset + first, values, accumulate, squares)
 
     def _spill_chunk(
         self,

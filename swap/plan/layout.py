@@ -24,6 +24,8 @@ from functools import cached_property
 
 import torch
 
+DEVICE_ALIGNMENT = 512
+"""Of ranges of device memory, as torch aligns what it allocates: kernels are chosen by it."""
 PIECE = 4096
 """Elements to which segments are aligned: a page even for one-byte dtypes."""
 PAGE = 4096

@@ -20,17 +20,10 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
-from swap.plan.layout import (
-    PAGE,
-    PASSAGE_BYTES,
-    PIECE,
-    Layout,
-    ParameterSpec,
-    Unit,
-    pack,
-)
+from swap.plan.layout import PAGE, PASSAGE_BYTES, PIECE, Layout, ParameterSpec, Unit, pack
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import (
+    device_sizes,
     gradient_bytes,
     nbytes_of,
     scratch_bytes_of,
@@ -64,8 +57,8 @@ ARENA_SHARE = 0.35
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The homes of all bytes. Sizes in bytes; tuples are indexed by subgroup. ``verifies``: with
-    checksums of what is on NVMe.
+    """The homes of all bytes. Sizes in bytes; tuples are indexed by subgroup. ``device_bytes``: of
+    a device with memory of its own; ``verifies``: with checksums of what is on NVMe.
     """
 
     layout: Layout
@@ -79,6 +72,7 @@ class Placement:
     least_host_bytes: int = 0
     checkpoint_bytes: int = 0
     inbox_bytes: int = 0
+    device_bytes: int = 0
     verifies: bool = False
     state_host_bytes: int
     gradient_host_bytes: int
@@ -161,23 +155,31 @@ def place(
     below it. ``separate_device``: weights are computed from memory that is not the host's.
     ``verifies``: with room for checksums of what is on NVMe.
     """
+    apart = device_sizes(specs, budget.device_bytes) if separate_device else None
     least_arena = _whole_pages(least_arena_bytes + PIECE)
-    inbox = _inbox_bytes(specs) if separate_device else 0
+    if apart is not None:  # weights are not computed with where they land
+        least_arena = _whole_pages(apart.least_landing_bytes)
+    inbox, on_device = (apart.inbox_bytes, apart.device_bytes) if apart else (0, 0)
     everything = pack(specs, capacity_for_whole(specs))
     total = total_bytes(everything, rule) + inbox
     sums = 2 * checksum_bytes(total) if verifies else 0
     at_work = min(total, _least_host_bytes(specs, rule, least_arena) + inbox + sums)
     least = at_work + MIN_CHECKPOINT_BYTES
     if total + MIN_CHECKPOINT_BYTES <= budget.host_bytes:
-        placement = all_in_host(everything, rule)
-        aside = checkpoint_bytes(budget.host_bytes, total)
-        return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
+        return replace(
+            all_in_host(everything, rule),
+            least_host_bytes=least,
+            checkpoint_bytes=checkpoint_bytes(budget.host_bytes, total),
+            inbox_bytes=inbox,
+            device_bytes=on_device,
+        )
     if budget.host_bytes < least:
+        of_weights = "on their way to the device" if apart else "of the largest block at work"
         raise BudgetError(
             f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
             f"least {format_bytes(least)} ({least} bytes): {format_bytes(least_arena)} for the "
-            "weights of the largest block at work, the rest for staging the optimizer and for "
-            f"small parameters; {format_bytes(total + MIN_CHECKPOINT_BYTES)} would hold everything "
+            f"weights {of_weights}, the rest for staging the optimizer and for small parameters; "
+            f"{format_bytes(total + MIN_CHECKPOINT_BYTES)} would hold everything "
             "in memory",
             least_host_bytes=least,
         )
@@ -187,7 +189,8 @@ def place(
     host_bytes = (budget.host_bytes - aside - beside) // PIECE * PIECE
     elements = subgroup_elements(specs, rule, host_bytes - least_arena)
     spare = host_bytes + beside - at_work
-    placement = _fill(pack(specs, elements), rule, host_bytes, least_arena, spare)
+    most = apart.most_landing_bytes if apart else None
+    placement = _fill(pack(specs, elements), rule, host_bytes, least_arena, spare, most)
     if budget.device_bytes is not None and not separate_device:
         # On a CPU the arena is the device.
         arena = max(least_arena, min(placement.arena_bytes, budget.device_bytes))
@@ -197,6 +200,7 @@ def place(
         least_host_bytes=least,
         checkpoint_bytes=aside,
         inbox_bytes=inbox,
+        device_bytes=on_device,
         verifies=verifies,
     )
 
@@ -204,11 +208,6 @@ def place(
 def checksum_bytes(nbytes: int) -> int:
     """What the checksums of so many bytes of swap files take."""
     return -(-nbytes // PAGE) * CHECKSUM_BYTES
-
-
-def _inbox_bytes(specs: Sequence[ParameterSpec]) -> int:
-    """Room for two of the largest gradients on their way from the device."""
-    return 2 * max((spec.padded_numel * spec.dtype.itemsize for spec in specs), default=0)
 
 
 def checkpoint_bytes(host_bytes: int, needed: int) -> int:
@@ -305,7 +304,12 @@ def subgroup_elements(
 
 
 def _fill(
-    layout: Layout, rule: UpdateRule, host_bytes: int, least_arena: int, spare: int
+    layout: Layout,
+    rule: UpdateRule,
+    host_bytes: int,
+    least_arena: int,
+    spare: int,
+    most_arena: int | None,
 ) -> Placement:
     states = {unit.index: unit_state_bytes(unit, rule) for unit in layout.units}
     gradients = {unit.index: gradient_bytes(unit) for unit in layout.units}
@@ -319,6 +323,7 @@ def _fill(
     num_slots = slots_within(left, slot_bytes)
     left -= num_slots * slot_bytes
     weights = sum(unit.numel * unit.dtype.itemsize for unit in moving)
+    weights = weights if most_arena is None else min(weights, most_arena)
     arena = least_arena
     extra = max(0, min(int(left * ARENA_SHARE), weights - arena))
     left -= extra

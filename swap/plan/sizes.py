@@ -1,11 +1,31 @@
-"""What subgroups and units take, in bytes: pure, no I/O."""
+"""What subgroups and units take, in bytes, and what a device does: pure, no I/O.
+
+In host memory, a device with memory of its own takes room for weights on their way there and for
+gradients on their way back. That is a matter of what is under way at once, not of the model: what
+it does not need holds state.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from swap.plan.layout import Component, Layout, Subgroup, Unit
+from swap.plan.layout import (
+    DEVICE_ALIGNMENT,
+    Component,
+    Layout,
+    ParameterSpec,
+    Subgroup,
+    Unit,
+)
 from swap.plan.rules import UpdateRule
+
+MAX_LANDING_BYTES = 256 * 1024 * 1024
+"""Unless two of the largest weights take more: reads of some tens of milliseconds, while which the
+copies before them may wait for the device.
+"""
+MAX_INBOX_BYTES = 64 * 1024 * 1024
+"""A gradient goes in pieces; so many bytes are copied in less time than it takes to store them."""
 
 
 def components_of(subgroup: Subgroup | Unit, rule: UpdateRule) -> tuple[Component, ...]:
@@ -52,3 +72,32 @@ def total_bytes(layout: Layout, rule: UpdateRule) -> int:
     """What all of it takes in memory, gradients and scratch included."""
     held = sum(unit_state_bytes(unit, rule) + gradient_bytes(unit) for unit in layout.units)
     return held + scratch_bytes_of(layout, rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSizes:
+    """In bytes. With ``least_landing_bytes`` it works, ``most_landing_bytes`` are of use."""
+
+    least_landing_bytes: int
+    most_landing_bytes: int
+    inbox_bytes: int
+    device_bytes: int
+
+
+def device_sizes(specs: Sequence[ParameterSpec], device_bytes: int | None) -> DeviceSizes:
+    """What is taken for weights of ``specs``, on the device at most ``device_bytes``: all of them,
+    and two more, as old weights are there until those that replace them have come.
+    """
+    padded = [spec.padded_numel * spec.dtype.itemsize for spec in specs]
+    largest = max(padded, default=0)
+    moving = sum(
+        nbytes for spec, nbytes in zip(specs, padded, strict=True) if not spec.always_on_host
+    )
+    aligned = sum(-(-spec.weight_bytes // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT for spec in specs)
+    most = aligned + 2 * largest
+    return DeviceSizes(
+        least_landing_bytes=min(2 * largest, moving),
+        most_landing_bytes=min(max(2 * largest, MAX_LANDING_BYTES), moving),
+        inbox_bytes=min(2 * largest, MAX_INBOX_BYTES),
+        device_bytes=most if device_bytes is None else min(device_bytes, most),
+    )

@@ -12,11 +12,15 @@ are of one size. Where they overlap, the update finds weights in the arena that 
 has just used, or passes its new ones on to the forward pass: that saves up to W - A. On the other
 hand, what was updated during the backward pass may have left its slot when the step is taken, and
 is read again: that costs up to A (or W, if that is less).
+
+On a device with memory of its own A is that memory, and what is at home in host memory takes its
+part of it. That is of the first weights, so a pass forwards may find less of what is on NVMe than
+one backwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from swap.plan.placement import Placement
@@ -26,7 +30,7 @@ from swap.plan.placement import Placement
 class Traffic:
     """Bytes of one step in steady state. ``state``: what the update keeps beside the weights.
 
-    ``weights_kept`` is what the arena holds from one pass to the next.
+    ``weights_kept`` is what the arena holds, of those on NVMe, as a step ends.
     """
 
     state_read: int = 0
@@ -53,10 +57,10 @@ def traffic_of(placement: Placement, *, backward_passes: int = 1) -> Traffic:
     moving = placement.units_on_nvme
     trained = sum(unit.numel * unit.dtype.itemsize for unit in moving if unit.trainable)
     frozen = sum(unit.numel * unit.dtype.itemsize for unit in moving if not unit.trainable)
-    kept = _kept(_weights_of(placement), placement.arena_bytes)
+    kept, kept_backwards = _kept_of(placement)
     state = placement.state_nvme_bytes - trained - frozen
     gradients = placement.gradient_nvme_bytes * backward_passes
-    passes = 2 * backward_passes * (trained + frozen - kept)
+    passes = backward_passes * (2 * (trained + frozen) - kept - kept_backwards)
     return Traffic(
         state_read=state,
         state_written=state,
@@ -68,18 +72,28 @@ def traffic_of(placement: Placement, *, backward_passes: int = 1) -> Traffic:
     )
 
 
-def _weights_of(placement: Placement) -> Iterable[int]:
-    """Bytes of each parameter whose weights are on NVMe, in the order of the layout."""
-    specs = placement.layout.specs
-    for index in sorted(index for unit in placement.units_on_nvme for index in unit.parameters):
-        yield specs[index].padded_numel * specs[index].dtype.itemsize
+def _kept_of(placement: Placement) -> tuple[int, int]:
+    """Bytes on NVMe of the first weights that fit whole, and of the last ones."""
+    on_nvme = {index for unit in placement.units_on_nvme for index in unit.parameters}
+    if not placement.device_bytes:
+        kept = _kept(placement, sorted(on_nvme), on_nvme, placement.arena_bytes)
+        return kept, kept
+    order = range(len(placement.layout.specs))
+    room = placement.device_bytes
+    return (
+        _kept(placement, order, on_nvme, room),
+        _kept(placement, reversed(order), on_nvme, room),
+    )
 
 
-def _kept(weights: Iterable[int], arena_bytes: int) -> int:
-    """Bytes of the first weights that fit whole into the arena."""
+def _kept(placement: Placement, order: Iterable[int], counted: Set[int], room: int) -> int:
+    """Of the weights that fit whole into ``room``, in that order, the bytes of those counted."""
     kept = 0
-    for nbytes in weights:
-        if kept + nbytes > arena_bytes:
+    for index in order:
+        spec = placement.layout.specs[index]
+        nbytes = spec.padded_numel * spec.dtype.itemsize
+        if nbytes > room:
             break
-        kept += nbytes
+        room -= nbytes
+        kept += nbytes if index in counted else 0
     return kept

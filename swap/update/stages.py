@@ -69,16 +69,19 @@ class Stages(Staging[Job]):
     def update_now(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
         """Update subgroups that are in HOST with their gradients, before returning."""
         try:
-            for subgroup in subgroups:
-                job = self.start_read(step, subgroup)
-                self.run_kernel(job)
-                self.insert_weights(job)
+            for job in [self._updated_in_place(step, subgroup) for subgroup in subgroups]:
                 self.publish(job)
         finally:
             # After an error, too: no thread must wait for an update that is not going on.
             for subgroup in subgroups:
                 for segment in subgroup.segments:
                     self._weights.published(segment.parameter, subgroup.index)
+
+    def _updated_in_place(self, step: Step, subgroup: Subgroup) -> Job:
+        job = self.start_read(step, subgroup)
+        self.run_kernel(job)
+        self.insert_weights(job)
+        return job
 
     def start_read(self, step: Step, subgroup: Subgroup) -> Job:
         """Take a slot and start the reads that the kernel needs."""
@@ -108,6 +111,7 @@ class Stages(Staging[Job]):
         are free.
         """
         self.insert_weights(job)
+        self._weights.wait_for_inserts()
         super().publish(job)
         group = job.subgroup
         self._gradients.release(group.index)
@@ -149,7 +153,7 @@ class Stages(Staging[Job]):
         first = last = 0
         for segment in job.subgroup.segments:
             part = job.components["weight"][segment.offset : segment.offset + segment.length]
-            cached = self._weights.take_old(segment, part)
+            cached = self._weights.take_old(segment, part, job.reads)
             if cached:
                 if last > first:
                     yield first, last

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from aio import AioError, Operation
+from swap.cache.arena import Transfer
 from swap.interruptions.mixture import Mixture
 from swap.plan.layout import Subgroup
 from swap.plan.slots import Place, SlotPlan, plan_slot
@@ -36,9 +37,9 @@ class Staged:
     slot: np.ndarray | None = None
     components: dict[str, torch.Tensor] = field(default_factory=dict)
     plan: SlotPlan | None = None
-    reads: list[Operation] = field(default_factory=list)
+    reads: list[Transfer] = field(default_factory=list)
     extents: dict[str, Extent] = field(default_factory=dict)
-    writes: list[Operation] = field(default_factory=list)
+    writes: list[Transfer] = field(default_factory=list)
 
     def lay_out(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Bytes ``[start, stop)`` of the slot."""
@@ -195,13 +196,13 @@ class Staging(Generic[S]):
             staged.extents[place.name] = extent
 
     def _begin(
-        self, staged: S, noted: list[Operation], submit: Submit, parts: Iterable[Part]
+        self, staged: S, noted: list[Transfer], submit: Submit, parts: Iterable[Part]
     ) -> None:
         """Transfers of the slot, which no other subgroup gets while they are under way."""
         self._components.nvme.run_drained(partial(self._begin_runs, staged, noted, submit, parts))
 
     def _begin_runs(
-        self, staged: S, noted: list[Operation], submit: Submit, parts: Iterable[Part]
+        self, staged: S, noted: list[Transfer], submit: Submit, parts: Iterable[Part]
     ) -> None:
         assert staged.slot is not None
         for run in runs_of(parts):
@@ -210,7 +211,7 @@ class Staging(Generic[S]):
             noted.append(self._timeline.watch(operation, label, purpose=run.purposes))
 
 
-def _are_done(operations: Iterable[Operation]) -> bool:
+def _are_done(operations: Iterable[Transfer]) -> bool:
     """Asked of every subgroup on its way, again and again."""
     for operation in operations:  # noqa: SIM110
         if not operation.done():
@@ -218,7 +219,7 @@ def _are_done(operations: Iterable[Operation]) -> bool:
     return True
 
 
-def _let_end(operation: Operation) -> None:
+def _let_end(operation: Transfer) -> None:
     """Wait for a transfer whose outcome no longer matters: its failure has been, or will be,
     reported by another.
     """

@@ -7,13 +7,14 @@ import torch
 
 from aio import Slab
 from aio.threads import Latch, Thread, join_thread, start_thread
-from swap.cache.device_arena import GradientInbox, HostLink
+from swap.gradients.inbox import GradientInbox
+from tests.support.simulated_device import SimulatedDevice
 
 
 @pytest.fixture(autouse=True)
 def looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits looks often."""
-    for module in ("aio.threads", "swap.cache.device_arena"):
+    for module in ("aio.threads", "swap.gradients.inbox"):
         monkeypatch.setattr(f"{module}.LOOK_SECONDS", 0.01)
 
 
@@ -44,7 +45,9 @@ def test_latch_whose_setting_is_interrupted_ends_every_wait() -> None:
 @pytest.mark.timeout(30)
 def test_gradient_whose_coming_is_not_told_is_stored_all_the_same() -> None:
     stored = Latch()
-    inbox = GradientInbox(HostLink(), Slab(1 << 16), lambda *_: stored.set(), lambda *_: None)
+    device, slab = SimulatedDevice(eager=True), Slab(1 << 16)
+    device.register(slab)
+    inbox = GradientInbox(device, slab, lambda *_, **__: stored.set(), lambda *_: None)
     tell = inbox._changes.tell
     vars(inbox._changes)["tell"] = lambda: interrupted() if inbox._pending else None
     with pytest.raises(KeyboardInterrupt):

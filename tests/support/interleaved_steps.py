@@ -19,13 +19,12 @@ from unittest.mock import patch
 import torch
 
 from aio import AioError
-from swap.cache.device_arena import HostLink
 from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.update.stages import Step
 from tests.support.interleaved_saves import Behind, Point, read_all
 from tests.support.late_engine import Faults
-from tests.support.late_link import LateLink
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiers import (
     RULE,
     Plain,
@@ -87,6 +86,9 @@ def run_seed(seed: int, folder: Path) -> Counts:
         program.count = 1000 * seed
         program.run(faults if is_faulty else None)
         counts.failed, counts.switches = faults.raised, turns.switches
+        device: Any = state.compute
+        if device is not None:
+            device.check()
     return counts
 
 
@@ -97,7 +99,7 @@ def _both(
     dtype = chance.choice((torch.float32, torch.bfloat16, torch.float16))
     sizes = [chance.choice((1, PIECE, chance.randrange(1, _MOST))) for _ in range(NUM)]
     specs = specs_of(sizes, dtype)
-    link: Any = chance.choice((None, None, HostLink, LateLink))
+    device = SimulatedDevice(seed) if chance.random() < 0.5 else None
     room = chance.choice((1.0, 2.0, 10.0)) * max(s.padded_numel for s in specs) * dtype.itemsize
     arena_bytes = -(-int(room) // PIECE) * PIECE
     on_host = {number for number in range(2 * NUM) if chance.random() < 0.3}
@@ -107,10 +109,10 @@ def _both(
         gradient_on_nvme=lambda group: not is_faulty and group + NUM not in on_host,
         arena_bytes=arena_bytes,
         num_slots=chance.choice((1, 2, 4)),
-        inbox_bytes=0 if link is None else 2 * _MOST * 4 // PIECE * PIECE,
+        inbox_bytes=0 if device is None else 2 * _MOST * 4 // PIECE * PIECE,
+        device_bytes=0 if device is None else arena_bytes,
     )
-    options = {} if link is None else {"link": link(), "device_bytes": arena_bytes}
-    state = TieredState(placement, RULE, [folder], **options)
+    state = TieredState(placement, RULE, [folder], device=device)
     plain = Plain(specs)
     fill_both(state, plain, seed)
     if chance.random() < 0.8:

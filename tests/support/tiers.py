@@ -1,7 +1,7 @@
 """A plain twin of ``TieredState``: every value an ordinary tensor, every update the same kernel.
 
 Also builders for layouts and placements that put homes where no planner would, and for tiered
-states over a late engine and a late link.
+states over a late engine.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,6 +57,7 @@ def placement_of(
     num_slots: int = 3,
     spill_chunk_bytes: int = 4 * PIECE,
     inbox_bytes: int = 0,
+    device_bytes: int = 0,
 ) -> Placement:
     """Homes as the two functions say (by unit, by subgroup); some are always in HOST."""
     groups = layout.subgroups
@@ -81,6 +82,7 @@ def placement_of(
         scratch_bytes=0,
         spill_chunk_bytes=spill_chunk_bytes,
         inbox_bytes=inbox_bytes,
+        device_bytes=device_bytes,
         state_host_bytes=total(state_cost, state, False),
         gradient_host_bytes=total(gradient_bytes, gradient, False),
         state_nvme_bytes=total(state_cost, state, True),

@@ -1,4 +1,4 @@
-"""The device path over links within host memory: budgets, arrivals, and gradients on their way."""
+"""The device path over a simulated device: budgets, arrivals, and gradients on their way."""
 
 import errno
 import gc
@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from aio import AioError, Slab, SlabFullError
-from swap.cache.device_arena import DeviceArena, GradientInbox, HostLink, Link
+from swap.cache.device_arena import DeviceArena
+from swap.device.interface import Stream
+from swap.device.memory import DeviceMemory
+from swap.gradients.inbox import GradientInbox
 from swap.gradients.store import GradientStore
 from swap.plan.layout import PIECE, pack
 from swap.update.stages import Step
-from tests.support.late_link import LateEvent, LateLink
+from tests.support.simulated_device import SimulatedDevice, SimulatedEvent
 from tests.support.tiers import (
     TieredRig,
     add_to_both,
@@ -34,18 +37,29 @@ SPECS = specs_of([PIECE, 100, 2 * PIECE, 0])
 MIB = 1 << 20
 
 
+def arena_of(device: SimulatedDevice, nbytes: int, landing: Slab | None = None) -> DeviceArena:
+    if landing is not None:
+        device.register(landing)
+    return DeviceArena(device, DeviceMemory(device, nbytes), landing)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """A store that keeps nothing."""
+
+
 def inbox_of(
-    link: Link,
+    device: SimulatedDevice,
     slab: Slab,
-    store: Callable[[int, torch.Tensor], None] = lambda parameter, values: None,
+    store: Callable[..., object] = nothing,
     lost: list[int] | None = None,
 ) -> GradientInbox:
     """An inbox that notes which parameters it told of a lost gradient."""
     noted = [] if lost is None else lost
-    return GradientInbox(link, slab, store, lambda parameter, failure: noted.append(parameter))
+    device.register(slab)
+    return GradientInbox(device, slab, store, lambda parameter, failure: noted.append(parameter))
 
 
-class StuckLink(LateLink):
+class StuckDevice(SimulatedDevice):
     """Downloads are not finished before ``let_go``."""
 
     def __init__(self) -> None:
@@ -53,15 +67,15 @@ class StuckLink(LateLink):
         self.may_end = threading.Event()
         self.is_waited_for = threading.Event()
 
-    def wait(self, event: LateEvent) -> None:
-        if event in self._down:
+    def wait(self, event: SimulatedEvent) -> None:
+        if event.stream is Stream.DOWN:
             self.is_waited_for.set()
             self.may_end.wait()
         super().wait(event)
 
 
 def test_arena_counts_elements_until_the_last_reference_is_gone() -> None:
-    arena = DeviceArena(HostLink(), 5 * PIECE * 4, None)
+    arena = arena_of(SimulatedDevice(), 5 * PIECE * 4)
     first = arena.new(SPECS[0], landing=False)
     second = arena.new(SPECS[2], landing=False)
     assert arena.used_bytes == arena.peak_bytes == 3 * PIECE * 4
@@ -77,7 +91,7 @@ def test_arena_counts_elements_until_the_last_reference_is_gone() -> None:
 
 
 def test_arena_holds_exactly_its_bytes() -> None:
-    arena = DeviceArena(HostLink(), PIECE * 4 + 400, None)
+    arena = arena_of(SimulatedDevice(), PIECE * 4 + 512)
     entries = [arena.new(SPECS[0], landing=False), arena.new(SPECS[1], landing=False)]
     with pytest.raises(SlabFullError):
         arena.new(specs_of([1])[0], landing=False)
@@ -86,7 +100,7 @@ def test_arena_holds_exactly_its_bytes() -> None:
 
 
 def test_arena_is_told_when_another_thread_lets_go() -> None:
-    arena = DeviceArena(HostLink(), PIECE * 4, None)
+    arena = arena_of(SimulatedDevice(), PIECE * 4)
     kept = [arena.new(SPECS[0], landing=False)]
     with pytest.raises(SlabFullError):
         arena.new(SPECS[0], landing=False)
@@ -99,30 +113,37 @@ def test_arena_is_told_when_another_thread_lets_go() -> None:
 
 
 def test_landing_buffers_come_back_when_their_uploads_end() -> None:
-    landing = Slab(PIECE * 4)
-    arena = DeviceArena(LateLink(), 10 * PIECE * 4, landing)
+    device, landing = SimulatedDevice(), Slab(PIECE * 4)
+    arena = arena_of(device, 10 * PIECE * 4, landing)
     entry = arena.new(SPECS[0], landing=True)
     assert entry.landing is not None
     entry.landing.copy_(random_values(1, PIECE))
     entry.landed.append((0, PIECE))
     arena.arrived(entry)
+    assert not arena.can_land(SPECS[0])
     with pytest.raises(SlabFullError):
         arena.new(SPECS[0], landing=True)
     assert arena.wait_for_release(0.0)
+    assert arena.can_land(SPECS[0])
     arena.new(SPECS[0], landing=True)
     assert same_bits(arena.ready(entry), random_values(1, PIECE))
+    device.check()
 
 
 @pytest.fixture
-def stuck() -> Iterator[StuckLink]:
-    link = StuckLink()
-    yield link
-    link.may_end.set()
+def stuck() -> Iterator[StuckDevice]:
+    device = StuckDevice()
+    yield device
+    device.may_end.set()
 
 
 def test_inbox_stores_in_order_and_wait_waits_for_all() -> None:
     stored: list[tuple[int, torch.Tensor]] = []
-    inbox = inbox_of(LateLink(), Slab(MIB), lambda p, values: stored.append((p, values)))
+
+    def store(parameter: int, start: int, values: torch.Tensor, *, is_last: bool) -> None:
+        stored.append((parameter, values))
+
+    inbox = inbox_of(SimulatedDevice(), Slab(MIB), store)
     gradients = [random_values(number, 50 * number) for number in range(8)]
     for number, gradient in enumerate(gradients):
         inbox.add(number, gradient)
@@ -134,19 +155,101 @@ def test_inbox_stores_in_order_and_wait_waits_for_all() -> None:
 
 
 def test_inbox_copies_what_was_computed_so_far() -> None:
+    """Of a gradient that the program holds in another tensor, too, and changes."""
     stored: list[torch.Tensor] = []
-    inbox = inbox_of(LateLink(), Slab(MIB), lambda _, values: stored.append(values))
+    device = SimulatedDevice()
+
+    def store(parameter: int, start: int, values: torch.Tensor, *, is_last: bool) -> None:
+        stored.append(values)
+
+    inbox = inbox_of(device, Slab(MIB), store)
     gradient = random_values(1, 100)
+    view = gradient[:]
     inbox.add(0, gradient)
-    gradient.zero_()
+    view.zero_()
     inbox.wait()
     inbox.close()
+    device.check()
     assert same_bits(stored[0], random_values(1, 100))
+
+
+@pytest.mark.parametrize("pieces", [4, 5, 33])
+def test_gradient_larger_than_the_inbox_goes_in_pieces(pieces: int) -> None:
+    slab, stored = Slab(4 * PIECE * 4), torch.zeros(pieces * PIECE - 5)
+    ends: list[bool] = []
+
+    def store(parameter: int, start: int, values: torch.Tensor, *, is_last: bool) -> None:
+        stored[start : start + values.numel()] += values
+        ends.append(is_last)
+
+    inbox = inbox_of(SimulatedDevice(3), slab, store)
+    gradient = random_values(1, stored.numel())
+    inbox.add(0, gradient)
+    inbox.wait()
+    inbox.close()
+    assert same_bits(stored, gradient)
+    assert ends == [False] * (len(ends) - 1) + [True]
+    assert slab.peak_bytes <= slab.nbytes
+
+
+def test_rest_of_a_gradient_whose_first_piece_failed_is_not_stored() -> None:
+    stored: list[tuple[int, int]] = []
+
+    def store(parameter: int, start: int, values: torch.Tensor, *, is_last: bool) -> None:
+        stored.append((parameter, start))
+        if parameter == 0:
+            raise AioError("full", errno=errno.ENOSPC)
+
+    lost: list[int] = []
+    inbox = inbox_of(SimulatedDevice(eager=True), Slab(4 * PIECE * 4), store, lost)
+    for parameter in range(2):
+        inbox.add(parameter, random_values(parameter, 3 * PIECE))
+    inbox.wait()
+    inbox.close()
+    assert lost == [0]
+    assert stored == [(0, 0), (1, 0), (1, PIECE), (1, 2 * PIECE)]
+
+
+def test_small_gradients_that_come_together_are_waited_for_once() -> None:
+    device, may_begin = SimulatedDevice(), threading.Event()
+    waits: list[Stream] = []
+
+    class Counting(SimulatedDevice):
+        def wait(self, event: SimulatedEvent) -> None:
+            may_begin.wait()
+            waits.append(event.stream)
+            super().wait(event)
+
+    device = Counting()
+    inbox = inbox_of(device, Slab(MIB))
+    for number in range(20):
+        inbox.add(number, random_values(number, 50))
+    may_begin.set()
+    inbox.wait()
+    inbox.close()
+    assert len(waits) <= 2
+
+
+@pytest.mark.parametrize("kind", ["negative", "conjugated"])
+def test_inbox_copies_values_and_not_what_lies_in_memory(kind: str) -> None:
+    stored: list[torch.Tensor] = []
+
+    def store(parameter: int, start: int, values: torch.Tensor, *, is_last: bool) -> None:
+        stored.append(values)
+
+    gradient = torch.complex(random_values(1, 64), random_values(2, 64)).conj()
+    if kind == "negative":
+        gradient = gradient.imag
+    inbox = inbox_of(SimulatedDevice(), Slab(MIB), store)
+    inbox.add(0, gradient)
+    inbox.wait()
+    inbox.close()
+    assert torch.equal(stored[0], gradient.resolve_conj().resolve_neg())
 
 
 def test_inbox_is_bounded_by_its_slab_and_waits_for_room() -> None:
     slab = Slab(2 * PIECE * 4)
-    inbox = inbox_of(LateLink(), slab)
+    inbox = inbox_of(SimulatedDevice(), slab)
     for number in range(20):
         inbox.add(0, random_values(number, PIECE))
     inbox.wait()
@@ -158,13 +261,13 @@ def test_inbox_is_bounded_by_its_slab_and_waits_for_room() -> None:
 def test_failure_to_store_loses_that_gradient_and_no_memory() -> None:
     """What failed is a traceback deep enough to hold the buffer, in a slab that has no other."""
 
-    def store(parameter: int, values: torch.Tensor) -> None:
+    def store(parameter: int, start: int, values: torch.Tensor, *, is_last: bool) -> None:
         if parameter == 1:
             failure = AioError("full", errno=errno.ENOSPC)
             raise failure
 
     lost: list[int] = []
-    inbox = inbox_of(HostLink(), Slab(PIECE * 4), store, lost)
+    inbox = inbox_of(SimulatedDevice(eager=True), Slab(PIECE * 4), store, lost)
     with without_collections():
         for parameter in range(3):
             inbox.add(parameter, random_values(parameter, PIECE))
@@ -184,9 +287,9 @@ def without_collections() -> Iterator[None]:
         gc.enable()
 
 
-def test_gradient_larger_than_the_inbox_is_refused_at_once() -> None:
+def test_gradient_of_which_no_piece_has_room_is_refused_at_once() -> None:
     lost: list[int] = []
-    inbox = inbox_of(HostLink(), Slab(PIECE * 4), lost=lost)
+    inbox = inbox_of(SimulatedDevice(eager=True), Slab(PIECE), lost=lost)
     with pytest.raises(SlabFullError):
         inbox.add(0, random_values(1, 2 * PIECE))
     inbox.wait()
@@ -197,7 +300,11 @@ def test_gradient_larger_than_the_inbox_is_refused_at_once() -> None:
 def test_gradient_waits_for_memory_of_one_that_is_stored_and_not_yet_let_go_of() -> None:
     kept: list[torch.Tensor] = []
     slab = Slab(PIECE * 4)
-    inbox = inbox_of(HostLink(), slab, lambda parameter, values: kept.append(values))
+
+    def store(parameter: int, start: int, values: torch.Tensor, *, is_last: bool) -> None:
+        kept.append(values)
+
+    inbox = inbox_of(SimulatedDevice(eager=True), slab, store)
     inbox.add(0, random_values(0, PIECE))
     inbox.wait()
     wait_for_release = slab.wait_for_release
@@ -214,17 +321,20 @@ def test_gradient_waits_for_memory_of_one_that_is_stored_and_not_yet_let_go_of()
 
 
 class Rig(TieredRig):
-    """Two parameters with subgroups of their own on NVMe, updated speculatively, behind a link."""
+    """Two parameters with subgroups of their own on NVMe, updated speculatively, on a device."""
 
-    def __init__(self, stack: ExitStack, folder: Path, link: Any) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, device: SimulatedDevice | None) -> None:
         specs = specs_of([PIECE, PIECE])
         placement = placement_of(
             pack(specs, PIECE),
             arena_bytes=2 * PIECE * 4,
             inbox_bytes=8 * PIECE * 4,
+            device_bytes=4 * PIECE * 4,
             gradient_on_nvme=lambda _: False,
         )
-        super().__init__(stack, folder, placement, link=link, device_bytes=4 * PIECE * 4)
+        super().__init__(stack, folder, placement, device=device)
+        if device is not None:
+            stack.callback(device.check)
         fill_both(self.state, self.plain)
         self.state.speculation.expect_step = lambda: Step(
             updates=self.plain.updates([0, 1]), gradient_scale=1.0
@@ -243,7 +353,7 @@ class Rig(TieredRig):
 
 @pytest.mark.timeout(60)
 def test_flush_waits_for_gradients_that_would_begin_a_speculative_update(
-    tmp_path: Path, stuck: StuckLink
+    tmp_path: Path, stuck: StuckDevice
 ) -> None:
     with ExitStack() as stack:
         rig = Rig(stack, tmp_path, stuck)
@@ -274,7 +384,7 @@ def test_flush_waits_for_gradients_that_would_begin_a_speculative_update(
 
 
 def test_second_gradient_on_its_way_rolls_back_the_update_of_the_first(
-    tmp_path: Path, stuck: StuckLink
+    tmp_path: Path, stuck: StuckDevice
 ) -> None:
     with ExitStack() as stack:
         rig = Rig(stack, tmp_path, stuck)
@@ -290,12 +400,12 @@ def test_second_gradient_on_its_way_rolls_back_the_update_of_the_first(
         assert_same(rig.state, rig.plain)
 
 
-@pytest.mark.parametrize("link", [HostLink(), None], ids=["device", "host"])
+@pytest.mark.parametrize("is_device", [True, False], ids=["device", "host"])
 def test_lost_gradient_stops_every_step_until_it_is_cleared(
-    tmp_path: Path, link: HostLink | None
+    tmp_path: Path, is_device: bool
 ) -> None:
     with ExitStack() as stack:
-        rig = Rig(stack, tmp_path, link)
+        rig = Rig(stack, tmp_path, SimulatedDevice(eager=True) if is_device else None)
         failure = AioError("broken", errno=errno.EIO, filename="a", offset=4096, nbytes=8192)
         with patch.object(GradientStore, "_store", side_effect=failure):
             with suppress(AioError):
@@ -316,7 +426,7 @@ def test_lost_gradient_stops_every_step_until_it_is_cleared(
 
 def test_flush_finishes_a_step_that_stopped_also_when_a_gradient_was_lost(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        rig = Rig(stack, tmp_path, HostLink())
+        rig = Rig(stack, tmp_path, SimulatedDevice(eager=True))
         rig.faults.arm("write", errno.EIO)
         rig.learn_without_waiting()
         rig.state.pipeline.join()

@@ -17,27 +17,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio import AioError
-from swap.cache.device_arena import HostLink
 from swap.plan.layout import PIECE, pack
 from swap.tiers import BudgetError
 from tests.support.examples import examples
-from tests.support.late_link import LateLink
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiers import TieredRig, fill_both, placement_of, same_bits, specs_of
 
 PAGE_BYTES = PIECE * 4
 
 
 @contextmanager
-def rig_of(pieces: list[int], room: int, folder: Path, link: Any = None) -> Iterator[TieredRig]:
+def rig_of(pieces: list[int], room: int, folder: Path, device: Any = None) -> Iterator[TieredRig]:
     """Parameters of so many pieces each, in an arena of ``room`` pieces."""
     layout = pack(specs_of([PIECE * count for count in pieces]), max(pieces) * PIECE)
     nbytes = room * PAGE_BYTES
-    inbox_bytes = 0 if link is None else 2 * max(pieces) * PAGE_BYTES
-    placement = placement_of(layout, arena_bytes=nbytes, inbox_bytes=inbox_bytes)
-    device_bytes = None if link is None else sum(pieces) * PAGE_BYTES
+    apart: dict[str, Any] = {}
+    if device is not None:
+        apart["inbox_bytes"] = 2 * max(pieces) * PAGE_BYTES
+        apart["device_bytes"] = sum(pieces) * PAGE_BYTES
+    placement = placement_of(layout, arena_bytes=nbytes, **apart)
     with ExitStack() as stack:
         stack.enter_context(patch("swap.cache.weight_cache._RELEASE_SECONDS", 0.2))
-        rig = TieredRig(stack, folder, placement, link=link, device_bytes=device_bytes)
+        rig = TieredRig(stack, folder, placement, device=device)
         rig.engine.eager = 0.0
         fill_both(rig.state, rig.plain)
         yield rig
@@ -149,10 +150,12 @@ def test_what_an_update_copies_is_waited_for(tmp_path: Path) -> None:
         is_copying, may_end = threading.Event(), threading.Event()
         wait_for_release, looks = arena.wait_for_release, 0
 
-        def ready(entry: Any) -> torch.Tensor:
+        read_back = arena.read_back
+
+        def read_back_late(*given: Any) -> Any:
             is_copying.set()
             may_end.wait()
-            return entry.weight
+            return read_back(*given)
 
         def look(timeout: float) -> bool:
             nonlocal looks
@@ -163,9 +166,9 @@ def test_what_an_update_copies_is_waited_for(tmp_path: Path) -> None:
             return wait_for_release(timeout)
 
         out = torch.empty(PIECE)
-        copying = threading.Thread(target=lambda: weights.take_old(segment, out))
+        copying = threading.Thread(target=lambda: weights.take_old(segment, out, []))
         with patch.object(arena, "wait_for_release", look):
-            with patch.object(arena, "ready", ready):
+            with patch.object(arena, "read_back", read_back_late):
                 copying.start()
                 is_copying.wait()
             try:
@@ -176,10 +179,10 @@ def test_what_an_update_copies_is_waited_for(tmp_path: Path) -> None:
         assert same_bits(out, rig.plain.weight(0))
 
 
-@pytest.mark.parametrize("link", [HostLink, LateLink])
-def test_weights_that_land_together_make_room_for_one_another(link: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("eager", [True, False])
+def test_weights_that_land_together_make_room_for_one_another(eager: bool, tmp_path: Path) -> None:
     """Of nine pieces to land in five are free, in two parts of which none has four."""
-    with rig_of([3, 2, 2, 4, 2], 9, tmp_path, link()) as rig:
+    with rig_of([3, 2, 2, 4, 2], 9, tmp_path, SimulatedDevice(eager=eager)) as rig:
         weights = rig.state.weights
         for index in (0, 1, 2, 4):
             weights._start_early(index)
@@ -193,7 +196,7 @@ def test_weights_that_land_together_make_room_for_one_another(link: Any, tmp_pat
 def test_weights_that_cannot_land_raise_the_error_of_the_disk_when_they_are_asked_for(
     tmp_path: Path,
 ) -> None:
-    with rig_of([3, 2, 2, 4, 2], 9, tmp_path, HostLink()) as rig:
+    with rig_of([3, 2, 2, 4, 2], 9, tmp_path, SimulatedDevice(eager=True)) as rig:
         weights = rig.state.weights
         for index in (0, 1, 2, 4):
             if index == 4:

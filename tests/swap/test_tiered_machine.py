@@ -21,14 +21,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-from swap.cache.device_arena import HostLink
 from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.tiers import BudgetError
 from swap.update.stages import Step
 from tests.support.examples import examples
 from tests.support.late_engine import LateEngine
-from tests.support.late_link import LateLink
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiers import (
     RULE,
     Leftovers,
@@ -66,7 +65,7 @@ class TiersMachine(RuleBasedStateMachine):
         slots=st.integers(1, 4),
         num_directories=st.integers(1, 3),
         late=st.sampled_from([True, True, False]),
-        link=st.sampled_from([None, None, HostLink, LateLink]),
+        simulated=st.booleans(),
         overlap=st.sampled_from([True, True, False]),
         speculative=st.booleans(),
     )
@@ -84,7 +83,7 @@ class TiersMachine(RuleBasedStateMachine):
         slots: int,
         num_directories: int,
         late: bool,
-        link: Any,
+        simulated: bool,
         overlap: bool,
         speculative: bool,
     ) -> None:
@@ -100,12 +99,14 @@ class TiersMachine(RuleBasedStateMachine):
             gradient_on_nvme=lambda group: group not in gradient_on_host,
             arena_bytes=self.arena_bytes,
             num_slots=slots,
-            inbox_bytes=0 if link is None else 2 * MOST * 4 // PIECE * PIECE,
+            inbox_bytes=2 * MOST * 4 // PIECE * PIECE if simulated else 0,
+            device_bytes=self.arena_bytes if simulated else 0,
         )
         folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
         self.folders = [folder / str(number) for number in range(num_directories)]
         for path in self.folders:
             path.mkdir()
+        self.device = SimulatedDevice(seed) if simulated else None
         self.before = Leftovers.of(*self.folders)
         self.stack.enter_context(patch("swap.gradients.spill._RELEASE_SECONDS", 5.0))
         if late:
@@ -116,8 +117,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.folders,
             shares=[1.0 + number for number in range(num_directories)],
             overlap=overlap,
-            link=None if link is None else link(),
-            device_bytes=None if link is None else self.arena_bytes,
+            device=self.device,
         )
         self.plain = Plain(specs)
         self.held: list[tuple[tuple[int, ...], list[torch.Tensor], list[torch.Tensor]]] = []
@@ -268,6 +268,12 @@ class TiersMachine(RuleBasedStateMachine):
         if arena is not None:
             assert arena.peak_bytes <= self.arena_bytes
         assert self.state.peak_host_bytes <= self.placement.host_bytes
+
+    @invariant()
+    def what_the_device_does_is_ordered(self) -> None:
+        device: SimulatedDevice | None = getattr(self, "device", None)
+        if device is not None:
+            device.check()
 
     def teardown(self) -> None:
         if hasattr(self, "state"):

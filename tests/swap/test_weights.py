@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from aio import AioError
-from swap.cache.device_arena import HostLink
 from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.tiers import BudgetError
-from tests.support.late_link import LateLink
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiers import (
     RULE,
     TieredRig,
@@ -31,7 +30,11 @@ from tests.support.tiers import (
 )
 
 PAGE_BYTES = PIECE * 4
-LINKS: dict[str, Callable[[], Any]] = {"host": HostLink, "late": LateLink}
+DEVICES: dict[str, Callable[[], Any]] = {
+    "early": lambda: SimulatedDevice(eager=True),
+    "late": SimulatedDevice,
+    "seeded": lambda: SimulatedDevice(5),
+}
 
 
 class Rig(TieredRig):
@@ -46,7 +49,7 @@ class Rig(TieredRig):
         pieces: int = 1,
         room: float = 2,
         eager: float = 0.3,
-        link: Any = None,
+        device: Any = None,
         capacity: int | None = None,
         **homes: Any,
     ) -> None:
@@ -54,12 +57,12 @@ class Rig(TieredRig):
         specs = specs_of([pieces * PIECE] * num)
         layout = pack(specs, (capacity or pieces) * PIECE)
         self.arena_bytes = int(room * pieces * PAGE_BYTES)
-        inbox_bytes = 0 if link is None else 4 * pieces * PAGE_BYTES
-        placement = placement_of(
-            layout, arena_bytes=self.arena_bytes, inbox_bytes=inbox_bytes, **homes
-        )
-        device_bytes = None if link is None else self.arena_bytes
-        super().__init__(stack, folder, placement, link=link, device_bytes=device_bytes)
+        apart: dict[str, Any] = {}
+        if device is not None:
+            apart = {"inbox_bytes": 4 * pieces * PAGE_BYTES, "device_bytes": self.arena_bytes}
+            stack.callback(device.check)
+        placement = placement_of(layout, arena_bytes=self.arena_bytes, **apart, **homes)
+        super().__init__(stack, folder, placement, device=device)
         self.engine.eager = eager
         fill_both(self.state, self.plain)
         self.weights = self.state.weights
@@ -124,10 +127,10 @@ def test_acquiring_more_than_fits_is_a_budget_error_and_pins_nothing(make: Make)
         rig.use(parameter)
 
 
-@pytest.mark.parametrize("link", LINKS)
-def test_weights_from_memory_that_nobody_used_give_their_room_back(make: Make, link: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_from_memory_that_nobody_used_give_their_room_back(make: Make, device: str) -> None:
     """Also those that are on their way to the device when they are dropped."""
-    rig = make(num=3, room=1, link=LINKS[link](), state_on_nvme=lambda _: False)
+    rig = make(num=3, room=1, device=DEVICES[device](), state_on_nvme=lambda _: False)
     for _ in range(2):
         with pytest.raises(BudgetError, match="no room for p"):
             rig.weights.acquire([0, 1], "test")
@@ -166,20 +169,20 @@ def test_schedule_prefetches_what_comes_next(make: Make) -> None:
     assert rig.weights.misses == misses, "the weights were there before they were asked for"
 
 
-@pytest.mark.parametrize("link", [None, *LINKS])
+@pytest.mark.parametrize("device", [None, *DEVICES])
 @pytest.mark.parametrize("eager", [0.0, 0.3, 1.0])
 def test_weights_are_those_of_plain_tensors_step_after_step(
-    make: Make, link: str | None, eager: float
+    make: Make, device: str | None, eager: float
 ) -> None:
-    rig = make(room=2, eager=eager, link=None if link is None else LINKS[link](), num=5)
+    rig = make(room=2, eager=eager, device=None if device is None else DEVICES[device](), num=5)
     for _ in range(4):
         rig.cycle()
     rig.check()
 
 
-@pytest.mark.parametrize("link", [None, *LINKS])
-def test_read_error_is_raised_and_the_next_read_is_right(make: Make, link: str | None) -> None:
-    rig = make(link=None if link is None else LINKS[link]())
+@pytest.mark.parametrize("device", [None, *DEVICES])
+def test_read_error_is_raised_and_the_next_read_is_right(make: Make, device: str | None) -> None:
+    rig = make(device=None if device is None else DEVICES[device]())
     rig.faults.arm("read", errno.EIO)
     with pytest.raises(AioError) as caught:
         rig.weights.acquire([1], "test")
@@ -202,12 +205,12 @@ def test_prefetch_reaches_beyond_weights_at_home_which_take_no_room(make: Make) 
     assert rig.weights.misses == misses, "the weights were there before they were asked for"
 
 
-@pytest.mark.parametrize("link", [None, *LINKS])
+@pytest.mark.parametrize("device", [None, *DEVICES])
 @pytest.mark.parametrize("after", range(4))
 def test_prefetch_that_fails_never_becomes_weights_and_is_nobodys_error(
-    make: Make, link: str | None, after: int
+    make: Make, device: str | None, after: int
 ) -> None:
-    rig = make(room=4, eager=1.0, link=None if link is None else LINKS[link]())
+    rig = make(room=4, eager=1.0, device=None if device is None else DEVICES[device]())
     rig.cycle()
     rig.state.flush()
     rig.weights.drop()
@@ -222,23 +225,23 @@ def test_prefetch_that_fails_never_becomes_weights_and_is_nobodys_error(
     assert raised == ([] if after else [errno.EIO])  # the first was asked for
 
 
-@pytest.mark.parametrize("link", [None, *LINKS])
+@pytest.mark.parametrize("device", [None, *DEVICES])
 def test_prefetch_that_fails_in_the_only_room_there_is_makes_it_free(
-    make: Make, link: str | None
+    make: Make, device: str | None
 ) -> None:
-    rig = make(room=1, link=None if link is None else LINKS[link]())
+    rig = make(room=1, device=None if device is None else DEVICES[device]())
     rig.faults.arm("read", errno.EIO)
     rig.weights._start_early(1)
     rig.use(1)
     assert rig.faults.raised == 1
 
 
-@pytest.mark.parametrize("link", [None, *LINKS])
+@pytest.mark.parametrize("device", [None, *DEVICES])
 @pytest.mark.parametrize("eager", [0.0, 1.0])
 def test_what_was_prefetched_and_not_used_is_right_for_the_update(
-    make: Make, link: str | None, eager: float
+    make: Make, device: str | None, eager: float
 ) -> None:
-    rig = make(room=4, eager=eager, link=None if link is None else LINKS[link]())
+    rig = make(room=4, eager=eager, device=None if device is None else DEVICES[device]())
     rig.cycle()
     rig.check()
     rig.weights.drop()
@@ -249,12 +252,12 @@ def test_what_was_prefetched_and_not_used_is_right_for_the_update(
     rig.check()
 
 
-@pytest.mark.parametrize("link", [None, *LINKS])
+@pytest.mark.parametrize("device", [None, *DEVICES])
 def test_reader_does_not_keep_the_update_from_letting_go_of_memory(
-    make: Make, link: str | None
+    make: Make, device: str | None
 ) -> None:
     """Both want the arena: the reader waits for what the update is about to drop."""
-    rig = make(num=2, room=1, link=None if link is None else LINKS[link]())
+    rig = make(num=2, room=1, device=None if device is None else DEVICES[device]())
     arena: Any = rig.state.arena
     put, wait_for_release = arena.put, arena.wait_for_release
     is_putting, may_go_on = threading.Event(), threading.Event()

@@ -1,0 +1,80 @@
+"""Devices that leave one thing out which has to be done, as a fault in our code would."""
+
+from collections.abc import Callable
+from typing import Any
+
+from aio import Slab
+from swap.device.interface import Stream
+from tests.support.simulated_device.device import SimulatedDevice
+from tests.support.simulated_device.order import SimulatedEvent
+
+
+class _WithoutWaits(SimulatedDevice):
+    """``waiting`` does not wait for events of ``awaited``."""
+
+    waiting: Stream
+    awaited: Stream
+
+    def wait_for(self, stream: Stream, event: Any) -> None:
+        if (stream, event.stream) != (self.waiting, self.awaited):
+            super().wait_for(stream, event)
+
+
+class NoWaitBeforeCompute(_WithoutWaits):
+    """Weights are computed with before they have come."""
+
+    waiting, awaited = Stream.COMPUTE, Stream.UP
+
+
+class ReusedBeforeComputed(_WithoutWaits):
+    """Weights are copied over others that are still computed with."""
+
+    waiting, awaited = Stream.UP, Stream.COMPUTE
+
+
+class ReusedBeforeReadBack(_WithoutWaits):
+    """Weights are copied over others that the update still reads."""
+
+    waiting, awaited = Stream.UP, Stream.DOWN
+
+
+class GradientBeforeComputed(_WithoutWaits):
+    """A gradient is copied while it is computed."""
+
+    waiting, awaited = Stream.DOWN, Stream.COMPUTE
+
+
+class ReadBackBeforeCome(_WithoutWaits):
+    """The update takes weights from the device before they have come there."""
+
+    waiting, awaited = Stream.DOWN, Stream.UP
+
+
+class LandingReleasedEarly(SimulatedDevice):
+    """What lands is taken for copied as soon as its copy is started."""
+
+    def is_done(self, event: SimulatedEvent) -> bool:
+        return event.stream is Stream.UP or super().is_done(event)
+
+
+class SlotReusedEarly(SimulatedDevice):
+    """Nobody waits until new weights have left their staging slot."""
+
+    def wait(self, event: SimulatedEvent) -> None:
+        if event.stream is not Stream.UP:
+            super().wait(event)
+
+
+class GradientTakenEarly(SimulatedDevice):
+    """A gradient is stored before it has come."""
+
+    def wait(self, event: SimulatedEvent) -> None:
+        if event.stream is not Stream.DOWN:
+            super().wait(event)
+
+
+class Unregistered(SimulatedDevice):
+    """Host memory is not registered."""
+
+    def register(self, slab: Slab) -> Callable[[], None]:
+        return lambda: None
