@@ -156,9 +156,8 @@ def place(
     ``verifies``: with room for checksums of what is on NVMe.
     """
     apart = device_sizes(specs, budget.device_bytes) if separate_device else None
-    least_arena = _whole_pages(least_arena_bytes + PIECE)
-    if apart is not None:  # weights are not computed with where they land
-        least_arena = _whole_pages(apart.least_landing_bytes)
+    # To a device weights only pass through host memory.
+    least_arena = _whole_pages(apart.least_landing_bytes if apart else least_arena_bytes + PIECE)
     inbox, on_device = (apart.inbox_bytes, apart.device_bytes) if apart else (0, 0)
     everything = pack(specs, capacity_for_whole(specs))
     total = total_bytes(everything, rule) + inbox
@@ -179,8 +178,7 @@ def place(
             f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
             f"least {format_bytes(least)} ({least} bytes): {format_bytes(least_arena)} for the "
             f"weights {of_weights}, the rest for staging the optimizer and for small parameters; "
-            f"{format_bytes(total + MIN_CHECKPOINT_BYTES)} would hold everything "
-            "in memory",
+            f"{format_bytes(total + MIN_CHECKPOINT_BYTES)} would hold everything in memory",
             least_host_bytes=least,
         )
     aside = checkpoint_bytes(budget.host_bytes, at_work)
@@ -189,7 +187,7 @@ def place(
     host_bytes = (budget.host_bytes - aside - beside) // PIECE * PIECE
     elements = subgroup_elements(specs, rule, host_bytes - least_arena)
     spare = host_bytes + beside - at_work
-    most = apart.most_landing_bytes if apart else None
+    most = apart.most_landing_bytes if apart else math.inf
     placement = _fill(pack(specs, elements), rule, host_bytes, least_arena, spare, most)
     if budget.device_bytes is not None and not separate_device:
         # On a CPU the arena is the device.
@@ -309,7 +307,7 @@ def _fill(
     host_bytes: int,
     least_arena: int,
     spare: int,
-    most_arena: int | None,
+    most_arena: float,
 ) -> Placement:
     states = {unit.index: unit_state_bytes(unit, rule) for unit in layout.units}
     gradients = {unit.index: gradient_bytes(unit) for unit in layout.units}
@@ -322,8 +320,7 @@ def _fill(
     left = host_bytes - fixed - SPILL_CHUNKS * chunk - scratch - least_arena
     num_slots = slots_within(left, slot_bytes)
     left -= num_slots * slot_bytes
-    weights = sum(unit.numel * unit.dtype.itemsize for unit in moving)
-    weights = weights if most_arena is None else min(weights, most_arena)
+    weights = int(min(most_arena, sum(unit.numel * unit.dtype.itemsize for unit in moving)))
     arena = least_arena
     extra = max(0, min(int(left * ARENA_SHARE), weights - arena))
     left -= extra
