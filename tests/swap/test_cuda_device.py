@@ -5,6 +5,7 @@ device, whatever the current one of the thread is.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_device_without_an_index_is_refused(cuda: FakeCuda) -> None:
 
 def test_own_streams_are_of_the_device_and_differ(cuda: FakeCuda) -> None:
     device = CudaDevice(DEVICE)
-    events: list[Any] = [elsewhere(lambda s=s: device.record(s)) for s in Stream]
+    events: list[Any] = [elsewhere(partial(device.record, stream)) for stream in Stream]
     streams = [event.events[0].stream for event in events]
     assert len({id(stream) for stream in streams}) == len(Stream)
     assert all(stream.device == DEVICE for stream in streams)
