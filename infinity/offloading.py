@@ -31,7 +31,12 @@ from infinity.optim.optimizer import OptimizerFactory
 from infinity.optim.rule import NativeOptimizer
 from infinity.parameters.records import Record, records_of
 from infinity.parameters.structure import WithoutWeakReferences
-from infinity.planning.placing import demand_of, has_room_for_freed_memory, place_within
+from infinity.planning.placing import (
+    demand_of,
+    expects_steps,
+    has_room_for_freed_memory,
+    place_within,
+)
 from infinity.ranks.agreement import (
     check_devices,
     check_same,
@@ -184,6 +189,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
         records = records_of(model, dtype, rank=ranks.rank, world_size=ranks.world_size)
     with on_all_ranks(ranks):
         kind = {"is_partitioned": ranks is not None, "verifies": options.verify_swap}
+        kind["speculates"] = options.overlap and expects_steps(rule, dtype)
         demand = demand_of(model, records, rule, options.share, **kind)
         placed = place_within(demand, options.budget)
     if not has_room_for_freed_memory(demand, placed, options.budget):

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from infinity.activations.tiers import ActivationShare
+from infinity.optim.rule import OptimizerRule
 from infinity.parameters.records import Record, least_arena_bytes, least_gathered_bytes
 from infinity.ranks.gather_plan import GatherPlan, plans_for
 from swap.device.opening import is_separate
@@ -26,7 +28,7 @@ class Demand:
 
     ``block_bytes`` of slices are at work at once; of partitioned parameters, whole, there are
     ``gathered_sizes`` bytes, ``gathered_bytes`` of them at once. ``verifies``: there are checksums
-    of what is on NVMe.
+    of what is on NVMe. ``speculates``: steps may be expected, see ``Training.expect_step``.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -38,6 +40,7 @@ class Demand:
     is_partitioned: bool
     share: ActivationShare
     verifies: bool = False
+    speculates: bool = False
 
     @property
     def on_host(self) -> bool:
@@ -77,6 +80,7 @@ def demand_of(
     *,
     is_partitioned: bool,
     verifies: bool = False,
+    speculates: bool = False,
 ) -> Demand:
     """What the rank asks for that keeps ``records`` of ``model``."""
     return Demand(
@@ -93,7 +97,15 @@ def demand_of(
         is_partitioned=is_partitioned,
         share=share,
         verifies=verifies,
+        speculates=speculates,
     )
+
+
+def expects_steps(rule: OptimizerRule, compute_dtype: torch.dtype | None) -> bool:
+    """Whether updates may begin before their step, which they cannot where one may be computed but
+    once, nor where a loss scale decides whether there is one.
+    """
+    return rule.kept_by is not None and rule.is_repeatable and compute_dtype != torch.float16
 
 
 def place_within(demand: Demand, budget: Budget) -> Placed:
@@ -205,4 +217,5 @@ def _place(specs: Sequence[ParameterSpec], demand: Demand, budget: Budget) -> Pl
         least_arena_bytes=demand.block_bytes,
         separate_device=not demand.on_host,
         verifies=demand.verifies,
+        hides_updates=demand.speculates and not demand.on_host,
     )

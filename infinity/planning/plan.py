@@ -31,6 +31,7 @@ from infinity.planning.placing import (
     Demand,
     Placed,
     demand_of,
+    expects_steps,
     least_device_bytes,
     least_host_bytes,
     place_within,
@@ -276,7 +277,13 @@ def _demand(
         records = records_of(whole, compute_dtype, world_size=world_size)
         rule, _ = rule_for(optimizer, records)
         demand = demand_of(
-            whole, records, rule, share, is_partitioned=world_size > 1, verifies=verifies
+            whole,
+            records,
+            rule,
+            share,
+            is_partitioned=world_size > 1,
+            verifies=verifies,
+            speculates=expects_steps(rule, compute_dtype),
         )
         # Not what rank 0 keeps, but what a rank keeps that has as much of each as any.
         return replace(demand, specs=demand.longest), sum(record.numel for record in records)

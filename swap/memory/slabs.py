@@ -12,7 +12,7 @@ from swap.plan.placement import Placement
 def slab_sizes(placement: Placement) -> dict[str, int]:
     """A slab for each purpose that takes bytes, so that none can starve another."""
     sizes = {
-        "home": placement.state_host_bytes + placement.gradient_host_bytes,
+        "home": placement.state_host_bytes + placement.spare_bytes + placement.gradient_host_bytes,
         "arena": placement.arena_bytes,
         "staging": placement.num_slots * placement.slot_bytes,
         "spill": placement.spill_bytes,

@@ -2,9 +2,9 @@
 
 Host memory is given out in this order: what must be there (small parameters with their state, the
 update's staging slots, the arena that weights pass through, spill buffers), then gradients, then
-optimizer state with its weights, then a larger arena. A byte of gradient or of state in host memory
-spares two bytes of traffic a step; a byte of arena spares one at most, and only while it is not
-evicted.
+optimizer state with its weights, then a larger arena; where all of these are in host memory, then
+spare blocks (see ``spares``). A byte of gradient or of state in host memory spares two bytes of
+traffic a step; a byte of arena spares one at most, and only while it is not evicted.
 
 Tiers are assigned to whole units (see ``layout``). Gradients in host memory are spread evenly over
 the order of execution, so that spills are spread over the backward pass. State in host memory is
@@ -16,13 +16,15 @@ layers has nearly all of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from swap.plan.layout import PAGE, PASSAGE_BYTES, PIECE, Layout, ParameterSpec, Unit, pack
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import (
+    choose_evenly,
+    choose_first,
     device_sizes,
     gradient_bytes,
     nbytes_of,
@@ -31,6 +33,7 @@ from swap.plan.sizes import (
     total_bytes,
     unit_state_bytes,
 )
+from swap.plan.spares import choose_spares, hidden_elements
 from swap.tiers import Budget, BudgetError, Tier, format_bytes
 
 MIN_SUBGROUP_ELEMENTS = 64 * 1024
@@ -58,7 +61,8 @@ ARENA_SHARE = 0.35
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """The homes of all bytes. Sizes in bytes; tuples are indexed by subgroup. ``device_bytes``: of
-    a device with memory of its own; ``verifies``: with checksums of what is on NVMe.
+    a device with memory of its own; ``verifies``: with checksums of what is on NVMe; ``spared``:
+    subgroups in host memory with a second block.
     """
 
     layout: Layout
@@ -74,6 +78,8 @@ class Placement:
     inbox_bytes: int = 0
     device_bytes: int = 0
     verifies: bool = False
+    spared: frozenset[int] = frozenset()
+    spare_bytes: int = 0
     state_host_bytes: int
     gradient_host_bytes: int
     state_nvme_bytes: int
@@ -101,6 +107,7 @@ class Placement:
         """All host memory that will be taken."""
         return (
             self.state_host_bytes
+            + self.spare_bytes
             + self.gradient_host_bytes
             + self.arena_bytes
             + self.staging_bytes
@@ -147,13 +154,16 @@ def place(
     least_arena_bytes: int,
     separate_device: bool = False,
     verifies: bool = False,
+    hides_updates: bool = False,
 ) -> Placement:
     """Decide every home.
 
     ``least_arena_bytes`` is what weights need to pass through: the modules that are at work at once
     and the next one. Raises ``BudgetError`` with the least budget that works when ``budget`` is
     below it. ``separate_device``: weights are computed from memory that is not the host's.
-    ``verifies``: with room for checksums of what is on NVMe.
+    ``verifies``: with room for checksums of what is on NVMe. ``hides_updates``: updates of what is
+    in host memory are to begin during the backward pass, where there is memory for that. It makes
+    them cost more, and is for a processor that would wait meanwhile.
     """
     apart = device_sizes(specs, budget.device_bytes) if separate_device else None
     # To a device weights only pass through host memory.
@@ -165,13 +175,11 @@ def place(
     at_work = min(total, _least_host_bytes(specs, rule, least_arena) + inbox + sums)
     least = at_work + MIN_CHECKPOINT_BYTES
     if total + MIN_CHECKPOINT_BYTES <= budget.host_bytes:
-        return replace(
-            all_in_host(everything, rule),
-            least_host_bytes=least,
-            checkpoint_bytes=checkpoint_bytes(budget.host_bytes, total),
-            inbox_bytes=inbox,
-            device_bytes=on_device,
-        )
+        placement = all_in_host(everything, rule)
+        if hides_updates:
+            rest = budget.host_bytes - inbox - aside
+            placement = _with_spares(placement, specs, rule, rest)
+        return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, **beside_host)
     if budget.host_bytes < least:
         of_weights = "on their way to the device" if apart else "of the largest block at work"
         raise BudgetError(
@@ -201,6 +209,17 @@ def place(
         device_bytes=on_device,
         verifies=verifies,
     )
+
+
+def _with_spares(
+    placement: Placement, specs: Sequence[ParameterSpec], rule: UpdateRule, host_bytes: int
+) -> Placement:
+    """Everything in host memory, with spare blocks in what is left of ``host_bytes``."""
+    finer = pack(specs, hidden_elements(specs, rule))
+    if total_bytes(finer, rule) <= host_bytes:
+        placement = all_in_host(finer, rule)
+    spares = choose_spares(placement.layout, rule, host_bytes - placement.host_bytes)
+    return replace(placement, spared=frozenset(spares), spare_bytes=sum(spares.values()))
 
 
 def checksum_bytes(nbytes: int) -> int:
@@ -324,7 +343,7 @@ def _fill(
     arena = least_arena
     extra = max(0, min(int(left * ARENA_SHARE), weights - arena))
     left -= extra
-    gradient_home, left = _choose_evenly(
+    gradient_home, left = choose_evenly(
         {unit.index: gradients[unit.index] for unit in moving}, left
     )
     state_home, left = choose_first({unit.index: states[unit.index] for unit in moving}, left)
@@ -365,36 +384,3 @@ def homes(units: Sequence[Unit], in_host: Set[int]) -> tuple[Tier, ...]:
     """The home of each subgroup."""
     tiers = ((Tier.HOST if unit.index in in_host else Tier.NVME, unit) for unit in units)
     return tuple(chain.from_iterable(repeat(tier, unit.num_subgroups) for tier, unit in tiers))
-
-
-def choose_first(costs: Mapping[int, int], left: int) -> tuple[set[int], int]:
-    """Of units or subgroups, with their bytes, those that fit into ``left``, the first ones first;
-    and what is left then.
-    """
-    chosen: set[int] = set()
-    for unit, nbytes in costs.items():
-        if nbytes <= left:
-            chosen.add(unit)
-            left -= nbytes
-    return chosen, left
-
-
-def _choose_evenly(costs: Mapping[int, int], left: int) -> tuple[set[int], int]:
-    """Of units with their bytes those that fit into ``left``, spread evenly; and what is left
-    then.
-    """
-    total = sum(costs.values())
-    fraction = min(1.0, left / total) if total else 0.0
-    chosen: set[int] = set()
-    due = 0.0
-    for unit, nbytes in costs.items():
-        due += nbytes * fraction
-        if nbytes <= left and due >= nbytes - 1e-6:
-            chosen.add(unit)
-            left -= nbytes
-            due -= nbytes
-    for unit, nbytes in costs.items():
-        if unit not in chosen and nbytes <= left:
-            chosen.add(unit)
-            left -= nbytes
-    return chosen, left

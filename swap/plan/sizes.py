@@ -1,4 +1,5 @@
-"""What subgroups and units take, in bytes, and what a device does: pure, no I/O.
+"""What subgroups and units take, in bytes, what a device does, and which of them fit: pure, no
+I/O.
 
 In host memory, a device with memory of its own takes room for weights on their way there and for
 gradients on their way back. That is a matter of what is under way at once, not of the model: what
@@ -7,7 +8,7 @@ it does not need holds state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swap.plan.layout import (
@@ -101,3 +102,36 @@ def device_sizes(specs: Sequence[ParameterSpec], device_bytes: int | None) -> De
         inbox_bytes=min(2 * largest, MAX_INBOX_BYTES),
         device_bytes=most if device_bytes is None else min(device_bytes, most),
     )
+
+
+def choose_first(costs: Mapping[int, int], left: int) -> tuple[set[int], int]:
+    """Of units or subgroups, with their bytes, those that fit into ``left``, the first ones first;
+    and what is left then.
+    """
+    chosen: set[int] = set()
+    for unit, nbytes in costs.items():
+        if nbytes <= left:
+            chosen.add(unit)
+            left -= nbytes
+    return chosen, left
+
+
+def choose_evenly(costs: Mapping[int, int], left: int) -> tuple[set[int], int]:
+    """Of units with their bytes those that fit into ``left``, spread evenly; and what is left
+    then.
+    """
+    total = sum(costs.values())
+    fraction = min(1.0, left / total) if total else 0.0
+    chosen: set[int] = set()
+    due = 0.0
+    for unit, nbytes in costs.items():
+        due += nbytes * fraction
+        if nbytes <= left and due >= nbytes - 1e-6:
+            chosen.add(unit)
+            left -= nbytes
+            due -= nbytes
+    for unit, nbytes in costs.items():
+        if unit not in chosen and nbytes <= left:
+            chosen.add(unit)
+            left -= nbytes
+    return chosen, left

@@ -20,13 +20,12 @@ from swap.plan.placement import (
     all_in_host,
     capacity_for_whole,
     checkpoint_bytes,
-    choose_first,
     element_bytes,
     least_staging_bytes,
     subgroup_elements,
 )
 from swap.plan.rules import UpdateRule
-from swap.plan.sizes import slot_bytes_of, state_bytes, total_bytes
+from swap.plan.sizes import choose_first, slot_bytes_of, state_bytes, total_bytes
 from swap.tiers import Budget, BudgetError, Tier, format_bytes
 
 _STAGING_SHARE = 1 / 3

@@ -1,9 +1,8 @@
 """The current place of every subgroup's components, and transfers of parts of them.
 
-A component in HOST is an array that the optimizer changes in place. A component on NVME is an
-extent that is never written again once it was published: an update publishes new extents. A
-component whose values are all still zero (moments before the first step) has no extent and is never
-read.
+A component in HOST is an array, see ``homes``. A component on NVME is an extent that is never
+written again once it was published: an update publishes new extents. A component whose values are
+all still zero (moments before the first step) has no extent and is never read.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from swap.plan.placement import Placement
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import components_of
 from swap.storage.extents import Extent, ExtentStore
+from swap.storage.homes import HostHomes
 from swap.storage.joined import run_together
 from swap.storage.volumes import place_in
 from swap.tiers import Tier
@@ -68,7 +68,7 @@ def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 class ComponentStore:
-    """All components of a placement. Extents are swapped under a lock; HOST arrays never move."""
+    """All components of a placement. Extents are swapped under a lock."""
 
     def __init__(
         self,
@@ -86,13 +86,8 @@ class ComponentStore:
         self._lock = threading.Lock()
         self._filling = threading.Lock()
         self._components = tuple(components_of(group, rule) for group in self.layout.subgroups)
-        self._host: dict[tuple[int, str], torch.Tensor] = {}
+        self.homes = self._map_homes(placement, slab)
         self._on_nvme: dict[tuple[int, str], Extent | None] = {}
-        for unit in _units(self.layout.subgroups):
-            in_host = [group for group in unit if self.is_host(group.index)]
-            if in_host:
-                assert slab is not None
-                self._map_unit(in_host, slab)
         for group in self.layout.subgroups:
             if self._home[group.index] is Tier.NVME:
                 self._allocate(group)
@@ -131,17 +126,16 @@ class ComponentStore:
 
     def host(self, subgroup: int, name: str) -> torch.Tensor:
         """The array of a HOST component."""
-        return self._host[subgroup, name]
+        return self.homes.array(subgroup, name)
+
+    def is_copied_on_write(self, subgroup: int) -> bool:
+        """Whether an update may leave what is at home as it is until it is published."""
+        return not self.is_host(subgroup) or self.homes.has_spare(subgroup)
 
     def host_values(self, parameter: int, name: str) -> torch.Tensor | None:
-        """One component of a parameter as one flat view, if all of it is in HOST."""
-        segments = self.layout.segments_of[parameter]
-        if not all(self.is_host(segment.subgroup) for segment in segments):
-            return None
-        component = self.component(segments[0].subgroup, name)
-        unit, at = self._host[segments[0].subgroup, name], segments[0].offset // component.per
-        count = component.count(self.layout.specs[parameter].numel)
-        return unit.as_strided((count,), (1,), unit.storage_offset() + at)
+        """One component of a parameter as one flat view, if all of it is in HOST, in a row."""
+        subgroup = self.layout.segments_of[parameter][0].subgroup
+        return self.homes.values(parameter, self.component(subgroup, name))
 
     def host_weight(self, parameter: int) -> torch.Tensor | None:
         """The weights of a parameter as one flat view, if all of them are in HOST."""
@@ -213,9 +207,8 @@ class ComponentStore:
         run_apart(partial(self._zero, name), "infinity-zero")
 
     def _zero(self, name: str) -> None:
-        for (_, component), tensor in self._host.items():
-            if component == name:
-                tensor.zero_()
+        for tensor in self.homes.arrays(name):
+            tensor.zero_()
         for subgroup, component in self._on_nvme:
             if component == name:
                 self._drop(subgroup, name)
@@ -234,7 +227,7 @@ class ComponentStore:
     ) -> None:
         for segment, low, part in self._overlaps(parameter, name, start, out):
             if self.is_host(segment.subgroup):
-                part.copy_(self._host[segment.subgroup, name][low : low + part.numel()])
+                part.copy_(self.host(segment.subgroup, name)[low : low + part.numel()])
                 continue
             extent = self.extent(segment.subgroup, name)
             if extent is None:
@@ -264,7 +257,7 @@ class ComponentStore:
         """Set what is in HOST; (extent, first value in it, values) of what is to be written."""
         for segment, low, part in self._overlaps(parameter, name, start, values):
             if self.is_host(segment.subgroup):
-                self._host[segment.subgroup, name][low : low + part.numel()].copy_(part)
+                self.host(segment.subgroup, name)[low : low + part.numel()].copy_(part)
             else:
                 yield self._to_write(segment.subgroup, name), low, part
 
@@ -355,15 +348,13 @@ class ComponentStore:
             return self.nvme.read(extent, start, memory, urgent=True, as_is=as_is)
         return self.nvme.write(extent, start, memory)
 
-    def _map_unit(self, unit: list[Subgroup], slab: Slab) -> None:
-        """One array a component for the whole unit, so that a split parameter stays contiguous."""
-        for component in self._components[unit[0].index]:
-            nbytes = component.nbytes(sum(group.numel for group in unit))
-            whole = as_tensor(slab.allocate(nbytes), component.dtype)
-            first = 0
-            for group in unit:
-                self._host[group.index, component.name] = whole[component.part(first, group.numel)]
-                first += group.numel
+    def _map_homes(self, placement: Placement, slab: Slab | None) -> HostHomes:
+        def allocate(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+            assert slab is not None
+            return as_tensor(slab.allocate(nbytes), dtype)
+
+        in_host = {group.index for group in self.layout.subgroups if self.is_host(group.index)}
+        return HostHomes(self.layout, self._components, in_host, placement.spared, allocate)
 
     def _allocate(self, group: Subgroup) -> None:
         for component in self._components[group.index]:
@@ -388,10 +379,3 @@ class ComponentStore:
             extent, self._on_nvme[subgroup, name] = self._on_nvme[subgroup, name], None
         if extent is not None:
             self.nvme.release(extent)
-
-
-def _units(subgroups: tuple[Subgroup, ...]) -> list[list[Subgroup]]:
-    units: dict[int, list[Subgroup]] = {}
-    for group in subgroups:
-        units.setdefault(group.unit, []).append(group)
-    return list(units.values())

@@ -30,8 +30,8 @@ from aio.descriptors import Descriptor
 from aio.errors import is_no_room, let_go
 from swap.interruptions.forks import note
 from swap.interruptions.undo import Undo, behind
-from swap.plan.pins import Pins
 from swap.storage.drives.directory import SwapDirectory
+from swap.storage.pins import Pins
 from swap.storage.transfers import Kind, Transfers
 from swap.storage.volumes import ALIGNMENT, Extent, Volume, grown_anywhere, side_by_side
 

@@ -7,9 +7,10 @@ engine do the transfers meanwhile. A thread that waits for weights goes on as so
 done with them.
 
 A pass may be *speculative*: it begins during the backward pass, with the step that is expected. Its
-subgroups are computed and written to new extents, and held back. When the step is taken as
-expected, the pass is validated: what is held is published and the rest follows. Else it is rolled
-back; because nothing that was there before is overwritten, that loses only the work.
+subgroups are computed and written to new extents, or in spare blocks of memory, and held back. When
+the step is taken as expected, the pass is validated: what is held is published and the rest
+follows. Else it is rolled back; because nothing that was there before is overwritten, that loses
+only the work.
 
 A failure of I/O leaves every subgroup either before or after the step, and ``retry`` finishes what
 was not done; any other is a ``MixedStateError`` from then on. Follows ZeRO-Infinity (arXiv
@@ -266,7 +267,9 @@ class UpdatePipeline:
             if group is None:
                 return
             try:
-                work.reading.append(self._stages.start_read(work.step, group))
+                is_aside = not work.is_validated
+                job = self._stages.start_read(work.step, group, is_aside=is_aside)
+                work.reading.append(job)
             except BaseException:
                 work.ahead.appendleft(group)
                 raise

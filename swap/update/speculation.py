@@ -129,6 +129,6 @@ class Speculation:
             self._expected, self._fed = None, []
 
     def _can_be_speculative(self, group: Subgroup) -> bool:
-        """Only what has extents to hold back: arrays in HOST are updated in place."""
-        on_nvme = not group.always_on_host and not self._components.is_host(group.index)
-        return on_nvme and self._arrivals.is_predictable
+        """Only what can be held back: arrays in HOST that have no spare are updated in place."""
+        can_wait = self._components.is_copied_on_write(group.index)
+        return can_wait and self._arrivals.is_predictable

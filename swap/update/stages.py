@@ -83,9 +83,11 @@ class Stages(Staging[Job]):
         self.insert_weights(job)
         return job
 
-    def start_read(self, step: Step, subgroup: Subgroup) -> Job:
-        """Take a slot and start the reads that the kernel needs."""
-        job = Job(subgroup, step=step)
+    def start_read(self, step: Step, subgroup: Subgroup, *, is_aside: bool = False) -> Job:
+        """Take a slot and start the reads that the kernel needs. ``is_aside``: for a step that is
+        not taken yet, so that what is at home has to stay as it is.
+        """
+        job = Job(subgroup, step=step, is_aside=is_aside)
         self.start(job)
         return job
 

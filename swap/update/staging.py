@@ -2,7 +2,8 @@
 
 Published extents are replaced only when every write of the new ones is complete, so until then the
 subgroup is on the SSDs as it was before. Nothing here decides an order, waits for another subgroup
-or knows what the work is. Components in host memory are worked on where they are.
+or knows what the work is. Components in host memory are worked on where they are, or aside: in the
+spare block of their subgroup, which takes their place when it is published.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from swap.update.runs import Part, runs_of
 @dataclass(slots=True, eq=False)
 class Staged:
     """One subgroup on its way, with the staging slot that it occupies; ``plan`` says what lies
-    where in it.
+    where in it. ``is_aside``: what is in host memory is not to change before it is published.
     """
 
     subgroup: Subgroup
@@ -40,6 +41,7 @@ class Staged:
     reads: list[Transfer] = field(default_factory=list)
     extents: dict[str, Extent] = field(default_factory=dict)
     writes: list[Transfer] = field(default_factory=list)
+    is_aside: bool = field(default=False, kw_only=True)
 
     def lay_out(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Bytes ``[start, stop)`` of the slot."""
@@ -93,9 +95,11 @@ class Staging(Generic[S]):
         for operation in staged.reads:
             operation.result()
         staged.reads.clear()
+        if self._is_beside_home(staged):
+            self._components.homes.copy_to_spare(staged.subgroup.index)
 
     def start_write(self, staged: S) -> None:
-        """Start writing to new extents; components in HOST are at home already."""
+        """Start writing to new extents; of components in HOST there is nothing to write."""
         if self._components.is_host(staged.subgroup.index):
             return
         assert staged.plan is not None
@@ -126,6 +130,8 @@ class Staging(Generic[S]):
         if staged.extents:
             self._components.publish(staged.subgroup.index, staged.extents)
             staged.extents = {}
+        if self._is_beside_home(staged):
+            self._components.homes.publish(staged.subgroup.index)
         self.release_slot(staged)
 
     def undo_write(self, staged: S) -> None:
@@ -150,6 +156,10 @@ class Staging(Generic[S]):
             self._slots.append(staged.slot)
             staged.slot = None
 
+    def _is_beside_home(self, staged: S) -> bool:
+        """Whether it is worked on in a spare block."""
+        return staged.is_aside and self._components.is_host(staged.subgroup.index)
+
     def _needs_slot(self, subgroup: Subgroup) -> bool:
         return not self._components.is_host(subgroup.index)
 
@@ -160,6 +170,9 @@ class Staging(Generic[S]):
     def _lay_out(self, staged: S) -> int:
         """Lay the components out in the slot, each from a page on; returns the byte after them."""
         group = staged.subgroup
+        if self._is_beside_home(staged):
+            staged.components.update(self._components.homes.spare(group.index))
+            return 0
         if self._components.is_host(group.index):
             for name in self._components.names(group.index):
                 staged.components[name] = self._components.host(group.index, name)

@@ -102,12 +102,15 @@ def _both(
     device = SimulatedDevice(seed) if chance.random() < 0.5 else None
     room = chance.choice((1.0, 2.0, 10.0)) * max(s.padded_numel for s in specs) * dtype.itemsize
     arena_bytes = -(-int(room) // PIECE) * PIECE
-    on_host = {number for number in range(2 * NUM) if chance.random() < 0.3}
+    share = chance.choice((0.3, 0.3, 0.8))
+    on_host = {number for number in range(2 * NUM) if chance.random() < share}
+    spared = {number for number in range(2 * NUM) if chance.random() < 0.7}
     placement = placement_of(
         pack(specs, 2 * PIECE),
         state_on_nvme=lambda unit: unit not in on_host,
         gradient_on_nvme=lambda group: not is_faulty and group + NUM not in on_host,
         arena_bytes=arena_bytes,
+        spared=lambda group: group in spared,
         num_slots=chance.choice((1, 2, 4)),
         inbox_bytes=0 if device is None else 2 * _MOST * 4 // PIECE * PIECE,
         device_bytes=0 if device is None else arena_bytes,

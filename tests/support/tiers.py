@@ -58,13 +58,21 @@ def placement_of(
     spill_chunk_bytes: int = 4 * PIECE,
     inbox_bytes: int = 0,
     device_bytes: int = 0,
+    spared: Callable[[int], bool] = lambda subgroup: False,
 ) -> Placement:
-    """Homes as the two functions say (by unit, by subgroup); some are always in HOST."""
+    """Homes as the two functions say (by unit, by subgroup); some are always in HOST. Of what is
+    there, subgroups that are ``spared`` have a spare block.
+    """
     groups = layout.subgroups
     state = [not g.always_on_host and state_on_nvme(g.unit) for g in groups]
     gradient = [g.trainable and not g.always_on_host and gradient_on_nvme(g.index) for g in groups]
     moving = [g for g in groups if g.trainable and not g.always_on_host]
     slot_bytes = max((state_bytes(g, RULE) + gradient_bytes(g) for g in moving), default=0)
+
+    has_spare = [
+        spared(g.index) and g.trainable and not (on or g.always_on_host)
+        for g, on in zip(groups, state, strict=True)
+    ]
 
     def total(cost: Callable[[Any], int], chosen: Sequence[bool], wanted: bool) -> int:
         return sum(cost(g) for g, on in zip(groups, chosen, strict=True) if on is wanted)
@@ -87,6 +95,8 @@ def placement_of(
         gradient_host_bytes=total(gradient_bytes, gradient, False),
         state_nvme_bytes=total(state_cost, state, True),
         gradient_nvme_bytes=total(gradient_bytes, gradient, True),
+        spared=frozenset(g.index for g, on in zip(groups, has_spare, strict=True) if on),
+        spare_bytes=total(state_cost, has_spare, True),
     )
 
 

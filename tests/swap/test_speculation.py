@@ -16,7 +16,7 @@ from tests.support.tiers import Plain, specs_of
 
 SIZES = [4096, 4096, 4096]
 LAST = len(SIZES) - 1
-"""In memory: it has no old extents to keep, and is never updated speculatively."""
+"""In memory without a spare block: it cannot keep what was there, and waits for the step."""
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Noted:
 
 
 class _Components:
-    def is_host(self, subgroup: int) -> bool:
-        return subgroup == LAST
+    def is_copied_on_write(self, subgroup: int) -> bool:
+        return subgroup != LAST
 
 
 def _layout() -> Layout:

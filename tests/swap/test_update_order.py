@@ -68,11 +68,11 @@ class Stages:
     def can_start(self, group: Subgroup) -> bool:
         return self._free > 0
 
-    def start_read(self, step: Step, group: Subgroup) -> Job:
+    def start_read(self, step: Step, group: Subgroup, *, is_aside: bool) -> Job:
         assert self.opened.wait(TIMEOUT)
         self._free -= 1
         self.note("read", group)
-        return Job(group, step=step)
+        return Job(group, step=step, is_aside=is_aside)
 
     def is_read(self, job: Job) -> bool:
         return True
