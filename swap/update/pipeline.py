@@ -3,8 +3,9 @@ training.
 
 One thread walks the subgroups of a *pass*. It starts reads for as many as there are staging slots,
 runs the kernel on the oldest one that has arrived, and starts its write-back; the lanes of the
-engine do the transfers meanwhile. A thread that waits for weights goes on as soon as the kernel is
-done with them.
+engine do the transfers meanwhile. Subgroups in host memory have none: they are for the times at
+which nothing has arrived, so that neither disks nor processors stand still for one another. A
+thread that waits for weights goes on as soon as the kernel is done with them.
 
 A pass may be *speculative*: it begins during the backward pass, with the step that is expected. Its
 subgroups are computed and written to new extents, or in spare blocks of memory, and held back. When
@@ -41,15 +42,17 @@ _REMEDY = "the step is not finished: mend that, then call offloaded.flush() to f
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """One step on its way. ``ahead``: not started; ``reading``: before the kernel; ``writing``:
-    after it; ``held``: written, and waiting for the step to be validated. ``ahead`` is sorted by
-    first use, and changes under the pipeline's lock.
+    """One step on its way. ``ahead``: not started, through a slot; ``in_memory``: not started, and
+    nothing to read; ``reading``: before the kernel; ``writing``: after it; ``held``: written, and
+    waiting for the step to be validated. The first two are sorted by first use, and change under
+    the pipeline's lock.
     """
 
     step: Step
-    ahead: deque[Subgroup]
     is_validated: bool
     is_complete: bool
+    ahead: deque[Subgroup] = field(default_factory=deque)
+    in_memory: deque[Subgroup] = field(default_factory=deque)
     is_rolled_back: bool = False
     was_speculative: bool = False
     reading: deque[Job] = field(default_factory=deque)
@@ -58,7 +61,12 @@ class _Pass:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.ahead or self.reading or self.writing or self.held)
+        return not (self.waiting or self.reading or self.writing or self.held)
+
+    @property
+    def waiting(self) -> list[Subgroup]:
+        """What is not started."""
+        return [*self.ahead, *self.in_memory]
 
 
 class UpdatePipeline:
@@ -89,7 +97,7 @@ class UpdatePipeline:
     def submit(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
         """Start a step over ``subgroups``. The one before must have been waited for."""
         assert self._failure is None
-        work = _Pass(step, deque(), is_validated=True, is_complete=True)
+        work = _Pass(step, is_validated=True, is_complete=True)
         try:
             self._weights.begin_update(parts_of(subgroups), step.updates)
             self._add(work, subgroups)
@@ -152,9 +160,7 @@ class UpdatePipeline:
     def speculate(self, step: Step) -> None:
         """Open a pass for an expected step; the pipeline must be idle."""
         assert self.is_idle
-        self._begin(
-            _Pass(step, deque(), is_validated=False, is_complete=False, was_speculative=True)
-        )
+        self._begin(_Pass(step, is_validated=False, is_complete=False, was_speculative=True))
 
     def feed(self, subgroups: Iterable[Subgroup]) -> None:
         """Add subgroups whose gradients are complete to the speculative pass."""
@@ -205,7 +211,10 @@ class UpdatePipeline:
         comes next; what is left when the step is taken lies behind, and has the forward pass up to
         there to be done in.
         """
-        work.ahead = deque(sorted([*work.ahead, *subgroups], key=self._first_use))
+        known = sorted([*work.waiting, *subgroups], key=self._first_use)
+        moving = {group.index for group in known if self._stages.needs_slot(group)}
+        work.ahead = deque(group for group in known if group.index in moving)
+        work.in_memory = deque(group for group in known if group.index not in moving)
 
     def _first_use(self, group: Subgroup) -> tuple[int, int]:
         """Parts of one parameter have the same first use."""
@@ -239,15 +248,14 @@ class UpdatePipeline:
                 return
             self._publish_held(work)
             self._start_reads(work)
-            if work.reading:
-                self._advance(work)
-            self._finish_written(work, wait=not work.reading)
+            has_worked = self._advance(work)
+            self._finish_written(work, wait=not has_worked)
 
     def _wait_for_work(self, work: _Pass) -> bool:
         """Wait until there is something to do; False when the pass is done."""
         while True:
             with self._lock:
-                if work.ahead or work.reading or work.writing:
+                if work.waiting or work.reading or work.writing:
                     return True
                 if work.is_rolled_back or (work.is_validated and work.held):
                     return True
@@ -267,12 +275,13 @@ class UpdatePipeline:
             if group is None:
                 return
             try:
-                is_aside = not work.is_validated
-                job = self._stages.start_read(work.step, group, is_aside=is_aside)
-                work.reading.append(job)
+                work.reading.append(self._started(work, group))
             except BaseException:
                 work.ahead.appendleft(group)
                 raise
+
+    def _started(self, work: _Pass, group: Subgroup) -> Job:
+        return self._stages.start_read(work.step, group, is_aside=not work.is_validated)
 
     def _take_next(self, work: _Pass) -> Subgroup | None:
         """The next subgroup, if it can start; held jobs keep their slots until that is needed."""
@@ -286,15 +295,34 @@ class UpdatePipeline:
                 self._stages.release_slot(idle)
             return work.ahead.popleft()
 
-    def _advance(self, work: _Pass) -> None:
-        """Run a kernel: of the oldest job whose bytes are there, or else of the oldest."""
-        job = next((job for job in work.reading if self._stages.is_read(job)), work.reading[0])
+    def _advance(self, work: _Pass) -> bool:
+        """Run a kernel: of the oldest job whose bytes are there, or of what is in memory, or else
+        of the oldest. False if there is none.
+        """
+        job = next((job for job in work.reading if self._stages.is_read(job)), None)
+        job = job or self._start_in_memory(work) or next(iter(work.reading), None)
+        if job is None:
+            return False
         self._stages.run_kernel(job)
         if work.is_validated:
             self._stages.insert_weights(job)
         self._stages.start_write(job)
         work.reading.remove(job)
         work.writing.append(job)
+        return True
+
+    def _start_in_memory(self, work: _Pass) -> Job | None:
+        """The next one that has nothing to read, if there is one."""
+        with self._lock:
+            if not work.in_memory:
+                return None
+            group = work.in_memory.popleft()
+        try:
+            work.reading.append(job := self._started(work, group))
+        except BaseException:
+            work.in_memory.appendleft(group)
+            raise
+        return job
 
     def _finish_written(self, work: _Pass, *, wait: bool) -> None:
         """Publish or hold what is written, whatever is older; with ``wait`` at least one job.
@@ -335,7 +363,7 @@ class UpdatePipeline:
             return
         self._failure, is_home = failure, False
         left = [job.subgroup for job in (*work.held, *work.writing, *work.reading)]
-        left += work.ahead
+        left += work.waiting
         try:
             left = self._bring_home(work)
             is_home = True
@@ -352,7 +380,7 @@ class UpdatePipeline:
         """What was held back took the room that the rest needed: publish it, which frees the
         versions before it, and do the rest as a step that began no earlier.
         """
-        again = _Pass(work.step, deque(), is_validated=True, is_complete=True)
+        again = _Pass(work.step, is_validated=True, is_complete=True)
         try:
             left = self._bring_home(work)
             self._weights.fail(None)
@@ -374,7 +402,7 @@ class UpdatePipeline:
         for job in work.reading:
             self._stages.abandon(job)
             left.append(job.subgroup)
-        return [*left, *work.ahead]
+        return [*left, *work.waiting]
 
 
 def parts_of(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:

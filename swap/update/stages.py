@@ -124,8 +124,8 @@ class Stages(Staging[Job]):
         super().release_slot(job)
         job.gradient = None
 
-    def _needs_slot(self, subgroup: Subgroup) -> bool:
-        return super()._needs_slot(subgroup) or not self._gradients.is_host(subgroup.index)
+    def needs_slot(self, subgroup: Subgroup) -> bool:
+        return super().needs_slot(subgroup) or not self._gradients.is_host(subgroup.index)
 
     def _lay_out(self, job: Job) -> int:
         """The gradient comes behind the components, and is read first."""

@@ -72,14 +72,14 @@ class Staging(Generic[S]):
 
     def can_start(self, subgroup: Subgroup) -> bool:
         """Whether ``subgroup`` needs no slot, or there is one."""
-        return bool(self._slots) or not self._needs_slot(subgroup)
+        return bool(self._slots) or not self.needs_slot(subgroup)
 
     def start(self, staged: S) -> None:
         """Take a slot, and start the reads that the work needs. Raises ``AioError``; the slot is
         free again then.
         """
         assert staged.slot is None
-        if self._needs_slot(staged.subgroup):
+        if self.needs_slot(staged.subgroup):
             staged.slot = self._slots.popleft()
         try:
             self._prepare(staged)
@@ -160,7 +160,8 @@ class Staging(Generic[S]):
         """Whether it is worked on in a spare block."""
         return staged.is_aside and self._components.is_host(staged.subgroup.index)
 
-    def _needs_slot(self, subgroup: Subgroup) -> bool:
+    def needs_slot(self, subgroup: Subgroup) -> bool:
+        """Whether anything of it has to be read."""
         return not self._components.is_host(subgroup.index)
 
     def _prepare(self, staged: S) -> None:

@@ -42,15 +42,23 @@ class Weights:
 
 class Stages:
     """Notes what begins and what is published. ``slow`` subgroups are not written before
-    ``release`` is set; nothing is read before ``opened`` is.
+    ``release`` is set, and what is read from ``late`` ones is not there; nothing is read before
+    ``opened`` is. Subgroups ``in_memory`` need no slot.
     """
 
-    def __init__(self, slots: int, slow: set[int] | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        slow: set[int] | None = None,
+        late: set[int] | None = None,
+        in_memory: set[int] | None = None,
+    ) -> None:
         self.log: list[tuple[str, int]] = []
         self.changed = threading.Condition()
         self.release = threading.Event()
         self.opened = threading.Event()
-        self._slow = slow or set()
+        self._slow, self._late = slow or set(), late or set()
+        self._in_memory = in_memory or set()
         self._free = slots
 
     def note(self, what: str, group: Subgroup) -> None:
@@ -65,19 +73,25 @@ class Stages:
     def of(self, what: str) -> list[int]:
         return [index for kind, index in self.log if kind == what]
 
+    def needs_slot(self, group: Subgroup) -> bool:
+        return group.index not in self._in_memory
+
     def can_start(self, group: Subgroup) -> bool:
-        return self._free > 0
+        return self._free > 0 or not self.needs_slot(group)
 
     def start_read(self, step: Step, group: Subgroup, *, is_aside: bool) -> Job:
         assert self.opened.wait(TIMEOUT)
-        self._free -= 1
+        self._free -= self.needs_slot(group)
         self.note("read", group)
         return Job(group, step=step, is_aside=is_aside)
 
     def is_read(self, job: Job) -> bool:
-        return True
+        return job.subgroup.index not in self._late or self.release.is_set()
 
-    def run_kernel(self, job: Job) -> None: ...
+    def run_kernel(self, job: Job) -> None:
+        if job.subgroup.index in self._late:
+            assert self.release.wait(TIMEOUT)
+        self.note("kernel", job.subgroup)
 
     def insert_weights(self, job: Job) -> None: ...
 
@@ -89,7 +103,7 @@ class Stages:
     def finish_write(self, job: Job) -> None:
         if job.subgroup.index in self._slow:
             assert self.release.wait(TIMEOUT)
-        self._free += 1
+        self._free += self.needs_slot(job.subgroup)
 
     def release_slot(self, job: Job) -> None: ...
 
@@ -118,7 +132,7 @@ def test_a_step_goes_in_the_order_of_the_next_forward_pass(run: Any) -> None:
     stages, all_groups = Stages(slots=1), groups(4)
     stages.opened.set()
     run(stages, [2, 0, 3, 1]).submit(STEP, all_groups)
-    stages.wait_for(lambda log: len(log) == 8)
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 4)
     assert stages.of("read") == [2, 0, 3, 1]
 
 
@@ -150,3 +164,23 @@ def test_what_is_at_home_in_memory_is_not_kept_waiting_by_a_slow_ssd(run: Any) -
     assert sorted(stages.of("published")) == [1, 3, 4]
     stages.release.set()
     stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 5)
+
+
+def test_reads_begin_before_what_is_in_memory_is_updated(run: Any) -> None:
+    stages, all_groups = Stages(slots=2, late={3, 4}, in_memory={0, 1, 2}), groups(5)
+    stages.opened.set()
+    run(stages, list(range(5))).submit(STEP, all_groups)
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 3)
+    assert stages.of("read")[:2] == [3, 4]
+    assert stages.of("kernel") == [0, 1, 2]
+    stages.release.set()
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 5)
+
+
+def test_what_has_been_read_is_updated_before_what_is_in_memory(run: Any) -> None:
+    stages, all_groups = Stages(slots=1, in_memory={0, 1}), groups(4)
+    stages.opened.set()
+    run(stages, list(range(4))).submit(STEP, all_groups)
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 4)
+    assert stages.of("kernel")[0] == 2
+    assert sorted(stages.of("kernel")) == list(range(4))
