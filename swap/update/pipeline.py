@@ -26,6 +26,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
@@ -58,6 +59,7 @@ class _Pass:
     reading: deque[Job] = field(default_factory=deque)
     writing: deque[Job] = field(default_factory=deque)
     held: deque[Job] = field(default_factory=deque)
+    is_held_in_order: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -67,6 +69,11 @@ class _Pass:
     def waiting(self) -> list[Subgroup]:
         """What is not started."""
         return [*self.ahead, *self.in_memory]
+
+    @property
+    def first_waiting(self) -> list[Subgroup]:
+        """The first of each kind."""
+        return [*islice(self.ahead, 1), *islice(self.in_memory, 1)]
 
 
 class UpdatePipeline:
@@ -265,7 +272,17 @@ class UpdatePipeline:
             change.wait(LOOK_SECONDS)
 
     def _publish_held(self, work: _Pass) -> None:
-        while work.is_validated and work.held:
+        """What was held back, when the step is taken, in the order of the next forward pass; but
+        first comes what that wants before, and is still to be updated.
+        """
+        if not work.is_validated or not work.held:
+            return
+        if not work.is_held_in_order:
+            work.held = deque(sorted(work.held, key=lambda job: self._first_use(job.subgroup)))
+            work.is_held_in_order = True
+        coming = (*work.first_waiting, *(job.subgroup for job in work.reading))
+        first = min(map(self._first_use, coming), default=None)
+        while work.held and (first is None or self._first_use(work.held[0].subgroup) < first):
             self._stages.publish(work.held[0])
             work.held.popleft()
 
