@@ -1,17 +1,22 @@
 """Gradients on their way from a compute device: copied to host memory behind the backward pass, and
 stored by a thread.
 
-A gradient goes in pieces, so the memory that they take in between is bounded whatever its size.
+A gradient goes in pieces, so the host memory that they take is bounded whatever its size is.
+Until there is room for its pieces it stays where it was computed, and the backward pass goes on: a
+device that waited for its link after each layer would stand still for a part of each. So much more
+device memory than that of one gradient is taken (``MOST_COMING_BYTES``), where plain training keeps
+all of them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
 
 from aio import Slab, SlabFullError
@@ -25,6 +30,8 @@ from swap.plan.layout import PIECE
 from swap.processors import stay_in_background
 from swap.storage.components import as_tensor
 
+MOST_COMING_BYTES = 512 * 1024 * 1024
+"""Of gradients that wait on the device: those of a layer of some 200 M parameters."""
 _RELEASE_SECONDS = 2.0
 """How long a gradient waits for memory of one that is stored."""
 _PIECES_IN_FLIGHT = 8
@@ -50,35 +57,61 @@ class Lose(Protocol):
     def __call__(self, parameter: int, failure: BaseException, /) -> object: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """Elements on their way to ``buffer``, which are there when ``event`` is done. ``source`` is
-    the whole gradient: it is kept until then.
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """A gradient on the device, flat, which is there when ``computed`` is done. Copies of its
+    elements before ``started`` have begun. ``is_lost``: the rest is not wanted.
     """
 
     parameter: int
+    values: torch.Tensor
+    computed: Event
+    started: int = 0
+    is_started: bool = False
+    is_lost: bool = False
+
+    @property
+    def bytes_left(self) -> int:
+        return (self.values.numel() - self.started) * self.values.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Elements on their way to ``buffer``, which are there when ``event`` is done. The gradient is
+    kept until then.
+    """
+
+    gradient: _Coming
     start: int
     buffer: torch.Tensor
     event: Event
-    source: torch.Tensor
     is_last: bool
 
 
 class GradientInbox:
-    """``slab`` bounds the copies in flight; ``add`` waits for room in it.
+    """``slab`` bounds the copies in flight. ``add`` waits where more than ``most_coming_bytes`` of
+    other gradients still lie on the device.
 
-    ``_pending`` is the only record of what is under way, its head being what the thread works on:
-    an interrupt has no moment in which a gradient is counted and not there.
+    ``_coming`` and ``_pending`` are the only records of what is under way, their heads being what
+    the thread works on: an interrupt has no moment in which a gradient is counted and not there.
     """
 
-    def __init__(self, device: ComputeDevice, slab: Slab, store: Store, lose: Lose) -> None:
+    def __init__(
+        self,
+        device: ComputeDevice,
+        slab: Slab,
+        store: Store,
+        lose: Lose,
+        *,
+        most_coming_bytes: int = MOST_COMING_BYTES,
+    ) -> None:
         self._device = device
         self._slab = slab
         self._store = store
         self._lose = lose
+        self._most_coming_bytes = most_coming_bytes
+        self._coming: deque[_Coming] = deque()
         self._pending: deque[_Piece] = deque()
-        self._failed: torch.Tensor | None = None
-        """The gradient whose first pieces could not be stored; the rest is not wanted."""
         self._closing = False
         self._lock = threading.Lock()
         self._changes = Changes()
@@ -92,47 +125,25 @@ class GradientInbox:
     def add(self, parameter: int, gradient: torch.Tensor) -> None:
         """Start moving ``gradient`` to the store; it may be let go of, and changed, on return.
 
-        Raises ``SlabFullError`` where there is no room for a piece of it, and what the device
-        raises; then it is lost.
+        Raises what the device raises; then it is lost.
         """
         try:
             flat = plain(gradient.detach()).reshape(-1)
-            self._device.wait_for(Stream.DOWN, self._device.record(Stream.COMPUTE))
-            for start, part in self._pieces(flat):
-                self._start(parameter, start, part, flat)
+            while (change := self._change_unless(self._has_room_on_device)) is not None:
+                change.wait(LOOK_SECONDS)
             if other_uses(flat) > 1:  # the program's, which may change it
-                self._device.wait_for(Stream.COMPUTE, self._device.record(Stream.DOWN))
+                flat = flat.clone()
+            self._coming.append(_Coming(parameter, flat, self._device.record(Stream.COMPUTE)))
+            with self._lock:
+                self._changes.tell()
         except BaseException as failure:
             self._lose(parameter, let_go(failure))
             raise
 
-    def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """At least one, and none for which there could be no room."""
-        elements = self._slab.nbytes // _PIECES_IN_FLIGHT // flat.itemsize // PIECE * PIECE
-        elements = max(PIECE, elements)
-        for start in range(0, max(1, flat.numel()), elements):
-            yield start, flat[start : start + elements]
-
-    def _start(self, parameter: int, start: int, part: torch.Tensor, whole: torch.Tensor) -> None:
-        buffer = as_tensor(self._allocate(part.nbytes), part.dtype)
-        self._device.copy(Stream.DOWN, buffer, part)
-        event = self._device.record(Stream.DOWN)
-        is_last = start + part.numel() == whole.numel()
-        self._pending.append(_Piece(parameter, start, buffer, event, whole, is_last))
-        with self._lock:
-            self._changes.tell()
-
     def wait(self) -> None:
         """Wait until every gradient is stored or lost."""
-        while (change := self._change_unless_empty()) is not None:
+        while (change := self._change_unless(self._is_empty)) is not None:
             change.wait(LOOK_SECONDS)
-
-    def _change_unless_empty(self) -> Latch | None:
-        with self._lock:
-            if not self._pending:
-                return None
-            self._changes.tell()  # an interrupted ``add`` may not have
-            return self._changes.next()
 
     def close(self) -> None:
         """Finish what is under way, then end the thread. Idempotent."""
@@ -141,40 +152,97 @@ class GradientInbox:
             self._changes.tell()
         join_thread(self._thread)
 
-    def _allocate(self, nbytes: int) -> Any:
-        patience = Patience(_RELEASE_SECONDS)
-        while True:
-            with self._lock:
-                self._changes.tell()  # as in ``wait``
-                may_come_back = bool(self._pending)
-            try:
-                return self._slab.allocate(nbytes)
-            except SlabFullError:
-                if nbytes > self._slab.nbytes:
-                    raise
-                # What was stored last may still be on its way out of the thread that did it.
-                waits = patience.waits(self._slab.wait_for_release, is_at_work=may_come_back)
-                if not waits and not may_come_back:
-                    raise
+    def _is_empty(self) -> bool:
+        return not (self._coming or self._pending)
+
+    def _has_room_on_device(self) -> bool:
+        coming = list(self._coming)
+        return not coming or sum(one.bytes_left for one in coming) <= self._most_coming_bytes
+
+    def _change_unless(self, is_so: Callable[[], bool]) -> Latch | None:
+        with self._lock:
+            if is_so():
+                return None
+            self._changes.tell()  # an interrupted ``add`` may not have
+            return self._changes.next()
+
+    # The thread.
 
     def _run(self) -> None:
         stay_in_background()
         while self._wait_for_one():
-            count, failure = self._wait_for_batch()
-            for _ in range(count):
-                self._finish_one(failure)
-                with self._lock:
-                    self._pending.popleft()
-                    self._changes.tell()
+            self._start_pieces()
+            if self._pending:
+                self._finish_batch()
 
     def _wait_for_one(self) -> bool:
         """False when there is nothing left to do, and never will be."""
         while True:
             with self._lock:
-                if self._pending or self._closing:
-                    return bool(self._pending)
+                if not self._is_empty() or self._closing:
+                    return not self._is_empty()
                 change = self._changes.next()
             change.wait(LOOK_SECONDS)
+
+    def _start_pieces(self) -> None:
+        """As many as there is room for."""
+        while self._coming:
+            gradient = self._coming[0]
+            try:
+                while not gradient.is_started:
+                    if not self._start_piece(gradient):
+                        return
+            except BaseException as failure:
+                self._give_up(gradient, failure)
+            with self._lock:
+                gradient.is_started = True
+                self._coming.popleft()
+                self._changes.tell()
+
+    def _start_piece(self, gradient: _Coming) -> bool:
+        """False where there is no room before another piece is stored. Raises ``SlabFullError``
+        where there is none at all.
+        """
+        values, start = gradient.values, gradient.started
+        part = values[start : start + self._elements_of_piece(values)]
+        memory = self._slab_range(part.nbytes)
+        if memory is None:
+            return False
+        buffer = as_tensor(memory, part.dtype)
+        if not start:
+            self._device.wait_for(Stream.DOWN, gradient.computed)
+        self._device.copy(Stream.DOWN, buffer, part)
+        event = self._device.record(Stream.DOWN)
+        gradient.started = stop = start + part.numel()
+        is_last = stop == values.numel()
+        self._pending.append(_Piece(gradient, start, buffer, event, is_last))
+        gradient.is_started = is_last
+        return True
+
+    def _elements_of_piece(self, values: torch.Tensor) -> int:
+        """None for which there could be no room."""
+        elements = self._slab.nbytes // _PIECES_IN_FLIGHT // values.itemsize // PIECE * PIECE
+        return max(PIECE, elements)
+
+    def _slab_range(self, nbytes: int) -> np.ndarray | None:
+        patience = Patience(_RELEASE_SECONDS)
+        while True:
+            try:
+                return self._slab.allocate(nbytes)
+            except SlabFullError:
+                if self._pending:
+                    return None
+                # What was stored last may still be on its way out.
+                if nbytes > self._slab.nbytes or not patience.waits(self._slab.wait_for_release):
+                    raise
+
+    def _finish_batch(self) -> None:
+        count, failure = self._wait_for_batch()
+        for _ in range(count):
+            self._finish_one(failure)
+            with self._lock:
+                self._pending.popleft()
+                self._changes.tell()
 
     def _wait_for_batch(self) -> tuple[int, BaseException | None]:
         """How many pieces have arrived: those of small gradients are waited for at once. And what
@@ -194,14 +262,17 @@ class GradientInbox:
 
     def _finish_one(self, failure: BaseException | None) -> None:
         piece = self._pending[0]
+        gradient = piece.gradient
         try:
             if failure is not None:
                 raise failure
-            if self._failed is not piece.source:
-                self._store(piece.parameter, piece.start, piece.buffer, is_last=piece.is_last)
+            if not gradient.is_lost:
+                self._store(gradient.parameter, piece.start, piece.buffer, is_last=piece.is_last)
         except BaseException as error:
-            # Frames would keep the buffer, and ``add`` would wait for that for ever.
-            self._lose(piece.parameter, let_go(error))
-            self._failed = piece.source
-        if piece.is_last:
-            self._failed = None
+            self._give_up(gradient, error)
+
+    def _give_up(self, gradient: _Coming, failure: BaseException) -> None:
+        # Frames would keep the buffer, and there would never be room for another one.
+        if not gradient.is_lost:
+            self._lose(gradient.parameter, let_go(failure))
+        gradient.is_lost = gradient.is_started = True

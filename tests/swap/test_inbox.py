@@ -187,14 +187,39 @@ def without_collections() -> Iterator[None]:
         gc.enable()
 
 
-def test_gradient_of_which_no_piece_has_room_is_refused_at_once() -> None:
+def test_gradient_of_which_no_piece_has_room_is_lost_at_once() -> None:
     lost: list[int] = []
     inbox = inbox_of(SimulatedDevice(eager=True), Slab(PIECE), lost=lost)
-    with pytest.raises(SlabFullError):
-        inbox.add(0, random_values(1, 2 * PIECE))
+    inbox.add(0, random_values(1, 2 * PIECE))
     inbox.wait()
     assert lost == [0]
     inbox.close()
+
+
+def test_gradients_wait_on_the_device_until_there_is_room_for_them(stuck: StuckDevice) -> None:
+    """The backward pass goes on, as far as their memory may lie there."""
+    stored: list[int] = []
+
+    def store(parameter: int, start: int, values: torch.Tensor, *, is_last: bool) -> None:
+        stored.append(parameter)
+
+    slab = Slab(PIECE * 4)
+    stuck.register(slab)
+    most = 3 * PIECE * 4
+    inbox = GradientInbox(stuck, slab, store, lambda *_: None, most_coming_bytes=most)
+    for number in range(5):  # one in the slab, three below the limit, one that passes it
+        inbox.add(number, random_values(number, PIECE))
+    thread = threading.Thread(target=inbox.add, args=(5, random_values(5, PIECE)))
+    thread.start()
+    assert stuck.is_waited_for.wait(10.0)
+    assert (stored, len(inbox._coming), thread.is_alive()) == ([], 4, True)
+    stuck.may_end.set()
+    thread.join()
+    inbox.wait()
+    inbox.close()
+    assert stored == list(range(6))
+    assert slab.peak_bytes <= slab.nbytes
+    stuck.check()
 
 
 def test_gradient_waits_for_memory_of_one_that_is_stored_and_not_yet_let_go_of() -> None:

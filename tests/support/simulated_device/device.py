@@ -72,8 +72,10 @@ class SimulatedDevice:
     def wait_for(self, stream: Stream, event: Any) -> None:
         with self._acting():
             self._check_own(event.device, "an event")
-            is_of_compute = event.stream is Stream.COMPUTE and event.turn == self._turn.number
-            if is_of_compute and event.thread == threading.get_ident():
+            is_here = event.thread == threading.get_ident()
+            # Another thread hands a tensor over with the moment at which it was computed.
+            is_known = event.turn == self._turn.number or not is_here
+            if event.stream is Stream.COMPUTE and is_known:
                 self._turn.ordered |= {stream}
             merge(self._clocks[stream], event.clock)
             if stream is Stream.COMPUTE:
@@ -344,7 +346,8 @@ class SimulatedDevice:
 
     def _check_computed(self, stream: Stream, region: Region) -> None:
         """Memory of torch was made by what the program computed: whoever copies it, or to it, waits
-        for an event of this thread that was recorded since it last copied other such memory.
+        for an event of this thread that was recorded since it last copied other such memory, or for
+        one that was recorded on another thread.
         """
         if stream is Stream.COMPUTE or not isinstance(region, Storage) or region.is_host:
             return
