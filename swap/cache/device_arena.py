@@ -95,10 +95,11 @@ class DeviceArena:
         return entry.weight
 
     def read_back(self, entry: Entry, start: int, out: torch.Tensor) -> Transfer | None:
+        # Not behind the gradients, which wait for what is computed.
         if entry.event is not None:
-            self._device.wait_for(Stream.DOWN, entry.event)
-        self._device.copy(Stream.DOWN, out, entry.weight[start : start + out.numel()])
-        return Download(self._device.record(Stream.DOWN))
+            self._device.wait_for(Stream.UPDATE, entry.event)
+        self._device.copy(Stream.UPDATE, out, entry.weight[start : start + out.numel()])
+        return Download(self._device.record(Stream.UPDATE))
 
     def wait_for_release(self, timeout: float) -> bool:
         if self._finish_upload() or (self._landing and self._landing.wait_for_release(0.0)):

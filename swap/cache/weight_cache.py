@@ -11,7 +11,7 @@ The policy of ``swap.plan.eviction`` is told of uses, and says who is evicted.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 
 import torch
 
@@ -126,10 +126,13 @@ class WeightCache:
     # What the update does.
 
     def begin_update(
-        self, subgroups_of: Mapping[int, tuple[int, ...]], updated: Collection[int]
+        self,
+        subgroups_of: Mapping[int, tuple[int, ...]],
+        updated: Collection[int],
+        taken: Set[int] = frozenset(),
     ) -> None:
         """These subgroups are about to move; what is cached of the ``updated`` parameters is out of
-        date.
+        date. Of subgroups that are ``taken`` the update has the old weights.
 
         A parameter that shares a subgroup with an updated one moves with it: no read of its old
         extents may be in flight, or start, until it is published.
@@ -146,8 +149,16 @@ class WeightCache:
                     wait_for(entry)
                     continue
                 del self._entries[parameter]
-                if not entry.missing:
+                if not (entry.missing or self._is_done_with(parameter, taken)):
                     self._stale[parameter] = entry
+
+    def _is_done_with(self, parameter: int, taken: Set[int]) -> bool:
+        """Whether the update needs nothing cached of ``parameter``. That goes at once: what new
+        weights come to then waits for the last pass, which is over, and not for the next one.
+        """
+        if self._components.host_weight(parameter) is not None:
+            return True
+        return taken.issuperset(self._components.layout.subgroups_of(parameter))
 
     def take_old(self, segment: Segment, out: torch.Tensor, coming: list[Transfer]) -> bool:
         """Copy the old weights of ``segment`` into ``out`` if the arena has them. A copy that is

@@ -185,7 +185,8 @@ class UpdatePipeline:
             work = self._current
             if work is None or work.is_rolled_back:
                 return False
-            self._weights.begin_update(parts_of([*fed, *rest]), step.updates)
+            taken = {job.subgroup.index for job in (*work.held, *work.writing)}
+            self._weights.begin_update(parts_of([*fed, *rest]), step.updates, taken)
             work.step = step
             self._add(work, rest)
             work.is_validated = work.is_complete = True
