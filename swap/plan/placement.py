@@ -175,11 +175,18 @@ def place(
     at_work = min(total, _least_host_bytes(specs, rule, least_arena) + inbox + sums)
     least = at_work + MIN_CHECKPOINT_BYTES
     if total + MIN_CHECKPOINT_BYTES <= budget.host_bytes:
+        aside = checkpoint_bytes(budget.host_bytes, total)
         placement = all_in_host(everything, rule)
         if hides_updates:
             rest = budget.host_bytes - inbox - aside
             placement = _with_spares(placement, specs, rule, rest)
-        return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, **beside_host)
+        return replace(
+            placement,
+            least_host_bytes=least,
+            checkpoint_bytes=aside,
+            inbox_bytes=inbox,
+            device_bytes=on_device,
+        )
     if budget.host_bytes < least:
         of_weights = "on their way to the device" if apart else "of the largest block at work"
         raise BudgetError(

@@ -96,6 +96,8 @@ class Stages(Staging[Job]):
         self.finish_read(job)
         group = job.subgroup
         with self._timeline.span("kernel", label=f"subgroup {group.index}"):
+            if self._is_beside_home(job):
+                self._components.homes.copy_to_spare(group.index)
             for segment, update in _updated(group, job.step):
                 self._apply(job, segment, update, job.step.gradient_scale)
 

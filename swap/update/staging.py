@@ -95,8 +95,6 @@ class Staging(Generic[S]):
         for operation in staged.reads:
             operation.result()
         staged.reads.clear()
-        if self._is_beside_home(staged):
-            self._components.homes.copy_to_spare(staged.subgroup.index)
 
     def start_write(self, staged: S) -> None:
         """Start writing to new extents; of components in HOST there is nothing to write."""

@@ -102,9 +102,9 @@ def _both(
     device = SimulatedDevice(seed) if chance.random() < 0.5 else None
     room = chance.choice((1.0, 2.0, 10.0)) * max(s.padded_numel for s in specs) * dtype.itemsize
     arena_bytes = -(-int(room) // PIECE) * PIECE
-    share = chance.choice((0.3, 0.3, 0.8))
-    on_host = {number for number in range(2 * NUM) if chance.random() < share}
-    spared = {number for number in range(2 * NUM) if chance.random() < 0.7}
+    on_host = {number for number in range(2 * NUM) if chance.random() < 0.3}
+    apart = random.Random(f"spares of {seed}")
+    spared = {number for number in range(2 * NUM) if apart.random() < 0.7}
     placement = placement_of(
         pack(specs, 2 * PIECE),
         state_on_nvme=lambda unit: unit not in on_host,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ import pytest
 import torch
 
 from infinity.optim.adamw import AdamRule
-from swap.cache.device_arena import HostLink
 from swap.plan.layout import PIECE, Segment, pack
 from swap.plan.rules import ParameterUpdate
 from swap.tiered import TieredState
 from swap.update.stages import Job, Stages, Step
-from tests.support.late_link import LateLink
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiers import (
     Plain,
     add_to_both,
@@ -90,26 +90,26 @@ def both(
     *,
     dtype: torch.dtype = torch.bfloat16,
     rule: AdamRule | None = None,
-    link: Callable[[], Any] | None = None,
+    device: Callable[[], SimulatedDevice] | None = None,
     spared: set[int] = SPARED,
     overlap: bool = True,
 ) -> Iterator[tuple[TieredState, Plain]]:
     """Everything in host memory, after a step from which the next one is expected."""
-    specs, options = specs_of(SIZES, dtype), {}
-    if link is not None:
-        options = {"link": link(), "device_bytes": 16 * PIECE * 4}
+    specs = specs_of(SIZES, dtype)
     placement = placement_of(
         pack(specs, 2 * PIECE),
         state_on_nvme=lambda unit: False,
         gradient_on_nvme=lambda group: False,
         spared=lambda group: group in spared,
         arena_bytes=0,
-        inbox_bytes=0 if link is None else 12 * PIECE * 4,
+        inbox_bytes=0 if device is None else 12 * PIECE * 4,
+        device_bytes=0 if device is None else 16 * PIECE * 4,
     )
     assert placement.nvme_bytes == 0
     with ExitStack() as stack:
         rule = rule or AdamRule(threads=1)
-        state = TieredState(placement, rule, [folder], overlap=overlap, **options)
+        made = None if device is None else device()
+        state = TieredState(placement, rule, [folder], overlap=overlap, device=made)
         stack.callback(state.close)
         plain = Plain(specs)
         fill_both(state, plain)
@@ -134,15 +134,15 @@ def read_home(state: TieredState, plain: Plain) -> None:
             assert same_bits(out, expected), f"{name} of {spec.name} differs"
 
 
-LINKS = [None, HostLink, LateLink]
+DEVICES = [None, SimulatedDevice, partial(SimulatedDevice, 1)]
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("device", DEVICES, ids=["host", "latest", "seed 1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_spared_subgroups_are_updated_in_backward_and_the_rest_after_the_step(
-    tmp_path: Path, kernels: Kernels, dtype: torch.dtype, link: Any
+    tmp_path: Path, kernels: Kernels, dtype: torch.dtype, device: Any
 ) -> None:
-    with both(tmp_path, dtype=dtype, link=link) as (state, plain):
+    with both(tmp_path, dtype=dtype, device=device) as (state, plain):
         for number in range(2, 5):
             kernels.done.clear()
             backward(state, plain, number)
@@ -177,11 +177,11 @@ def test_without_overlap_nothing_is_updated_before_the_step(
         assert_same(state, plain)
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("device", DEVICES, ids=["host", "latest", "seed 1"])
 def test_a_step_other_than_expected_begins_from_what_was_there(
-    tmp_path: Path, kernels: Kernels, link: Any
+    tmp_path: Path, kernels: Kernels, device: Any
 ) -> None:
-    with both(tmp_path, link=link) as (state, plain):
+    with both(tmp_path, device=device) as (state, plain):
         others: list[Callable[[], None]] = [
             lambda: step_both(state, plain, ALL, scale=0.5),
             lambda: step_both(state, plain, ALL, lr=1e-3),
