@@ -97,9 +97,9 @@ class DeviceArena:
     def read_back(self, entry: Entry, start: int, out: torch.Tensor) -> Transfer | None:
         # Not behind the gradients, which wait for what is computed.
         if entry.event is not None:
-            self._device.wait_for(Stream.UPDATE, entry.event)
-        self._device.copy(Stream.UPDATE, out, entry.weight[start : start + out.numel()])
-        return Download(self._device.record(Stream.UPDATE))
+            self._device.wait_for(Stream.BACK, entry.event)
+        self._device.copy(Stream.BACK, out, entry.weight[start : start + out.numel()])
+        return Download(self._device.record(Stream.BACK))
 
     def wait_for_release(self, timeout: float) -> bool:
         if self._finish_upload() or (self._landing and self._landing.wait_for_release(0.0)):

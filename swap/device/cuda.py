@@ -41,7 +41,7 @@ class CudaDevice:
         if device == torch.device(device.type):
             raise ValueError(f"{device} is no single device; name one, such as {device}:0")
         self.torch_device = device
-        own = (Stream.UP, Stream.DOWN, Stream.UPDATE)
+        own = (Stream.UP, Stream.DOWN, Stream.BACK, Stream.UPDATE)
         self._streams = {stream: torch.cuda.Stream(device) for stream in own}
         self._computing: dict[int, torch.cuda.Stream] = {}
         """By handle: what weights were computed with on."""

@@ -41,6 +41,8 @@ class Stream(enum.Enum):
     """Copies from host memory."""
     DOWN = "down"
     """Copies to host memory."""
+    BACK = "back"
+    """Copies to host memory that do not wait for what is computed."""
     UPDATE = "update"
     """Operations of ours, beside those of the program."""
 

@@ -175,7 +175,7 @@ def test_memory_is_registered_for_the_device_and_let_go_of_when_copies_are_over(
     undo = device.register(slab)
     assert cuda.registered == [(slab.address, DEVICE)]
     undo()
-    assert cuda.unregistered == [(slab.address, [True] * 3)]
+    assert cuda.unregistered == [(slab.address, [True] * 4)]
     assert len({event.stream for event in cuda.recorded}) == 3
 
 

@@ -96,9 +96,9 @@ Scene = Callable[[SimulatedDevice, Path], None]
 FAULTS: dict[type[SimulatedDevice], tuple[Scene, str]] = {
     NoWaitBeforeCompute: (_train, "compute reads .* does not wait for up"),
     ReusedBeforeComputed: (_train, "up writes .* does not wait for compute"),
-    ReusedBeforeReadBack: (_use_again, "up writes .* does not wait for down"),
+    ReusedBeforeReadBack: (_use_again, "up writes .* does not wait for back"),
     GradientBeforeComputed: (_train, "does not wait for what was computed"),
-    ReadBackBeforeCome: (_roomy, "down reads .* does not wait for up"),
+    ReadBackBeforeCome: (_roomy, "back reads .* does not wait for up"),
     LandingReleasedEarly: (_train, "let go of while up may still read"),
     SlotReusedEarly: (_roomy, "was changed before the copy out of it was over"),
     GradientTakenEarly: (_train, "let go of while down may still write"),

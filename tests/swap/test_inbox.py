@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from aio import AioError, Slab, SlabFullError
+from aio import AioError, Slab
 from swap.device.interface import Stream
 from swap.gradients.inbox import GradientInbox
 from swap.plan.layout import PIECE
@@ -196,14 +196,22 @@ def test_gradient_of_which_no_piece_has_room_is_lost_at_once() -> None:
     inbox.close()
 
 
-def test_gradients_wait_on_the_device_until_there_is_room_for_them(stuck: StuckDevice) -> None:
+def test_gradients_wait_on_the_device_until_there_is_room_for_them() -> None:
     """The backward pass goes on, as far as their memory may lie there."""
     stored: list[int] = []
 
     def store(parameter: int, start: int, values: torch.Tensor, *, is_last: bool) -> None:
         stored.append(parameter)
 
-    slab = Slab(PIECE * 4)
+    may_end, is_waited_for = threading.Event(), threading.Event()
+
+    class Stuck(SimulatedDevice):
+        def wait(self, event: SimulatedEvent) -> None:
+            is_waited_for.set()
+            may_end.wait()
+            super().wait(event)
+
+    stuck, slab = Stuck(), Slab(PIECE * 4)
     stuck.register(slab)
     most = 3 * PIECE * 4
     inbox = GradientInbox(stuck, slab, store, lambda *_: None, most_coming_bytes=most)
@@ -211,9 +219,9 @@ def test_gradients_wait_on_the_device_until_there_is_room_for_them(stuck: StuckD
         inbox.add(number, random_values(number, PIECE))
     thread = threading.Thread(target=inbox.add, args=(5, random_values(5, PIECE)))
     thread.start()
-    assert stuck.is_waited_for.wait(10.0)
+    assert is_waited_for.wait(10.0)
     assert (stored, len(inbox._coming), thread.is_alive()) == ([], 4, True)
-    stuck.may_end.set()
+    may_end.set()
     thread.join()
     inbox.wait()
     inbox.close()
@@ -240,6 +248,6 @@ def test_gradient_waits_for_memory_of_one_that_is_stored_and_not_yet_let_go_of()
 
     with patch.object(slab, "wait_for_release", let_go):
         inbox.add(1, random_values(1, PIECE))
-    inbox.wait()
+        inbox.wait()
     assert same_bits(kept[0], random_values(1, PIECE))
     inbox.close()

@@ -30,6 +30,10 @@ _NEVER = 0.0
 _AT_ONCE = 1.0
 
 
+DOWNWARDS = (Stream.DOWN, Stream.BACK)
+"""Streams that copy to host memory."""
+
+
 class SimulatedDevice:
     """See ``swap.device.interface.ComputeDevice``, and above."""
 
@@ -114,7 +118,7 @@ class SimulatedDevice:
             if not target.numel():
                 return
             self.num_copies += 1
-            into = self._end(target, is_host=stream is Stream.DOWN)
+            into = self._end(target, is_host=stream in DOWNWARDS)
             out_of = self._end(source, is_host=stream is Stream.UP)
             for end in (into, out_of):
                 self._check_computed(stream, end.region)

@@ -35,7 +35,7 @@ class ReusedBeforeComputed(_WithoutWaits):
 class ReusedBeforeReadBack(_WithoutWaits):
     """Weights are copied over others that the update still reads."""
 
-    waiting, awaited = Stream.UP, Stream.DOWN
+    waiting, awaited = Stream.UP, Stream.BACK
 
 
 class GradientBeforeComputed(_WithoutWaits):
@@ -47,7 +47,7 @@ class GradientBeforeComputed(_WithoutWaits):
 class ReadBackBeforeCome(_WithoutWaits):
     """The update takes weights from the device before they have come there."""
 
-    waiting, awaited = Stream.DOWN, Stream.UP
+    waiting, awaited = Stream.BACK, Stream.UP
 
 
 class LandingReleasedEarly(SimulatedDevice):
