@@ -29,6 +29,7 @@ from infinity.optim.chosen import optimizer_for, rule_for
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OptimizerFactory
 from infinity.optim.rule import NativeOptimizer
+from infinity.parameters.compiled import NamesOfModules
 from infinity.parameters.records import Record, records_of
 from infinity.parameters.structure import WithoutWeakReferences
 from infinity.planning.placing import (
@@ -163,6 +164,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     dtype = options.compute_dtype
     with on_all_ranks(ranks):
         check_model(model)
+        undo.enter_context(NamesOfModules(model))
         check_not_held(model)
         snapshots = _reclaimed(options.directories)
         records = records_of(model, dtype)

@@ -1,12 +1,12 @@
 """Hooks on every module: weights in before forward, out after it, inputs in the compute dtype,
-honest state dicts.
+honest state dicts. A compiled block is hooked as a whole, and from outside.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,16 @@ from torch.utils._pytree import tree_map
 
 from infinity.autograd.modifying import Loans
 from infinity.autograd.phases import Passes, Phases
-from infinity.autograd.refusals import check_call, refuse_script
+from infinity.autograd.refusals import check_call, refuse_compiled, refuse_script
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.saved_tensors import SavedTensors
 from infinity.autograd.versions import Versions
+from infinity.parameters.compiled import (
+    BlockCall,
+    NamesOfModules,
+    compiled_blocks,
+    has_compiled_call,
+)
 from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.parameter import cannot_be_copied
 from infinity.parameters.offloaded.placeholders import check_not_transformed
@@ -35,6 +41,7 @@ _TABLES = (
 """
 _MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 """What they note of some, by that number."""
+_OF_FORWARD = _TABLES[:2]
 
 
 class ModelHooks:
@@ -65,30 +72,66 @@ class ModelHooks:
             module: [index[id(p)] for p in module.parameters(recurse=False)]
             for module in model.modules()
         }
+        self._blocks: dict[nn.Module, list[int]] = {}
+        """By what is called of a compiled block: the parameters of all modules in it."""
+        self._names = NamesOfModules(model)
 
     def attach(self, undo: Undo) -> None:
         undo.callback(self._detach)
         for module in self._own:
-            module.register_forward_pre_hook(self._enter, prepend=True)
-            module.register_forward_hook(self._leave, always_call=True)
+            self._hook(module)
             module.register_state_dict_pre_hook(self._refuse_state_dict)
             module.register_load_state_dict_pre_hook(self._refuse_load_state_dict)
             self._guard_conversion(module)
             refuse_script(module, undo)
         self._model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+        self._find_blocks(self._model)
+
+    def _hook(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._enter, prepend=True)
+        module.register_forward_hook(self._leave, always_call=True)
 
     def _detach(self) -> None:
         """Idempotent. By what modules have, not by handles: an interrupt may have taken one."""
-        for module in self._own:
-            for table in _TABLES:
-                hooks = getattr(module, table)
-                for number, hook in list(hooks.items()):
-                    if getattr(getattr(hook, "hook", hook), "__self__", None) is self:
-                        for marks in _MARKS:
-                            getattr(module, marks).pop(number, None)
-                        del hooks[number]
+        self._names.__exit__()
+        for module in (*self._own, *self._blocks):
+            BlockCall.take_off(module)
+            self._unhook(module, _TABLES)
             module.__dict__.pop("_apply", None)
         self._end_autocast()  # of a pass that an interrupt ended
+
+    def _unhook(self, module: nn.Module, tables: Sequence[str]) -> None:
+        for table in tables:
+            hooks = getattr(module, table)
+            for number, hook in list(hooks.items()):
+                if getattr(getattr(hook, "hook", hook), "__self__", None) is self:
+                    for marks in _MARKS:
+                        getattr(module, marks).pop(number, None)
+                    del hooks[number]
+
+    def _find_blocks(self, within: nn.Module) -> None:
+        """What of ``within`` is compiled by now is hooked as that, and from outside."""
+        for block in compiled_blocks(within):
+            if block not in self._blocks or has_compiled_call(block) != BlockCall.stands_for(block):
+                if block is self._model:
+                    refuse_compiled(block)
+                self._hook_block(block)
+
+    def _hook_block(self, block: nn.Module) -> None:
+        """Can be done again after an interrupt."""
+        self._names.find()
+        inside = {*block.modules()}
+        indices = sorted({index for module in inside for index in self._own.get(module, ())})
+        self._residency.check_room(type(block).__name__, indices)
+        BlockCall.take_off(block)
+        for module in (block, *inside):
+            self._unhook(module, _OF_FORWARD)
+        self._residency.unwatch(inside)
+        if has_compiled_call(block):
+            block._compiled_call_impl = BlockCall(block, self._enter, self._leave)
+        else:
+            self._hook(block)
+        self._blocks[block] = indices
 
     def _guard_conversion(self, module: nn.Module) -> None:
         """Whatever converts or moves a module (``to``, ``half``, ``cuda``) goes through ``_apply``.
@@ -109,13 +152,13 @@ class ModelHooks:
 
     def _check(self, module: nn.Module) -> list[int]:
         """The module's own parameters. Raises ``RuntimeError`` for a call that cannot be."""
-        own = self._own.get(module)
+        own = self._blocks.get(module, self._own.get(module))
         if own is None:
             raise RuntimeError(
                 f"a copy of an offloaded {type(module).__name__} was called (DataParallel makes "
                 "some), which has no weights; call the model itself"
             )
-        check_call()  # a layer may be compiled by itself
+        check_call(type(module).__name__)  # a layer may be compiled by itself
         check_not_transformed(type(module).__name__)
         check_not_moving(f"the {type(module).__name__}")
         return own
@@ -129,6 +172,7 @@ class ModelHooks:
             self._thread.refused = module
             raise
         if not self._residency.is_computing:
+            self._find_blocks(module)
             self._saved.join_thread()
             if self._loans is not None:
                 self._loans.take_in_left()
@@ -142,7 +186,8 @@ class ModelHooks:
         if module is self._model:
             self._versions.check_values()
             self._phases.forward_begins()
-        self._residency.enter(module, own, sys._getframe(1))
+        is_compiled = module in self._blocks
+        self._residency.enter(module, own, sys._getframe(1), is_compiled=is_compiled)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._thread.__dict__.pop("refused", None) is module:

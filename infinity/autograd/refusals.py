@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
+from infinity.parameters.compiled import is_compiled, is_wrapper
 from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.parameter import OffloadedParameter, cannot_be_copied
 from infinity.parameters.offloaded.placeholders import check_not_transformed
@@ -19,12 +21,11 @@ _WRAPPERS = {
     "DataParallel": _AVERAGING,
     "FullyShardedDataParallel": f"{_AVERAGING}, or keep it and use infinity.OffloadedAdamW",
     "FSDPModule": f"{_AVERAGING}, or keep it and use infinity.OffloadedAdamW",
-    "OptimizedModule": "offload the model that was compiled (its _orig_mod), uncompiled",
     "ScriptModule": "offload the model that was traced or scripted, as it was before",
 }
 _COMPILED = (
-    "weights come and go while the model computes, which a compiled graph cannot know; run it "
-    "without torch.compile inside the block"
+    "a graph needs all of its weights at once; compile the modules that the model consists of, "
+    "each by itself, before it is offloaded: `for layer in model.layers: layer.compile()`"
 )
 _SCRIPTED = (
     "weights come and go while the model computes, which a traced or scripted one cannot know; "
@@ -34,15 +35,16 @@ _SCRIPTED = (
 
 def check_model(model: nn.Module) -> None:
     """Raises ``ValueError`` naming a module that has no place inside the block."""
+    if is_compiled(model):
+        whole = type(model._modules["_orig_mod"] if is_wrapper(model) else model).__name__
+        raise ValueError(
+            f"a {whole} that is compiled as a whole cannot be offloaded, since {_COMPILED}"
+        )
     for name, module in model.named_modules():
         what = f"{name} ({type(module).__name__})" if name else f"a {type(module).__name__}"
         for kind in type(module).__mro__:
             if kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS:
                 raise ValueError(f"{what} cannot be offloaded: {_WRAPPERS[kind.__name__]}")
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            raise ValueError(
-                f"{what} was compiled by compile() and cannot be offloaded: {_COMPILED}"
-            )
         if hasattr(module, "_hf_hook"):
             raise ValueError(
                 f"{what} has a hook of accelerate that moves its weights (from device_map= or "
@@ -51,12 +53,15 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def check_call() -> None:
-    """Raises ``RuntimeError`` when the model is called by a wrapper that it cannot work in."""
+def check_call(kind: str) -> None:
+    """Raises ``RuntimeError`` when a module, a ``kind``, is called in what it cannot work in."""
     check_not_traced()
     # Frames that are compiled now, or run between two that are, have a callback.
     if "torch._dynamo" in sys.modules and _get_eval_frame_callback() is not None:
-        raise RuntimeError(f"an offloaded model was called under torch.compile: {_COMPILED}")
+        raise RuntimeError(
+            f"an offloaded {kind} was called under torch.compile, by something that is no compiled "
+            f"block of the model: {_COMPILED}"
+        )
     if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
         raise RuntimeError(
             "an offloaded model was called by DistributedDataParallel, which would average "
@@ -93,7 +98,10 @@ def check_not_traced(what: str = "an offloaded model") -> None:
 def check_not_compiled(name: str) -> None:
     """Raises ``RuntimeError`` while torch.compile makes a graph of what takes ``name``."""
     if "torch._dynamo" in sys.modules and torch._guards.TracingContext.try_get() is not None:
-        raise RuntimeError(f"{name}, which is offloaded, was used under torch.compile: {_COMPILED}")
+        raise RuntimeError(
+            f"{name}, which is offloaded, was used under torch.compile, by something that is no "
+            f"compiled block of the model: {_COMPILED}"
+        )
 
 
 def refuse_script(module: nn.Module, undo: Undo) -> None:
@@ -177,3 +185,57 @@ class WatchedParameters(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise cannot_be_copied()
+
+
+class Watched:
+    """The modules that have ``WatchedParameters`` in the place of their own dictionary."""
+
+    def __init__(self) -> None:
+        self._modules: list[tuple[nn.Module, dict[str, Any]]] = []
+
+    def begin(self, model: nn.Module, host: _Host) -> None:
+        """Every module of ``model`` that has parameters."""
+        for module in model.modules():
+            if module._parameters:
+                self._modules.append((module, module._parameters))
+                module._parameters = WatchedParameters(module._parameters, host)
+
+    def end_of(self, modules: Collection[nn.Module]) -> None:
+        """These are not watched any more. Idempotent."""
+        for module, parameters in self._modules:
+            if module in modules:
+                _give_back(module, parameters)
+
+    def end(self) -> None:
+        """None is. Can be called again after an interrupt."""
+        while self._modules:
+            _give_back(*self._modules[-1])
+            self._modules.pop()
+
+
+def _give_back(module: nn.Module, parameters: dict[str, Any]) -> None:
+    """``module`` has ``parameters`` again, with what it has in the dictionary that it has now."""
+    if module._parameters is not parameters:
+        parameters.update(dict.items(module._parameters))
+        for name in parameters.keys() - dict.keys(module._parameters):
+            del parameters[name]
+        module._parameters = parameters
+
+
+def refuse_compiled(model: nn.Module) -> NoReturn:
+    """Raise ``RuntimeError`` for a model that was compiled as a whole inside the block."""
+    raise RuntimeError(
+        f"an offloaded {type(model).__name__} was compiled as a whole, and called: {_COMPILED}"
+    )
+
+
+def check_late(what: str, needed_bytes: int, room_bytes: int) -> None:
+    """Raises ``RuntimeError`` for a module that was compiled too late for the budget to count it,
+    and needs more weights at once than there is room for.
+    """
+    if needed_bytes > room_bytes:
+        raise RuntimeError(
+            f"{what} was compiled inside the offload block and computes from {needed_bytes} bytes "
+            f"of weights at once, where this budget has room for {room_bytes}; compile it before "
+            "the block, whose least budget counts that then, or give more host_memory"
+        )

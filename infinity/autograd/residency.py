@@ -20,7 +20,7 @@ Invariants, between any two instructions, for an interrupt may come there:
 - A parameter that has the class ``OffloadedParameter`` has its weights, with the values that they
   have now. Whatever an interrupt or a change has left has the class ``AbsentParameter``: each
   operation fetches them.
-- What is held, in place or on its way belongs to a ``_Hold`` that a frame has; frames come before
+- What is held, in place or on its way belongs to a ``Hold`` that a frame has; frames come before
   what they hold, and go after it. Nothing is counted; giving up a hold can be done again.
 - A frame whose forward was ended by what goes past torch's hooks (they see an ``Exception`` alone)
   is told by Python's own frame, which does not run any more. It goes before the next forward or
@@ -31,18 +31,23 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.autograd.refusals import WatchedParameters
+from infinity.autograd.refusals import Watched, check_late
 from infinity.backward_passes import has_ended, threads_alive
-from infinity.parameters.offloaded.becoming import overwrite_data
+from infinity.parameters.frames import Frame, Hold
+from infinity.parameters.offloaded.becoming import (
+    cover,
+    is_ours,
+    ours,
+    overwrite_data,
+    uncover,
+)
 from infinity.parameters.offloaded.handlers import is_moving
 from infinity.parameters.offloaded.modes import own_modes, unseen
 from infinity.parameters.offloaded.parameter import (
@@ -63,29 +68,6 @@ from infinity.ranks.gathered_weights import Weights
 from swap.interruptions.forks import check_process, note
 
 
-@dataclass(slots=True, eq=False)
-class _Hold:
-    """Parameters that have their weights in place until it is given up."""
-
-    indices: Sequence[int]
-    nbytes: int = 0
-    """What it takes of the room for parameters accessed outside their modules."""
-
-
-@dataclass(slots=True, eq=False)
-class _Frame:
-    """A forward of ``module``, or an operation, that runs in ``call``."""
-
-    module: nn.Module | None
-    own: _Hold
-    call: FrameType
-    outside: dict[int, _Hold] = field(default_factory=dict)
-    """The oldest first."""
-
-    def has_ended(self) -> bool:
-        return has_ended(self.call)
-
-
 class ModuleResidency:
     """Puts weights into parameters and takes them out again."""
 
@@ -96,17 +78,17 @@ class ModuleResidency:
         self._weights = weights
         self._outside_bytes = outside_bytes
         self._process = os.getpid()
-        self._frames_of: dict[int, list[_Frame]] = {}
+        self._frames_of: dict[int, list[Frame]] = {}
         """By thread, the outermost first: of modules."""
-        self._operations_of: dict[int, list[_Frame]] = {}
+        self._operations_of: dict[int, list[Frame]] = {}
         """The same: of operations on parameters whose weights are not in place."""
         self._lock = threading.Lock()
-        self._holds: dict[int, set[_Hold]] = {}
+        self._holds: dict[int, set[Hold]] = {}
         """By parameter: who has its weights in place. None is empty, but for an interrupt."""
         self._num_changes = 0
         """How often values have changed: what was fetched before the last time may be old."""
         self._kept_out: set[int] = set()
-        self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._watched = Watched()
         self._placeholders = [
             placeholder(record.shape, record.spec.dtype, device, refusal_of_weights(record.name))
             for record in records
@@ -121,10 +103,11 @@ class ModuleResidency:
         self._put_out(record.index for record in self._records)
         for record, face in zip(self._records, self._placeholders, strict=True):
             lend(face, record.parameter)
-        for module in model.modules():
-            if module._parameters:
-                self._watched.append((module, module._parameters))
-                module._parameters = WatchedParameters(module._parameters, self)
+        self._watched.begin(model, self)
+
+    def unwatch(self, modules: Collection[nn.Module]) -> None:
+        """Access to the parameters of these is not watched any more: graphs are made of it."""
+        self._watched.end_of(modules)
 
     def detach(self) -> None:
         """Give every module its own dictionary of parameters back. Idempotent; can be called again
@@ -132,14 +115,7 @@ class ModuleResidency:
         """
         for face in self._placeholders:
             end_lending(face)
-        while self._watched:
-            module, parameters = self._watched[-1]
-            if module._parameters is not parameters:
-                parameters.update(dict.items(module._parameters))
-                for name in parameters.keys() - dict.keys(module._parameters):
-                    del parameters[name]
-                module._parameters = parameters
-            self._watched.pop()
+        self._watched.end()
 
     # What hooks and access call.
 
@@ -155,12 +131,15 @@ class ModuleResidency:
         frames = self._frames_of.get(thread)
         if not frames:
             return False
-        while frames and frames[-1].has_ended():
+        while frames and has_ended(frames[-1].call):
             self._end_last(frames)
         return bool(frames)
 
-    def enter(self, module: nn.Module, own: list[int], call: FrameType) -> None:
-        """``module`` begins its forward, in ``call``: its own parameters are fetched and held.
+    def enter(
+        self, module: nn.Module, own: list[int], call: FrameType, *, is_compiled: bool = False
+    ) -> None:
+        """``module`` begins its forward, in ``call``: its own parameters are fetched and held; of a
+        compiled block, with the class that they came with.
 
         To be called after ``is_computing``.
         """
@@ -168,10 +147,12 @@ class ModuleResidency:
         frames = self._frames_of.setdefault(thread, [])
         if not frames:
             self._end_operations(thread)
-        frames.append(frame := _Frame(module, _Hold(own), call))
+        frames.append(frame := Frame(module, Hold(own), call, is_compiled))
         if any(frame.outside for frame in frames):
             self._make_room(frames, 0)
         self._take(frame.own)
+        if is_compiled:
+            self._uncover(frame)
 
     def leave(self, module: nn.Module) -> bool:
         """``module`` ended its forward, or failed; True if another one runs on this thread."""
@@ -181,17 +162,38 @@ class ModuleResidency:
                 pass
         return bool(frames)
 
-    def _end_last(self, frames: list[_Frame]) -> _Frame:
+    def _end_last(self, frames: list[Frame]) -> Frame:
         frame = frames[-1]
+        if frame.is_compiled:
+            self._cover(frame)
         strangers = [i for hold in (frame.own, *frame.outside.values()) for i in self._drop(hold)]
         frames.pop()
         self.check_faces(strangers)
         return frame
 
+    def _uncover(self, frame: Frame) -> None:
+        """Graphs are made of parameters as they came, and ask for their class."""
+        while True:
+            with self._lock:
+                own = {index: self._parameter(index) for index in frame.own.indices}
+                if not any(isinstance(parameter, AbsentParameter) for parameter in own.values()):
+                    for index, parameter in own.items():
+                        uncover(parameter, self._records[index].kind)
+                    return
+            self._take(frame.own)  # a thread has changed their values
+
+    def _cover(self, frame: Frame) -> None:
+        """Undo ``_uncover``, but for what a graph on another thread computes with. Idempotent."""
+        others = [other for frames in [*self._frames_of.values()] for other in [*frames]]
+        used = {i for f in others if f.is_compiled and f is not frame for i in f.own.indices}
+        with self._lock:
+            for index in {*frame.own.indices} - used:
+                cover(self._records[index].parameter, absent=index not in self._kept_out)
+
     def _end_operations(self, thread: int) -> None:
         """Those of a thread that were interrupted."""
         operations = self._operations_of.get(thread, [])
-        while operations and operations[-1].has_ended():
+        while operations and has_ended(operations[-1].call):
             self._end_last(operations)
 
     def visit(self, index: int) -> None:
@@ -206,14 +208,14 @@ class ModuleResidency:
         nbytes = self._moving_bytes(index)
         if nbytes:
             self._make_room(frames, nbytes)
-        hold = frames[-1].outside[index] = _Hold((index,), nbytes)
+        hold = frames[-1].outside[index] = Hold((index,), nbytes)
         try:
             self._take(hold)
         except Exception:  # nothing was taken, which of an interrupt nobody knows: see ``_take``
             self._dismiss(frames[-1], index)
             raise
 
-    def _make_room(self, frames: list[_Frame], nbytes: int) -> None:
+    def _make_room(self, frames: list[Frame], nbytes: int) -> None:
         """Give up the oldest parameters accessed outside on a thread, for one of ``nbytes``, and
         for what its modules hold beyond half of all room.
         """
@@ -226,11 +228,15 @@ class ModuleResidency:
                 used_bytes -= frame.outside[oldest].nbytes
                 self._dismiss(frame, oldest)
 
+    def check_room(self, what: str, indices: Iterable[int]) -> None:
+        """Raises ``RuntimeError`` where these, of ``what``, cannot be in place at once."""
+        check_late(what, sum(map(self._moving_bytes, indices)), 2 * self._outside_bytes)
+
     def _moving_bytes(self, index: int) -> int:
         """What a parameter takes of the room. At home it takes none, and nobody has to leave."""
         return 0 if self.at_home[index] is not None else self._records[index].weight_bytes
 
-    def _dismiss(self, frame: _Frame, index: int) -> None:
+    def _dismiss(self, frame: Frame, index: int) -> None:
         strangers = self._drop(frame.outside[index])
         del frame.outside[index]
         self.check_faces(strangers)
@@ -275,7 +281,7 @@ class ModuleResidency:
         thread = threading.get_ident()
         self._end_operations(thread)
         operations = self._operations_of.setdefault(thread, [])
-        operation = _Frame(None, _Hold(tuple(indices)), call)
+        operation = Frame(None, Hold(tuple(indices)), call)
         operations.append(operation)
         try:
             self._take(operation.own)
@@ -292,12 +298,11 @@ class ModuleResidency:
         self._frames_of.clear()
         self._operations_of.clear()
         for record in self._records:
-            is_ours = isinstance(record.parameter, OffloadedParameter)
-            if is_ours and record.index not in self._kept_out:
+            if is_ours(record.parameter) and record.index not in self._kept_out:
                 mark_absent(self._parameter(record.index))
 
     @own_modes  # tensors made in inference mode count no versions: changes in them would go unseen
-    def _take(self, hold: _Hold) -> None:
+    def _take(self, hold: Hold) -> None:
         """The weights of what ``hold`` holds are in place now, with the values that they have now;
         all or none but for an interrupt.
         """
@@ -316,7 +321,7 @@ class ModuleResidency:
             del weights  # or they would keep the room of those that came since
             self._weights.release(hold)
 
-    def _put_in(self, index: int, weight: torch.Tensor, hold: _Hold) -> None:
+    def _put_in(self, index: int, weight: torch.Tensor, hold: Hold) -> None:
         parameter = self._parameter(index)
         holds = self._holds.setdefault(index, set())
         is_shared = bool(holds - {hold})
@@ -340,11 +345,11 @@ class ModuleResidency:
         with self._lock:
             self._num_changes += 1
             for index in self._holds.keys() & set(indices) - self._kept_out:
-                if isinstance(self._records[index].parameter, OffloadedParameter):
+                if is_ours(self._records[index].parameter):
                     mark_absent(self._parameter(index))
 
     @unseen
-    def _drop(self, hold: _Hold) -> list[int]:
+    def _drop(self, hold: Hold) -> list[int]:
         """Give up ``hold``. Returns parameters that are no offloaded ones any more. Idempotent."""
         strangers = []
         with self._lock:
@@ -353,7 +358,7 @@ class ModuleResidency:
                 if len(holds) > 1:
                     holds.discard(hold)
                 elif hold in holds:
-                    if not isinstance(self._records[index].parameter, OffloadedParameter):
+                    if not is_ours(self._records[index].parameter):
                         strangers.append(index)
                     elif index not in self._kept_out:
                         self._take_out(index)
@@ -373,7 +378,7 @@ class ModuleResidency:
         """
         strangers = []
         for index in indices:
-            if isinstance(self._records[index].parameter, OffloadedParameter):
+            if is_ours(self._records[index].parameter):
                 self._take_out(index)
             else:
                 strangers.append(index)
@@ -388,11 +393,4 @@ class ModuleResidency:
             self._parameter(index)
 
     def _parameter(self, index: int) -> OffloadedParameter:
-        parameter = self._records[index].parameter
-        if not isinstance(parameter, OffloadedParameter):
-            raise RuntimeError(
-                f"{self._records[index].name} was swapped for another tensor while it was "
-                "offloaded (by torch.utils.swap_tensors), and what it got is lost; change its "
-                "values inside `with offloaded.gathered([parameter], modify=True):`"
-            )
-        return parameter
+        return ours(self._records[index].parameter, self._records[index].name)

@@ -34,8 +34,8 @@ from infinity.activations.storage import SavedActivation
 from infinity.autograd.phases import Phases
 from infinity.autograd.returned import copy_where_returned
 from infinity.autograd.views import View, bytes_of, is_whole
+from infinity.parameters.offloaded.becoming import is_ours
 from infinity.parameters.offloaded.modes import outside_inference, unseen
-from infinity.parameters.offloaded.parameter import OffloadedParameter
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
 
@@ -248,7 +248,7 @@ def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
     ``nn.Parameter(weight.T)``, if ``tensor`` is that or a view of it.
     """
     leaf = tensor if tensor._base is None else tensor._base
-    is_leaf = leaf.requires_grad and leaf.is_leaf and not isinstance(leaf, OffloadedParameter)
+    is_leaf = leaf.requires_grad and leaf.is_leaf and not is_ours(leaf)
     return leaf if is_leaf else None
 
 

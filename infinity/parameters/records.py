@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from infinity.parameters.compiled import compiled_blocks
 from infinity.parameters.partition import Cut, Share, partition
 from infinity.parameters.shared_memory import check_sharing
 from swap.plain import check_memory, reach_bytes
@@ -184,8 +185,8 @@ def least_arena_bytes(model: nn.Module, records: Sequence[Record], *, on_host: b
     """Bytes of weights that must fit at once, of those that stay in host memory too if weights are
     computed with elsewhere: two largest modules, or one and all that it lies in,
     which hold theirs while it runs, or a whole block (an element of a ModuleList) and one module
-    more, since a checkpointed block keeps its weights until its backward is over. Of partitioned
-    parameters it is the longest slices that count.
+    more, since a checkpointed block keeps its weights until its backward is over, and a compiled
+    one needs all of them at once. Of partitioned parameters it is the longest slices that count.
     """
     sizes = {
         id(record.parameter): record.longest_spec.padded_numel * record.spec.dtype.itemsize
@@ -215,14 +216,20 @@ def _least_bytes(model: nn.Module, sizes: dict[int, int]) -> int:
         for parameter in module.parameters()
     }
     kept = {key: nbytes for key, nbytes in sizes.items() if key not in fleeting}
-    blocks = (_weight_bytes(block, kept, recurse=True) for block in _blocks(model))
+    compiled = {
+        block: _weight_bytes(block, sizes, recurse=True) for block in compiled_blocks(model)
+    }
+    blocks = [_weight_bytes(block, kept, recurse=True) for block in _blocks(model)]
     # Tiles come and go between the weights of a block that stay, and leave gaps of their size.
     beside = 2 * largest if fleeting else largest
-    return max(2 * largest, _nested_bytes(model, sizes, {}), max(blocks, default=0) + beside)
+    block_bytes = max([*blocks, *compiled.values()], default=0) + beside
+    return max(2 * largest, _nested_bytes(model, sizes, compiled), block_bytes)
 
 
 def _nested_bytes(module: nn.Module, sizes: dict[int, int], known: dict[nn.Module, int]) -> int:
-    """Those of ``module`` and of the modules within one another in it that have the most."""
+    """Those of ``module`` and of the modules within one another in it that have the most; of some
+    they are ``known``.
+    """
     if module not in known:
         inner = (_nested_bytes(child, sizes, known) for child in module.children())
         known[module] = _weight_bytes(module, sizes, recurse=False) + max(inner, default=0)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.parameters.compiled import compiled_blocks
 from infinity.parameters.first_values import StoredValues, Values
 from infinity.parameters.records import ALWAYS_ON_HOST_ELEMENTS, Record, compute_dtype_of
 from infinity.tiling import cut_weights
@@ -128,6 +129,7 @@ class Tiling:
         self._strides = {id(record.parameter): record.stride for record in records}
         layers = (module for module in model.modules() if isinstance(module, TiledLinear))
         self._tiles = {id(tile) for layer in layers for tile in layer.tiles}
+        self._compiled = {inner for block in compiled_blocks(model) for inner in block.modules()}
         self._chosen = self._choose(max_parameter_bytes)
 
     def __enter__(self) -> Tiling:
@@ -188,6 +190,8 @@ class Tiling:
         (_, module, own), *_ = owners
         if any(id(tile) in self._tiles for _, tile, _ in owners):
             return "a tile of a TiledLinear, which is cut once: make that of more tiles"
+        if any(owner in self._compiled for _, owner, _ in owners):
+            return "in a compiled block, which computes from all of its weights at once"
         if not self._is_layer(owners):
             return cut_weights.reason_against(
                 owners, parameter, is_partitioned=self._is_partitioned

@@ -28,9 +28,11 @@ class _Noted:
     def is_computing(self) -> bool:
         return self.depth > 0
 
-    def enter(self, module: nn.Module, own: list[int], frame: object) -> None:
+    def enter(
+        self, module: nn.Module, own: list[int], frame: object, *, is_compiled: bool = False
+    ) -> None:
         self.depth += 1
-        self.calls.append(("in", own))
+        self.calls.append(("all in" if is_compiled else "in", own))
 
     def leave(self, module: nn.Module) -> bool:
         self.depth -= 1

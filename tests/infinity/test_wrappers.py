@@ -29,18 +29,6 @@ def _make() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 
-def _compiled(model: nn.Module) -> nn.Module:
-    compiled = torch.compile(model, backend="eager")
-    assert isinstance(compiled, nn.Module)
-    return compiled
-
-
-def _compiled_in_place() -> nn.Module:
-    model = _make()
-    model[1].compile(backend="eager")
-    return model
-
-
 def _traced(model: nn.Module) -> nn.Module:
     traced = torch.jit.trace(model, torch.ones(2, 8))
     assert isinstance(traced, nn.Module)
@@ -54,12 +42,6 @@ def _scripted(model: nn.Module) -> nn.Module:
 
 
 WRAPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "compiled": (lambda: _compiled(_make()), r"OptimizedModule.*_orig_mod"),
-    "a compiled layer": (
-        lambda: nn.Sequential(_compiled(nn.Linear(8, 8))),
-        r"^0 \(OptimizedModule\)",
-    ),
-    "compiled in place": (_compiled_in_place, r"^1 \(Linear\) was compiled by compile\(\)"),
     "DDP": (lambda: DistributedDataParallel(_make()), r"DistributedDataParallel.*process_group="),
     "DDP inside": (
         lambda: nn.Sequential(DistributedDataParallel(_make())),
@@ -109,31 +91,6 @@ def _call_with_ddp(model: nn.Module) -> None:
         DistributedDataParallel(model)(torch.ones(2, 8))
     finally:
         DistributedDataParallel._active_ddp_module = None
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_an_offloaded_model_called_compiled_is_refused(nvme: Path) -> None:
-    model = seeded(_make)
-    before = values_of(model)
-    compiled = _compiled(model)
-    twice = torch.compile(lambda x: model(x) * 2, backend="eager")
-    with infinity.offload(model, nvme):
-        for call in (compiled, twice):
-            with pytest.raises(RuntimeError, match=r"called under torch\.compile"):
-                call(torch.ones(2, 8))
-        model(torch.ones(2, 8)).sum().backward()
-    assert all(same_bits(value, before[key]) for key, value in values_of(model).items())
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_a_layer_that_is_compiled_inside_the_block_is_refused_when_it_is_called(nvme: Path) -> None:
-    model = seeded(_make)
-    with infinity.offload(model, nvme):
-        model[1].compile(backend="eager")
-        with pytest.raises(RuntimeError, match=r"called under torch\.compile"):
-            model(torch.ones(2, 8))
-        model[1]._compiled_call_impl = None
-        model(torch.ones(2, 8)).sum().backward()
 
 
 def _weighted(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity.parameters.offloaded.modes import outside_inference, without_history
-from infinity.parameters.offloaded.parameter import OffloadedParameter, Owner
+from infinity.parameters.offloaded.parameter import AbsentParameter, OffloadedParameter, Owner
 from infinity.parameters.offloaded.placeholders import (
     as_they_are,
     is_lost,
@@ -72,6 +72,35 @@ def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -
     _let_refuse_pickling(parameter)
     parameter.__class__ = kind
     return parameter  # type: ignore[no-any-return]
+
+
+def is_ours(parameter: torch.Tensor) -> bool:
+    """Whether it became an offloaded one, and is: also while compiled code has it with the class
+    that it came with. What it was swapped for is not.
+    """
+    return "offload_owner" in vars(parameter)
+
+
+def ours(parameter: Any, name: str) -> OffloadedParameter:
+    """``parameter``. Raises ``RuntimeError`` if it is not, or not any more, an offloaded one."""
+    if not is_ours(parameter):
+        raise RuntimeError(
+            f"{name} was swapped for another tensor while it was offloaded (by "
+            "torch.utils.swap_tensors), and what it got is lost; change its values inside `with "
+            "offloaded.gathered([parameter], modify=True):`"
+        )
+    return parameter  # type: ignore[no-any-return]
+
+
+def uncover(parameter: Any, kind: type[nn.Parameter]) -> None:
+    """Let an offloaded parameter, whose weights are in place, have the class that it came with."""
+    parameter.__class__ = kind
+
+
+def cover(parameter: Any, *, absent: bool) -> None:
+    """Undo that; ``absent`` if its weights are to be asked for before the next use. Idempotent."""
+    if is_ours(parameter):
+        parameter.__class__ = AbsentParameter if absent else OffloadedParameter
 
 
 def _like(parameter: Any, data: torch.Tensor) -> nn.Parameter:

@@ -37,6 +37,7 @@ _OPEN = tuple(
         "tiling/",
         "optim/optimizer.py",
         "optim/loss_scale.py",
+        "parameters/compiled.py",
         "parameters/offloaded/parameter.py",
         "parameters/offloaded/differentiated.py",
     )

@@ -1,0 +1,31 @@
+"""Who has weights in place: running forwards and operations, and the parameters that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+from torch import nn
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """Parameters that have their weights in place until it is given up."""
+
+    indices: Sequence[int]
+    nbytes: int = 0
+    """What it takes of the room for parameters accessed outside their modules."""
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """A forward of ``module``, or an operation, that runs in ``call``."""
+
+    module: nn.Module | None
+    own: Hold
+    call: FrameType
+    is_compiled: bool = False
+    """Its own parameters have the class that they came with."""
+    outside: dict[int, Hold] = field(default_factory=dict)
+    """The oldest first."""
