@@ -39,7 +39,8 @@ STATE = "infinity"
 """Folder within a saved state that ``offloaded.save`` wrote."""
 _PLACES = "leave it out: infinity.offload places the weights, within the budget that you state"
 _COMPILED = (
-    "leave it out: weights come and go while the model computes, which a compiled graph cannot know"
+    "leave it out, and compile the layers of the model, each by itself, before prepare(): `for "
+    "layer in model.model.layers: layer.compile()`"
 )
 _REFUSED = {
     "deepspeed_plugin": _PLACES,

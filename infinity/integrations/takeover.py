@@ -20,6 +20,7 @@ from infinity.arguments import Directories
 from infinity.block import OffloadBlock
 from infinity.model import training_of
 from infinity.optim.torch_optimizer.workers import share_hooks
+from infinity.parameters.compiled import NamesOfModules
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
 
 Choice = infinity.AdamW | Callable[[Any], torch.optim.Optimizer] | None
@@ -142,8 +143,11 @@ def _check(made: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def names_of(model: nn.Module, made: torch.optim.Optimizer) -> list[list[str]]:
-    """The parameters in each of the groups, but for those that are frozen."""
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    """The parameters in each of the groups, but for those that are frozen, as they are called
+    inside the block.
+    """
+    with NamesOfModules(model):
+        names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     return [
         [names[id(p)] for p in group["params"] if id(p) in names] for group in made.param_groups
     ]

@@ -10,7 +10,7 @@ no module in it is hooked or watched. Its parameters have their own class meanwh
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -32,35 +32,40 @@ def has_compiled_call(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None and not is_wrapper(module)
 
 
-def _has_compiled_forward(module: nn.Module) -> bool:
-    """Of its own, ``module.forward = torch.compile(module.forward)``, or of its class."""
-    forward: Any = getattr(module, "forward", None)
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs graphs."""
+    return (
+        module._compiled_call_impl is not None
+        or is_wrapper(module)
+        or _is_graph(vars(module).get("forward"))
+        or _is_graph(getattr(type(module), "forward", None))
+    )
+
+
+def _is_graph(forward: Any) -> bool:
+    """Whether it is what ``torch.compile`` makes of a function."""
     is_compiled = getattr(forward, "_torchdynamo_orig_callable", None) is not None
     return is_compiled and not getattr(forward, "_torchdynamo_disable", False)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs graphs."""
-    return is_wrapper(module) or has_compiled_call(module) or _has_compiled_forward(module)
-
-
 def compiled_blocks(model: nn.Module) -> list[nn.Module]:
-    """The compiled blocks of ``model`` that lie in no other, as what is called of each."""
+    """The compiled blocks of ``model`` that lie in no other, as what is called of each. Asked for
+    at every pass.
+    """
+    found: list[nn.Module] = []
     if _COMPILER not in sys.modules:
-        return []
-    return [*_outermost(model, set())]
-
-
-def _outermost(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    if module in seen:
-        return
-    seen.add(module)
-    if is_compiled(module):
-        yield module
-        return
-    for child in module._modules.values():
-        if child is not None:
-            yield from _outermost(child, seen)
+        return found
+    seen, left = {model}, [model]
+    while left:
+        module = left.pop()
+        if is_compiled(module):
+            found.append(module)
+            continue
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                left.append(child)
+    return found
 
 
 class NamesOfModules:

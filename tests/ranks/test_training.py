@@ -37,6 +37,13 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "moments-in-8-bits": {"batches": TWO, "steps": 3, "dtype": "bfloat16", "state": "uint8"},
     "scaled-float16": {"batches": TWO, "steps": 3, "dtype": "float16", "max_grad_norm": 1.0},
+    "compiled-blocks-on-nvme": {
+        "batches": TWO,
+        "steps": 3,
+        "dtype": "bfloat16",
+        "host_memory": "least",
+        "compiled": True,
+    },
     "tiled-with-activations-on-nvme": {
         "batches": TWO,
         "steps": 2,
@@ -72,6 +79,7 @@ def train_alone(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
 @pytest.mark.parametrize("names", matrix([USUAL, OTHERS], usual=[USUAL]), ids=["usual", "others"])
 def test_two_ranks_in_every_mode_have_the_bits_of_one_that_accumulates(
     names: Sequence[str], tmp_path: Path

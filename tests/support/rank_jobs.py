@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STATES = {"float32": torch.float32, "uint8": torch.uint8}
 
 
-def gpt(recompute: Recompute = "no", width: int = 256) -> nn.Module:
-    return Gpt(width=width, depth=2, recompute=recompute)
+def gpt(recompute: Recompute = "no", width: int = 256, *, compiled: bool = False) -> nn.Module:
+    model = Gpt(width=width, depth=2, recompute=recompute)
+    for block in model.blocks if compiled else ():
+        block.compile(backend="eager")
+    return model
 
 
 def loss_of(model: nn.Module, batch: int) -> torch.Tensor:
@@ -61,13 +65,15 @@ def train_gpt(
     activations: str = "keep",
     max_parameter_bytes: int | None = None,
     state: str = "float32",
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Train a GPT; in step ``s`` this rank takes the batches ``batches[rank]``, each ``+ 100 s``,
     with a gradient that is their mean (they accumulate). Values are left in ``<name>-<rank>``.
 
     ``host_memory="least"`` is the least that works.
     """
-    model = seeded(lambda: gpt(recompute))
+    make = partial(gpt, recompute, compiled=compiled)
+    model = seeded(make)
     options: dict[str, Any] = {
         "compute_dtype": DTYPES[dtype],
         "max_grad_norm": max_grad_norm,
@@ -77,7 +83,7 @@ def train_gpt(
         "optimizer": infinity.AdamW(lr=1e-2, state_dtype=STATES[state]),
     }
     if host_memory == "least":
-        host_memory = least_budget(lambda: gpt(recompute), folder, **options)
+        host_memory = least_budget(make, folder, **options)
     losses, norms = [], []
     mine = batches[rank]
     with infinity.offload(

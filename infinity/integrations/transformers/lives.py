@@ -24,6 +24,7 @@ from infinity.integrations import takeover
 from infinity.integrations.takeover import OffloadOptions
 from infinity.integrations.transformers import optimizers
 from infinity.integrations.transformers.model_files.methods import serve_methods
+from infinity.parameters.compiled import NamesOfModules
 from swap.tiers import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ class Life:
         """The optimizer; made first of the model as it is outside, maybe again of its tiles."""
         made = optimizer()
         if not self.numbered:
-            names = {id(p): name for name, p in model.named_parameters()}
+            with NamesOfModules(model):
+                names = {id(p): name for name, p in model.named_parameters()}
             groups = made.param_groups
             self.numbered = [[names.get(id(p), "") for p in g["params"]] for g in groups]
         return made

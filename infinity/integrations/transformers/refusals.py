@@ -18,8 +18,8 @@ REFUSED: Mapping[str, str] = {
     "fsdp": _PLACES,
     "deepspeed": _PLACES,
     "parallelism_config": _PLACES,
-    "torch_compile": "remove it: weights come and go while the model computes, which a compiled "
-    "graph cannot know",
+    "torch_compile": "remove it, and compile the layers of the model, each by itself, before the "
+    "trainer has it: `for layer in model.model.layers: layer.compile()`",
     "fp16": "use compute_dtype='bfloat16' or bf16=True, which need no scaling of the loss; float16 "
     "is served by infinity.offload(compute_dtype=torch.float16) and offloaded.backward(loss)",
     "fp16_full_eval": "use compute_dtype='bfloat16', in which the model is evaluated, too",
