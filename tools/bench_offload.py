@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import psutil
 import torch
@@ -89,12 +89,25 @@ def _job(options: argparse.Namespace, system: str) -> Job:
     return Job(system=system, **{name: getattr(options, name) for name in names})
 
 
-class Turns:
-    """A system whose process is there from its first block until ``end``."""
+class SystemJob(Protocol):
+    """A dataclass of JSON values that says what a system is to do."""
 
-    def __init__(self, job: Job) -> None:
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def system(self) -> str: ...
+
+
+class Turns:
+    """A system whose process is there from its first block until ``end``.
+
+    ``program``, beside this one, is given ``job``, and answers each line with a line of JSON.
+    """
+
+    def __init__(self, job: SystemJob, program: str = "offload_systems.py") -> None:
         self.system = job.system
         self._job = job
+        self._program = program
         self._process: subprocess.Popen[str] | None = None
         self._watch: threading.Thread | None = None
         self._peak_bytes = 0
@@ -107,16 +120,21 @@ class Turns:
 
     def block(self) -> dict[str, Any]:
         """Let it train a block of steps. Raises ``RuntimeError`` if the process ends instead."""
+        sample = self.ask("a block")
+        sample["peak_bytes"] = max(self._peak_bytes, sample["peak_bytes"])
+        return sample
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """What it answers to a line. Raises ``RuntimeError`` if the process ends instead."""
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(BrokenPipeError):  # if it has ended, its output has, too
-            print("a block", file=process.stdin, flush=True)
+            print(request, file=process.stdin, flush=True)
         for line in process.stdout:
             if line.startswith("{"):  # DeepSpeed writes other things, too
-                sample: dict[str, Any] = json.loads(line)
-                sample["peak_bytes"] = max(self._peak_bytes, sample["peak_bytes"])
-                return sample
+                answer: dict[str, Any] = json.loads(line)
+                return answer
         self.end()
         raise RuntimeError(f"{self.system} ended before its block did")
 
@@ -133,7 +151,7 @@ class Turns:
     def _start(self) -> subprocess.Popen[str]:
         here = Path(__file__).parent
         process = subprocess.Popen(
-            [sys.executable, str(here / "offload_systems.py"), json.dumps(asdict(self._job))],
+            [sys.executable, str(here / self._program), json.dumps(asdict(self._job))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -26,7 +26,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,17 +69,25 @@ class Training:
             depth=options.depth,
             vocabulary=options.vocabulary,
             tokens=options.tokens,
-        )
+        ).to(options.device)
+        self.device = options.device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         shape = (options.batch, options.tokens)
         count = options.accumulate
-        self._batches = [torch.randint(options.vocabulary, shape) for _ in range(count)]
+        batches = [torch.randint(options.vocabulary, shape) for _ in range(count)]
+        self._batches = [batch.to(options.device) for batch in batches]
 
     def compute(self) -> None:
         """Forward and backward of every batch of a step."""
         self.optimizer.zero_grad(set_to_none=False)
         for tokens in self._batches:
             self.model(tokens, tokens.roll(-1, dims=1)).backward()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until the device has computed what it was given."""
+        if self.device != "cpu":
+            torch.cuda.current_stream().synchronize()
 
     def state(self) -> dict[str, Any]:
         """What a run resumes from."""
@@ -105,7 +113,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for number in range(WARM_UP_CYCLES + options.cycles):
             order = CYCLE if number % 2 == 0 else CYCLE[::-1]
             steps = [take_step(training, managers.get(mode), mode, number) for mode in order]
-            copies = copy_seconds(training.state())
+            copies = copy_seconds(training.state(), training.synchronize)
             cycles.append({"steps": [asdict(step) for step in steps], "memory copy": copies})
         alone = [
             core_seconds_of_save(training, managers["guard"], number)
@@ -136,6 +144,7 @@ def take_step(
     training.compute()
     computed = time.perf_counter()
     training.optimizer.step()
+    training.synchronize()
     durable = pending.result().seconds if pending is not None else 0.0
     return Step(
         mode=mode,
@@ -163,19 +172,24 @@ def _busy_seconds() -> float:
     return sum(times[:8]) - times.idle - getattr(times, "iowait", 0.0)  # guests count as users
 
 
-def copy_seconds(state: dict[str, Any]) -> dict[str, float]:
-    """Of a copy of the state in memory: into memory that has been used, and into new memory."""
+def copy_seconds(state: dict[str, Any], wait: Callable[[], None]) -> dict[str, float]:
+    """Of a copy of the state in memory: into memory that has been used, and into new memory.
+    ``wait`` waits until a device has made it.
+    """
     source = list(tensors_of(state))
     target = [tensor.clone() for tensor in source]
 
     def again() -> None:
         for there, here in zip(target, source, strict=True):
             there.copy_(here)
+        wait()
 
-    return {
-        "used": seconds_of(again),
-        "new": seconds_of(lambda: [tensor.clone() for tensor in source]),
-    }
+    def anew() -> None:
+        copies = [tensor.clone() for tensor in source]
+        wait()
+        del copies
+
+    return {"used": seconds_of(again), "new": seconds_of(anew)}
 
 
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
@@ -248,6 +262,7 @@ def _print_table(result: dict[str, Any]) -> None:
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--dir", action="append", required=True, help="a directory, once per SSD")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=4096)

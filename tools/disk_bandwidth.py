@@ -49,10 +49,10 @@ class Bandwidth:
         )
 
 
-def measure_disk(directories: Sequence[str]) -> Bandwidth:
+def measure_disk(directories: Sequence[str], *, probe_bytes: int = PROBE_BYTES) -> Bandwidth:
     """Of all directories together, with a lane each way for each of them, direct I/O.
 
-    Files of ``PROBE_BYTES`` are written first, so that no measurement pays for making them.
+    Files of ``probe_bytes`` are written first, so that no measurement pays for making them.
     """
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(Engine(lanes=2 * len(directories)))
@@ -62,7 +62,7 @@ def measure_disk(directories: Sequence[str]) -> Bandwidth:
         for directory in directories:
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
             for way, opened in files.items():
-                file = engine.open(Path(folder) / way, "w", size=PROBE_BYTES)
+                file = engine.open(Path(folder) / way, "w", size=probe_bytes)
                 opened.append(stack.enter_context(file))
 
         def move(*jobs: tuple[Way, Way], beside: _Work | None = None) -> float:
@@ -75,7 +75,7 @@ def measure_disk(directories: Sequence[str]) -> Bandwidth:
                 for number, file in enumerate(files[on]):
                     requests = [
                         Request(way, file, offset, buffers[way])
-                        for offset in range(0, PROBE_BYTES, REQUEST_BYTES)
+                        for offset in range(0, probe_bytes, REQUEST_BYTES)
                     ]
                     lane = 2 * number + (way == "write")
                     operations += engine.submit(requests, lane=lane)
@@ -83,7 +83,7 @@ def measure_disk(directories: Sequence[str]) -> Bandwidth:
                 beside.run(lambda: all(operation.done() for operation in operations))
             for operation in operations:
                 operation.result()
-            moved = len(jobs) * len(directories) * PROBE_BYTES
+            moved = len(jobs) * len(directories) * probe_bytes
             return moved / (time.perf_counter() - started)
 
         move(("write", "read"), ("write", "write"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -30,10 +33,23 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, tokens) and targets in, mean cross entropy out."""
+    """Tokens (batch, tokens) and targets in, mean cross entropy out.
 
-    def __init__(self, *, width: int, depth: int, vocabulary: int, tokens: int) -> None:
+    With ``recompute_rows`` blocks are computed again in the backward pass, and so is the loss, for
+    so many tokens at a time: neither what is within blocks nor all logits are in memory at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        depth: int,
+        vocabulary: int,
+        tokens: int,
+        recompute_rows: int | None = None,
+    ) -> None:
         super().__init__()
+        self.recompute_rows = recompute_rows
         self.embed = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(tokens, width)
         self.blocks = nn.ModuleList(Block(width, max(1, width // 64)) for _ in range(depth))
@@ -44,6 +60,19 @@ class GPT(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed(tokens) + self.position(positions)
         for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)).flatten(0, 1)
-        return F.cross_entropy(logits.float(), targets.flatten())
+            x = block(x) if self.recompute_rows is None else _recomputed(block, x)
+        rows, wanted = self.norm(x).flatten(0, 1), targets.flatten()
+        if self.recompute_rows is None:
+            return F.cross_entropy(self.head(rows).float(), wanted)
+        parts = zip(rows.split(self.recompute_rows), wanted.split(self.recompute_rows), strict=True)
+        return torch.stack([_recomputed(self._loss, *part) for part in parts]).sum() / len(wanted)
+
+    def _loss(self, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(rows).float(), wanted, reduction="sum")
+
+
+def _recomputed(function: Callable[..., torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = checkpoint(
+        function, *values, use_reentrant=False, preserve_rng_state=False
+    )
+    return result
