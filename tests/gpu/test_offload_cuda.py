@@ -8,7 +8,6 @@ import torch
 
 import infinity
 from tests.support.models import Gpt, seeded, tokens
-from tests.support.training import same_bits, values_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +16,7 @@ pytestmark = [
 STEPS = 8
 
 
-def _train(nvme: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train(nvme: Path, **options: Any) -> list[float]:
     model = seeded(Gpt)
     losses = []
     with infinity.offload(model, nvme, device="cuda", **options) as offloaded:
@@ -30,18 +29,7 @@ def _train(nvme: Path, **options: Any) -> tuple[list[float], dict[str, torch.Ten
             offloaded.backward(loss)
             offloaded.step()
             losses.append(loss.item())
-    return losses, values_of(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_on_cuda_has_the_same_bits_under_every_budget(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    whole = _train(tmp_path, compute_dtype=dtype, host_memory="2GiB", device_memory="1GiB")
-    tight = _train(tmp_path, compute_dtype=dtype, host_memory="32MiB", device_memory="16MiB")
-    assert whole[0] == tight[0]
-    assert all(same_bits(value, tight[1][name]) for name, value in whole[1].items())
+    return losses
 
 
 def test_device_budget_bounds_the_weights_on_cuda(tmp_path: Path) -> None:
@@ -59,7 +47,7 @@ def test_device_budget_bounds_the_weights_on_cuda(tmp_path: Path) -> None:
 
 
 def test_fp16_on_cuda_scales_the_loss_and_trains(tmp_path: Path) -> None:
-    losses, _ = _train(tmp_path, compute_dtype=torch.float16, host_memory="2GiB")
+    losses = _train(tmp_path, compute_dtype=torch.float16, host_memory="2GiB")
     assert losses[-1] < losses[0]
 
 
