@@ -6,6 +6,7 @@
 #   ARGS="..."          more arguments for pytest (test, proof, test-gpu, test-asan) or the demo
 #   WORKERS=3           how many processes run tests; they wait for the disk now and then
 #   MINUTES=10 SEED=0   how long `make soak` goes on, and what it draws its programs from
+#   NVME=DIR PIECE=...  where `make bench-gpu` has its swap files, and the one piece to run
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,6 +25,8 @@ ARGS :=
 WORKERS := 3
 MINUTES := 10
 SEED := 0
+NVME := build/bench
+PIECE :=
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 ASAN_TREE := build/asan
 COUNTS := build/counts.json
@@ -35,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PINNED_TORCH := $(shell sed -n '/^torch==/p' requirements.txt)
 TORCH := $(or $(shell cat $(VENV)/torch-choice 2>/dev/null),$(PINNED_TORCH))
 
-.PHONY: help build demo test proof soak test-frameworks test-gpu test-asan check bench format clean FORCE
+.PHONY: help build demo test proof soak test-frameworks test-gpu test-asan check bench bench-gpu format clean FORCE
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,7 +66,7 @@ test-frameworks: $(VENV)/built ## Run the tests of the trainers and loops of oth
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "frameworks and not proof" $(ARGS)
 
 test-gpu: $(VENV)/built ## Run the tests that need a CUDA device
-	$(PYTEST) -m gpu $(ARGS)
+	$(PYTEST) -m gpu tests/gpu $(ARGS)
 
 # The sanitizers need a build of their own, so the tests run in a copy of the tree. Leaks are
 # not looked for: the interpreter keeps memory until it ends.
@@ -93,6 +96,10 @@ bench: $(VENV)/built ## Run the benchmarks in tools; takes half an hour, needs 1
 	mkdir -p build/bench
 	$(BIN)/python tools/bench_adam.py
 	$(BIN)/python tools/bench_offload.py --nvme build/bench --serial
+
+bench-gpu: $(VENV)/built ## Run the tests and all measurements that need a GPU, in 25 minutes
+	$(BIN)/python tools/bench_gpu.py --nvme $(NVME) --out build/bench-gpu \
+	    $(addprefix --piece ,$(PIECE)) $(ARGS)
 
 clean: ## Remove everything that `make` made, .venv included
 	rm -rf $(VENV) build dist demo-output *.egg-info

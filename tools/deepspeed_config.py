@@ -1,4 +1,4 @@
-"""DeepSpeed with parameters and optimizer on NVMe, configured as its documentation advises."""
+"""DeepSpeed with parameters and optimizer on NVMe or in host memory."""
 
 from __future__ import annotations
 
@@ -30,3 +30,28 @@ def zero3_on_nvme(folder: str, *, batch: int, max_grad_norm: float | None) -> di
     if max_grad_norm:
         config["gradient_clipping"] = max_grad_norm
     return config
+
+
+def zero3_on_host(*, lr: float, max_grad_norm: float, largest_parameter: int) -> dict[str, Any]:
+    """ZeRO-3 in pinned host memory, for micro-batches of one sequence each and a model whose
+    largest parameter has so many elements: buffers are fitted to it.
+    """
+    pinned = {"device": "cpu", "pin_memory": True}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr}},
+        "gradient_clipping": max_grad_norm,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": pinned,
+            "offload_param": pinned,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": largest_parameter,
+            "stage3_prefetch_bucket_size": largest_parameter,
+            "stage3_max_live_parameters": 8 * largest_parameter,
+            "stage3_max_reuse_distance": 8 * largest_parameter,
+            "stage3_param_persistence_threshold": 16384,
+        },
+    }

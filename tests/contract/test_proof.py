@@ -1,7 +1,11 @@
-"""What runs in ``make test``, and what in ``make proof`` alone."""
+"""What runs in ``make test``, what in ``make proof`` alone, and what in ``make test-gpu``."""
+
+from pathlib import Path
 
 from tests.support.examples import examples
 from tests.support.proof import matrix
+
+TESTS = Path(__file__).parents[1]
 
 
 def test_cells_of_a_matrix_that_are_not_usual_are_proof() -> None:
@@ -15,3 +19,12 @@ def test_cells_of_a_matrix_that_are_not_usual_are_proof() -> None:
 def test_properties_are_tried_on_a_few_examples_at_least() -> None:
     assert examples(4) >= 4
     assert 10 <= examples(40) < examples(400)
+
+
+def test_all_that_needs_a_gpu_is_where_make_looks_for_it() -> None:
+    mark = ".".join(("mark", "gpu"))
+    found = {path for path in TESTS.rglob("*.py") if mark in path.read_text()}
+    assert found
+    assert {path.parent for path in found} == {TESTS / "gpu"}
+    assert all(mark in path.read_text() for path in (TESTS / "gpu").glob("test_*.py"))
+    assert "-m gpu tests/gpu" in (TESTS.parent / "Makefile").read_text()
