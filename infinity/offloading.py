@@ -62,6 +62,7 @@ from swap.interruptions.undo import Undo
 from swap.memory.heap import SmallHeap, give_back_freed_memory
 from swap.plan.placement import Placement
 from swap.plan.rules import UpdateRule
+from swap.processors import share_with
 from swap.storage.drives.bandwidth import shares
 from swap.storage.drives.directory import reclaim
 from swap.tiered import TieredState
@@ -153,8 +154,11 @@ def _begin(model: nn.Module, given: Arguments, undo: Undo) -> OffloadedModel:
     ranks = open_ranks(undo, given.process_group, target)
     with on_all_ranks(ranks):
         options = checked(given, target)
-    if given.host_memory is None and ranks is not None:
-        options = options.among(ranks_here(ranks))
+    if ranks is not None:
+        num_here = ranks_here(ranks)
+        undo.callback(share_with(num_here))
+        if given.host_memory is None:
+            options = options.among(num_here)
     warn_of(options)
     return _enter(undo, model, options, ranks)
 

@@ -7,7 +7,6 @@ in waves.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from aio import File, Slab
+from aio.cgroups import num_processors
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.plan.write_runs import Run, Slots, plan_slots
 from checkpoint.sheltered import Cancellation, StoppedError
@@ -146,7 +146,7 @@ class Snapshot:
         return True
 
     def _copy(self) -> None:
-        threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
+        threads = min(_MAX_COPY_THREADS, num_processors())
         with Workers(threads, "checkpoint-copy") as workers:
             tasks = [partial(supply.copy_all, workers) for supply in self.supplies]
             run_all(tasks, self.stop, "checkpoint-stage")

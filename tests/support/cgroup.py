@@ -1,8 +1,9 @@
-"""Runs a command under a byte limit that the kernel holds: a memory cgroup of its own.
+"""Runs a command under a limit that the kernel holds: a cgroup of its own, of bytes of memory or of
+time of processors.
 
-The limit counts everything the command and its children touch first, page cache included; the
-kernel reclaims page cache before it kills. What is killed in here has really needed more.
-Works with cgroup v1 (the `memory` controller mounted on its own) and v2, as root or wherever the
+A limit of memory counts everything the command and its children touch first, page cache included;
+the kernel reclaims page cache before it kills. What is killed in here has really needed more.
+Works with cgroup v1 (each controller mounted on its own) and v2, as root or wherever the
 caller may create a cgroup below its own.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MOUNT_V1 = Path("/sys/fs/cgroup/memory")
+_CPU_V1 = Path("/sys/fs/cgroup/cpu")
 _MOUNT_V2 = Path("/sys/fs/cgroup")
 _counter = itertools.count()
 
@@ -110,6 +112,27 @@ def _remove(path: Path) -> None:
     raise OSError(f"cannot remove the cgroup {path}: it is still busy")
 
 
+@contextlib.contextmanager
+def _cpu_cgroup(quota_us: int, period_us: int) -> Iterator[Path]:
+    """A fresh cgroup whose processes together get so much time of processors in each period."""
+    if (_CPU_V1 / "cpu.shares").exists():
+        parent = _below_mount(_CPU_V1, "cpu")
+        limits = {"cpu.cfs_period_us": f"{period_us}", "cpu.cfs_quota_us": f"{quota_us}"}
+    else:
+        parent = _below_mount(_MOUNT_V2, "")
+        limits = {"cpu.max": f"{quota_us} {period_us}"}
+    path = parent / f"infinity-test-{os.getpid()}-{next(_counter)}"
+    path.mkdir()
+    try:
+        for name, value in limits.items():
+            if not (path / name).exists():
+                raise OSError(f"{parent} gives its children no {name}")
+            (path / name).write_text(value)
+        yield path
+    finally:
+        _remove(path)
+
+
 def unavailable_reason() -> str | None:
     """Why `run_limited` cannot work here, for a skip; None if it can."""
     try:
@@ -117,6 +140,15 @@ def unavailable_reason() -> str | None:
             return None
     except OSError as error:
         return f"no memory cgroup can be made: {error}"
+
+
+def no_quota_reason() -> str | None:
+    """Why `run_with_quota` cannot work here, for a skip; None if it can."""
+    try:
+        with _cpu_cgroup(100_000, 100_000):
+            return None
+    except OSError as error:
+        return f"no cpu cgroup can be made: {error}"
 
 
 def run_limited(
@@ -133,10 +165,8 @@ def run_limited(
     subprocess.TimeoutExpired after `timeout` seconds; everything in the cgroup is killed then.
     """
     with _cgroup(limit_bytes) as (path, files):
-        # The shell joins before it becomes the command: no byte of the command is uncounted.
-        join = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(path / "cgroup.procs")]
         done = subprocess.run(
-            [*join, *command],
+            _joined(path, command),
             cwd=cwd,
             env=env,
             timeout=timeout,
@@ -146,3 +176,20 @@ def run_limited(
         )
         peak_bytes = int((path / files.peak).read_text())
     return LimitedRun(done.returncode, peak_bytes, done.stdout, done.stderr)
+
+
+def run_with_quota(command: Sequence[str], quota_us: int, period_us: int) -> str:
+    """Run `command` with so much time of processors and give what it prints.
+
+    Raises OSError where no cgroup can be made (see `no_quota_reason`) and
+    subprocess.CalledProcessError if it fails.
+    """
+    with _cpu_cgroup(quota_us, period_us) as path:
+        joined = _joined(path, command)
+        done = subprocess.run(joined, timeout=240.0, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def _joined(path: Path, command: Sequence[str]) -> list[str]:
+    """The shell joins before it becomes the command: nothing of the command is uncounted."""
+    return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(path / "cgroup.procs"), *command]

@@ -1,7 +1,8 @@
-"""How much memory there is to take: the limits of this process's own control group and of those
-above it, in both versions.
+"""How much memory and how many processors there are to take: the limits of this process's own
+control group and of those above it, in both versions.
 """
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from aio.cgroups import memory_limits, num_processors
 from checkpoint.saving import api as saving
-from checkpoint.transfer.cgroups import memory_limits
 from tests.support import cgroup
 
 MIB = 1 << 20
@@ -86,6 +87,61 @@ def test_memory_to_take_is_less_than_the_limit_of_the_own_group() -> None:
     assert run.returncode == 0, run.stderr
     available, machine = map(int, run.stdout.split())
     assert 0 < available < machine == 700 * MIB
+
+
+def _among_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+
+
+def test_the_least_quota_of_version_2_up_to_the_mount_counts_rounded_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _among_32(monkeypatch)
+    mount = tmp_path / "unified"
+    _group(mount / "job", cpu_max="650000 100000")
+    _group(mount / "job" / "rank", cpu_max="max 100000")
+    line = f"41 31 0:38 / {mount} rw - cgroup2 cgroup2 rw\n"
+    process = _process(tmp_path / "self", "0::/job/rank\n", line)
+    assert num_processors(process) == 7
+    _group(mount / "job" / "rank", cpu_max="50000 100000")
+    assert num_processors(process) == 1
+    _group(mount / "job" / "rank", cpu_max="6400000 100000")
+    assert num_processors(process) == 7
+
+
+def test_quotas_of_version_1_are_those_of_the_cpu_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _among_32(monkeypatch)
+    mount = tmp_path / "cpu,cpuacct"
+    _group(mount, cpu_cfs_quota_us=-1, cpu_cfs_period_us=100000)
+    _group(mount / "a", cpu_cfs_quota_us=300000, cpu_cfs_period_us=100000)
+    _group(mount / "a" / "b", cpu_cfs_quota_us=-1, cpu_cfs_period_us=100000)
+    _group(mount / "other", cpu_cfs_quota_us=1000, cpu_cfs_period_us=100000)
+    process = _process(
+        tmp_path / "self",
+        "4:memory:/other\n1:cpu,cpuacct:/a/b\n0::/\n",
+        f"35 31 0:32 / {mount} rw shared:1 - cgroup cgroup rw,cpu,cpuacct\n",
+    )
+    assert num_processors(process) == 3
+
+
+def test_processors_without_groups_are_those_of_the_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _among_32(monkeypatch)
+    assert num_processors(tmp_path / "none") == 32
+
+
+@pytest.mark.skipif(cgroup.no_quota_reason() is not None, reason="no cpu cgroup can be made")
+def test_background_threads_of_a_limited_group_are_as_many_as_its_quota_has_time_for() -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one processor leaves nothing for a quota to take")
+    program = (
+        "from swap.processors import num_threads, stay_in_background as s; "
+        "s(); print(num_threads(None))"
+    )
+    assert cgroup.run_with_quota([sys.executable, "-c", program], 60_000, 100_000) == "1\n"
 
 
 def test_ranks_of_one_machine_copy_within_their_parts_of_its_memory(

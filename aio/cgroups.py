@@ -1,11 +1,14 @@
-"""Limits of memory that the kernel holds this process to: those of its own control group and of
-every group above it, in both versions of the hierarchy. Reads files, changes nothing.
+"""Limits of memory and processors that the kernel holds this process to: those of its own control
+group and of every group above it, in both versions of the hierarchy. Reads files, changes nothing.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path, PurePosixPath
 
 _PROCESS = Path("/proc/self")
@@ -28,14 +31,11 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True)
 class _Hierarchy:
-    """A mounted hierarchy: the group that its mount point shows, and the names of its files."""
+    """A mounted hierarchy: the group that its mount point shows, and that of the process."""
 
     mount: Path
     shown: PurePosixPath
     own: PurePosixPath
-    limits: tuple[str, ...]
-    usage: str
-    file_pages: tuple[str, ...]
 
     def folders(self) -> Iterator[Path]:
         """From the group of this process up to the one that is mounted, as far as they are seen.
@@ -52,23 +52,71 @@ class _Hierarchy:
         yield self.mount
 
 
+@dataclass(frozen=True, slots=True)
+class _MemoryFiles:
+    """Names of files of a group, and those of counts in its ``memory.stat``."""
+
+    limits: tuple[str, ...]
+    usage: str
+    file_pages: tuple[str, ...]
+
+
+_MEMORY_FILES = {
+    1: _MemoryFiles(
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+    2: _MemoryFiles(
+        ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")
+    ),
+}
+
+
 def memory_limits(process: Path = _PROCESS) -> list[MemoryLimit]:
     """Every limit that counts for ``process``, a folder of /proc; those of the innermost first."""
     found = []
-    for hierarchy in _hierarchies(process):
+    for version, hierarchy in _hierarchies(process, "memory"):
+        files = _MEMORY_FILES[version]
         for folder in hierarchy.folders():
             limit = min(
-                (value for name in hierarchy.limits if (value := _number(folder / name))),
+                (value for name in files.limits if (value := _number(folder / name))),
                 default=_UNLIMITED,
             )
-            usage = _number(folder / hierarchy.usage)
+            usage = _number(folder / files.usage)
             if limit < _UNLIMITED and usage is not None:
-                cached = _sum_of(folder / "memory.stat", hierarchy.file_pages)
+                cached = _sum_of(folder / "memory.stat", files.file_pages)
                 found.append(MemoryLimit(folder, limit, max(0, usage - cached)))
     return found
 
 
-def _hierarchies(process: Path) -> Iterator[_Hierarchy]:
+def num_processors(process: Path = _PROCESS) -> int:
+    """How many threads can run at once: as many as ``process``, a folder of /proc, may use
+    processors by the affinity of the caller, and by the time of processors that its control groups
+    give it, rounded up.
+    """
+    usable = len(os.sched_getaffinity(0))
+    return min([usable, *(math.ceil(quota) for quota in _processor_quotas(process))])
+
+
+def _processor_quotas(process: Path) -> Iterator[Fraction]:
+    """Seconds of processors for each second, of every group that is limited."""
+    for version, hierarchy in _hierarchies(process, "cpu"):
+        for folder in hierarchy.folders():
+            if version == 2:
+                numbers = " ".join(_lines(folder / "cpu.max")).split()
+            else:
+                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                numbers = [text for name in names for text in _lines(folder / name)]
+            # Without a limit the quota is "max" in version 2 and -1 in version 1.
+            if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+                quota, period = map(int, numbers)
+                if quota and period:
+                    yield Fraction(quota, period)
+
+
+def _hierarchies(process: Path, controller: str) -> Iterator[tuple[int, _Hierarchy]]:
+    """Those that may limit what ``controller`` counts, with their version."""
     own = _own_groups(process)
     for line in _lines(process / "mountinfo"):
         before, _, after = line.partition(" - ")
@@ -77,23 +125,9 @@ def _hierarchies(process: Path) -> Iterator[_Hierarchy]:
             continue
         mount, shown = Path(_unescaped(fields[4])), PurePosixPath(_unescaped(fields[3]))
         if kinds[0] == "cgroup2" and "" in own:
-            yield _Hierarchy(
-                mount,
-                shown,
-                own[""],
-                ("memory.max", "memory.high"),
-                "memory.current",
-                ("inactive_file", "active_file"),
-            )
-        elif kinds[0] == "cgroup" and "memory" in kinds[2].split(",") and "memory" in own:
-            yield _Hierarchy(
-                mount,
-                shown,
-                own["memory"],
-                ("memory.limit_in_bytes",),
-                "memory.usage_in_bytes",
-                ("total_inactive_file", "total_active_file"),
-            )
+            yield 2, _Hierarchy(mount, shown, own[""])
+        elif kinds[0] == "cgroup" and controller in kinds[2].split(",") and controller in own:
+            yield 1, _Hierarchy(mount, shown, own[controller])
 
 
 def _own_groups(process: Path) -> dict[str, PurePosixPath]:
