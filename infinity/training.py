@@ -95,7 +95,7 @@ class Training:
         self.residency = ModuleResidency(
             records, rank_context.weights, state.device, rank_context.outside_bytes
         )
-        self._phases = Phases(state.timeline)
+        self._phases = Phases(state.timeline, state.device)
         self._saved = SavedTensors(
             records,
             rank_context.weights,

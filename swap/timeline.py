@@ -1,7 +1,7 @@
 """What happened when: reads, writes, kernels, compute and stalls, for reports and traces.
 
 Events are kept in a bounded ring, totals for the whole life. Times are ``time.perf_counter``
-seconds.
+seconds. What a device does is recorded between marks, and counted once it has come to the second.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from aio import Operation
+from swap.marks import Mark
 
 KINDS = ("read", "write", "kernel", "forward", "backward", "copy", "stall")
 PURPOSES = ("weights", "state", "gradients", "activations")
@@ -50,11 +51,29 @@ class Moved:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Something between two marks that may lie ahead."""
+
+    kind: str
+    start: Mark
+    stop: Mark
+
+    def event(self) -> Event | None:
+        """What it was; None before its end."""
+        stop = self.stop.seconds()
+        start = None if stop is None else self.start.seconds()
+        if start is None or stop is None:
+            return None
+        return Event(self.kind, start, stop, 0, "")
+
+
 class Timeline:
     """Thread-safe collector of events."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=_RING)
+        self._open: deque[_Span] = deque()
         self._lock = threading.Lock()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nbytes: defaultdict[str, int] = defaultdict(int)
@@ -77,12 +96,35 @@ class Timeline:
         """``purposes``: for what how many of the bytes are, if they are training state."""
         label = sys.intern(label)  # the same few, again and again
         with self._lock:
-            self._events.append(Event(kind, start, stop, nbytes, label))
-            self.seconds[kind] += stop - start
-            self.nbytes[kind] += nbytes
-            self.count[kind] += 1
+            self._note(Event(kind, start, stop, nbytes, label))
             for purpose, part in purposes.items():
                 self.moved[kind, purpose] += part
+
+    def _note(self, event: Event) -> None:
+        """With the lock held."""
+        self._events.append(event)
+        self.seconds[event.kind] += event.stop - event.start
+        self.nbytes[event.kind] += event.nbytes
+        self.count[event.kind] += 1
+
+    def add_between(self, kind: str, start: Mark, stop: Mark) -> None:
+        """What a device does between two marks, which are not moved any more."""
+        self._open.append(_Span(kind, start, stop))
+        self._close_spans()
+
+    def _close_spans(self) -> None:
+        """Record what devices have come to the end of, in the order in which it was added.
+
+        Without waiting for the lock, see ``events``: what is left is recorded at the next chance.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            while self._open and (event := self._open[0].event()) is not None:
+                self._open.popleft()
+                self._note(event)
+        finally:
+            self._lock.release()
 
     @contextmanager
     def span(self, kind: str, *, label: str) -> Iterator[None]:
@@ -135,7 +177,10 @@ class Timeline:
             return sum(self.moved[kind, purpose] for purpose in PURPOSES[:-1])
 
     def events(self, since: float = 0.0) -> list[Event]:
-        """Events that ended after ``since``, oldest first."""
+        """Events that ended after ``since``, in the order in which they were noted. Of those of a
+        device, and in totals of them, are then the ones that it has come to the end of.
+        """
+        self._close_spans()
         # Copied in one step, not under the lock: a handler of a signal that came within it on the
         # main thread could call what has other threads add events.
         return [event for event in list(self._events) if event.stop > since]

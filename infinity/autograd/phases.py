@@ -5,13 +5,16 @@ or ends.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from infinity.backward_passes import threads_alive
+from swap.marks import HostMark, Mark, marks_on
 from swap.timeline import Timeline
+
+Marks = Callable[[torch.device], Callable[[], Mark]]
 
 
 class Phases:
@@ -19,15 +22,17 @@ class Phases:
 
     A backward pass is taken to last from the first saved tensor that it asks for to the last
     gradient or saved tensor before a forward pass or a step. A forward inside it (recomputation)
-    belongs to it. Forward passes that overlap, on several threads, are one. Thread-safe.
+    belongs to it. Forward passes that overlap, on several threads, are one. On a device they last
+    as long as it computes what they gave it. Thread-safe.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, device: torch.device, marks: Marks = marks_on) -> None:
         self._timeline = timeline
+        self._mark = marks(device)
         self._forwards: set[int] = set()
         """Threads that one runs on, or did when an interrupt came."""
-        self._forward_start = 0.0
-        self._backward: tuple[float, float] | None = None
+        self._forward_start: Mark = HostMark()
+        self._backward: tuple[Mark, Mark] | None = None
         self._lock = threading.RLock()
 
     def forward_begins(self) -> None:
@@ -37,28 +42,29 @@ class Phases:
             self._forwards &= threads_alive() - {this}
             if not self._forwards:
                 self.end_backward()
-                self._forward_start = time.perf_counter()
+                self._forward_start = self._mark()
             self._forwards.add(this)
 
     def forward_ends(self) -> None:
         """It returned or raised."""
         with self._lock:
             if self._forwards == {threading.get_ident()}:
-                self._timeline.add("forward", self._forward_start, time.perf_counter())
+                self._timeline.add_between("forward", self._forward_start, self._mark())
             self._forwards.discard(threading.get_ident())
 
     def backward_works(self) -> None:
         """Autograd asked for a saved tensor or delivered a gradient."""
-        now = time.perf_counter()
         with self._lock:
-            start = now if self._backward is None else self._backward[0]
-            self._backward = (start, now)
+            if self._backward is None:
+                self._backward = self._mark(), self._mark()
+            else:
+                self._backward[1].move()
 
     def end_backward(self) -> None:
         """Whatever comes now is not the backward pass any more."""
         with self._lock:
             if self._backward is not None:
-                self._timeline.add("backward", *self._backward)
+                self._timeline.add_between("backward", *self._backward)
                 self._backward = None
 
 

@@ -66,7 +66,7 @@ class _Rig:
         self.records = records_of(model, None)
         self.weights = _Weights(self.records, is_home=is_home)
         self.held: list[int] = []
-        phases = Phases(Timeline())
+        phases = Phases(Timeline(), torch.device("cpu"))
         self.saved = SavedTensors(
             self.records, self.weights, phases, Activations(), lambda: self.held
         )

@@ -13,7 +13,9 @@ from trace_view import LANES, MAX_ROWS, longest_stalls, main, spans_of
 
 import infinity
 from infinity.report import write_trace
+from swap.marks import DeviceMarks
 from swap.timeline import Timeline
+from tests.support.fake_events import FakeDevice
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget
 
@@ -81,6 +83,22 @@ def test_events_of_a_row_of_a_trace_never_overlap_and_rows_have_names(tmp_path: 
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert sorted(names.values()) == ["kernel", "read", "read 2", "read 3"]
     assert names.keys() == rows.keys()
+
+
+def test_trace_shows_when_a_device_did_what_it_was_given(tmp_path: Path) -> None:
+    timeline, device, path = Timeline(), FakeDevice(), tmp_path / "trace.json"
+    mark = DeviceMarks(device.event, lambda: device)
+    device.give(0.5)  # what it was given before
+    start = mark()
+    device.give(0.25)
+    timeline.add_between("forward", start, mark())
+    write_trace(timeline, path)
+    assert json.loads(path.read_text())["traceEvents"] == []
+    device.run()
+    write_trace(timeline, path)
+    (event,) = (e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X")
+    assert event["dur"] == pytest.approx(0.25e6, rel=1e-4)
+    assert event["ts"] >= 0.499e6
 
 
 def _event(kind: str, start: float, stop: float, name: str = "w") -> dict[str, Any]:
