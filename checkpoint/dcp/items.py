@@ -27,6 +27,7 @@ from checkpoint.format.scalars import Node, encode_dtype
 from checkpoint.format.tree import encode_tree
 from checkpoint.saving.entries import Entries, Entry, Written
 from checkpoint.sheltered import Cancellation
+from checkpoint.tensors.copiers import Copier
 from checkpoint.tensors.sources import Source, array_source, tensor_source
 
 
@@ -81,18 +82,25 @@ class Items:
         self.sizes.append(source.nbytes)
         self._entries.add(entry, start, source)
 
+    def begin_reading(self, copier: Copier) -> None:
+        """As of `Entries`."""
+        self._entries.begin_reading(copier)
+
     def write(
         self,
         destination: Destination,
         rank: int,
         staging_bytes: int,
         state_nbytes: int,
+        copier: Copier,
         cancellation: Cancellation,
     ) -> Written:
         """Writes them, see `Entries`. A rank without items tells DCP of nothing, so that its files
         would be in no manifest: it writes none.
         """
-        return self._entries.write(destination, rank, staging_bytes, state_nbytes, cancellation)
+        return self._entries.write(
+            destination, rank, staging_bytes, state_nbytes, copier, cancellation
+        )
 
 
 def distributed(planner: SavePlanner | LoadPlanner, fqn: str) -> Iterator[DTensor]:

@@ -12,6 +12,7 @@ import os
 import secrets
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.boxes import BoxPicker, check_target, read_box, reads_of_box
 from checkpoint.tensors.changes import count_changes
-from checkpoint.tensors.sources import finish_device_work
+from checkpoint.transfer.cuda import copier_of_caller
 from checkpoint.transfer.reader import ChunkRead, ReadOptions
 
 Finish = Callable[[], None]
@@ -128,12 +129,13 @@ class StorageReader(TorchStorageReader):
             else:
                 others.append(item)
         count_changes(written)
-        finish_device_work()
         is_inference = torch.is_inference_mode_enabled()
+        copier = copier_of_caller(follows=True)
+        copier.finish_caller()
 
         def read(cancellation: Cancellation) -> None:
-            options = replace(self._options, cancellation=cancellation)
-            with torch.inference_mode(is_inference):
+            options = replace(self._options, cancellation=cancellation, copier=copier)
+            with closing(copier), torch.inference_mode(is_inference), copier.as_caller():
                 read_files(manifest, self.path, by_file, options)
 
         sheltered(read, "checkpoint-dcp")

@@ -40,7 +40,7 @@ from checkpoint.saving.entries import manifest_of
 from checkpoint.saving.generation import Generation
 from checkpoint.series import time_of_save
 from checkpoint.sheltered import sheltered
-from checkpoint.tensors.sources import finish_device_work
+from checkpoint.transfer.cuda import copier_of_caller
 
 
 @dataclass(slots=True)
@@ -225,13 +225,10 @@ class StorageWriter(TorchStorageWriter):
             uuid = self._uuid_of(order)
             destination = Destination(self._path_here(), uuid, self._stripes)
             items = Items(plan.items, planner)
-            finish_device_work()
-            written = sheltered(
-                lambda asked: items.write(
-                    destination, order.rank, self._staging_bytes, order.state_nbytes, asked
-                ),
-                _THREAD,
-            )
+            copier = copier_of_caller()
+            items.begin_reading(copier)
+            numbers = order.rank, self._staging_bytes, order.state_nbytes
+            written = sheltered(partial(items.write, destination, *numbers, copier), _THREAD)
         except BaseException:
             if save is not None:
                 self._give_up(save)

@@ -9,6 +9,7 @@ Invariant: one export at a time writes to a folder.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,15 @@ from checkpoint.loading.opened import open_current
 from checkpoint.plan.selection import Selection
 from checkpoint.plan.state_plan import FilePlan
 from checkpoint.plan.striping import Shard
-from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes, plan_slots
+from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.saving.generation import make_directory
 from checkpoint.saving.rank_plan import check_held
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import view_of
 from checkpoint.tensors.changes import Versions
-from checkpoint.tensors.sources import Source, finish_device_work, is_data_leaf, source_of
+from checkpoint.tensors.copiers import NO_DEVICES, Copier, begin_reading
+from checkpoint.tensors.sources import Source, is_data_leaf, source_of
+from checkpoint.transfer.cuda import copier_of_caller
 from checkpoint.transfer.filling import Filler
 from checkpoint.transfer.memory import staging_slab
 from checkpoint.transfer.writer import FileJob, FillingSupply, Writer
@@ -80,7 +83,8 @@ def export_safetensors(
                     f"prefix={prefix!r} is the beginning of no name" if prefix else "no tensor is"
                 )
                 raise ValueError(f"{what} in {checkpoint}")
-            return _write(sources, target, max_shard_bytes, STAGING_BYTES, cancellation)
+            sizes = max_shard_bytes, STAGING_BYTES
+            return _write(sources, target, *sizes, NO_DEVICES, cancellation)
 
     return sheltered(work, _THREAD)
 
@@ -117,11 +121,14 @@ def write_safetensors(
     _check_shard_bytes(max_shard_bytes)
     _check_names(tensors)
     sources = {name: _source(name, value) for name, value in tensors.items()}
-    finish_device_work()
-    return sheltered(
-        lambda cancellation: _write(sources, target, max_shard_bytes, staging_bytes, cancellation),
-        _THREAD,
-    )
+    copier = copier_of_caller()
+    begin_reading(copier, sources.values())
+
+    def write(cancellation: Cancellation) -> list[Path]:
+        with closing(copier):
+            return _write(sources, target, max_shard_bytes, staging_bytes, copier, cancellation)
+
+    return sheltered(write, _THREAD)
 
 
 def _check_names(tensors: Any) -> None:
@@ -149,6 +156,7 @@ def _write(
     folder: Path,
     max_shard_bytes: int,
     staging_bytes: int,
+    copier: Copier,
     cancellation: Cancellation,
 ) -> list[Path]:
     _check_names(sources)
@@ -163,7 +171,7 @@ def _write(
             with Engine() as engine:
                 for file, names in zip(target.temporaries, shards, strict=True):
                     own = _in_order({name: sources[name] for name in names})
-                    _write_shard(engine, file, own, staging_bytes, cancellation)
+                    _write_shard(engine, file, own, staging_bytes, copier, cancellation)
             versions.check()
             versions.check_ended()
             cancellation.check()
@@ -227,6 +235,7 @@ def _write_shard(
     path: Path,
     sources: Mapping[str, Source],
     staging_bytes: int,
+    copier: Copier,
     cancellation: Cancellation,
 ) -> None:
     entries = [
@@ -245,8 +254,9 @@ def _write_shard(
         for index, source in enumerate(sources.values())
     ]
     with engine.open(path, "x", size=layout.nbytes) as file:
-        filler = Filler(FilePlan(0, tuple(shards), layout, tuple(sources)), list(sources.values()))
-        slots = plan_slots(layout.nbytes, staging_bytes)
+        plan = FilePlan(0, tuple(shards), layout, tuple(sources))
+        filler = Filler(plan, list(sources.values()), copier)
+        slots = filler.slots(staging_bytes)
         with staging_slab(slots.count * slots.nbytes) as slab:
             supply = FillingSupply(filler, slots, slab)
             Writer(engine, [FileJob(supply, file, 0)], None, cancellation).run()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import Assembler, converts, view_of
 from checkpoint.tensors.parts import PartsTarget, Window, targets_of, windows_of
-from checkpoint.tensors.sources import finish_device_work
 from checkpoint.tensors.targets import Target
+from checkpoint.transfer.cuda import copier_of_caller
 from checkpoint.transfer.memory import check_engine
 from checkpoint.transfer.reader import ReadOptions
 
@@ -90,17 +91,17 @@ def load(
     device = None if map_location is None else _device(map_location)
     wanted = _Wanted(Selection(only, strict=strict), device, dtype)
     is_inference = torch.is_inference_mode_enabled()
+    copier = copier_of_caller(follows=True)
+    options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=verify, copier=copier)
 
     def work(cancellation: Cancellation) -> Any:
-        options = ReadOptions(
-            engine=engine, staging_bytes=staging_bytes, verify=verify, cancellation=cancellation
-        )
+        own = replace(options, cancellation=cancellation)
         kind = _load_new if into is None else partial(_load_into, into=into)
-        attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=options)
-        with torch.inference_mode(is_inference):
+        attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=own)
+        with closing(copier), torch.inference_mode(is_inference), copier.as_caller():
             return with_current_manifest(checkpoint, attempt, moved)
 
-    finish_device_work()
+    copier.finish_caller()
     return sheltered(work, "checkpoint-load")
 
 

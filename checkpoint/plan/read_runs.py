@@ -8,7 +8,7 @@ together at most; runs come in the order of the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -190,3 +190,14 @@ def _direct_runs(number: int, offset: int, first: int, nbytes: int) -> Iterator[
         piece = ReadPiece(number, first, 0, part, True)
         yield ReadRun(part, True, [Span(offset + first, 0, part)], [piece])
         first += part
+
+
+def independent(pieces: Sequence[ReadPiece], units: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cuts pieces into ranges of which none continues the unit of another."""
+    low = 0
+    for index in range(1, len(pieces)):
+        piece = pieces[index]
+        if piece.first % units[index] and piece.chunk == pieces[index - 1].chunk:
+            yield low, index
+            low = index
+    yield low, len(pieces)

@@ -113,6 +113,9 @@ MAX_SLOTS = 16
 LARGE_SLOT_BYTES = 8 << 20
 LARGE_SLOTS = 4
 """Beside training: every buffer that is handed on takes the interpreter and a core from it."""
+DEVICE_SLOT_BYTES = 16 << 20
+DEVICE_SLOTS = 8
+"""Of what comes from a device: a copy of its own for each tensor in a buffer, waited for as one."""
 
 
 def plan_slots(

@@ -24,7 +24,6 @@ from checkpoint.plan.write_runs import (
     LARGE_SLOTS,
     STAGING_BYTES,
     check_staging_bytes,
-    plan_slots,
 )
 from checkpoint.ranks.coordinator import (
     Arrival,
@@ -44,7 +43,9 @@ from checkpoint.saving.running import Order, save_behind, save_now
 from checkpoint.saving.unguarded import copied
 from checkpoint.series import time_of_save
 from checkpoint.sheltered import Cancellation
-from checkpoint.tensors.sources import Source, finish_device_work
+from checkpoint.tensors.copiers import NO_DEVICES, Copier, begin_reading
+from checkpoint.tensors.sources import Source
+from checkpoint.transfer.cuda import copier_of_caller
 from checkpoint.transfer.filling import Filler
 from checkpoint.transfer.memory import KeptMemory, available_bytes, check_engine
 from checkpoint.transfer.snapshot import COPY_SLOT_BYTES, Snapshot
@@ -139,6 +140,7 @@ def save_on(request: SaveRequest) -> SaveInfo:
         ranks=request.ranks,
         arrival=request.arrival,
         engine=request.engine,
+        copier=copier_of_caller(),
         plan=partial(plan_save, request),
         previous=request.previous,
     )
@@ -146,10 +148,9 @@ def save_on(request: SaveRequest) -> SaveInfo:
 
 
 def _target(request: SaveRequest) -> Path:
-    """Where to save to, once the tensors are what the program has computed."""
+    """Where to save to."""
     check_staging_bytes(request.memory_bytes)
     check_engine(request.engine)
-    finish_device_work()
     return checkpoint_path(request.path)
 
 
@@ -222,8 +223,8 @@ def start_save(
     """
     guard = request.guard
 
-    def plan(cancellation: Cancellation) -> SavePlan:
-        planned = plan_save(request, cancellation)
+    def plan(cancellation: Cancellation, copier: Copier) -> SavePlan:
+        planned = plan_save(request, cancellation, copier)
         return planned if guard is None else _with_large_slots(planned, request.memory_bytes)
 
     def snapshot(plan: SavePlan, num_here: int) -> Snapshot:
@@ -240,6 +241,7 @@ def start_save(
         ranks=request.ranks,
         arrival=request.arrival,
         engine=request.engine,
+        copier=copier_of_caller(),
         plan=plan,
         snapshot=snapshot if guard is None else None,
         gate=None if guard is None else partial(gate_of, guard),
@@ -262,11 +264,13 @@ def _budget(plan: SavePlan, staging_bytes: int | None, num_here: int) -> int:
 
 
 @paused_collector()
-def plan_save(request: SaveRequest, cancellation: Cancellation) -> SavePlan:
+def plan_save(
+    request: SaveRequest, cancellation: Cancellation, copier: Copier = NO_DEVICES
+) -> SavePlan:
     """Decides everything about a save and touches nothing; raises what `save` does before that."""
     coordinator, staging_bytes = request.ranks, request.memory_bytes
     if coordinator.world_size == 1:
-        target, stripes, state_plan = _checked(request)
+        target, stripes, state_plan = _checked(request, copier)
         check_whole(state_plan)
         uuid, weights = _new_uuid(target), [1.0] * max(len(stripes), 1)
         saved = time_of_save(request.path, uuid)
@@ -281,12 +285,13 @@ def plan_save(request: SaveRequest, cancellation: Cancellation) -> SavePlan:
             staging_bytes,
             saved,
             cancellation,
+            copier,
         )
     found: list[tuple[Path, tuple[Path, ...], StatePlan, int]] = []
     is_first = coordinator.rank == 0
 
     def check() -> dict[str, Any]:
-        target, stripes, state_plan = _checked(request)
+        target, stripes, state_plan = _checked(request, copier)
         uuid = _new_uuid(target) if is_first else None
         saved = 0 if uuid is None else time_of_save(request.path, uuid)
         found.append((target, stripes, state_plan, saved))
@@ -300,14 +305,15 @@ def plan_save(request: SaveRequest, cancellation: Cancellation) -> SavePlan:
         destination = Destination(target, every[0]["uuid"], ranks.stripes, ranks.own)
         sources = [ranks.sources_of(file) for file in ranks.files]
         plan = _save_plan(
-            destination, state_plan, ranks.files, sources, staging_bytes, saved, cancellation
+            *(destination, state_plan, ranks.files, sources),
+            *(staging_bytes, saved, cancellation, copier),
         )
         return replace(plan, ranks=ranks)
 
     return apart(coordinator, decide)
 
 
-def _checked(request: SaveRequest) -> tuple[Path, tuple[Path, ...], StatePlan]:
+def _checked(request: SaveRequest, copier: Copier) -> tuple[Path, tuple[Path, ...], StatePlan]:
     if request.guard is not None:
         gate_of(request.guard)  # raises for one that cannot wait
     target = checkpoint_path(request.path)
@@ -316,8 +322,9 @@ def _checked(request: SaveRequest) -> tuple[Path, tuple[Path, ...], StatePlan]:
     if stripes:
         _check_name(target)
     state_plan = plan_state(request.state)
+    begin_reading(copier, (tensor.source for tensor in state_plan.tensors))
     if request.guard is not None:
-        state_plan = replace(state_plan, tensors=copied(state_plan.tensors, request.guard))
+        state_plan = replace(state_plan, tensors=copied(state_plan.tensors, request.guard, copier))
     check_limits(state_plan.tree_text.encode("ascii"))
     return target, stripes, state_plan
 
@@ -344,13 +351,15 @@ def _save_plan(
     staging_bytes: int,
     saved: int,
     cancellation: Cancellation,
+    copier: Copier,
 ) -> SavePlan:
     share = staging_bytes // len(files)
+    fillers = [Filler(file, own, copier) for file, own in zip(files, sources, strict=True)]
     return SavePlan(
         destination=destination,
         state=state_plan,
-        fillers=tuple(Filler(file, own) for file, own in zip(files, sources, strict=True)),
-        slots=tuple(plan_slots(file.layout.nbytes, share) for file in files),
+        fillers=tuple(fillers),
+        slots=tuple(filler.slots(share) for filler in fillers),
         saved=saved,
         versions=state_plan.versions(),
         cancellation=cancellation,
@@ -359,10 +368,7 @@ def _save_plan(
 
 def _with_large_slots(plan: SavePlan, staging_bytes: int) -> SavePlan:
     share = staging_bytes // len(plan.fillers)
-    slots = [
-        plan_slots(filler.plan.layout.nbytes, share, LARGE_SLOTS, LARGE_SLOT_BYTES)
-        for filler in plan.fillers
-    ]
+    slots = [filler.slots(share, LARGE_SLOTS, LARGE_SLOT_BYTES) for filler in plan.fillers]
     return replace(plan, slots=tuple(slots))
 
 

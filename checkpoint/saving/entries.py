@@ -5,7 +5,7 @@ rank writes of them, and the manifest of what all ranks wrote.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +16,11 @@ from checkpoint.format.records import ChunkRecord, FileRecord, Manifest, TensorR
 from checkpoint.format.scalars import Node
 from checkpoint.plan.state_plan import plan_part_files
 from checkpoint.plan.striping import Part
-from checkpoint.plan.write_runs import plan_slots
 from checkpoint.saving.commit import write_files
 from checkpoint.saving.data_files import RankFiles, RankRecords, filling_supplies
 from checkpoint.sheltered import Cancellation
 from checkpoint.tensors.changes import Versions
+from checkpoint.tensors.copiers import Copier, begin_reading
 from checkpoint.tensors.sources import Source
 from checkpoint.transfer.filling import Filler
 
@@ -67,16 +67,21 @@ class Entries:
         self._parts.append(Part(source.element.itemsize, start, source.shape))
         self._sources.append(source)
 
+    def begin_reading(self, copier: Copier) -> None:
+        """Orders all reads behind what the caller has computed so far."""
+        begin_reading(copier, self._sources)
+
     def write(
         self,
         destination: Destination,
         rank: int,
         staging_bytes: int,
         state_nbytes: int,
+        copier: Copier,
         cancellation: Cancellation,
     ) -> Written:
         """Writes them to files of this rank, durably; none if there is nothing. `state_nbytes` are
-        those of all tensors, of all ranks.
+        those of all tensors, of all ranks; `copier` brings what is on devices, and is closed.
 
         Raises OSError naming the file, ChangedTensorError, and StoppedError when it is to stop.
         """
@@ -94,13 +99,15 @@ class Entries:
             state_nbytes=state_nbytes,
         )
         fillers = [
-            Filler(plan, [self._sources[shard.tensor] for shard in plan.shards]) for plan in plans
+            Filler(plan, [self._sources[shard.tensor] for shard in plan.shards], copier)
+            for plan in plans
         ]
         share = staging_bytes // len(plans)
-        slots = [plan_slots(plan.layout.nbytes, share) for plan in plans]
+        slots = [filler.slots(share) for filler in fillers]
         files = RankFiles(destination, rank, fillers)
         files.check_space()
-        with Engine(lanes=destination.num_stripes) as engine, ExitStack() as undo:
+        with ExitStack() as undo, closing(copier):
+            engine = undo.enter_context(Engine(lanes=destination.num_stripes))
             files.create(engine, undo)
             supplies = filling_supplies(fillers, slots)
             directories = destination.data_directories

@@ -28,6 +28,7 @@ from checkpoint.saving.commit import SavePlan, commit
 from checkpoint.saving.guard import Gate
 from checkpoint.saving.pending import PendingSave, is_behind, wait_for_earlier
 from checkpoint.sheltered import Cancellation, StoppedError, Worker, wait_for
+from checkpoint.tensors.copiers import Copier
 from checkpoint.threads import asked, started
 from checkpoint.transfer.memory import machine
 from checkpoint.transfer.snapshot import Snapshot
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """What is to be saved and how. `snapshot` takes the memory for a copy, on a machine with so
-    many ranks; without it the tensors are read as they are written. `gate` is that of the guard.
+    many ranks; without it the tensors are read as they are written. `copier` brings what is on
+    devices, and is closed. `gate` is that of the guard.
     `previous` is a save that this one belongs with. `plan`, `snapshot` and `gate` are called on the
     thread of the save. A rank that does not begin, because it finds no thread or is interrupted,
     has an error for its `arrival`: see `accompanied`.
@@ -53,7 +55,8 @@ class Order:
     ranks: Coordinator
     arrival: Arrival
     engine: Engine | None
-    plan: Callable[[Cancellation], SavePlan]
+    copier: Copier
+    plan: Callable[[Cancellation, Copier], SavePlan]
     snapshot: Callable[[SavePlan, int], Snapshot] | None = None
     gate: Callable[[], Gate] | None = None
     previous: PendingSave | None = None
@@ -126,7 +129,8 @@ def _outcome(
         with ExitStack() as turn:
             order.ranks.begin(Operation.SAVE)
             turn.callback(order.ranks.end)
-            plan = order.plan(cancellation)
+            turn.callback(order.copier.close)
+            plan = order.plan(cancellation, order.copier)
             num_here = _wait_for_earlier(order, cancellation)
             engine, snapshot = apart(
                 order.ranks, lambda: _take(order, plan, num_here, pending, turn)

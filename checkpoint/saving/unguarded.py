@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpoint.format.tree import Leaf, decode_tree, encode_tree
 from checkpoint.plan.state_plan import TensorPlan, source_of_leaf
-from checkpoint.tensors.sources import PartialSource, Source, is_data_leaf
+from checkpoint.tensors.copiers import NO_DEVICES, Copier
+from checkpoint.tensors.sources import PartialSource, Source, TensorReader, is_data_leaf
 from checkpoint.transfer.filling import MIN_DIRECT_BYTES
 
 _TORCH: Any = vars(torch.Tensor)["__torch_function__"].__func__
@@ -26,14 +27,20 @@ _NOBODY: Any = torch.nn.Parameter.__torch_function__
 _DISPATCH: Any = torch.Tensor.__torch_dispatch__
 
 
-def copied(tensors: Sequence[TensorPlan], guard: object) -> tuple[TensorPlan, ...]:
-    """The same tensors, where small ones that the guard's step does not change are copies."""
+def copied(
+    tensors: Sequence[TensorPlan], guard: object, copier: Copier = NO_DEVICES
+) -> tuple[TensorPlan, ...]:
+    """The same tensors, where small ones that the guard's step does not change are copies, which
+    `copier` brings of those on devices.
+    """
     groups = getattr(guard, "param_groups", None)
     if groups is None:  # it does not say what it changes
         return tuple(tensors)
     held = {_storage(tensor) for tensor in _stepped(groups, getattr(guard, "state", {}))}
     return tuple(
-        tensor._replace(source=_copy(tensor.source)) if _is_loose(tensor.source, held) else tensor
+        tensor._replace(source=_copy(tensor.source, copier))
+        if _is_loose(tensor.source, held)
+        else tensor
         for tensor in tensors
     )
 
@@ -89,9 +96,12 @@ def _is_loose(source: Source, held: set[tuple[str, int]]) -> bool:
     )
 
 
-def _copy(source: Source) -> Source:
+def _copy(source: Source, copier: Copier) -> Source:
     memory = np.empty(source.nbytes, np.uint8)
-    if source.read is not None:
+    if isinstance(source.read, TensorReader) and copier.takes(source.read.tensor):
+        for target, values in source.read.boxes(0, memory.data):
+            copier.copy_now(target, values)
+    elif source.read is not None:
         source.read(0, memory.data)
     elif isinstance(source.owner, torch.Tensor):
         torch.from_numpy(memory).copy_(_bytes_of(source.owner))

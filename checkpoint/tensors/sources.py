@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -186,7 +186,7 @@ def tensor_source(tensor: torch.Tensor) -> Source:
     held = None if tensor._is_zerotensor() else HeldStorage.of(tensor)
     if tensor.is_cpu and tensor.is_contiguous() and is_plain(tensor):
         return Source(element, shape, tensor.data_ptr(), None, tensor, None, held)
-    reader = _TensorReader(tensor.detach(), shape)
+    reader = TensorReader(tensor.detach(), shape)
     return Source(element, shape, None, reader, tensor, None, held)
 
 
@@ -254,25 +254,38 @@ def can_resolve(tensor: torch.Tensor) -> bool:
     return True
 
 
-class _TensorReader:
-    """Reads ranges of a tensor of any strides and device by copying boxes of it."""
+class TensorReader:
+    """Reads ranges of a tensor of any strides and device by copying boxes of it; those behind its
+    first `first_byte` bytes.
+    """
 
-    __slots__ = ("_shape", "_tensor")
+    __slots__ = ("_first_byte", "_shape", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, shape: Shape) -> None:
-        self._tensor = tensor
+    def __init__(self, tensor: torch.Tensor, shape: Shape, first_byte: int = 0) -> None:
+        self.tensor = tensor
         self._shape = shape
+        self._first_byte = first_byte
 
     def __call__(self, start: int, out: memoryview) -> None:
-        tensor = integer_view(self._tensor)
+        for target, values in self.boxes(start, out):
+            target.copy_(values)
+
+    def boxes(self, start: int, out: memoryview) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What to copy there, as parts of `out` and of the tensor."""
+        tensor = integer_view(self.tensor)
+        start += self._first_byte
         assert start % tensor.element_size() == 0, "pieces begin with an element"
         flat = torch.frombuffer(out, dtype=tensor.dtype)
         first = start // tensor.element_size()
         done = 0
         for slices, shape in range_boxes(self._shape, first, first + flat.numel()):
             count = math.prod(shape)
-            flat[done : done + count].view(shape).copy_(tensor[slices])
+            yield flat[done : done + count].view(shape), tensor[slices]
             done += count
+
+    def behind(self, first_byte: int) -> TensorReader:
+        """The reader of what lies behind so many bytes of this."""
+        return TensorReader(self.tensor, self._shape, self._first_byte + first_byte)
 
 
 def integer_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -370,7 +383,10 @@ def part_of(source: Source, first_byte: int, shape: Shape) -> Source:
         address += first_byte
     else:
         assert read is not None
-        read = _Shifted(read, first_byte)
+        if isinstance(read, TensorReader):
+            read = read.behind(first_byte)
+        else:
+            read = _Shifted(read, first_byte)
     return Source(source.element, shape, address, read, source.owner, None, source.held)
 
 
@@ -381,11 +397,3 @@ class _Shifted:
 
     def __call__(self, start: int, out: memoryview) -> None:
         self.read(self.first_byte + start, out)
-
-
-def finish_device_work() -> None:
-    """Waits for what this thread has given its streams to do. Another thread is going to read the
-    tensors, on streams of its own."""
-    if torch.cuda.is_initialized():
-        for device in range(torch.cuda.device_count()):
-            torch.cuda.current_stream(device).synchronize()

@@ -75,20 +75,29 @@ class TensorTarget(NamedTuple):
             for axis, (low, size) in enumerate(zip(start, shape, strict=True)):
                 part = part.detach().narrow(axis, low, size)
         if self.saved != part.dtype:
-            return Place(None, _BoxWriter(part.detach(), shape, self.saved))
+            return Place(None, BoxWriter(part.detach(), shape, self.saved))
         if self.address is not None and part.is_contiguous():
             return Place(part.data_ptr(), None)
         part = integer_view(part.detach())
-        return Place(None, _BoxWriter(part, shape, part.dtype))
+        return Place(None, BoxWriter(part, shape, part.dtype))
 
 
 @dataclass(frozen=True, slots=True)
-class _BoxWriter:
+class BoxWriter:
     part: torch.Tensor
     shape: Shape
     dtype: torch.dtype
 
     def __call__(self, first_byte: int, data: memoryview) -> None:
+        self.copy(first_byte, data, _copy)
+
+    def copy(
+        self,
+        first_byte: int,
+        data: memoryview,
+        copy: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """Has `copy` write parts of `data`, its second argument, to parts of the tensor."""
         assert first_byte % self.dtype.itemsize == 0, "pieces begin with an element"
         flat = torch.frombuffer(data, dtype=self.dtype)
         first = first_byte // self.dtype.itemsize
@@ -97,16 +106,20 @@ class _BoxWriter:
         with torch.inference_mode(self.part.is_inference()), torch.no_grad():
             for slices, shape in range_boxes(self.shape, first, first + flat.numel()):
                 count = math.prod(shape)
-                _write(self.part[slices], flat[done : done + count].view(shape))
+                copy(*_once(self.part[slices], flat[done : done + count].view(shape)))
                 done += count
 
 
-def _write(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies. What lies at one place, by strides of 0, had one value, and is written once."""
+def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
+    target.copy_(values)
+
+
+def _once(target: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What lies at one place, by strides of 0, had one value, and is written once."""
     for axis, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if stride == 0 and size > 1:
             target, values = target.narrow(axis, 0, 1), values.narrow(axis, 0, 1)
-    target.copy_(values)
+    return target, values
 
 
 @dataclass(frozen=True, slots=True)

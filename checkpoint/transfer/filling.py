@@ -7,7 +7,6 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from checkpoint._native import ffi
 from checkpoint.errors import ChangedTensorError
@@ -20,24 +19,39 @@ from checkpoint.format.checksum import (
 )
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.plan.state_plan import FilePlan
-from checkpoint.plan.write_runs import ZEROS, Extent, Run, plan_runs
-from checkpoint.tensors.sources import Source
+from checkpoint.plan.write_runs import (
+    DEVICE_SLOT_BYTES,
+    DEVICE_SLOTS,
+    MAX_SLOT_BYTES,
+    MAX_SLOTS,
+    ZEROS,
+    Extent,
+    Piece,
+    Run,
+    Slots,
+    plan_runs,
+    plan_slots,
+)
+from checkpoint.tensors.copiers import NO_DEVICES, Buffer, Copier, Transfers, is_copied
+from checkpoint.tensors.sources import Source, TensorReader
 from checkpoint.threads import asked
 
 MIN_DIRECT_BYTES = 1 << 20
 """Below this, gathering a tensor with its neighbours beats a write of its own."""
 
-Buffer = npt.NDArray[np.uint8]
-
 
 class Filler:
     """The bytes of one data file, run by run.
 
-    Runs have to be summed in their order; they may be copied in any, several at once.
+    Runs have to be summed in their order; they may be copied in any, several at once. What lies on
+    a device is brought by `copier`, which has begun.
     """
 
-    def __init__(self, plan: FilePlan, sources: Sequence[Source]) -> None:
+    def __init__(
+        self, plan: FilePlan, sources: Sequence[Source], copier: Copier = NO_DEVICES
+    ) -> None:
         self.plan = plan
+        self.copier = copier
         grains = plan.grains or (0,) * len(plan.shards)
         # By extent number. Of the header, which comes first, and of gaps nobody asks the sums.
         self._units = [CRC_BLOCK_BYTES, *(size or CRC_BLOCK_BYTES for size in grains)]
@@ -63,6 +77,21 @@ class Filler:
     def has_to_read(self) -> bool:
         """Whether there is a source that is not in memory as its bytes."""
         return any(origin is None for origin in self._origins)
+
+    @property
+    def has_to_copy(self) -> bool:
+        """Whether there is a source on a device."""
+        return self.copier is not NO_DEVICES and any(
+            is_copied(source, self.copier) for source in self._sources
+        )
+
+    def slots(
+        self, budget_bytes: int, count: int | None = MAX_SLOTS, nbytes: int = MAX_SLOT_BYTES
+    ) -> Slots:
+        """Buffers for this file, see `plan_slots`."""
+        if self.has_to_copy:
+            count, nbytes = None if count is None else DEVICE_SLOTS, DEVICE_SLOT_BYTES
+        return plan_slots(self.plan.layout.nbytes, budget_bytes, count, nbytes)
 
     def sums(self) -> list[tuple[tuple[int, ...], int, bytes]]:
         """For every shard in order, when all runs were summed: the CRC-32C of each 16 MiB block,
@@ -185,18 +214,49 @@ class Filler:
         """Where from and where to; sources that have no address are read here and now."""
         base = buffer.ctypes.data
         origins, targets, sizes = [], [], []
-        for number, first, place, nbytes in run.pieces:
+        to_read = []
+        for piece in run.pieces:
+            number, first, place, nbytes = piece
             target = base + place
             origin = 0 if number == ZEROS else self._origins[number]
             if origin is None:
-                self._read(number, first, buffer[place : place + nbytes])
+                to_read.append(piece)
                 origins.append(target)
                 target = 0
             else:
                 origins.append(origin + first if origin else 0)
             targets.append(target)
             sizes.append(nbytes)
+        if to_read:
+            self._read_all(to_read, buffer)
         return origins, targets, sizes
+
+    def _read_all(self, pieces: Sequence[Piece], buffer: Buffer) -> None:
+        """Reads pieces into their places. What devices copy they copy meanwhile."""
+        copied = [piece for piece in pieces if is_copied(self._source(piece), self.copier)]
+        transfers = self.copier.transfers() if copied else None
+        try:
+            for piece in pieces:
+                number, first, place, nbytes = piece
+                out = buffer[place : place + nbytes]
+                if transfers is not None and is_copied(self._source(piece), self.copier):
+                    self._copy(number, first, out, transfers)
+                else:
+                    self._read(number, first, out)
+        finally:
+            if transfers is not None:
+                transfers.wait()
+
+    def _source(self, piece: Piece) -> Source:
+        return self._sources[piece[0] - 1]
+
+    def _copy(self, number: int, first: int, out: Buffer, transfers: Transfers) -> None:
+        """Begins to copy from a device."""
+        source, shard = self._sources[number - 1], self.plan.shards[number - 1]
+        assert isinstance(source.read, TensorReader)
+        self._check_held(number)
+        for target, values in source.read.boxes(shard.first_byte + first, out.data):
+            transfers.copy(target, values)
 
     def _read(self, number: int, first: int, out: Buffer) -> None:
         source, shard = self._sources[number - 1], self.plan.shards[number - 1]

@@ -24,12 +24,22 @@ from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.checksum import CRC_BLOCK_BYTES, copy_with_crc, copy_with_unit_crcs
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.format.records import ChunkRecord, FileRecord, Sums
-from checkpoint.plan.read_runs import ReadPiece, ReadRun, Span, Wanted, plan_reads, unit_of
+from checkpoint.plan.read_runs import (
+    ReadPiece,
+    ReadRun,
+    Span,
+    Wanted,
+    independent,
+    plan_reads,
+    unit_of,
+)
 from checkpoint.plan.write_runs import MAX_SLOTS, Slots, plan_slots
 from checkpoint.sheltered import Cancellation, StoppedError
+from checkpoint.tensors.copiers import NO_DEVICES, Buffer, Copier
 from checkpoint.tensors.targets import Place
 from checkpoint.threads import run_all
 from checkpoint.transfer.memory import staging_slab
+from checkpoint.transfer.uploads import Piece, Uploads
 
 MIN_DIRECT_BYTES = 1 << 20
 _MAX_DIRECT_IN_FLIGHT = 4
@@ -73,13 +83,14 @@ class FileReads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How a load reads: its engine (None: one of its own), its memory, whether it verifies, and
-    what may ask it to stop.
+    """How a load reads: its engine (None: one of its own), its memory, whether it verifies, what
+    brings bytes to devices, and what may ask it to stop.
     """
 
     engine: Engine | None
     staging_bytes: int
     verify: bool
+    copier: Copier = NO_DEVICES
     cancellation: Cancellation = field(default_factory=Cancellation)
 
 
@@ -101,6 +112,7 @@ class Reader:
         self._workers = min(len(files), MAX_OPEN_FILES)
         self._share = options.staging_bytes // max(self._workers, 1)
         self._verify = options.verify
+        self._copier = options.copier
         self._problems = problems
         self._stop = threading.Event()
         self._cancellation = options.cancellation
@@ -148,6 +160,7 @@ class Reader:
     def _stream(self, stream: _ReadStream, slots: Slots) -> None:
         with staging_slab(slots.count * slots.nbytes) as slab:
             stream.free = [slab.allocate(slots.nbytes) for _ in range(slots.count)]
+            stream.uploads = Uploads(self._copier, tuple(stream.free))
             try:
                 for run in stream.runs(slots.nbytes):
                     self._check_stopped()
@@ -162,7 +175,7 @@ class Reader:
 class _InFlight:
     run: ReadRun
     operations: list[Operation]
-    buffer: np.ndarray[Any, Any] | None
+    buffer: Buffer | None
 
 
 @dataclass(slots=True)
@@ -174,7 +187,8 @@ class _ReadStream:
     wanted: FileReads
     verify: bool
     problems: list[CorruptCheckpointError] | None
-    free: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    free: list[Buffer] = field(default_factory=list)
+    uploads: Uploads = field(default_factory=partial(Uploads, NO_DEVICES, ()))
     _in_flight: deque[_InFlight] = field(default_factory=deque)
     _known_places: Sequence[Place | None] | None = None
     _crc: dict[int, int] = field(default_factory=dict)
@@ -233,7 +247,7 @@ class _ReadStream:
             target: Any = ffi.buffer(ffi.cast("char *", address), run.nbytes)
         else:
             while not self.free or self._is_far_ahead():
-                self._reap()
+                self._reap_one()
             buffer = self.free.pop()
             target = buffer[: run.nbytes]
         requests = [
@@ -253,6 +267,13 @@ class _ReadStream:
             return 0
         return None if place.address is None else place.address + piece.first
 
+    def _reap_one(self) -> None:
+        """Gets a buffer nearer to being free."""
+        if self._in_flight:
+            self._reap()
+        else:
+            self.free.append(self.uploads.end())
+
     def _reap(self) -> None:
         """Takes the oldest read, delivers and verifies what it brought."""
         flying = self._in_flight.popleft()
@@ -264,19 +285,26 @@ class _ReadStream:
                 address = self._address(flying.run.pieces[0])
                 assert address
                 self._sum(flying.run, [address], [0])
-        finally:
+        except BaseException:
             if flying.buffer is not None:
                 self.free.append(flying.buffer)
+            raise
 
-    def _deliver(self, run: ReadRun, buffer: np.ndarray[Any, Any]) -> None:
+    def _deliver(self, run: ReadRun, buffer: Buffer) -> None:
+        """Verifies what a buffer holds and brings it where it belongs; the buffer is free then."""
         base = buffer.ctypes.data
         targets = [self._address(piece) for piece in run.pieces]
         self._sum(run, [base + piece.place for piece in run.pieces], [at or 0 for at in targets])
+        uploaded = []
         for piece, target in zip(run.pieces, targets, strict=True):
             place = self._place(piece.chunk)
             if target is None and place is not None and place.deliver is not None:
-                data = buffer[piece.place : piece.place + piece.nbytes]
-                place.deliver(piece.first, data.data)
+                data = buffer[piece.place : piece.place + piece.nbytes].data
+                if self.uploads.takes(place.deliver):
+                    uploaded.append(Piece(place.deliver, piece.first, data))
+                else:
+                    place.deliver(piece.first, data)
+        self.free += self.uploads.begin(uploaded, buffer) if uploaded else [buffer]
 
     def _sum(self, run: ReadRun, origins: list[int], targets: list[int]) -> None:
         """Copies the pieces and advances the sums of their units; a unit that ends is checked."""
@@ -285,7 +313,7 @@ class _ReadStream:
             copy_with_crc(origins, targets, sizes, [0] * len(sizes))
             return
         units = [self.wanted.reads[piece.chunk].unit for piece in run.pieces]
-        for low, high in _independent(run.pieces, units):
+        for low, high in independent(run.pieces, units):
             own, own_units = run.pieces[low:high], units[low:high]
             inside = [piece.first % unit for piece, unit in zip(own, own_units, strict=True)]
             before = [
@@ -344,12 +372,14 @@ class _ReadStream:
     def drain(self) -> None:
         while self._in_flight:
             self._reap()
+        self.uploads.end_all()
 
     def abandon(self) -> None:
         """Waits for what is in flight and forgets what it brings: an error is on its way."""
         while self._in_flight:
             for operation in self._in_flight.popleft().operations:
                 operation.abandon()
+        self.uploads.abandon()
 
 
 def _part(target: Any, span: Span) -> Any:
@@ -367,14 +397,3 @@ def _wait(operations: Sequence[Operation]) -> None:
         for operation in waiting:
             operation.abandon()
         raise
-
-
-def _independent(pieces: Sequence[ReadPiece], units: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cuts pieces into ranges of which none continues the unit of another."""
-    low = 0
-    for index in range(1, len(pieces)):
-        piece = pieces[index]
-        if piece.first % units[index] and piece.chunk == pieces[index - 1].chunk:
-            yield low, index
-            low = index
-    yield low, len(pieces)

@@ -17,10 +17,11 @@ from queue import Empty, SimpleQueue
 from aio import File, Slab
 from aio.cgroups import num_processors
 from checkpoint.format.datafile import ALIGNMENT
-from checkpoint.plan.write_runs import Run, Slots, plan_slots
+from checkpoint.plan.write_runs import Run, Slots
 from checkpoint.sheltered import Cancellation, StoppedError
+from checkpoint.tensors.copiers import Buffer
 from checkpoint.threads import Workers, run_all
-from checkpoint.transfer.filling import Buffer, Filler
+from checkpoint.transfer.filling import Filler
 from checkpoint.transfer.memory import KeptMemory
 from checkpoint.transfer.writer import Reap, Runs
 
@@ -50,8 +51,11 @@ class SnapshotSupply:
         self._slots = slots
         self._free: SimpleQueue[Buffer | None] = SimpleQueue()
         self._copies: SimpleQueue[_Copy | StoppedError | None] = SimpleQueue()
-        for _ in range(self._slots.count):
-            self._free.put(slab.allocate(self._slots.nbytes))
+        buffers = [slab.allocate(slots.nbytes) for _ in range(slots.count)]
+        if filler.has_to_copy:
+            filler.copier.register(buffers)
+        for buffer in buffers:
+            self._free.put(buffer)
 
     def copy_all(self, workers: Workers) -> None:
         """Copies every run as buffers become free. Raises StoppedError after `stop`."""
@@ -118,7 +122,7 @@ class Snapshot:
         self._copied: Future[None] = Future()
         shares = _shares([filler.plan.layout.nbytes for filler in fillers], budget_bytes)
         slots = [
-            plan_slots(filler.plan.layout.nbytes, share, None, COPY_SLOT_BYTES)
+            filler.slots(share, None, COPY_SLOT_BYTES)
             for filler, share in zip(fillers, shares, strict=True)
         ]
         self.is_whole = all(

@@ -20,8 +20,9 @@ from aio import Engine, File, Operation, Slab
 from checkpoint.errors import ChangedTensorError
 from checkpoint.plan.write_runs import Run, Slots
 from checkpoint.sheltered import Cancellation, StoppedError
+from checkpoint.tensors.copiers import Buffer
 from checkpoint.threads import Workers, run_all
-from checkpoint.transfer.filling import Buffer, Filler
+from checkpoint.transfer.filling import Filler
 
 _MAX_DIRECT_IN_FLIGHT = 4
 
@@ -77,6 +78,8 @@ class FillingSupply:
         self.filler = filler
         self._slots = slots
         self._free = [slab.allocate(slots.nbytes) for _ in range(slots.count)]
+        if filler.has_to_copy:
+            filler.copier.register(self._free)
 
     def runs(self, file: File, reap: Reap) -> Runs:
         alignment = file.memory_alignment if file.direct else 0

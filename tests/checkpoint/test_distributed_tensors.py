@@ -163,7 +163,7 @@ def test_a_dtensor_that_changes_while_dcp_saves_it_is_an_error(
             weight.mul_(2)
         return plan_slots(*args)
 
-    monkeypatch.setattr("checkpoint.saving.entries.plan_slots", changing)
+    monkeypatch.setattr("checkpoint.transfer.filling.plan_slots", changing)
     with pytest.raises(CheckpointException, match="'w' was changed"):
         dcp_save({"w": weight}, storage_writer=checkpoint.dcp.StorageWriter(tmp_path / "step"))
     assert not (tmp_path / "step" / "manifest.json").exists()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -134,11 +135,11 @@ def test_export_takes_the_memory_that_the_budget_has_for_checkpoints(
 ) -> None:
     taken: list[int] = []
 
-    def noted(nbytes: int, budget_bytes: int) -> Slots:
+    def noted(nbytes: int, budget_bytes: int, *kind: Any) -> Slots:
         taken.append(budget_bytes)
-        return plan_slots(nbytes, budget_bytes)
+        return plan_slots(nbytes, budget_bytes, *kind)
 
-    monkeypatch.setattr("checkpoint.interop.export.plan_slots", noted)
+    monkeypatch.setattr("checkpoint.transfer.filling.plan_slots", noted)
     host_memory = budgets(make, tmp_path)["least"]
     with infinity.offload(make(), tmp_path, host_memory=host_memory) as offloaded:
         offloaded.export(tmp_path / "export")
