@@ -183,6 +183,7 @@ class Activations:
                 "needs what is on NVMe; set a flag there, and compute between steps"
             )
         storage.check_whole()
+        storage.wait_for_arrival()
         return saved.view(storage.memory)
 
     # What a mode decides, with the lock held.

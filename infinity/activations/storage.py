@@ -20,9 +20,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import AioError, Operation
+from swap.device.interface import Event
 from swap.interruptions.undo import Undo
 from swap.memory.uses import other_uses
-from swap.storage.components import as_bytes, page_aligned
+from swap.storage.components import as_bytes
 from swap.storage.drives.bandwidth import shares
 from swap.storage.extents import Extent
 from swap.storage.opening import open_extents
@@ -38,6 +39,24 @@ _FIRST_BYTES = 64 * 1024 * 1024
 _LABEL = "activation"
 
 
+@dataclass(frozen=True, slots=True)
+class There:
+    """Memory of a device, which holds the bytes of a storage after ``since``; from the beginning,
+    where the program computed them there.
+    """
+
+    where: StorageWeakRef
+    since: Event | None = None
+
+    @classmethod
+    def of(cls, memory: torch.Tensor, since: Event | None = None) -> There:
+        return cls(StorageWeakRef(memory.untyped_storage()), since)
+
+    def bytes(self) -> torch.Tensor | None:
+        """None if nobody has it any more."""
+        return bytes_over(self.where)
+
+
 @dataclass(slots=True, eq=False)
 class SavedStorage:
     """One storage as it was at one version; ``number`` counts in the order of saving.
@@ -45,6 +64,10 @@ class SavedStorage:
     ``memory``: its bytes, flat, on the CPU; ``address`` is where they were as a transfer began.
     ``uses`` counts the saved tensors that lie in it. ``read_into``: memory that they were read
     into, which a backward pass may be at work on when it is nobody else's any more.
+
+    One of a device ``is_copy``: its memory is the library's alone, and holds the bytes once
+    ``arrival`` is over. ``there``: memory of the device that holds them, as long as somebody has
+    it; ``ahead`` has it for a backward pass that is going to ask for it.
     """
 
     number: int
@@ -56,26 +79,39 @@ class SavedStorage:
     write: Operation | None = None
     read: Operation | None = None
     read_into: StorageWeakRef | None = None
+    is_copy: bool = False
+    arrival: Event | None = None
+    there: There | None = None
+    ahead: torch.Tensor | None = None
 
     def take_again(self) -> bool:
         """Have the memory again that the bytes were read into, if a backward pass still does: it
         asks for each of the tensors that lie in a storage (query, key and value of one product).
         """
-        if self.read_into is None:
-            return False
-        held: Any = torch.UntypedStorage._new_with_weak_ptr(self.read_into.cdata)
-        if held is None:
-            return False
-        empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.memory = empty.set_(held)
-        return True
+        if self.read_into is not None:
+            self.memory = bytes_over(self.read_into)
+        return self.memory is not None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether its memory holds the bytes, but for what is read."""
+        if self.arrival is not None and self.arrival.done():
+            self.arrival = None
+        return self.arrival is None
+
+    def wait_for_arrival(self) -> None:
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
 
     @property
     def is_held_elsewhere(self) -> bool:
         """Whether others refer to the memory of a storage that was never written, or have freed it:
         who needs it is told then.
         """
-        if self.memory is None or self.extent is not None or self.write is not None:
+        if self.is_copy or self.memory is None:
+            return False
+        if self.extent is not None or self.write is not None:
             return False
         if not self._is_whole or other_uses(self.memory) > 0:
             return True
@@ -143,7 +179,7 @@ class SavedActivation:
         function that changes it in place changes the version of all that share its counter.
         """
         empty: Any = torch.empty(0, dtype=self.dtype, device=self.device)
-        there = memory.to(self.device, non_blocking=True)
+        there = memory.to(self.device)
         tensor = self.version_probe.detach()
         tensor.data = empty.set_(there.untyped_storage(), self.offset, self.size, self.stride)
         return tensor
@@ -188,6 +224,7 @@ class Volume:
         assert storage.memory is not None
         assert storage.write is None
         storage.check_whole()
+        storage.wait_for_arrival()
         if self._first_bytes:
             # Room in every directory, or the first would take all until it is full.
             self._extents.reserve(self._first_bytes)
@@ -219,10 +256,9 @@ class Volume:
             raise
         storage.write = None
 
-    def start_read(self, storage: SavedStorage, *, urgent: bool) -> None:
+    def start_read(self, storage: SavedStorage, memory: torch.Tensor, *, urgent: bool) -> None:
         """Give ``storage`` new memory, and start reading into it."""
         assert storage.extent is not None
-        memory = page_aligned(storage.nbytes)
         read = self._extents.read(storage.extent, 0, as_bytes(memory), urgent=urgent)
         storage.read = self._timeline.watch(read, _LABEL, purpose="activations")
         storage.address = memory.data_ptr()
@@ -306,6 +342,16 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of the storage that ``tensor`` lies in, flat, in place."""
     empty: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat: torch.Tensor = empty.set_(tensor.untyped_storage())
+    return flat
+
+
+def bytes_over(where: StorageWeakRef) -> torch.Tensor | None:
+    """All bytes of a storage, in place; None if nobody has it any more."""
+    held: Any = torch.UntypedStorage._new_with_weak_ptr(where.cdata)
+    if held is None:
+        return None
+    empty: Any = torch.empty(0, dtype=torch.uint8, device=held.device)
+    flat: torch.Tensor = empty.set_(held)
     return flat
 
 

@@ -23,8 +23,12 @@ from weakref import WeakValueDictionary
 import torch
 
 from aio import AioError
+from infinity.activations.copies import Ahead, DeviceCopies
+from infinity.activations.host import HostActivations
 from infinity.activations.offloading import Activations, is_of_program
 from infinity.activations.storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of
+from swap.device.interface import ComputeDevice
+from swap.device.opening import is_separate
 from swap.memory.heap import give_back_freed_memory
 from swap.plan import eviction
 from swap.storage.components import page_aligned
@@ -44,40 +48,6 @@ _LOOKAHEAD = 64
 """So many storages before the one that is asked for may be read ahead."""
 
 
-class HostActivations(Activations):
-    """Saved tensors in host memory. On a CPU they are there already, and are counted.
-
-    From a GPU they are copied to pinned memory, up to ``budget_bytes``; beyond that they stay.
-    """
-
-    def __init__(self, device: torch.device, budget_bytes: int) -> None:
-        super().__init__()
-        self._device = device
-        self.budget_bytes = budget_bytes
-
-    def _is_worth_it(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self._device.type and self._is_large_and_plain(tensor)
-
-    def _admit(self, tensor: torch.Tensor) -> SavedStorage | None:
-        memory = bytes_of(tensor)
-        nbytes = memory.numel()
-        if tensor.is_cuda:
-            if self.held_bytes + self._cost(nbytes) > self.budget_bytes:
-                return None
-            pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
-            memory = pinned.copy_(memory)
-        storage = self._add(tensor, memory)
-        self._hold(nbytes)
-        return storage
-
-    def _hold(self, nbytes: int) -> None:
-        super()._hold(self._cost(nbytes) if nbytes > 0 else -self._cost(-nbytes))
-
-    def _cost(self, nbytes: int) -> int:
-        """The allocator of pinned memory takes powers of two."""
-        return nbytes if self._device.type == "cpu" else 1 << (nbytes - 1).bit_length()
-
-
 class NvmeActivations(Activations):
     """Saved tensors on NVMe but for the latest ``budget_bytes``.
 
@@ -86,14 +56,17 @@ class NvmeActivations(Activations):
 
     def __init__(
         self,
-        device: torch.device,
+        where: torch.device,
         budget_bytes: int,
         directories: Sequence[str],
         timeline: Timeline,
+        device: ComputeDevice | None = None,
     ) -> None:
         super().__init__()
-        self._device = device
+        self._where = where
         self.budget_bytes = budget_bytes
+        self._copies = None if device is None else DeviceCopies(device, budget_bytes)
+        self._ahead = Ahead(self._copies)
         self._volume = Volume(directories, timeline)
         self._engine_bytes = ENGINE_BYTES * len(directories)
         self._in_memory: dict[int, SavedStorage] = {}
@@ -113,24 +86,67 @@ class NvmeActivations(Activations):
         self._in_memory.clear()
         self._lent.clear()
         self._volume.close()
+        if self._copies is not None:
+            self._copies.close()
 
     def _is_worth_it(self, tensor: torch.Tensor) -> bool:
         return (
             not self._closed
-            and tensor.device.type == self._device.type
+            and tensor.device.type == self._where.type
             and self._is_large_and_plain(tensor)
             and (tensor.untyped_storage().resizable() or _is_computed(tensor))
         )
 
     def _admit(self, tensor: torch.Tensor) -> SavedStorage | None:
+        if self._copies is not None:
+            return self._admit_copy(tensor, self._copies)
         storage = self._add(tensor, self._memory_for(tensor))
         self._lent[storage.number] = storage
         return storage
 
+    def _admit_copy(self, tensor: torch.Tensor, copies: DeviceCopies) -> SavedStorage | None:
+        there = bytes_of(tensor)
+        memory = self._memory_known(there.numel(), copies)
+        if memory is None:
+            return None
+        storage = self._add(tensor, memory)
+        storage.is_copy = True
+        copies.bring_down(storage, there)
+        self._in_memory[storage.number] = storage
+        self._hold(storage.nbytes)
+        return storage
+
+    def _memory_known(self, nbytes: int, copies: DeviceCopies) -> torch.Tensor | None:
+        """Memory that the device knows, for which others are written; None where that is not
+        enough. Raises ``AioError``.
+        """
+        if nbytes > self.budget_bytes:
+            return None
+        self._fit(nbytes)
+        while (memory := copies.memory(nbytes)) is None:  # what is free is in pieces
+            number = self._policy.victim(self._in_memory)
+            if number is not None:
+                self._evict(self._in_memory[number])
+            elif self._volume.leaving_bytes:
+                self._volume.wait_for_leaving()
+            else:
+                return None
+        return memory
+
+    def _is_here(self, storage: SavedStorage) -> bool:
+        """Whether the memory of a storage holds its bytes, without waiting for any."""
+        if storage.memory is None or storage.read is None:
+            return storage.memory is not None
+        if not storage.read.done():
+            return False
+        try:
+            self._volume.finish_read(storage)
+        except AioError:  # whoever asks for it reads it again, and is told then
+            self._out_of_memory(storage)
+        return storage.memory is not None
+
     def _memory_for(self, tensor: torch.Tensor) -> torch.Tensor:
         whole = bytes_of(tensor)
-        if tensor.is_cuda:
-            return page_aligned(whole.numel()).copy_(whole)
         known = self._memories.get(tensor.untyped_storage()._cdata)
         if known is not None and known.numel() == whole.numel():
             return known
@@ -164,12 +180,14 @@ class NvmeActivations(Activations):
         except AioError:
             self._out_of_memory(storage)
             raise
-        return super()._memory_of(storage)
+        memory = super()._memory_of(storage)
+        return memory if self._copies is None else self._copies.on_device(storage)
 
     def _restored(self, storage: SavedStorage) -> None:
         self._take_back()
         self._fit(0)
         self._read_ahead()
+        self._ahead.follow(storage.number, self._alive, self._is_here)
         self._give_back()
 
     def _take_stock(self) -> None:
@@ -177,6 +195,7 @@ class NvmeActivations(Activations):
             return
         alive = self._alive.values()
         self._volume.take_stock(alive)
+        self._ahead.take_stock(self._alive)
         in_memory = {s.number: s for s in alive if s.memory is not None}
         self._lent = {n: s for n, s in in_memory.items() if s.is_held_elsewhere}
         self._in_memory = {n: s for n, s in in_memory.items() if n not in self._lent}
@@ -188,6 +207,7 @@ class NvmeActivations(Activations):
         if storage.memory is not None:
             self._out_of_memory(storage)
         self._lent.pop(storage.number, None)
+        self._ahead.drop(storage)
         self._volume.discard(storage)
         self._policy.gone(storage.number)
 
@@ -238,7 +258,7 @@ class NvmeActivations(Activations):
         unwritten = [s for _, s in sorted(self._in_memory.items()) if s.extent is None]
         nbytes = sum(storage.nbytes for storage in unwritten)
         for storage in unwritten:
-            if nbytes <= self.budget_bytes * _UNWRITTEN_SHARE:
+            if nbytes <= self.budget_bytes * _UNWRITTEN_SHARE or not storage.has_arrived:
                 return
             self._volume.start_write(storage)
             nbytes -= storage.nbytes
@@ -253,8 +273,20 @@ class NvmeActivations(Activations):
             self._start_read(storage, urgent=False)
 
     def _start_read(self, storage: SavedStorage, *, urgent: bool) -> None:
-        self._volume.start_read(storage, urgent=urgent)
-        self._in_again(storage)
+        memory = self._memory_to_read(storage.nbytes, urgent=urgent)
+        if memory is not None:
+            self._volume.start_read(storage, memory, urgent=urgent)
+            self._in_again(storage)
+
+    def _memory_to_read(self, nbytes: int, *, urgent: bool) -> torch.Tensor | None:
+        """None where what is not ``urgent`` would have to wait. Raises ``AioError``."""
+        if self._copies is None:
+            return page_aligned(nbytes)
+        if urgent:
+            memory = self._memory_known(nbytes, self._copies)
+            assert memory is not None, "it had memory when it was saved"
+            return memory
+        return self._copies.memory(nbytes, waits=False)
 
     def _in_again(self, storage: SavedStorage) -> None:
         self._in_memory[storage.number] = storage
@@ -297,7 +329,7 @@ class ActivationShare:
 
     def bytes_of(self, host_bytes: int) -> int:
         """The part of a budget of ``host_bytes``."""
-        if self.mode == "keep" or (self.mode == "host" and self.device.type == "cpu"):
+        if self.mode == "keep" or (self.mode == "host" and not is_separate(self.device)):
             return 0
         least = MIN_BUDGET_BYTES + self.engine_bytes
         return max(least, int(host_bytes * _BUDGET_SHARES[self.mode]))
@@ -325,15 +357,17 @@ def activations_for(
     host_bytes: int,
     directories: Sequence[str],
     timeline: Timeline,
+    device: ComputeDevice | None = None,
 ) -> Activations:
-    """What the mode means, within its share of ``host_bytes``. Raises ``OSError`` subclasses naming
+    """What the mode means, within its share of ``host_bytes``; ``device`` is what stands for one
+    that has memory of its own. Raises ``OSError`` subclasses naming
     a directory that cannot be used.
     """
     budget_bytes = share.bytes_of(host_bytes) - share.engine_bytes
     if share.mode == "nvme":
-        return NvmeActivations(share.device, budget_bytes, directories, timeline)
+        return NvmeActivations(share.device, budget_bytes, directories, timeline, device)
     if share.mode == "host":
-        return HostActivations(share.device, budget_bytes)
+        return HostActivations(share.device, budget_bytes, device)
     return Activations()
 
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from aio import AioError
 from infinity.activations import storage as saved_storage
+from infinity.activations.host import HostActivations
 from infinity.activations.offloading import THRESHOLD_BYTES
 from infinity.activations.storage import SavedActivation
 from infinity.activations.tiers import (
     ActivationShare,
-    HostActivations,
     NvmeActivations,
     activations_for,
     mode_of,
@@ -70,9 +70,9 @@ def test_reads_run_ahead_of_the_backward_pass(
     asked: list[bool] = []
     start_read = saved_storage.Volume.start_read
 
-    def record(volume: Any, storage: Any, *, urgent: bool) -> None:
+    def record(volume: Any, storage: Any, memory: Any, *, urgent: bool) -> None:
         asked.append(urgent)
-        start_read(volume, storage, urgent=urgent)
+        start_read(volume, storage, memory, urgent=urgent)
 
     monkeypatch.setattr(saved_storage.Volume, "start_read", record)
     with Hooks(on_nvme(2 * MIB)):
