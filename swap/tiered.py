@@ -31,14 +31,14 @@ from swap.interruptions.undo import Undo
 from swap.masters import components_from, values_from
 from swap.memory.passage import Passage, wide_passage
 from swap.memory.slabs import slab_of, slab_sizes, slots_of
-from swap.plan.layout import Layout, Subgroup, neighbours
+from swap.plan.layout import Layout, Subgroup, neighbours, parts_of
 from swap.plan.placement import Placement
 from swap.plan.rules import ParameterUpdate, UpdateRule
 from swap.storage.components import ComponentStore
 from swap.storage.extents import ExtentStore
 from swap.storage.opening import open_extents
 from swap.timeline import Timeline
-from swap.update.pipeline import UpdatePipeline, parts_of
+from swap.update.pipeline import UpdatePipeline
 from swap.update.speculation import Speculation
 from swap.update.stages import Stages, Step
 
@@ -334,7 +334,7 @@ class TieredState:
         self.weights.schedule.end_cycle()
         touched = list(self._touched(step))
         small = [group for group in touched if group.always_on_host]
-        self.weights.begin_update(parts_of(small), step.updates)
+        self.weights.begin_update(parts_of(small), step.updates, frozenset())
         try:
             self.stages.update_now(step, small)
         except BaseException as failure:

@@ -126,10 +126,7 @@ class WeightCache:
     # What the update does.
 
     def begin_update(
-        self,
-        subgroups_of: Mapping[int, tuple[int, ...]],
-        updated: Collection[int],
-        taken: Set[int] = frozenset(),
+        self, parts: Mapping[int, tuple[int, ...]], updated: Collection[int], taken: Set[int]
     ) -> None:
         """These subgroups are about to move; what is cached of the ``updated`` parameters is out of
         date. Of subgroups that are ``taken`` the update has the old weights.
@@ -139,8 +136,8 @@ class WeightCache:
         """
         with self._lock:
             self._failure = None
-            self._cached.owners.outdate(p for p in subgroups_of if p in updated)
-            for parameter, subgroups in subgroups_of.items():
+            self._cached.owners.outdate(p for p in parts if p in updated)
+            for parameter, subgroups in parts.items():
                 self._pending[parameter] = set(subgroups)
                 entry = self._entries.get(parameter)
                 if entry is None:
@@ -149,16 +146,10 @@ class WeightCache:
                     wait_for(entry)
                     continue
                 del self._entries[parameter]
-                if not (entry.missing or self._is_done_with(parameter, taken)):
+                # What comes in the place of one waits for all that is computed until it goes.
+                is_at_home = self._components.host_weight(parameter) is not None
+                if not (entry.missing or is_at_home or taken.issuperset(subgroups)):
                     self._stale[parameter] = entry
-
-    def _is_done_with(self, parameter: int, taken: Set[int]) -> bool:
-        """Whether the update needs nothing cached of ``parameter``. That goes at once: what new
-        weights come to then waits for the last pass, which is over, and not for the next one.
-        """
-        if self._components.host_weight(parameter) is not None:
-            return True
-        return taken.issuperset(self._components.layout.subgroups_of(parameter))
 
     def take_old(self, segment: Segment, out: torch.Tensor, coming: list[Transfer]) -> bool:
         """Copy the old weights of ``segment`` into ``out`` if the arena has them. A copy that is

@@ -241,6 +241,15 @@ def neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(others)) for others in shared)
 
 
+def parts_of(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:
+    """For each parameter that has a part in ``subgroups``, their indices."""
+    parts: dict[int, tuple[int, ...]] = {}
+    for subgroup in subgroups:
+        for segment in subgroup.segments:
+            parts[segment.parameter] = (*parts.get(segment.parameter, ()), subgroup.index)
+    return parts
+
+
 _Kind = tuple[torch.dtype, bool, bool, bool]
 
 

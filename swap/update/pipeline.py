@@ -25,8 +25,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 
@@ -34,46 +32,12 @@ from aio.errors import advise, is_no_room, let_go
 from aio.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.weight_cache import WeightCache
 from swap.interruptions.mixture import MixedStateError
-from swap.plan.layout import Subgroup
+from swap.plan.layout import Subgroup, parts_of
 from swap.processors import stay_in_background
+from swap.update.passes import Pass
 from swap.update.stages import Job, Stages, Step
 
 _REMEDY = "the step is not finished: mend that, then call offloaded.flush() to finish it"
-
-
-@dataclass(slots=True, eq=False)
-class _Pass:
-    """One step on its way. ``ahead``: not started, through a slot; ``in_memory``: not started, and
-    nothing to read; ``reading``: before the kernel; ``writing``: after it; ``held``: written, and
-    waiting for the step to be validated. The first two are sorted by first use, and change under
-    the pipeline's lock.
-    """
-
-    step: Step
-    is_validated: bool
-    is_complete: bool
-    ahead: deque[Subgroup] = field(default_factory=deque)
-    in_memory: deque[Subgroup] = field(default_factory=deque)
-    is_rolled_back: bool = False
-    was_speculative: bool = False
-    reading: deque[Job] = field(default_factory=deque)
-    writing: deque[Job] = field(default_factory=deque)
-    held: deque[Job] = field(default_factory=deque)
-    is_held_in_order: bool = False
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.waiting or self.reading or self.writing or self.held)
-
-    @property
-    def waiting(self) -> list[Subgroup]:
-        """What is not started."""
-        return [*self.ahead, *self.in_memory]
-
-    @property
-    def first_waiting(self) -> list[Subgroup]:
-        """The first of each kind."""
-        return [*islice(self.ahead, 1), *islice(self.in_memory, 1)]
 
 
 class UpdatePipeline:
@@ -85,10 +49,10 @@ class UpdatePipeline:
         self._stages = stages
         self._weights = weights
         self._overlap = overlap
-        self._work: queue.SimpleQueue[_Pass | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Pass | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._changes = Changes()
-        self._current: _Pass | None = None
+        self._current: Pass | None = None
         self.speculation_failure: BaseException | None = None
         self._failure: BaseException | None = None
         self._left: tuple[Step, list[Subgroup]] | None = None
@@ -104,9 +68,9 @@ class UpdatePipeline:
     def submit(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
         """Start a step over ``subgroups``. The one before must have been waited for."""
         assert self._failure is None
-        work = _Pass(step, is_validated=True, is_complete=True)
+        work = Pass(step, is_validated=True, is_complete=True)
         try:
-            self._weights.begin_update(parts_of(subgroups), step.updates)
+            self._weights.begin_update(parts_of(subgroups), step.updates, frozenset())
             self._add(work, subgroups)
             self._begin(work)
         except BaseException as interrupt:
@@ -167,7 +131,7 @@ class UpdatePipeline:
     def speculate(self, step: Step) -> None:
         """Open a pass for an expected step; the pipeline must be idle."""
         assert self.is_idle
-        self._begin(_Pass(step, is_validated=False, is_complete=False, was_speculative=True))
+        self._begin(Pass(step, is_validated=False, is_complete=False, was_speculative=True))
 
     def feed(self, subgroups: Iterable[Subgroup]) -> None:
         """Add subgroups whose gradients are complete to the speculative pass."""
@@ -212,7 +176,7 @@ class UpdatePipeline:
 
     # The thread.
 
-    def _add(self, work: _Pass, subgroups: Iterable[Subgroup]) -> None:
+    def _add(self, work: Pass, subgroups: Iterable[Subgroup]) -> None:
         """What the next forward pass wants first is updated first.
 
         The backward pass ends with the first layers, so of those that are complete the latest one
@@ -229,7 +193,7 @@ class UpdatePipeline:
         uses = (self._weights.schedule.first_use(part.parameter) for part in group.segments)
         return min(uses), group.index
 
-    def _begin(self, work: _Pass) -> None:
+    def _begin(self, work: Pass) -> None:
         assert self._current is None
         try:
             self._current = work
@@ -249,7 +213,7 @@ class UpdatePipeline:
                         self._current = None
                         self._changes.tell()
 
-    def _pass(self, work: _Pass) -> None:
+    def _pass(self, work: Pass) -> None:
         while self._wait_for_work(work):
             if work.is_rolled_back:
                 self._abandon(work)
@@ -259,7 +223,7 @@ class UpdatePipeline:
             has_worked = self._advance(work)
             self._finish_written(work, wait=not has_worked)
 
-    def _wait_for_work(self, work: _Pass) -> bool:
+    def _wait_for_work(self, work: Pass) -> bool:
         """Wait until there is something to do; False when the pass is done."""
         while True:
             with self._lock:
@@ -272,7 +236,7 @@ class UpdatePipeline:
                 change = self._changes.next()
             change.wait(LOOK_SECONDS)
 
-    def _publish_held(self, work: _Pass) -> None:
+    def _publish_held(self, work: Pass) -> None:
         """What was held back, when the step is taken, in the order of the next forward pass; but
         first comes what that wants before, and is still to be updated.
         """
@@ -287,7 +251,7 @@ class UpdatePipeline:
             self._stages.publish(work.held[0])
             work.held.popleft()
 
-    def _start_reads(self, work: _Pass) -> None:
+    def _start_reads(self, work: Pass) -> None:
         while self._overlap or not work.reading:
             group = self._take_next(work)
             if group is None:
@@ -298,10 +262,10 @@ class UpdatePipeline:
                 work.ahead.appendleft(group)
                 raise
 
-    def _started(self, work: _Pass, group: Subgroup) -> Job:
+    def _started(self, work: Pass, group: Subgroup) -> Job:
         return self._stages.start_read(work.step, group, is_aside=not work.is_validated)
 
-    def _take_next(self, work: _Pass) -> Subgroup | None:
+    def _take_next(self, work: Pass) -> Subgroup | None:
         """The next subgroup, if it can start; held jobs keep their slots until that is needed."""
         with self._lock:
             if not work.ahead:
@@ -313,7 +277,7 @@ class UpdatePipeline:
                 self._stages.release_slot(idle)
             return work.ahead.popleft()
 
-    def _advance(self, work: _Pass) -> bool:
+    def _advance(self, work: Pass) -> bool:
         """Run a kernel: of the oldest job whose bytes are there, or of what is in memory, or else
         of the oldest. False if there is none.
         """
@@ -329,7 +293,7 @@ class UpdatePipeline:
         work.writing.append(job)
         return True
 
-    def _start_in_memory(self, work: _Pass) -> Job | None:
+    def _start_in_memory(self, work: Pass) -> Job | None:
         """The next one that has nothing to read, if there is one."""
         with self._lock:
             if not work.in_memory:
@@ -342,7 +306,7 @@ class UpdatePipeline:
             raise
         return job
 
-    def _finish_written(self, work: _Pass, *, wait: bool) -> None:
+    def _finish_written(self, work: Pass, *, wait: bool) -> None:
         """Publish or hold what is written, whatever is older; with ``wait`` at least one job.
 
         Arrays in host memory, which have nothing to write, are not kept waiting by an SSD.
@@ -360,11 +324,11 @@ class UpdatePipeline:
                 work.held.append(job)
             work.writing.remove(job)
 
-    def _abandon(self, work: _Pass) -> None:
+    def _abandon(self, work: Pass) -> None:
         for job in (*work.held, *work.writing, *work.reading):
             self._stages.abandon(job)
 
-    def _stop(self, work: _Pass, failure: BaseException) -> None:
+    def _stop(self, work: Pass, failure: BaseException) -> None:
         """Undo a speculative pass; of a step, bring home what can be, keep the rest for ``retry``.
 
         A failure other than one of our I/O, which comes before or after the rule, may have left
@@ -394,21 +358,21 @@ class UpdatePipeline:
                 self._failure = self._stages.mixture.stop_step(failure, touched)
             self._weights.fail(self._failure)
 
-    def _go_on(self, work: _Pass) -> None:
+    def _go_on(self, work: Pass) -> None:
         """What was held back took the room that the rest needed: publish it, which frees the
         versions before it, and do the rest as a step that began no earlier.
         """
-        again = _Pass(work.step, is_validated=True, is_complete=True)
+        again = Pass(work.step, is_validated=True, is_complete=True)
         try:
             left = self._bring_home(work)
             self._weights.fail(None)
-            self._weights.begin_update(parts_of(left), work.step.updates)
+            self._weights.begin_update(parts_of(left), work.step.updates, frozenset())
             self._add(again, left)
             self._pass(again)
         except BaseException as failure:  # as in ``_run``
             self._stop(again, let_go(failure))
 
-    def _bring_home(self, work: _Pass) -> list[Subgroup]:
+    def _bring_home(self, work: Pass) -> list[Subgroup]:
         """Publish what is written and abandon the rest, which is returned."""
         left: list[Subgroup] = []
         for job in (*work.held, *work.writing):
@@ -421,12 +385,3 @@ class UpdatePipeline:
             self._stages.abandon(job)
             left.append(job.subgroup)
         return [*left, *work.waiting]
-
-
-def parts_of(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:
-    """For each parameter that has a part in ``subgroups``, their indices."""
-    parts: dict[int, tuple[int, ...]] = {}
-    for subgroup in subgroups:
-        for segment in subgroup.segments:
-            parts[segment.parameter] = (*parts.get(segment.parameter, ()), subgroup.index)
-    return parts
