@@ -11,7 +11,7 @@ The policy of ``swap.plan.eviction`` is told of uses, and says who is evicted.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Iterable, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping
 
 import torch
 
@@ -126,7 +126,7 @@ class WeightCache:
     # What the update does.
 
     def begin_update(
-        self, parts: Mapping[int, tuple[int, ...]], updated: Collection[int], taken: Set[int]
+        self, parts: Mapping[int, tuple[int, ...]], updated: Collection[int], taken: frozenset[int]
     ) -> None:
         """These subgroups are about to move; what is cached of the ``updated`` parameters is out of
         date. Of subgroups that are ``taken`` the update has the old weights.

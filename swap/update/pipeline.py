@@ -149,7 +149,7 @@ class UpdatePipeline:
             work = self._current
             if work is None or work.is_rolled_back:
                 return False
-            taken = {job.subgroup.index for job in (*work.held, *work.writing)}
+            taken = frozenset(job.subgroup.index for job in (*work.held, *work.writing))
             self._weights.begin_update(parts_of([*fed, *rest]), step.updates, taken)
             work.step = step
             self._add(work, rest)
