@@ -15,8 +15,9 @@ from checkpoint.interop.views import open_zarr, write_references
 from checkpoint.loading.api import list_tensors, load
 from checkpoint.loading.lazy import LazyCheckpoint, LazyTensor
 from checkpoint.loading.lazy import open_lazily as open  # noqa: A004  as in gzip
+from checkpoint.loading.verdicts import LoadedStep
 from checkpoint.loading.verifying import VerifyReport, verify
-from checkpoint.manager import LoadedStep, Manager
+from checkpoint.manager import Manager
 from checkpoint.ranks.coordinator import Coordinator, SingleProcess
 from checkpoint.ranks.group import GroupCoordinator
 from checkpoint.saving.api import save, save_async

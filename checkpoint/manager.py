@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,15 @@ from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
 from checkpoint.loading.api import is_unmixed, load
 from checkpoint.loading.manifest_cache import KnownManifests
-from checkpoint.loading.verdicts import Verdict, is_directory, verdict_of, warned, weakest
+from checkpoint.loading.verdicts import (
+    LoadedStep,
+    Verdict,
+    is_directory,
+    verdict_of,
+    warned,
+    weakest,
+)
+from checkpoint.outside import within
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accompanied, ranks_of
 from checkpoint.ranks.turn import Turn, in_turn
 from checkpoint.saving.api import SaveRequest, save_on, start_save
@@ -53,16 +61,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_LISTINGS = 100
 """Of a root in which another process saves and removes while this one looks."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedStep:
-    """What `Manager.load` loaded. `passed_over` are steps that were saved later and are damaged or
-    cannot be read.
-    """
-
-    step: int
-    passed_over: tuple[int, ...]
 
 
 class Manager:
@@ -235,7 +233,7 @@ class Manager:
 
     def _load(self, path: Path, options: dict[str, Any]) -> Any:
         there = [stripe for stripe in self._searched if stripe.is_dir()]
-        return load(path, **{"stripe_dirs": there, **options})
+        return within(load)(path, **{"stripe_dirs": there, **options})
 
     def _tell(self, step: int, passed_over: Sequence[int]) -> None:
         self.loaded = LoadedStep(step, tuple(passed_over))
@@ -277,7 +275,7 @@ class Manager:
         """
         before: list[int] | None = None
         for _ in range(_MAX_LISTINGS):
-            ends = partial(_repeats, before) if is_all else _goes_on
+            ends = partial(_repeats, before if is_all else None)
             listing = self._candidates(looking, ends)
             if listing == before:
                 return
@@ -393,7 +391,3 @@ class Manager:
 
 def _repeats(before: list[int] | None, every: list[list[int]]) -> bool:
     return every[0] == before
-
-
-def _goes_on(_: object) -> bool:
-    return False

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from checkpoint.format.records import Manifest
 from checkpoint.format.slices import Shape
 from checkpoint.loading.opened import OpenCheckpoint
 from checkpoint.loading.reading import PlacedRead, read_files
+from checkpoint.outside import carrying, entrance, outside
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.boxes import BoxPicker, check_target, read_box, reads_of_box
@@ -99,6 +101,7 @@ class StorageReader(TorchStorageReader):
             raise _saved_over(self.path)
         return plans
 
+    @entrance
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Raises CorruptCheckpointError naming file, tensor and extent, or OSError; RuntimeError if
         another save took the place of the checkpoint after `read_metadata`.
@@ -122,7 +125,8 @@ class StorageReader(TorchStorageReader):
         for item in plan.items:
             stored = self._storage.get(item.storage_index)
             if item.type != LoadItemType.BYTE_IO and isinstance(stored, StoredChunk):
-                target = planner.resolve_tensor(item).detach()
+                with outside():
+                    target = planner.resolve_tensor(item).detach()
                 by_file[stored.chunk.file].extend(self._plan_reads(stored, item, target))
                 written += [target, *distributed(planner, item.dest_index.fqn)]
                 finish.append(_committed(planner, item, target))
@@ -163,14 +167,18 @@ class StorageReader(TorchStorageReader):
         with OpenCheckpoint(manifest, self.path, verify=self._options.verify) as opened:
             for item in items:
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, contents.serialised(item.storage_index.fqn, opened))
+                    value = contents.serialised(item.storage_index.fqn, opened)
+                    with outside():
+                        planner.load_bytes(item, value)
                     continue
                 view = self._storage[item.storage_index]
-                target = planner.resolve_tensor(item).detach()
+                with outside():
+                    target = planner.resolve_tensor(item).detach()
                 source = opened.source(view)
                 read_box(source, _box(item, source.shape, source.dtype, target))
                 count_changes(distributed(planner, item.dest_index.fqn))
-                planner.commit_tensor(item, target)
+                with outside():
+                    planner.commit_tensor(item, target)
 
     def _known_manifest(self) -> Manifest:
         """That of the last `read_metadata`: a plan is made for one save."""
@@ -210,4 +218,4 @@ def _box(item: ReadItem, whole: Shape, dtype: torch.dtype, target: torch.Tensor)
 
 
 def _committed(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Finish:
-    return lambda: planner.commit_tensor(item, target)
+    return partial(carrying(planner.commit_tensor), item, target)

@@ -22,6 +22,7 @@ from checkpoint.format.records import Manifest
 from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree, empty_tree
 from checkpoint.loading.into import IntoPlan, count_whole_targets, names_lacking, plan_into
 from checkpoint.loading.reading import TensorRead, read_tensors, read_while_assembling
+from checkpoint.outside import entrance
 from checkpoint.plan.selection import Selection
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
@@ -33,6 +34,7 @@ from checkpoint.transfer.memory import check_engine
 from checkpoint.transfer.reader import ReadOptions
 
 
+@entrance
 def load(
     path: PathLike,
     only: str | Sequence[str] | None = None,
@@ -105,6 +107,7 @@ def load(
     return sheltered(work, "checkpoint-load")
 
 
+@entrance
 def is_unmixed(loaded: Path, damaged: Sequence[Path], options: Mapping[str, Any]) -> bool:
     """For `options` of `load`, by which a checkpoint was loaded behind others that turned out to be
     damaged: raises CorruptCheckpointError naming tensors of `into` that it lacks and one of them

@@ -21,6 +21,7 @@ from checkpoint.format.slices import may_overlap_itself
 from checkpoint.format.tree import EncodedTree, Leaf, encode_tree, has_state_dict, kind_of
 from checkpoint.loading.reading import TensorRead
 from checkpoint.loading.saved_leaves import SavedLeaves
+from checkpoint.outside import carrying, outside
 from checkpoint.plan.selection import Selection
 from checkpoint.tensors.assembly import Assembler, TensorView, array_dtype, view_of
 from checkpoint.tensors.changes import count_changes
@@ -67,7 +68,8 @@ def is_target(value: object) -> bool:
     """Whether a leaf of a live tree takes tensor data."""
     if isinstance(value, _IN_MEMORY):
         return True
-    return isinstance(value, ByteSink) and not isinstance(value, type)
+    with outside():  # asking whether it has an attribute may call code of its own
+        return isinstance(value, ByteSink) and not isinstance(value, type)
 
 
 def count_whole_targets(tree: Any) -> int:
@@ -76,7 +78,8 @@ def count_whole_targets(tree: Any) -> int:
         return sum(count_whole_targets(item) for _, item in _items(tree))
     if isinstance(tree, _IN_MEMORY):
         return 1  # to ask a nested tensor for the attributes of a protocol is an error
-    return int(is_target(tree) and not isinstance(tree, PartialSink))
+    with outside():
+        return int(is_target(tree) and not isinstance(tree, PartialSink))
 
 
 def plan_into(
@@ -248,7 +251,8 @@ def _target(
         value = _array_as_tensor(where, value)
     if isinstance(value, torch.Tensor) and value.is_nested:
         raise ValueError(f"{where} is a nested tensor; give tensors that each have one shape")
-    dtype, shape = value.dtype, tuple(value.shape)
+    with outside():
+        dtype, shape = value.dtype, tuple(value.shape)
     comes = view.dtype
     if cast is not None and saved is None and view.dtype.is_floating_point:
         comes = cast
@@ -305,6 +309,7 @@ def _array_as_tensor(where: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _copy(loaded: torch.Tensor, target: Target) -> Finish:
+    @carrying
     def copy() -> None:
         if isinstance(target, TensorTarget):
             live = target.tensor

@@ -17,6 +17,7 @@ from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import Manifest
+from checkpoint.outside import raised_as_they_are
 
 _Stamp = tuple[int, ...]
 T = TypeVar("T")
@@ -98,11 +99,12 @@ class KnownManifests:
         options: dict[str, Any],
     ) -> T:
         """What ``load`` gives of a checkpoint; what it finds of damage is noted."""
-        try:
-            found = load(checkpoint, options)
-        except CorruptCheckpointError:
-            self.note_damage(checkpoint)
-            raise
+        with raised_as_they_are():
+            try:
+                found = load(checkpoint, options)
+            except CorruptCheckpointError:
+                self.note_damage(checkpoint)
+                raise
         self.note_whole(checkpoint, options)
         return found
 

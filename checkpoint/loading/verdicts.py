@@ -8,11 +8,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from aio.errors import without_frames
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.rules import is_data_file_name
+from checkpoint.outside import raised_as_they_are
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +49,30 @@ class Verdict(enum.StrEnum):
     """Or it cannot be read, which is no better here."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedStep:
+    """What `Manager.load` loaded. `passed_over` are steps that were saved later and are damaged or
+    cannot be read.
+    """
+
+    step: int
+    passed_over: tuple[int, ...]
+
+
 def weakest(found: Sequence[str]) -> Verdict:
     """What counts of what the ranks found, by their values."""
     return next((v for v in (Verdict.DAMAGED, Verdict.ABSENT) if v in found), Verdict.WHOLE)
 
 
 def verdict_of(path: Path, look: Callable[[], object]) -> Verdict:
-    """What becomes of a look at a step. Raises what is wrong with more than that step."""
+    """What becomes of a look at a step. Raises what is wrong with more than that step, and what is
+    wrong with something that is loaded into.
+    """
+    with raised_as_they_are():
+        return _verdict_of(path, look)
+
+
+def _verdict_of(path: Path, look: Callable[[], object]) -> Verdict:
     try:
         look()
     except (FileNotFoundError, IncompleteCheckpointError):
@@ -72,7 +91,7 @@ def verdict_of(path: Path, look: Callable[[], object]) -> Verdict:
 def _is_unreadable(checkpoint: Path, error: OSError) -> bool:
     """Whether an error says that this checkpoint cannot be read, and others perhaps can.
 
-    It names a file of the checkpoint then; one of something that is loaded into does not count.
+    It names a file of the checkpoint then. What is loaded into raises no such error, see `outside`.
     """
     if error.errno not in _OF_A_FILE or not isinstance(error.filename, str | bytes):
         return False

@@ -21,6 +21,7 @@ from checkpoint.format.slices import (
     flat_first,
     range_boxes,
 )
+from checkpoint.outside import carrying, outside
 from checkpoint.tensors.sources import ByteSink, PartialSink, integer_view, is_plain
 from checkpoint.tensors.turns import Transfer, in_turn
 
@@ -75,11 +76,11 @@ class TensorTarget(NamedTuple):
             for axis, (low, size) in enumerate(zip(start, shape, strict=True)):
                 part = part.detach().narrow(axis, low, size)
         if self.saved != part.dtype:
-            return Place(None, BoxWriter(part.detach(), shape, self.saved))
+            return Place(None, carrying(BoxWriter(part.detach(), shape, self.saved)))
         if self.address is not None and part.is_contiguous():
             return Place(part.data_ptr(), None)
         part = integer_view(part.detach())
-        return Place(None, BoxWriter(part, shape, part.dtype))
+        return Place(None, carrying(BoxWriter(part, shape, part.dtype)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,9 @@ class SinkTarget:
     @classmethod
     def of(cls, sink: ByteSink, shape: Shape, itemsize: int) -> SinkTarget:
         """Calls of one sink take turns."""
-        return cls(sink, shape, itemsize, in_turn(sink, sink.write))
+        with outside():
+            write = sink.write
+        return cls(sink, shape, itemsize, carrying(in_turn(sink, write)))
 
     def wanted(self, start: Shape, shape: Shape) -> list[tuple[int, int]]:
         """Bytes [first, last) of a box that the sink takes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from checkpoint.directory.locate import with_current_manifest
 from checkpoint.directory.relocation import Relocation
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.loading.into import check_into
+from checkpoint.outside import raised_as_they_are
 from checkpoint.plan.selection import Selection
 from infinity.values import saved_state
 from infinity.values.checkpoint_tensors import CheckpointTensor, checkpoint_tensors_of
@@ -26,7 +28,9 @@ def check_targets(path: Path, moved: Relocation, tree: Mapping[str, Any]) -> Non
         return
     selection = Selection(names)
     try:
-        with_current_manifest(path, lambda manifest: check_into(manifest, tree, selection), moved)
+        with raised_as_they_are():
+            check = partial(check_into, into=tree, selection=selection)
+            with_current_manifest(path, check, moved)
     except CorruptCheckpointError:
         raise
     except ValueError as error:
