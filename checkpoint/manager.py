@@ -55,6 +55,7 @@ from checkpoint.series import (
     steps_in,
     warn_if_ahead,
 )
+from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.transfer.memory import KeptMemory, check_engine
 
 logger = logging.getLogger(__name__)
@@ -356,10 +357,13 @@ class Manager:
         that a `load` found so. What cannot be removed is a warning. Of several ranks the first one
         removes, and nobody waits for it.
         """
-        if self._ranks.rank:
-            return
+        if not self._ranks.rank:
+            sheltered(self._retire, "checkpoint-retire")
+
+    def _retire(self, cancellation: Cancellation) -> None:
         finished: list[Finished] = []
         for step in self._found():
+            cancellation.check()
             path = self.path(step)
             if path.is_symlink() or self._known.was_damaged(path):
                 continue
@@ -373,6 +377,7 @@ class Manager:
         if self._keep is None:
             return
         for one in outdated(self.root, finished, self._keep, self._keep_every):
+            cancellation.check()
             self._remove(one.step, one.uuid)
 
     def _retire_after_save(self) -> None:

@@ -2,7 +2,7 @@
 
 `flock` belongs to what was opened, not to who opened it: a process that is forked while it is held
 (a worker of a DataLoader) holds it as well, for its life. So it is given back explicitly, which
-counts for all who hold it, and a forked child closes what it did not open.
+counts for all who hold it, and a forked child closes what it did not open. Nobody waits for that.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import threading
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -19,48 +19,98 @@ from weakref import WeakValueDictionary
 from aio import naming, sync_directory
 from aio.descriptors import Descriptor
 
+_MOST_OPENINGS = 20
+"""Of a directory, while children are forked during each."""
 
-class _Held:
-    """The descriptors of the locks of this process, known before any child can be forked."""
+
+class _Forks:
+    """Tells whether a child may have been forked meanwhile, without keeping one from it: who waits
+    for a fork, or has a fork wait, may do so in a handler of a signal, for a disk that hangs.
+
+    The hooks are of C: no handler runs in one, whose exception would be lost there.
+    """
 
     def __init__(self) -> None:
-        self.forking = threading.Lock()
-        """Held while descriptors come and go, and while a child is forked."""
+        self._under_way: list[None] = []
+        self._watches: set[object] = set()
+        begins = partial(self._under_way.append, None)
+        os.register_at_fork(before=begins)
+        # In this order: between the two calls a fork is under way still.
+        clear = self._watches.clear
+        os.register_at_fork(after_in_parent=clear, after_in_child=clear)
+        os.register_at_fork(
+            after_in_parent=self._under_way.pop, after_in_child=self._under_way.clear
+        )
+
+    def watch(self) -> object:
+        """From now on, until it is let go of."""
+        watch = object()
+        self._watches.add(watch)
+        return watch
+
+    def may_have_come(self, watch: object) -> bool:
+        """Since a watch began, which ends here. A fork that is under way is one that may."""
+        none_came = watch in self._watches and not self._under_way
+        self._watches.discard(watch)
+        return not none_came
+
+
+class _Held:
+    """The descriptors of the locks of this process, which a forked child closes.
+
+    Nothing here waits, and each change is one step: a handler of a signal may save or fork between
+    any two.
+    """
+
+    def __init__(self) -> None:
         self._descriptors: set[weakref.ref[Descriptor]] = set()
+        self._forks = _Forks()
+        os.register_at_fork(after_in_child=self._forget)
 
     def open(self, descriptor: Descriptor, path: Path) -> None:
-        """Opens the descriptor of a caller that will `close` it or let go of it."""
-        with self.forking:
-            self._descriptors = {one for one in self._descriptors if one() is not None}
+        """Opens the descriptor of a caller that will `close` it or let go of it.
+
+        A child that was forked before its number was known has it, too. It is opened again then:
+        what is locked is what no child has. A program that forks all the time is not waited for;
+        should it be killed with the lock, that ends with the child.
+        """
+        for one in self._descriptors.copy():
+            if one() is None:
+                self._descriptors.discard(one)
+        for _ in range(_MOST_OPENINGS):
+            watch = self._forks.watch()
             self._descriptors.add(weakref.ref(descriptor))
-            descriptor.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                descriptor.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            finally:
+                is_shared = self._forks.may_have_come(watch)
+            if not is_shared:
+                return
+            descriptor.close()
+        descriptor.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def close(self, descriptor: Descriptor) -> None:
         """Unlocks and closes, unless this is a child, which has closed it."""
-        with self.forking:
-            try:
-                if descriptor.number >= 0:
-                    fcntl.flock(descriptor.number, fcntl.LOCK_UN)
-            finally:
-                descriptor.close()
+        try:
+            if descriptor.number >= 0:
+                fcntl.flock(descriptor.number, fcntl.LOCK_UN)
+        except OSError:
+            if descriptor.number >= 0:  # else a handler has forked this child at the last moment
+                raise
+        finally:
+            descriptor.close()
+            self._descriptors.discard(weakref.ref(descriptor))
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """In a forked child: closes them and leaves the locks alone, which are the parent's."""
-        self.forking.release()
-        for one in self._descriptors:
-            descriptor = one()
+        while self._descriptors:
+            descriptor = self._descriptors.pop()()
             if descriptor is not None:
                 with contextlib.suppress(OSError):
                     descriptor.close()
-        self._descriptors = set()
 
 
 _held = _Held()
-os.register_at_fork(
-    before=_held.forking.acquire,
-    after_in_parent=_held.forking.release,
-    after_in_child=_held.forget,
-)
 
 
 class Holder(Protocol):
