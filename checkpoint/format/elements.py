@@ -1,8 +1,9 @@
 """The element types of tensors: torch's dtypes, their names in manifests and in data files.
 
 A manifest calls a dtype what torch calls it ("bfloat16"). A data file calls it by safetensors' code
-where stock safetensors can read that code; other types travel as plain integers or as pairs of
-floats of the same bytes, so that every data file stays readable everywhere.
+where every version of stock safetensors since 0.5 reads that code; other types travel as plain
+integers or as pairs of floats of the same bytes, so that every data file stays readable everywhere.
+An exported file has no manifest beside it: what has no code of its own is not exported.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ class ElementType:
     itemsize: int
     file_code: str
     file_suffix: tuple[int, ...] = ()
+    export_code: str | None = None
+    """By which stock safetensors reads it back as this dtype; None if by none."""
+    export_packed: int = 1
+    """How many of what that code calls an element are in one of torch's."""
 
 
 # Codes that stock safetensors reads back as the very dtype.
@@ -44,6 +49,15 @@ _NATIVE_CODES = {
     "complex64": "C64",
 }
 _PAIR_CODES = {"complex32": "F16", "complex128": "F64"}
+_LATER_CODES = {
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+}
+"""Codes that safetensors 0.8 reads, and older ones refuse a file for. Data files do without: their
+manifest knows the dtype."""
+_PACKED = {"float4_e2m1fn_x2": 2}
 _CARRIER_CODES = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
 
 
@@ -61,10 +75,13 @@ def _name(dtype: torch.dtype) -> str:
 def _element_type(dtype: torch.dtype) -> ElementType:
     name, itemsize = _name(dtype), dtype.itemsize
     if name in _NATIVE_CODES:
-        return ElementType(name, dtype, itemsize, _NATIVE_CODES[name])
+        code = _NATIVE_CODES[name]
+        return ElementType(name, dtype, itemsize, code, export_code=code)
     if name in _PAIR_CODES:
         return ElementType(name, dtype, itemsize, _PAIR_CODES[name], (2,))
-    return ElementType(name, dtype, itemsize, _CARRIER_CODES[itemsize])
+    later, packed = _LATER_CODES.get(name), _PACKED.get(name, 1)
+    carrier = _CARRIER_CODES[itemsize]
+    return ElementType(name, dtype, itemsize, carrier, export_code=later, export_packed=packed)
 
 
 BY_TORCH = {dtype: _element_type(dtype) for dtype in _torch_dtypes()}

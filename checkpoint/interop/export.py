@@ -13,10 +13,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from aio import Engine
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.relocation import StripeDirs, relocation
+from checkpoint.format import elements
 from checkpoint.format.datafile import ALIGNMENT, Entry, plan_packed_file
 from checkpoint.format.names import METADATA_KEY, ROOT_NAME, natural_name
 from checkpoint.format.tree import data_nodes
@@ -29,7 +32,7 @@ from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.saving.generation import make_directory
 from checkpoint.saving.rank_plan import check_held
 from checkpoint.sheltered import Cancellation, sheltered
-from checkpoint.tensors.assembly import view_of
+from checkpoint.tensors.assembly import array_dtype, view_of
 from checkpoint.tensors.changes import Versions
 from checkpoint.tensors.copiers import NO_DEVICES, Copier, begin_reading
 from checkpoint.tensors.sources import Source, is_data_leaf, source_of
@@ -40,6 +43,7 @@ from checkpoint.transfer.writer import FileJob, FillingSupply, Writer
 
 MAX_SHARD_BYTES = 5_000_000_000
 _THREAD = "checkpoint-export"
+_REMEDY = "convert it, or leave it out"
 _MOST_KEPT_BYTES = 256 << 20
 """Of checksum blocks: of a tensor that so many ranks saved in columns, one of each at once."""
 
@@ -76,6 +80,7 @@ def export_safetensors(
             for name, (where, node) in data_nodes(manifest.tree).items():
                 if selection.wants(name) and name.startswith(prefix):
                     source = opened.source(view_of(manifest, where, node))
+                    _check_array(name, array_dtype(node))
                     sources[name.removeprefix(prefix)] = _source(name, source)
             selection.check_matched()
             if not sources:
@@ -106,9 +111,10 @@ def write_safetensors(
     take `model.safetensors` where it is, also if the process is killed. Where the file system has
     no hard links, the index may then name files that are missing until the next export.
 
-    Raises, before anything is written, TypeError for a value that cannot be saved, for what is no
-    path and for a size that is no int, ValueError for an empty path and a URL, for a size below 1,
-    for a source that does not have all of its bytes (`PartialSource`) and for a name that
+    Raises, before anything is written, TypeError for a value that cannot be saved, for one of a
+    dtype that safetensors would not give back (complex128, uint4, an array of texts), for what is
+    no path and for a size that is no int, ValueError for an empty path and a URL, for a size below
+    1, for a source that does not have all of its bytes (`PartialSource`) and for a name that
     safetensors cannot hold (`__metadata__`, half a surrogate pair), IsADirectoryError for a
     directory where a file is to be, FileExistsError where there are several shards and a
     `model.safetensors` of somebody else, which readers would take instead, and BlockingIOError
@@ -200,8 +206,37 @@ def _source(name: str, value: Any) -> Source:
         source = source_of(value)
     except TypeError as error:
         raise TypeError(f"cannot write {name!r}: {error}") from error
+    _check_array(name, value.dtype if isinstance(value, np.ndarray) else None)
+    _check_element(name, source)
     check_held(name, source)
     return source
+
+
+def _check_array(name: str, dtype: np.dtype[Any] | None) -> None:
+    """Raises TypeError for an array that a file could hold as bytes only, which nobody could tell
+    from bytes.
+    """
+    if dtype is not None and elements.of_numpy(dtype)[1]:
+        raise TypeError(f"cannot write {name!r}: safetensors has no arrays of {dtype!r}; {_REMEDY}")
+
+
+def _check_element(name: str, source: Source) -> None:
+    """Raises TypeError for a dtype that would come back as another one."""
+    element, remedy = source.element, _REMEDY
+    if element.export_code is not None and (element.export_packed == 1 or source.shape):
+        return
+    what = f"{element.torch}" if source.shape else f"{element.torch} without dimensions"
+    if element.torch.is_complex:
+        remedy = f"write torch.complex64, or the pairs of torch.view_as_real; {remedy}"
+    raise TypeError(f"cannot write {name!r}: safetensors has no tensors of {what}; {remedy}")
+
+
+def _entry(name: str, source: Source) -> Entry:
+    element, shape = source.element, source.shape
+    assert element.export_code is not None, "`_check_element` has looked"
+    if element.export_packed > 1:
+        shape = (*shape[:-1], shape[-1] * element.export_packed)
+    return Entry(name, element.export_code, shape, (0,) * len(shape), source.nbytes)
 
 
 def _plan_shards(sources: Mapping[str, Source], max_shard_bytes: int) -> list[list[str]]:
@@ -238,16 +273,7 @@ def _write_shard(
     copier: Copier,
     cancellation: Cancellation,
 ) -> None:
-    entries = [
-        Entry(
-            name,
-            source.element.file_code,
-            source.shape + source.element.file_suffix,
-            (0,) * len(source.shape + source.element.file_suffix),
-            source.nbytes,
-        )
-        for name, source in sources.items()
-    ]
+    entries = [_entry(name, source) for name, source in sources.items()]
     layout = plan_packed_file(entries, metadata={"format": "pt"})
     shards = [
         Shard(index, (0,) * len(source.shape), source.shape, 0, source.nbytes)

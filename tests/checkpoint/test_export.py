@@ -197,7 +197,7 @@ def test_tensors_after_one_of_odd_length_are_read_in_whole_elements(
         "turned": torch.randn(300, 200).t(),
         "half": torch.ones(1, dtype=torch.bfloat16),
         "conjugated": torch.randn(300, 200, dtype=torch.complex64).conj(),
-        "pairs": pairs.t(),
+        "pairs": torch.view_as_real(pairs).transpose(0, 1),
         "long": torch.arange(40_000)[::2],
         "array": np.asfortranarray(np.arange(60_000, dtype=np.float64).reshape(300, 200)),
         "source": Counts(),
