@@ -163,6 +163,8 @@ class Restoring:
     def _verdict(self) -> BaseException | None:
         if self._missing:
             self._state.is_kept = True
+            if self._state.extents is not None:  # others say from now on what snapshots need
+                self._state.extents.let_adopted_go(False)
             self._closing = self._closing or Closing(self, partial(_close_kept, self._state))
             error = self._error(self._failures[0])
             error.__cause__ = self._failures[0]

@@ -54,7 +54,7 @@ class TieredState:
     ``AioError`` (ENOSPC) when the swap files do not fit; nothing is left behind then. ``undo`` is
     told to ``close`` before anything is made: an interrupt may come before the caller has this
     object. One that nobody closes runs nothing as it goes, see ``SwapDirectory``.
-    ``after_close`` is called when all files are closed, and may be called twice.
+    ``after_close`` is called when all files are closed, or are to stay open, and may be so twice.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TieredState:
         device: ComputeDevice | None = None,
         overlap: bool = True,
         undo: Undo | None = None,
-        after_close: Callable[[], None] | None = None,
+        after_close: Callable[[], object] = lambda: None,
     ) -> None:
         self.placement = placement
         self._rule = rule
@@ -81,8 +81,8 @@ class TieredState:
         """Grows before a step or somebody who writes values changes any."""
         self.is_kept = False  # whether ``close`` does nothing, as values are still to be read
         self._undo = Undo()
-        if after_close is not None:
-            self._undo.callback(after_close)
+        self._after_close = after_close
+        self._undo.callback(after_close)
         if undo is not None:
             undo.callback(self.close)
         try:
@@ -391,8 +391,8 @@ class TieredState:
         """Stop, and remove the swap files, unless they are to be kept. Idempotent; raises nothing
         that happened in the background. Does nothing in a forked child.
         """
-        if not self.is_kept and os.getpid() == self._process:
-            self._undo.close()
+        if os.getpid() == self._process:
+            (self._after_close if self.is_kept else self._undo.close)()
 
     def _touched(self, step: Step) -> Iterator[Subgroup]:
         for group in self.layout.subgroups:

@@ -30,6 +30,7 @@ from aio.descriptors import Descriptor
 from swap.interruptions.forks import note
 from swap.snapshots.contents import FileRange
 from swap.storage.drives.directory import FOLDER, check_folder, locked, make_shared, try_to_lock
+from swap.storage.volumes import SharedFile
 
 _STORE = re.compile(r"[0-9a-f]{12}")
 _FILE = re.compile(r"([0-9a-f]{12})\.swap")
@@ -301,8 +302,8 @@ def _kept_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _punch_others(path: Path, needed: Sequence[FileRange]) -> None:
-    """Give all of a file back but for some ranges."""
-    with Descriptor(path, os.O_RDWR, exact=True) as file:
+    """Give all of a file back but for some ranges, unless somebody else reads it."""
+    with SharedFile(path) as file:
         at = 0
         ends = [(path.stat().st_size, 0)]
         for offset, nbytes in sorted([*((r.offset, r.nbytes) for r in needed), *ends]):

@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aio import AioError, Engine, File, Operation
-from aio.descriptors import Descriptor
 from aio.errors import is_no_room, let_go
 from swap.interruptions.forks import note
 from swap.interruptions.undo import Undo, behind
 from swap.storage.drives.directory import SwapDirectory
 from swap.storage.pins import Pins
 from swap.storage.transfers import Kind, Transfers
-from swap.storage.volumes import ALIGNMENT, Extent, Volume, grown_anywhere, side_by_side
+from swap.storage.volumes import ALIGNMENT, Extent, SharedFile, Volume, grown_anywhere, side_by_side
 
 __all__ = ["ALIGNMENT", "Extent", "ExtentStore"]
 
@@ -222,7 +221,7 @@ class ExtentStore:
         ``close_adopted``. Its extents have to be pinned before they are used.
         """
         with self._lock:
-            holes = Descriptor(path, os.O_RDWR, exact=True)  # through which ranges go back
+            holes = SharedFile(path)  # through which ranges go back
             self._adopted.callback(holes.close)
             file = self._engine.open(path, "r")
             self._adopted.callback(file.close)

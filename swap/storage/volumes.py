@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from aio import AioError, File, RangeAllocator
+from aio import AioError, File, RangeAllocator, naming
 from aio.descriptors import Descriptor
+from swap.interruptions.forks import note
 from swap.storage.checksums import BlockSums
 from swap.storage.drives.directory import SwapDirectory
 
@@ -33,6 +37,34 @@ class Extent:
         return self.pieces or (self,)
 
 
+class SharedFile(Descriptor):
+    """A file that several may read, of which one, who has it by itself, may give ranges back: a
+    block whose values are to be read still (`RestoreError`) has it open after its end. Each has a
+    shared `flock` on it; a forked child has none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ``OSError``."""
+        super().__init__(path, os.O_RDWR, exact=True)
+        note(self)
+        with naming(path):
+            fcntl.flock(self.number, fcntl.LOCK_SH)
+
+    def after_fork(self) -> None:
+        self.close()
+
+    def punch(self, offset: int, nbytes: int) -> bool:
+        """As of any; False, too, where others may read it."""
+        try:
+            fcntl.flock(self.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        else:
+            return super().punch(offset, nbytes)
+        finally:  # what fails has lost the lock that was there
+            fcntl.flock(self.number, fcntl.LOCK_SH)
+
+
 @dataclass(slots=True)
 class Volume:
     """One directory's file, its free ranges, and how much load it was given for its share."""
@@ -44,7 +76,7 @@ class Volume:
     share: float = 0.0
     ranges: RangeAllocator = field(default_factory=lambda: RangeAllocator(0, alignment=ALIGNMENT))
     directory: SwapDirectory | None = None
-    holes: Descriptor | None = None
+    holes: SharedFile | None = None
     """Of an adopted file: by what its ranges are given back."""
     is_avoided: bool = False
     """Whether new extents go to others, as a write here has failed."""

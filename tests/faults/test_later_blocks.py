@@ -2,7 +2,9 @@
 a later block.
 """
 
+import os
 import pickle
+import signal
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -14,8 +16,19 @@ from torch import nn
 import infinity
 from infinity import restoring
 from swap.storage.components import ComponentStore
+from swap.storage.volumes import SharedFile
 from tests.support.damage import fail, restore_error
-from tests.support.training import same_bits
+from tests.support.models import seeded
+from tests.support.snapshot_runs import (
+    ADAMW,
+    Net,
+    assert_restored,
+    block_of,
+    everything,
+    left_empty,
+    train,
+)
+from tests.support.training import least_budget, same_bits
 
 BIG = 256  # 256 x 256 elements are on NVMe, biases and norms are not
 
@@ -124,3 +137,58 @@ def test_retry_where_the_model_has_another_shape_is_refused_and_works_later(tmp_
     model[1].weight = lost
     error.retry()
     _check_whole(model, tmp_path)
+
+
+def _restore_and_fail(model: nn.Module, nvme: Path, least: int, patch: pytest.MonkeyPatch) -> None:
+    with infinity.offload(model, nvme, host_memory=least, optimizer=ADAMW) as offloaded:
+        offloaded.restore("2")
+        patch.setattr(ComponentStore, "read", fail)
+
+
+def test_snapshots_are_free_when_a_block_has_ended_in_an_error_that_keeps_its_values(
+    tmp_path: Path,
+) -> None:
+    """The next block may restore one, and drop that of which the error's values are; they stay."""
+    nvme, least = tmp_path / "nvme", least_budget(Net, tmp_path)
+    with left_empty(nvme, Net):
+        with block_of(Net, nvme, least) as offloaded:
+            for number in range(3):
+                train(offloaded, number, number + 1)
+                offloaded.snapshot(str(number))
+                if number == 0:
+                    old = everything(offloaded)
+            new = everything(offloaded)
+        model = seeded(Net, 1)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(infinity.RestoreError) as caught:
+            _restore_and_fail(model, nvme, least, patch)
+        with block_of(Net, nvme, least, 2) as offloaded:
+            assert_restored(offloaded, old, "0")
+            offloaded.drop_snapshot("2")
+        with block_of(Net, nvme, least, 3) as offloaded:
+            assert_restored(offloaded, old, "0")
+        caught.value.retry()
+    for name, found in model.named_parameters():
+        assert same_bits(found, new[f"weight of {name}"].view_as(found)), name
+
+
+def test_child_forked_beside_a_kept_error_keeps_no_space_of_snapshots(tmp_path: Path) -> None:
+    path = tmp_path / "kept.swap"
+    path.write_bytes(bytes([1]) * 8192)
+    with SharedFile(path) as first, SharedFile(path) as second:
+        assert not first.punch(0, 4096)
+        second.close()
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writing, b"1")
+            signal.pause()
+        os.read(reading, 1)  # what it does at once is done
+        try:
+            assert first.punch(0, 4096)
+            first.close()
+            with SharedFile(path) as other:
+                assert other.punch(4096, 4096)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert path.read_bytes() == bytes(8192)
