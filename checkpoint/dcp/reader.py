@@ -34,6 +34,7 @@ from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.format.records import Manifest
 from checkpoint.format.slices import Shape
+from checkpoint.loading.manifest_cache import damage_noted
 from checkpoint.loading.opened import OpenCheckpoint
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.outside import carrying, entrance, outside
@@ -108,7 +109,8 @@ class StorageReader(TorchStorageReader):
         """
         manifest = self._known_manifest()
         try:
-            self._read(manifest, plan, planner)
+            with damage_noted(self.path, self._moved):
+                self._read(manifest, plan, planner)
         except (CorruptCheckpointError, OSError) as error:
             if _uuid_at(self.path) in (manifest.uuid, None):
                 raise

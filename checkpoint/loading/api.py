@@ -21,6 +21,7 @@ from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.records import Manifest
 from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree, empty_tree
 from checkpoint.loading.into import IntoPlan, count_whole_targets, names_lacking, plan_into
+from checkpoint.loading.manifest_cache import damage_noted
 from checkpoint.loading.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.outside import entrance
 from checkpoint.plan.selection import Selection
@@ -58,8 +59,7 @@ def load(
     first of them that is asked for (and saved, if not `strict`); targets that overlap in another
     way hold the value of either where they do. `map_location`: device of new tensors; None for the
     one that each was saved from. Arrays are in host memory. A counter (`collections.Counter`) in
-    `into` is one value.
-    `verify=False` skips the checksums of data.
+    `into` is one value. `verify=False` skips the checksums of data.
 
     `dtype`: tensors of floating-point numbers come in this dtype, rounded as `Tensor.to` rounds,
     and those of `into` must have it; arrays, and all other tensors, come as they were saved.
@@ -78,10 +78,10 @@ def load(
 
     Raises FileNotFoundError for a missing path, IncompleteCheckpointError for one without manifest,
     CorruptCheckpointError naming file, tensor and extent for damage, ValueError for a pattern that
-    matches nothing, for no pattern at all, for an `into` that does not fit or, however `strict`,
-    has nothing of the checkpoint, and for a `dtype` that leaves which share memory cannot all have,
-    OSError for what cannot be read. After an error, or an interrupt, tensors of `into` may hold old
-    and new values.
+    matches nothing, for no pattern at all, for a device that is not there, for an `into` that does
+    not fit or, however `strict`, has nothing of the checkpoint, and for a `dtype` that leaves which
+    share memory cannot all have, OSError for what cannot be read. After an error, or an interrupt,
+    tensors of `into` may hold old and new values.
     """
     checkpoint = checkpoint_path(path)
     check_staging_bytes(staging_bytes)
@@ -90,8 +90,7 @@ def load(
     check_flag("strict", strict)
     _check_dtype(dtype)
     moved = relocation(stripe_dirs)
-    device = None if map_location is None else _device(map_location)
-    wanted = _Wanted(Selection(only, strict=strict), device, dtype)
+    wanted = _Wanted(Selection(only, strict=strict), _device(map_location), dtype)
     is_inference = torch.is_inference_mode_enabled()
     copier = copier_of_caller(follows=True)
     options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=verify, copier=copier)
@@ -104,7 +103,8 @@ def load(
             return with_current_manifest(checkpoint, attempt, moved)
 
     copier.finish_caller()
-    return sheltered(work, "checkpoint-load")
+    with damage_noted(checkpoint, moved, reads_all=only is None and into is None and verify):
+        return sheltered(work, "checkpoint-load")
 
 
 @entrance
@@ -138,8 +138,10 @@ def is_unmixed(loaded: Path, damaged: Sequence[Path], options: Mapping[str, Any]
     return True
 
 
-def _device(map_location: str | torch.device) -> torch.device:
+def _device(map_location: str | torch.device | None) -> torch.device | None:
     """Of a device without a number, that of this thread: loads have threads of their own."""
+    if map_location is None:
+        return None
     try:
         device = torch.device(map_location)
         torch.empty(0, device=device)  # raises what the device's module does

@@ -6,8 +6,8 @@ changed would take the interpreter from the training beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,10 @@ from checkpoint.format.records import Manifest
 from checkpoint.outside import raised_as_they_are
 
 _Stamp = tuple[int, ...]
+_damaged: dict[_Stamp, None] = {}
+"""Manifests, by what tells their files, of checkpoints that this process found damaged as it read
+their data, by whichever manager or none; the last of them."""
+_MOST_DAMAGED = 10_000
 T = TypeVar("T")
 
 
@@ -29,7 +33,6 @@ class KnownManifests:
     def __init__(self, moved: Relocation = AS_SAVED) -> None:
         self._moved = moved
         self._known: dict[Path, tuple[_Stamp, Manifest]] = {}
-        self._damaged: dict[Path, _Stamp | None] = {}
 
     def add(self, checkpoint: Path, manifest: Manifest) -> None:
         """This process has just written the manifest of a checkpoint."""
@@ -82,7 +85,7 @@ class KnownManifests:
     def note_whole(self, checkpoint: Path, options: Mapping[str, object]) -> None:
         """A load with these `options` found no damage, and looked at everything."""
         if not options.keys() & {"only", "into", "verify"}:
-            self._damaged.pop(checkpoint, None)
+            note_whole(checkpoint)
 
     def note_damage(self, checkpoint: Path) -> None:
         """A load found some. What a look at the files finds as well (a disk is away) is found again
@@ -90,7 +93,7 @@ class KnownManifests:
         """
         with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
             self.check(checkpoint)
-            self._damaged[checkpoint] = _stamp(checkpoint)
+            _note(_stamp(checkpoint))
 
     def noting(
         self,
@@ -114,12 +117,43 @@ class KnownManifests:
 
     def was_damaged(self, checkpoint: Path) -> bool:
         """Whether a load found damage in what is there still."""
-        found = self._damaged.get(checkpoint)
-        return found is not None and found == _stamp(checkpoint)
+        return _stamp(checkpoint) in _damaged
 
     def forget(self, checkpoint: Path) -> None:
         """The checkpoint is gone."""
         self._known.pop(checkpoint, None)
+
+
+def note_whole(checkpoint: Path) -> None:
+    """All of a checkpoint was read, and is as it was saved."""
+    stamp = _stamp(checkpoint)
+    if stamp is not None:
+        _damaged.pop(stamp, None)
+
+
+def note_damage(checkpoint: Path, moved: Relocation) -> None:
+    """As `KnownManifests.note_damage`, by what knows no series."""
+    KnownManifests(moved).note_damage(checkpoint)
+
+
+@contextmanager
+def damage_noted(checkpoint: Path, moved: Relocation, *, reads_all: bool = False) -> Iterator[None]:
+    """Around what reads data of a checkpoint, or all of them."""
+    try:
+        yield
+    except CorruptCheckpointError:
+        note_damage(checkpoint, moved)
+        raise
+    if reads_all:
+        note_whole(checkpoint)
+
+
+def _note(stamp: _Stamp | None) -> None:
+    if stamp is None:
+        return
+    _damaged[stamp] = None
+    while len(_damaged) > _MOST_DAMAGED:
+        _damaged.pop(next(iter(_damaged)), None)
 
 
 def _files_of(manifest: Manifest) -> Manifest:

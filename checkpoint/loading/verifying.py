@@ -16,6 +16,7 @@ from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.names import PAD_PREFIX
 from checkpoint.format.records import ChunkRecord, Manifest
 from checkpoint.format.tree import decode_tree
+from checkpoint.loading.manifest_cache import damage_noted
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
@@ -88,7 +89,8 @@ def verify(
         return with_current_manifest(checkpoint, attempt, moved)
 
     try:
-        return sheltered(work, "checkpoint-verify")
+        with damage_noted(checkpoint, moved, reads_all=True):
+            return sheltered(work, "checkpoint-verify")
     except CorruptCheckpointError as error:
         return reports[0] if reports else VerifyReport(checkpoint, "", 0, 0, (error,))
 
