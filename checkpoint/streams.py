@@ -116,7 +116,8 @@ class _StreamWriter(io.BufferedIOBase):
     def write(self, data: Any, /) -> int:
         """Takes all of `data`. Raises the error of any write before, too."""
         self._check_open()
-        view = memoryview(data).cast("B")
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes else memoryview(b"")  # no shape with a 0 can be cast
         done = 0
         try:
             while done < len(view):

@@ -6,6 +6,8 @@ their names. Nothing is written before everything fits.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -129,11 +131,18 @@ def check_into(
         TensorRead(index, target)
         for index, target in targets_of(manifest, assembler.tensors, {}).items()
     )
-    _check_values((), into, saved, selection)
-    if absent and not plan.reads:
+    num_values = _check_values((), into, saved, selection)
+    if plan.reads or num_values or saved.is_empty:
+        return plan
+    if absent:
         raise ValueError(
             f"none of the {absent} tensors of into is in the checkpoint, which "
             f"{saved.some_names()}; strict=False allows for some that are not, not for all"
+        )
+    if selection.is_everything:
+        raise ValueError(
+            f"into has no leaf that is in the checkpoint, which {saved.some_names()}; leave it out "
+            "to load new ones"
         )
     return plan
 
@@ -186,17 +195,20 @@ def _items(tree: Any) -> list[tuple[object, Any]]:
     return list(tree.items() if isinstance(tree, dict) else enumerate(tree))
 
 
-def _check_values(path: Path, into: Any, saved: SavedLeaves, selection: Selection) -> None:
-    """Raises ValueError for a plain value of the live tree that the checkpoint lacks."""
+def _check_values(path: Path, into: Any, saved: SavedLeaves, selection: Selection) -> int:
+    """How many plain values of the live tree are to be replaced. Raises ValueError for one that the
+    checkpoint lacks.
+    """
     if type(into) in _CONTAINERS:
-        for key, item in _items(into):
-            _check_values((*path, key), item, saved, selection)
-    elif (
-        not is_target(into)
-        and selection.wants(natural_name(path))
-        and (selection.is_strict or not saved.lacks(path))
-    ):
-        saved.value(path)
+        return sum(
+            _check_values((*path, key), item, saved, selection) for key, item in _items(into)
+        )
+    if is_target(into) or not selection.wants(natural_name(path)):
+        return 0
+    if not selection.is_strict and saved.lacks(path):
+        return 0
+    saved.value(path)
+    return 1
 
 
 def _replace(path: Path, into: Any, saved: SavedLeaves, selection: Selection) -> Any:
@@ -265,6 +277,7 @@ def _target(
     if not isinstance(value, torch.Tensor):
         if comes != view.dtype:
             raise ValueError(f"{where} is a byte sink, which takes {view.dtype} as it was saved")
+        _check_ranges(where, value, shape)
         return SinkTarget.of(value, shape, dtype.itemsize)
     is_strided = value.layout == torch.strided and not value._is_zerotensor()
     if value.is_meta or not is_strided or value.is_quantized:
@@ -279,6 +292,26 @@ def _target(
             f"{where} is a tensor whose elements share memory with each other, as expanded ones do"
         )
     return TensorTarget.of(value, view.dtype)
+
+
+def _check_ranges(where: str, sink: Any, shape: tuple[int, ...]) -> None:
+    """Raises ValueError for ranges of a `PartialSink` that are none of its tensor."""
+    with outside():
+        if not isinstance(sink, PartialSink):
+            return
+        given = sink.ranges
+    numel = math.prod(shape)
+    try:
+        ranges = [(operator.index(first), operator.index(length)) for first, length in given]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where} has ranges={given!r}, which are not pairs (first, length) of elements"
+        ) from error
+    for first, length in ranges:
+        if first < 0 or length < 0 or first + length > numel:
+            raise ValueError(
+                f"{where} has the range {(first, length)}, which is not within its {numel} elements"
+            )
 
 
 def _check_carried(where: str, value: Any, saved: np.dtype[Any] | None) -> None:

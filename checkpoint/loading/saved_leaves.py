@@ -29,6 +29,10 @@ class SavedLeaves:
         is_there = path in self._data or path in self._values
         return not is_there and natural_name(path) not in self._names
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._data and not self._values
+
     @cached_property
     def _data_paths(self) -> dict[str, Path]:
         return _by_name(self._data)

@@ -1,0 +1,89 @@
+"""Trees to load into that take nothing, or not what they say."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
+
+
+class Part:
+    """A sink of a range of a tensor."""
+
+    dtype, shape = torch.float32, (4,)
+
+    def __init__(self, ranges: Any) -> None:
+        self.ranges = ranges
+        self.data = bytearray(16)
+
+    def write(self, start: int, data: memoryview) -> None:
+        self.data[start : start + len(data)] = data
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    checkpoint.save({"w": torch.ones(4), "step": 3}, tmp_path / "step")
+    return tmp_path / "step"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("into", [{}, [], (), {"a": {}, "b": []}], ids=str)
+def test_into_without_leaves_is_refused(step: Path, into: Any, strict: bool) -> None:
+    with pytest.raises(ValueError, match=r"into has no leaf that is in the checkpoint.*'w'"):
+        checkpoint.load(step, into=into, strict=strict)
+
+
+@pytest.mark.parametrize("into", [{"q": 7}, {"a": {"b": "c"}}, [None]], ids=str)
+def test_into_with_values_alone_that_the_checkpoint_lacks_is_refused(step: Path, into: Any) -> None:
+    with pytest.raises(ValueError, match="into has no leaf that is in the checkpoint"):
+        checkpoint.load(step, into=into, strict=False)
+
+
+def test_into_with_one_leaf_of_any_kind_that_is_there_is_loaded(step: Path) -> None:
+    assert checkpoint.load(step, into={"step": 0, "q": 7}, strict=False) == {"step": 3, "q": 7}
+    into = {"w": torch.zeros(4), "gone": torch.zeros(2)}
+    assert checkpoint.load(step, into=into, strict=False)["w"].sum() == 4
+
+
+def test_patterns_that_need_not_match_leave_into_as_it_is(step: Path) -> None:
+    assert checkpoint.load(step, only="x*", into={"q": 7}, strict=False) == {"q": 7}
+
+
+def test_empty_checkpoint_is_loaded_into_an_empty_tree(tmp_path: Path) -> None:
+    checkpoint.save({}, tmp_path / "step")
+    assert checkpoint.load(tmp_path / "step", into={}) == {}
+
+
+@pytest.mark.parametrize("ranges", [((2, 3),), ((-1, 2),), ((0, -1),), ((5, 0),)], ids=str)
+def test_sink_of_a_range_beyond_its_tensor_is_refused_by_name(
+    step: Path, ranges: Iterable[tuple[int, int]]
+) -> None:
+    with pytest.raises(ValueError, match=r"into\['w'\] has the range .* within its 4 elements"):
+        checkpoint.load(step, into={"w": Part(ranges), "step": 0})
+
+
+@pytest.mark.parametrize("ranges", [(3,), 7, (("a", "b"),), ((1, 2, 3),)], ids=str)
+def test_sink_with_ranges_that_are_none_is_refused_by_name(step: Path, ranges: Any) -> None:
+    with pytest.raises(ValueError, match=r"into\['w'\] has ranges=.* not pairs"):
+        checkpoint.load(step, into={"w": Part(ranges), "step": 0})
+
+
+def test_sink_of_ranges_within_its_tensor_gets_them(step: Path) -> None:
+    sink = Part(((1, 2), (4, 0)))
+    checkpoint.load(step, into={"w": sink, "step": 0})
+    assert np.frombuffer(sink.data, np.float32)[1:3].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("data", [b"", np.zeros((2, 0)), np.zeros((0, 3), np.int16)], ids=str)
+def test_stream_takes_nothing_of_any_shape(tmp_path: Path, data: Any) -> None:
+    with checkpoint.open_stream(tmp_path / "file", "wb") as stream:
+        assert stream.write(data) == 0
+        assert stream.write(b"abc") == 3
+    assert (tmp_path / "file").read_bytes() == b"abc"
