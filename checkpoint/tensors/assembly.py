@@ -115,6 +115,20 @@ def _check_flags(path: Path, node: DataNode, dtype: torch.dtype) -> None:
         raise _corrupt(path, "not a device") from error
 
 
+@lru_cache
+def _usable(name: str) -> torch.device:
+    """The device that a tensor was saved from. Raises ValueError if this machine has none such."""
+    device = torch.device(name)
+    try:
+        torch.empty(0, device=device)  # raises what the device's module does
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ValueError(
+            f"a tensor was saved from {device}, which is no device of this machine ({error}); give "
+            "one as map_location="
+        ) from error
+    return device
+
+
 def _checked_view(manifest: Manifest, path: Path, node: DataNode) -> TensorView:
     place = _sizes(path, node["view"])
     shape, strides = _sizes(path, node["shape"]), _sizes(path, node["strides"])
@@ -268,7 +282,7 @@ class Assembler:
     def _device_of(self, node: DataNode) -> torch.device:
         if "array" in node:
             return _CPU
-        return torch.device(node.get("device", _CPU)) if self._device is None else self._device
+        return self._device or _usable(node.get("device", "cpu"))
 
     def _view(self, view: TensorView, device: torch.device) -> torch.Tensor:
         base = self._stored(view.tensor, device)

@@ -203,8 +203,8 @@ def _check_tensor(tensor: torch.Tensor) -> None:
     if kind not in _TENSOR_TYPES:
         raise TypeError(
             f"{kind.__module__}.{kind.__qualname__} is a tensor type it does not know; save a "
-            "plain tensor of its values, such as tensor.detach().clone(), or full_tensor() of a "
-            "DTensor"
+            "plain tensor of its values, such as tensor.detach().as_subclass(torch.Tensor) of one "
+            "in memory, or full_tensor() of a DTensor"
         )
     if tensor.is_nested:
         raise TypeError("a nested tensor; save the list of tensors that its unbind() gives")
@@ -300,6 +300,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def array_source(array: np.ndarray[Any, Any]) -> Source:
     """Source of a numpy array; a dtype that torch lacks travels as bytes in one more dimension."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("a masked array; save its .data and its .mask as two arrays")
     if type(array) is not np.ndarray:
         raise TypeError(f"{type(array).__name__}, a kind of array; convert it with numpy.asarray")
     element, extra = elements.of_numpy(array.dtype)

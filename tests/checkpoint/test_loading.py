@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import checkpoint
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
+from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.tensors.boxes import check_target
 from tests.checkpoint.trees import assert_same, bits
 
@@ -359,3 +361,16 @@ def test_a_device_that_is_not_there_is_a_value_error(tmp_path: Path) -> None:
     for device in ("hpu", "xpu:3", "cuda:99"):
         with pytest.raises(ValueError, match="is no device of this machine"):
             checkpoint.load(tmp_path / "step", map_location=device)
+
+
+def test_device_of_another_machine_is_a_value_error_that_names_the_remedy(tmp_path: Path) -> None:
+    checkpoint.save({"w": torch.ones(3)}, tmp_path / "step")
+    manifest = tmp_path / "step" / MANIFEST_NAME
+    text = manifest.read_bytes().split(b"\n", 1)[1]
+    text = text.replace(b'{"tensor":0}', b'{"tensor":0,"device":"cuda:99"}')
+    assert b"cuda:99" in text
+    digest = hashlib.sha256(text).hexdigest().encode()
+    manifest.write_bytes(b'{"sha256":"' + digest + b'",\n' + text)
+    with pytest.raises(ValueError, match=r"saved from cuda:99, .* give one as map_location="):
+        checkpoint.load(tmp_path / "step", map_location=None)
+    assert checkpoint.load(tmp_path / "step")["w"].sum() == 3
