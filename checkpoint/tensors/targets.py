@@ -76,11 +76,11 @@ class TensorTarget(NamedTuple):
             for axis, (low, size) in enumerate(zip(start, shape, strict=True)):
                 part = part.detach().narrow(axis, low, size)
         if self.saved != part.dtype:
-            return Place(None, carrying(BoxWriter(part.detach(), shape, self.saved)))
+            return Place(None, BoxWriter(part.detach(), shape, self.saved))
         if self.address is not None and part.is_contiguous():
             return Place(part.data_ptr(), None)
         part = integer_view(part.detach())
-        return Place(None, carrying(BoxWriter(part, shape, part.dtype)))
+        return Place(None, BoxWriter(part, shape, part.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ class BoxWriter:
     shape: Shape
     dtype: torch.dtype
 
+    @carrying
     def __call__(self, first_byte: int, data: memoryview) -> None:
         self.copy(first_byte, data, _copy)
 
