@@ -12,10 +12,28 @@ from collections.abc import Sequence
 
 import torch
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes."""
+
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the bytes of a strided tensor are its values, as far as it has memory."""
     return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of the values of a strided tensor, as whole numbers of shape [elements, words of
+    one]: they tell 0.0 from -0.0, and one NaN from another.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    word = _WORDS.get(tensor.dtype.itemsize, torch.int64)
+    return flat.view(word).view(flat.numel(), tensor.dtype.itemsize // word.itemsize)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two strided tensors are of one kind and have the same values, bit for bit."""
+    is_like = one.shape == other.shape and one.dtype == other.dtype
+    return is_like and torch.equal(bits_of(one), bits_of(other))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

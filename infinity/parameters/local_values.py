@@ -8,7 +8,7 @@ from aio import AioError
 from infinity.parameters.records import Record
 from swap.interruptions.apart import run_apart
 from swap.interruptions.mixture import Scope
-from swap.plain import check_memory
+from swap.plain import bits_of, check_memory
 from swap.tiered import TieredState
 
 
@@ -22,18 +22,18 @@ def weight_of(state: TieredState, record: Record) -> torch.Tensor:
 def write_back(state: TieredState, record: Record) -> None:
     """Take what a program made of the weights of ``record``.
 
-    Elements that were changed become the master exactly; the others keep the master's low bits.
-    Raises ``AioError`` when they cannot be written. What there was is put back then; where that
-    fails, too, it is mixed.
+    Elements of which a bit was changed become the master exactly; the others keep the master's low
+    bits. Raises ``AioError`` when they cannot be written. What there was is put back then; where
+    that fails, too, it is mixed.
     """
     before = weight_of(state, record).view(-1)
     kept = slice(record.first, record.first + record.spec.numel)
     check_memory(f"the value of {record.name}", record.parameter.data)
     after = record.parameter.data.reshape(-1)[kept].to(before.dtype)
-    if torch.equal(before, after):
+    changed = (bits_of(before) != bits_of(after)).any(1)
+    if not changed.any():
         return
     master = state.read_values(record.index, 0, record.spec.numel)
-    changed = before != after
     values = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
 
     def fill() -> None:

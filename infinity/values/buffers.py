@@ -11,6 +11,7 @@ from torch import nn
 
 from aio.threads import Latch
 from infinity.parameters.first_values import Values
+from swap.plain import bits_of
 
 
 class BufferConversion:
@@ -82,7 +83,7 @@ class BufferConversion:
         came = self._convert(before)
         if _kind(buffer) != _kind(came) or came.layout != torch.strided:
             return None
-        return (_bits(buffer) != _bits(came)).any(-1).view(came.shape)
+        return (bits_of(buffer) != bits_of(came)).any(1).view(came.shape)
 
     def _convert(self, buffer: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if self._dtype and buffer.is_floating_point() else buffer.dtype
@@ -116,12 +117,6 @@ def _has_each_element_once(tensor: torch.Tensor) -> bool:
             return False
         reach += stride * (size - 1)
     return True
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Of shape [elements, bytes of one]."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return flat.view(torch.uint8).view(-1, tensor.dtype.itemsize)
 
 
 def _converted(

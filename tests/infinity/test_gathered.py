@@ -11,7 +11,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import Stack, seeded, vector_loss, vectors
-from tests.support.training import same_bits, values_of
+from tests.support.training import WHOLE, same_bits, values_of
 
 
 def _add_one(model: Stack) -> None:
@@ -142,3 +142,36 @@ def test_a_swapped_parameter_is_named(host_memory: int, nvme: Path) -> None:
     for name, value in values_of(model).items():
         assert same_bits(value, before[name])
     assert torch.isfinite(model(vectors(0))).all()
+
+
+def _bits_only(weight: torch.Tensor) -> torch.Tensor:
+    """Other bits that compare as equal, or as unequal already before: signs of zero, one NaN for
+    another.
+    """
+    changed = weight.detach().clone()
+    words = changed.view(-1).view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
+    words[words == 0] = torch.iinfo(words.dtype).min
+    words[changed.view(-1).isnan()] += 1
+    return changed
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_changes_that_are_bits_alone_are_taken(
+    dtype: torch.dtype | None, host_memory: int, nvme: Path
+) -> None:
+    model = seeded(Stack)
+    weight = model.layer(0).weight
+    with torch.no_grad():
+        weight.view(-1)[::2] = 0.0
+        weight.view(-1)[1::4] = float("nan")
+    with infinity.offload(
+        model, nvme, host_memory=WHOLE if dtype else host_memory, compute_dtype=dtype
+    ) as offloaded:
+        with offloaded.gathered(weight, modify=True):
+            expected = _bits_only(weight)
+            assert not same_bits(expected, weight.detach())
+            weight.data.copy_(expected)
+        with offloaded.gathered(weight):
+            assert same_bits(weight.detach(), expected)
+        assert same_bits(weight.detach(), expected)
+    assert torch.signbit(model.layer(0).weight.view(-1)[::2]).all()

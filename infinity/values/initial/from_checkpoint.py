@@ -28,6 +28,7 @@ from infinity.values.initial.initialisers import Initialisers
 from infinity.values.initial.saved_masters import master_beside, says_training
 from infinity.values.initial.weight_files import converts, listed
 from infinity.values.initial.weight_names import prefix_of, remedy_for
+from swap.plain import same_bits
 
 _log = logging.getLogger(__name__)
 _COMPARED = 1 << 18
@@ -156,7 +157,7 @@ def are_equal(one: StoredValues, other: StoredValues) -> bool:
         return False
     dtype, numel = torch.promote_types(*dtypes), math.prod(one.shape)
     return all(
-        torch.equal(
+        same_bits(
             one.read(first, min(_COMPARED, numel - first)).to(dtype),
             other.read(first, min(_COMPARED, numel - first)).to(dtype),
         )

@@ -32,6 +32,7 @@ from infinity.values.initial.from_checkpoint import (
 from infinity.values.initial.initialisers import Initialisers
 from infinity.values.initial.weight_files import WeightFolder, converts, listed
 from infinity.values.initial.weight_names import Recipe, ignored_by, recipes_for, remedy_for
+from swap.plain import same_bits
 from swap.plan.rules import master_components
 from swap.tiered import CHUNK_ELEMENTS, TieredState
 
@@ -270,7 +271,7 @@ class WeightFiles:
             if isinstance(values, StoredValues) and isinstance(other, StoredValues):
                 is_equal = are_equal(values, other)
             else:
-                is_equal = torch.equal(_in_memory(values), _in_memory(other))
+                is_equal = same_bits(_in_memory(values), _in_memory(other))
             if not is_equal:
                 raise ValueError(
                     f"{first} and {name} are one tied parameter of the model and have different "
