@@ -97,11 +97,7 @@ class Training:
         )
         self._phases = Phases(state.timeline, state.device)
         self._saved = SavedTensors(
-            records,
-            rank_context.weights,
-            self._phases,
-            parts.activations,
-            lambda: self.residency.held,
+            records, rank_context.weights, self._phases, parts.activations, self.residency
         )
         self.versions = Versions(records, self.residency)
         self._views = KeptViews(records)

@@ -135,6 +135,11 @@ class ModuleResidency:
             self._end_last(frames)
         return bool(frames)
 
+    def innermost(self) -> int:
+        """The number of the last forward that runs on this thread; -1 if none does."""
+        frames = self._frames_of.get(threading.get_ident(), ())
+        return next((frame.number for frame in reversed(frames) if not has_ended(frame.call)), -1)
+
     def enter(
         self, module: nn.Module, own: list[int], call: FrameType, *, is_compiled: bool = False
     ) -> None:

@@ -8,11 +8,15 @@ again. A nested ``saved_tensors_hooks`` (activation
 checkpointing has one) hides these from us; autograd then keeps the buffer itself, which costs
 memory and changes nothing else.
 
-Of nested hooks only the innermost is called, and leaving one takes off whichever is innermost. So
-where several models are offloaded at once, the hooks of each serve all of them.
+Of nested hooks only the innermost is called. So those of one block serve all blocks of the process:
+a saved tensor that is no weight belongs to the block whose model computes on this thread, the
+innermost if several do. Outside of all forward passes (a loss) nobody can tell: it is offered to
+the block whose forward pass has last saved something here, and then to the others, from the
+outermost on, so that it stays in memory only where no block takes it. Hooks that a program entered
+around ours are called by ours, with all but weights.
 
 The hooks are those of one thread. A forward pass on another one has them for as long as it lasts,
-unless others are at work there already.
+unless others are at work there already. Blocks may end in any order, and each takes its own off.
 
 Plain PyTorch refuses a backward pass through something that was changed in place since it was
 saved. So do we: the generation of a parameter counts its updates, and the version of other tensors
@@ -22,13 +26,15 @@ is compared.
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from infinity.activations.hook_stack import Hooks, top
 from infinity.activations.offloading import Activations
 from infinity.activations.storage import SavedActivation
 from infinity.autograd.phases import Phases
@@ -43,7 +49,9 @@ _SAMPLE = 16
 """Elements that are compared before all are."""
 
 _in_use: list[SavedTensors] = []
-"""Those of all models that are offloaded now."""
+"""Those of all models that are offloaded now, the outermost block first."""
+_here = threading.local()
+"""``last``: of whose forward pass something was last saved on this thread, weakly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,12 +69,38 @@ class SavedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SavedTensor:
-    tensor: torch.Tensor
-    version: int
+    """What is no weight, as one of the blocks, the ``owner``, took it, or as it is left to
+    autograd.
+    """
+
+    owner: SavedTensors | None
+    tensor: torch.Tensor | SavedActivation
+    version: int = 0
 
 
-class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """The hooks, to be entered for as long as the model is offloaded."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Handed:
+    """What hooks of the program made of a saved tensor; of a tensor that is kept as any other."""
+
+    unpack: Callable[[Any], torch.Tensor]
+    made: Any
+
+
+class Residency(Protocol):
+    """What is known of forward passes."""
+
+    @property
+    def held(self) -> list[int]:
+        """Parameters whose weights are in place now."""
+
+    def innermost(self) -> int:
+        """The number, higher for what began later, of the last forward that runs on this thread; -1
+        if none does.
+        """
+
+
+class SavedTensors:
+    """Those of one block, to be entered for as long as the model is offloaded."""
 
     def __init__(
         self,
@@ -74,12 +108,10 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         weights: Weights,
         phases: Phases,
         activations: Activations,
-        held: Callable[[], Iterable[int]],
+        residency: Residency,
     ) -> None:
-        """``held``: parameters whose weights are in place now."""
-        super().__init__(self._pack, self._unpack)
+        self._residency = residency
         self._activations = activations
-        self._held = held
         self._records = records
         self._weights = weights
         self._phases = phases
@@ -87,70 +119,50 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self._homes = _home_ranges(records, weights)
         self._joined = threading.local()
         self._here = threading.local()  # not an ident: a later thread may have the same
-        self._take_off: Iterator[None] = iter(())
 
-    def __enter__(self) -> None:
-        self._here.has_entered = True
+    def __enter__(self) -> SavedTensors:
+        hooks = self._here.hooks = _Hooks()
         _in_use.append(self)
-        try:
-            super().__enter__()
-            # Takes them off at its first call, and nothing at a second one.
-            self._take_off = iter(torch._C._autograd._pop_saved_tensors_default_hooks, None)
-        except BaseException:
-            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if top is not None and top[0] == self.pack_hook:
-                self._take_off = iter(())
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-            raise
+        hooks.put_on()
+        return self
 
     def __exit__(self, *error: object) -> None:
         """Idempotent."""
         if self in _in_use:
             _in_use.remove(self)
-        if not getattr(self._here, "has_entered", False):
-            return  # they stay with their thread, if that is alive, and keep everything as it is
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            next(self._take_off, None)
+        hooks = getattr(self._here, "hooks", None)
+        if hooks is not None:  # else they stay with their thread, if that is alive
+            hooks.take_off()
 
     def join_thread(self) -> None:
         """A forward pass begins on this thread."""
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            self._joined.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            self._joined.hooks.__enter__()
+        if top() is None:
+            self._joined.hooks = _Hooks()
+            self._joined.hooks.put_on()
 
     def leave_thread(self) -> None:
         """It ended."""
-        hooks = self._joined.__dict__.pop("hooks", None)
+        hooks = self._joined.__dict__.get("hooks")
         if hooks is not None:
-            hooks.__exit__()
+            hooks.take_off()
+            self._joined.__dict__.pop("hooks", None)
 
-    @unseen
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        for hooks in _in_use:
-            weight = hooks.find(tensor)
-            if weight is not None:
-                return weight
-        taken = self._activations.save(tensor) if self in _in_use else None
-        if taken is not None:
-            return taken
-        version = 0 if tensor.is_inference() else tensor._version
-        # A leaf comes as the parameter itself, whose data may be swapped under it.
-        return _SavedTensor(tensor.detach() if tensor.requires_grad else tensor, version)
+    def innermost(self) -> int:
+        """That of forwards of the model."""
+        return self._residency.innermost()
 
-    @unseen
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        tensor = self._unpacked(packed)
-        copy_where_returned(tensor)
-        return tensor
+    def save(self, tensor: torch.Tensor) -> SavedActivation | None:
+        """Take what is no weight; None leaves it to autograd."""
+        return self._activations.save(tensor)
 
-    def _unpacked(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, SavedWeight):
-            return packed.owner.fetch(packed)
+    def restore(self, saved: SavedActivation) -> torch.Tensor:
+        """What ``save`` took."""
+        with outside_inference():  # it has the counter of versions of what was saved
+            return self._activations.restore(saved)
+
+    def backward_works(self) -> None:
+        """A backward pass asks for what was left to autograd, or taken."""
         self._phases.backward_works()
-        if isinstance(packed, SavedActivation):
-            with outside_inference():  # it has the counter of versions of what was saved
-                return self._activations.restore(packed)
-        return self._check_version(packed)
 
     def find(self, tensor: torch.Tensor) -> SavedWeight | None:
         """How to fetch ``tensor`` again, if it lies in the weights of a parameter."""
@@ -163,7 +175,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                 leaf.data = leaf.detach().clone()
             return saved
         if is_whole(tensor):
-            for index in self._held():
+            for index in self._residency.held:
                 if self._is_cast(tensor, self._records[index]):
                     return self._saved(index, View.of(tensor, 0), tensor.dtype)
         return None
@@ -214,16 +226,6 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         weight = self._weights.borrow(packed.index)
         return packed.view.over(weight if packed.cast is None else weight.to(packed.cast))
 
-    def _check_version(self, saved: _SavedTensor) -> torch.Tensor:
-        tensor = saved.tensor
-        if not tensor.is_inference() and tensor._version != saved.version:
-            raise RuntimeError(
-                f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that is needed for the "
-                f"gradient was modified in place: it is at version {tensor._version}, version "
-                f"{saved.version} was saved"
-            )
-        return tensor
-
     def _locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(parameter, first byte of its weights) if ``tensor`` lies in the weights of one."""
         if tensor.layout != torch.strided or not tensor.numel():
@@ -241,6 +243,86 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             return None
         first, end, index = homes[position]
         return (index, first) if stop <= end else None
+
+
+class _Hooks(Hooks):
+    """Those of all blocks, wherever they were put on."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = _pack_weight(tensor)
+        if packed is not None:
+            return packed
+        if self.outer is None:
+            return _pack(tensor)
+        pack, unpack = self.outer
+        made = pack(tensor)
+        return _Handed(unpack, _pack(made) if isinstance(made, torch.Tensor) else made)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Handed):
+            return _unpack(packed)
+        made = packed.made
+        return packed.unpack(_unpack(made) if isinstance(made, _SavedTensor) else made)
+
+
+@unseen
+def _pack_weight(tensor: torch.Tensor) -> SavedWeight | None:
+    for block in _likeliest():
+        weight = block.find(tensor)
+        if weight is not None:
+            return weight
+    return None
+
+
+@unseen
+def _pack(tensor: torch.Tensor) -> _SavedTensor:
+    blocks = _likeliest()
+    if len(blocks) > 1 and blocks[0].innermost() >= 0:
+        _here.last = weakref.ref(blocks[0])
+        blocks = blocks[:1]
+    for block in blocks:
+        taken = block.save(tensor)
+        if taken is not None:
+            return _SavedTensor(block, taken)
+    version = 0 if tensor.is_inference() else tensor._version
+    # A leaf comes as the parameter itself, whose data may be swapped under it.
+    kept = tensor.detach() if tensor.requires_grad else tensor
+    return _SavedTensor(blocks[0] if blocks else None, kept, version)
+
+
+def _likeliest() -> list[SavedTensors]:
+    """All blocks, first that to which what is saved now belongs, as far as is known."""
+    blocks = [*_in_use]
+    if len(blocks) > 1:
+        first = max(blocks, key=lambda block: block.innermost())
+        if first.innermost() < 0:
+            last = getattr(_here, "last", lambda: None)()
+            first = last if last in blocks else blocks[0]
+        blocks.sort(key=lambda block: block is not first)
+    return blocks
+
+
+@unseen
+def _unpack(packed: SavedWeight | _SavedTensor) -> torch.Tensor:
+    tensor = packed.owner.fetch(packed) if isinstance(packed, SavedWeight) else _unpacked(packed)
+    copy_where_returned(tensor)
+    return tensor
+
+
+def _unpacked(saved: _SavedTensor) -> torch.Tensor:
+    if saved.owner is not None:
+        saved.owner.backward_works()
+        if isinstance(saved.tensor, SavedActivation):
+            return saved.owner.restore(saved.tensor)
+    assert isinstance(saved.tensor, torch.Tensor)
+    tensor = saved.tensor
+    if not tensor.is_inference() and tensor._version != saved.version:
+        raise RuntimeError(
+            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that is needed for the "
+            f"gradient was modified in place: it is at version {tensor._version}, version "
+            f"{saved.version} was saved"
+        )
+    return tensor
 
 
 def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from types import FrameType
 
 from torch import nn
@@ -29,3 +30,5 @@ class Frame:
     """Its own parameters have the class that they came with."""
     outside: dict[int, Hold] = field(default_factory=dict)
     """The oldest first."""
+    number: int = field(default_factory=count().__next__)
+    """Counts all of the process, in the order in which they began."""

@@ -67,10 +67,12 @@ class _Rig:
         self.weights = _Weights(self.records, is_home=is_home)
         self.held: list[int] = []
         phases = Phases(Timeline(), torch.device("cpu"))
-        self.saved = SavedTensors(
-            self.records, self.weights, phases, Activations(), lambda: self.held
-        )
+        self.saved = SavedTensors(self.records, self.weights, phases, Activations(), self)
         self.x = torch.randn(2, WIDTH, requires_grad=True)
+
+    def innermost(self) -> int:
+        """No forward runs."""
+        return -1
 
     def weight(self, index: int) -> torch.Tensor:
         """Weights that the arena has."""
