@@ -5,16 +5,19 @@ changes.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.versions import KeptViews, Versions
+from infinity.parameters.offloaded.changes import LentMemory
 from infinity.parameters.offloaded.handlers import check_not_amid, is_amid, runs_program
 from infinity.parameters.offloaded.modes import own_modes
 from infinity.parameters.records import Record
@@ -51,6 +54,10 @@ class Loans:
         """
         self._left: dict[object, None] = {}
         """Who is done, and could not wait for the parameters to go back: see ``give_back``."""
+        self._memory: dict[int, LentMemory] = {}
+        """Where the values of what is lent lie."""
+        self._kept: list[weakref.finalize[..., Any]] = []
+        """Looks for changes in memory that programs kept a part of, maybe, when it went back."""
         self._is_over = False
 
     def lend(
@@ -107,6 +114,9 @@ class Loans:
         Raises ``RuntimeError`` if something was still lent, unless an error is on its way.
         """
         self.take_in_left()
+        while self._kept:  # what is written later is written into memory of the program's own
+            self._kept[-1]()
+            self._kept.pop()
         lent = sorted(self._residency.kept_out)
         self._is_over = True
         self._versions.note(lent)  # a save looks for changes of what is not lent
@@ -122,7 +132,10 @@ class Loans:
     def _hand_out(self, indices: Sequence[int]) -> None:
         self._residency.keep_out(indices)
         for index in indices:
-            self._residency.put(index, self._rank_context.weight_of(self._records[index]))
+            values, memory = LentMemory.of(self._rank_context.weight_of(self._records[index]))
+            if memory is not None:
+                self._memory[index] = memory
+            self._residency.put(index, values)
 
     def _keep(self, indices: Sequence[int]) -> None:
         """What was changed, of all of them or, where an interrupt comes before, of none. Ranks meet
@@ -164,6 +177,19 @@ class Loans:
                 self._residency.let_in(indices)
             finally:
                 self._versions.note(indices)
+        for index in indices:
+            memory = self._memory.pop(index, None)
+            look = None if memory is None or self._is_over else memory.given_back(index, self)
+            if look is not None:
+                self._kept = [*(kept for kept in self._kept if kept.alive), look]
+
+    def changes_told(self, index: int) -> int:
+        return self._versions.changes_told(index)
+
+    def changed_copy(self, index: int, told: int) -> None:
+        """See ``ChangeOwner``."""
+        if not self._is_over:
+            self._versions.changed_copy(index, told)
 
     def _asked(self) -> set[int]:
         return {index for indices, _ in self._lent.values() for index in indices}

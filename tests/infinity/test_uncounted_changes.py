@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -130,6 +131,54 @@ def test_uncounted_change_of_weights_is_refused_by_name(
                 write_past(parameter)
     for key, value in values_of(model).items():
         assert same_bits(value, before[key]), key
+
+
+KEEPS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda weight: weight.detach().numpy(),
+    "dlpack": lambda weight: np.from_dlpack(weight.detach()),
+    "row": lambda weight: weight.detach()[3].numpy(),
+    "tensor": lambda weight: torch.from_numpy(weight.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("modify", [True, False])
+@pytest.mark.parametrize("name", KEEPS)
+def test_writes_into_what_was_kept_of_lent_memory_are_told(
+    name: str, modify: bool, host_memory: int, nvme: Path
+) -> None:
+    model = seeded(Stack)
+    weight = model.layer(0).weight
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+        with offloaded.gathered(modify=modify):
+            kept = KEEPS[name](weight)
+        vector_loss(model, 0).backward()
+        offloaded.step()  # nothing was written
+        kept[:] = 3.0
+        del kept
+        with pytest.raises(RuntimeError, match=r"layers\.0\.weight was changed in place"):
+            offloaded.step()
+        vector_loss(model, 0).backward()
+        offloaded.step()
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_what_is_kept_of_lent_memory_up_to_the_end_is_looked_at_there(
+    is_written: bool, host_memory: int, nvme: Path
+) -> None:
+    model = seeded(Stack)
+    before = values_of(model)
+    block = infinity.offload(model, nvme, host_memory=host_memory)
+    offloaded = block.__enter__()
+    with offloaded.gathered():
+        kept = [parameter.detach().numpy() for parameter in model.parameters()]
+    if is_written:
+        kept[0][:] = 3.0
+        with pytest.raises(RuntimeError, match="was changed in place"):
+            block.__exit__(None, None, None)
+    else:
+        block.__exit__(None, None, None)
+    kept[1][:] = 3.0
+    assert all(same_bits(value, before[name]) for name, value in values_of(model).items())
 
 
 def test_hook_from_before_the_block_that_assigns_changes_what_arrives_alone(nvme: Path) -> None:

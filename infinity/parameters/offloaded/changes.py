@@ -4,7 +4,8 @@ copies of weights that programs get in the place of views, outside of forward pa
 What is written into a copy reaches no weight. It shares the version of its parameter, so what torch
 counts is noticed. What torch does not count (collectives, NumPy, another tensor that was given its
 data) is found in the bytes when the last reference to the copy goes, and counted then: in host
-memory; on other devices nothing tells when that is.
+memory; on other devices nothing tells when that is. So it is with memory that a program was lent
+and has kept a part of (an array of NumPy) when it is the program's no more.
 """
 
 from __future__ import annotations
@@ -116,20 +117,24 @@ def weight_changes(func: Any, parameter: Any) -> Changes:
     return Changes(func, parameter, updates=lambda: owner.updates_counted(index))
 
 
-class CopyOwner(Protocol):
-    """Who is told of changes in copies."""
+class ChangeOwner(Protocol):
+    """Who is told of changes in what is no weight any more."""
 
     def changes_told(self, index: int) -> int:
         """How often a change of the parameter, or of a copy of it, was told as an error."""
+
+    def changed_copy(self, index: int, told: int) -> None:
+        """Something was written into a copy of the parameter, made when that many were told."""
+
+
+class CopyOwner(ChangeOwner, Protocol):
+    """Who is told of changes in copies."""
 
     def updates_counted(self, index: int) -> int:
         """How often a step or load gave the parameter other values."""
 
     def version_beside_updates(self, index: int, tensor: torch.Tensor) -> int:
         """The version of ``tensor``, which is that of the parameter, less those updates."""
-
-    def changed_copy(self, index: int, told: int) -> None:
-        """Something was written into a copy of the parameter, made when that many were told."""
 
 
 @own_modes
@@ -159,6 +164,41 @@ def _watched(view: torch.Tensor, index: int, owner: CopyOwner) -> torch.Tensor:
     )
     finalizer.atexit = False
     return copy
+
+
+class LentMemory:
+    """Memory of values that the program is lent. What is written into it after it was given back,
+    by whoever still has a part of it, reaches no weight either.
+    """
+
+    def __init__(self, memory: Any, shown: weakref.ref[Any]) -> None:
+        self._memory, self._shown = memory, shown
+
+    @staticmethod
+    def of(values: torch.Tensor) -> tuple[torch.Tensor, LentMemory | None]:
+        """``values``, all of their storage, as a tensor to lend, and its memory; None where nothing
+        tells when that is gone.
+        """
+        if not values.is_cpu or not values.numel():
+            return values, None
+        memory = values.view(-1).view(torch.uint8).numpy()
+        shown = memory.view()
+        flat = torch.frombuffer(shown, dtype=torch.uint8).view(values.dtype)
+        return flat.view(values.shape), LentMemory(memory, weakref.ref(shown))
+
+    def given_back(self, index: int, owner: ChangeOwner) -> weakref.finalize[..., Any] | None:
+        """``owner`` is told of changes when the last who has a part of it has let go, or, before
+        that, by what is returned; None if nobody has any.
+        """
+        shown = self._shown()
+        if shown is None:
+            return None
+        told, before = owner.changes_told(index), crc32c(self._memory)
+        finalizer = weakref.finalize(
+            shown, _tell_changes, self._memory, before, weakref.ref(owner), index, told
+        )
+        finalizer.atexit = False
+        return finalizer
 
 
 def _tell_changes(memory: Any, before: int, found: Any, index: int, told: int) -> None:
