@@ -92,7 +92,7 @@ def offload(
     - ``nvme``: a directory, or one for each SSD. Swap files live there while the block runs;
       nothing stays but what snapshots keep.
     - ``optimizer``: ``AdamW(...)`` for the native kernel, a factory ``params ->
-      torch.optim.Optimizer`` for any other, None for inference.
+      torch.optim.Optimizer`` for any other, None for inference. Gradients at its end: TUNING.
     - ``device``: where to compute; None takes CUDA if there is one, else the CPU.
     - ``compute_dtype``: dtype of weights, gradients and floating-point buffers, as
       ``model.to(dtype)`` (see TUNING for ties); masters of what is trained are kept in float32.

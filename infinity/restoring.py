@@ -94,11 +94,13 @@ class Restoring:
         self._records[record.index] = record
         self._agenda.append(partial(self._restore, record))
 
-    def begin(self) -> None:
-        """All of the model is in the block: from now on what that has is given back."""
+    def begin(self, gradients: dict[int, torch.Tensor]) -> None:
+        """All of the model is in the block: from now on what that has is given back, and of the
+        gradients what is in these then.
+        """
         self._begun.set()
         self._own.clear()
-        self.gradients.clear()
+        self.gradients = gradients
 
     def before(self, steps: Callable[[], int], *waits: Callable[[], object]) -> None:
         """What ``run`` is to do first; ``waits`` can be repeated, and ``steps`` were taken."""

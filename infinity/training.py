@@ -26,6 +26,7 @@ from infinity.autograd.saved_tensors import SavedTensors
 from infinity.autograd.versions import KeptViews, Versions
 from infinity.background import BackgroundSaves
 from infinity.optim.accumulated import Accumulated
+from infinity.optim.left_gradients import LeftGradients
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer, StepTaker
 from infinity.optim.rule import OptimizerRule
@@ -374,7 +375,10 @@ class Training:
         self.versions.watch(self.model)
         undo.push(self.versions.check_at_end)
         undo.push(self.loans.end)
-        self._restoring.begin()
+        came, trains = self._restoring.gradients, self.rule.kept_by is not None
+        left = LeftGradients(self.records, self.gradients, came, trains=trains)
+        undo.push(left.settle)
+        self._restoring.begin(left.given_back)
 
     def _restore(self) -> None:
         """See ``Restoring``; what it left after an interrupt, when called again."""

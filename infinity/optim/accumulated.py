@@ -61,6 +61,11 @@ class Accumulated:
         self._state.collect_gradients()
         return self._state.gradients.present
 
+    @property
+    def arrived(self) -> frozenset[int]:
+        """Of those, the ones that have, on this rank."""
+        return self._state.gradients.present
+
     def norm(self) -> float:
         """The 2-norm over all, unscaled and before clipping."""
         return self._rank_context.norm() / self.scale.value
@@ -75,6 +80,10 @@ class Accumulated:
     def age(self, index: int) -> int:
         """How often that of a parameter was cleared or replaced."""
         return self._ages[index]
+
+    def state_of(self, index: int) -> tuple[int, int]:
+        """Another one whenever that of a parameter is."""
+        return self._ages[index], self._counts[index].changes
 
     def counts(self, index: int) -> tuple[ChangeCount]:
         """What counts the changes of that of a parameter, until it is cleared or replaced."""
