@@ -230,3 +230,9 @@ def test_values_drawn_for_a_model_on_meta_are_told(
     caplog.clear()
     with infinity.offload(torch.nn.Linear(3, 2), nvme, host_memory="1GiB"):
         assert "meta" not in caplog.text
+
+
+def test_weights_in_a_folder_whose_path_is_no_utf8_are_read(nvme: Path, tmp_path: Path) -> None:
+    _shards(tmp_path / "plain", 3.0)
+    folder = (tmp_path / "plain").rename(tmp_path / "\udcff")
+    assert all((value == 3.0).all() for value in _loaded(folder, nvme).values())

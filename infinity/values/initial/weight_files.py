@@ -138,7 +138,7 @@ class WeightFolder:
         if self._opened is None or self._opened[0] != file:
             self._look_at(file)
             try:
-                self._opened = file, safe_open(file, framework="pt")
+                self._opened = file, _opened(file)
             except SafetensorError as error:
                 raise ValueError(f"{file} is no safetensors file: {error}") from error
             self._look_at(file)
@@ -284,3 +284,16 @@ _CONVERTED = (
     {torch.float16, torch.bfloat16, torch.float32, torch.float64},
     {torch.complex32, torch.complex64, torch.complex128},
 )
+
+
+def _opened(file: Path) -> Any:
+    """By safetensors, which takes paths in UTF-8 alone: one that is none is named by a number."""
+    try:
+        os.fspath(file).encode()
+    except UnicodeEncodeError:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return safe_open(f"/proc/self/fd/{descriptor}", framework="pt")
+        finally:
+            os.close(descriptor)
+    return safe_open(file, framework="pt")
