@@ -1,8 +1,7 @@
 """Where the bytes of a save come from: tensors, arrays, and objects that read themselves.
 
 Every source gives the bytes of a row-major tensor, whatever its strides and device. One whose bytes
-already lie so in host memory says at which address, and is then read without Python. Sources are
-read from several threads at once; those that are objects of users take turns.
+lie so in host memory says where, and is read without Python. Objects of users take turns.
 """
 
 from __future__ import annotations

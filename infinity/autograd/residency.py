@@ -41,13 +41,7 @@ from torch import nn
 from infinity.autograd.refusals import Watched, check_late
 from infinity.backward_passes import has_ended, threads_alive
 from infinity.parameters.frames import Frame, Hold
-from infinity.parameters.offloaded.becoming import (
-    cover,
-    is_ours,
-    ours,
-    overwrite_data,
-    uncover,
-)
+from infinity.parameters.offloaded.becoming import cover, is_ours, ours, overwrite_data, uncover
 from infinity.parameters.offloaded.handlers import is_moving
 from infinity.parameters.offloaded.modes import own_modes, unseen
 from infinity.parameters.offloaded.parameter import (
