@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_with_everything_in_memory_updates_begin_before_their_step(
 ) -> None:
     """All but what has no weights of any size; and the next backward pass finds it published."""
     model, updated = Gpt(), Updated(monkeypatch)
-    given = {"host_memory": WHOLE, "device_memory": _DEVICE_BYTES}
+    given: dict[str, Any] = {"host_memory": WHOLE, "device_memory": _DEVICE_BYTES}
     with simulated(SimulatedDevice), infinity.offload(model, tmp_path, **given) as offloaded:
         state = offloaded._training.state
         spared = state.placement.spared
@@ -69,7 +70,7 @@ def test_spare_blocks_are_within_the_budget_that_the_plan_states(tmp_path: Path)
     model = Gpt()
     with simulated(SimulatedDevice):
         plan = infinity.plan(model, tmp_path, WHOLE, device_memory=_DEVICE_BYTES)
-        given = {"host_memory": WHOLE, "device_memory": _DEVICE_BYTES}
+        given: dict[str, Any] = {"host_memory": WHOLE, "device_memory": _DEVICE_BYTES}
         with infinity.offload(model, tmp_path, **given) as offloaded:
             placement = offloaded._training.state.placement
             assert placement.spare_bytes > 0
