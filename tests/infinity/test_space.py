@@ -12,7 +12,8 @@ import torch
 import infinity
 from aio import AioError, File
 from aio.threads import Latch
-from swap.update.pipeline import UpdatePipeline, _Pass
+from swap.update.passes import Pass
+from swap.update.pipeline import UpdatePipeline
 from swap.update.stages import Job, Stages
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget, same_bits, values_of
@@ -80,12 +81,12 @@ def test_a_disk_that_fills_up_behind_a_validated_speculative_update_costs_no_ste
     advance, start_write = UpdatePipeline._advance, Stages.start_write
     validated: list[bool] = []
 
-    def next_unless_decided(pipeline: UpdatePipeline, work: _Pass) -> Latch | None:
+    def next_unless_decided(pipeline: UpdatePipeline, work: Pass) -> Latch | None:
         with pipeline._lock:
             is_decided = work.is_validated or work.is_rolled_back
             return None if is_decided else pipeline._changes.next()
 
-    def advance_when_confirmed(self: UpdatePipeline, work: _Pass) -> None:
+    def advance_when_confirmed(self: UpdatePipeline, work: Pass) -> None:
         if work.was_speculative and not validated:
             while (change := next_unless_decided(self, work)) is not None:
                 change.wait()
