@@ -55,7 +55,9 @@ class _Member:
 class Turns:
     """Decides who is next. ``switches`` counts how often that was another thread than before."""
 
-    def __init__(self, seed: int, watched: tuple[str, ...]) -> None:
+    def __init__(
+        self, seed: int, watched: tuple[str, ...], *, most_timeouts: int = _MOST_TIMEOUTS
+    ) -> None:
         self.switches = 0
         self.now = 0.0
         self._random = random.Random(f"{seed} turns")
@@ -66,7 +68,7 @@ class Turns:
         self._watched = watched
         self._members: dict[int, _Member] = {}
         self._coming: list[_Member] = []
-        self._timeouts = 0
+        self._timeouts, self._most_timeouts = 0, most_timeouts
         self._deadlock: str | None = None
 
     @contextmanager
@@ -177,7 +179,7 @@ class Turns:
             return self._random.choices(ready, [one.weight for one in ready])[0]
         waiting = [one for one in everyone if one.deadline is not None]
         self._timeouts += 1
-        if not waiting or self._timeouts > _MOST_TIMEOUTS:
+        if not waiting or self._timeouts > self._most_timeouts:
             self._deadlock = self._told()
             for one in everyone:  # all of them end by the error
                 one.is_ready, one.deadline = None, None

@@ -1,0 +1,1 @@
+"""Training steps in simulated time: the library's own tiers over hardware that only takes time."""

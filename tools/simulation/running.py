@@ -1,0 +1,205 @@
+"""Steps of a model over the library's tiers, in simulated time."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from aio import Engine
+from infinity.optim.adamw import AdamRule
+from simulation.devices import SimulatedDevice
+from simulation.disks import SimulatedEngine
+from simulation.hardware import Hardware, Resource
+from simulation.model import SCALE, Llama, in_small, placed
+from swap.plan.layout import Segment
+from swap.plan.placement import Placement
+from swap.plan.rules import ParameterUpdate
+from swap.tiered import TieredState
+from swap.tiers import Budget
+from swap.update.stages import Step
+from tests.support.turns import Turns
+
+OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+LEARNING = 2
+"""Steps that the library learns the order of uses and the number of gradients from."""
+_MOST_TIMEOUTS = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Rates a second: operations, bytes, parameters that the processors update."""
+
+    flops: float = 400e12
+    link: float = 50e9
+    adam: float = 4e9
+    disk_read: float = 6e9
+    disk_write: float = 6e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Seconds of each step, from the beginning of its forward pass to that of the next one's; what
+    computing, and the update, take alone; what the disks take for what is moved.
+    """
+
+    steps: tuple[float, ...]
+    compute: float
+    update: float
+    read: float
+    written: float
+    disk: float
+
+    @property
+    def step(self) -> float:
+        """The mean of those in which schedules are known."""
+        return statistics.mean(self.steps[LEARNING:])
+
+    @property
+    def over_the_larger(self) -> float:
+        """Times what computing takes, or the disks."""
+        return self.step / max(self.compute, self.disk)
+
+    @property
+    def seen_of_update(self) -> float:
+        """The part of the update that a step is longer by than computing."""
+        return (self.step - self.compute) / self.update
+
+
+_MOVED_BY_KERNEL = 26
+"""Bytes that the kernel reads and writes for a parameter, gradient included: as fast as memory."""
+_MOVED_BY_COPY = 3
+"""Times the bytes of a copy: they are read, and what they replace is read before it is written."""
+
+
+class _TimedRule(AdamRule):
+    """Takes as long as the kernel does, and changes nothing."""
+
+    def __init__(self, hardware: Hardware, processors: Resource) -> None:
+        super().__init__()
+        self._hardware, self._processors = hardware, processors
+
+    def apply(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        components: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        self._hardware.spend(self._processors, "update", segment.length * SCALE)
+
+
+def simulate(model: Llama, machine: Machine, budget: Budget, *, tokens: int, steps: int) -> Outcome:
+    """``steps`` steps of ``tokens`` tokens each. Raises ``BudgetError`` and ``ValueError``."""
+    placement = placed(model, AdamRule(), budget)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        real = stack.enter_context(Engine("posix", queue_depth=4))
+        turns = Turns(0, (), most_timeouts=_MOST_TIMEOUTS)
+        stack.enter_context(turns.applied())
+        hardware = Hardware(turns)
+        stack.callback(hardware.close)
+        run = _Run(model, machine, hardware, real, tokens)
+        return run.steps(placement, folder, steps)
+
+
+class _Run:
+    """A training loop that only takes time."""
+
+    def __init__(
+        self, model: Llama, machine: Machine, hardware: Hardware, real: Engine, tokens: int
+    ) -> None:
+        self._model, self._machine, self._hardware = model, machine, hardware
+        self._tokens = tokens
+        self._device = SimulatedDevice(hardware, machine.link, SCALE)
+        self._processors = hardware.resource("processors", machine.adam)
+        reads = hardware.resource("reads", machine.disk_read)
+        writes = hardware.resource("writes", machine.disk_write)
+        self._disks = (reads, writes)
+        self._engine = SimulatedEngine(hardware, real, reads, writes, SCALE)
+        sizes = model.modules
+        ends = [sum(map(len, sizes[: number + 1])) for number in range(len(sizes))]
+        self._parameters = [
+            range(end - len(module), end) for end, module in zip(ends, sizes, strict=True)
+        ]
+
+    def steps(self, placement: Placement, folder: Path, steps: int) -> Outcome:
+        rule = _TimedRule(self._hardware, self._processors)
+        small = in_small(placement, rule)
+        with ExitStack() as stack:
+            engine = self._engine
+            stack.enter_context(patch("swap.storage.opening.Engine", lambda **_: engine))
+            stack.enter_context(patch("swap.storage.homes.copy_bytes", self._copy))
+            state = TieredState(small, rule, [folder], device=self._device)
+            stack.callback(state.close)
+            taken = 0
+            state.speculation.expect_step = lambda: self._step(taken + 1)
+            seconds = []
+            for taken in range(steps):
+                before = self._hardware.now
+                if taken == LEARNING:
+                    moved = [resource.amount for resource in self._disks]
+                self._pass(state, forward=True)
+                self._pass(state, forward=False)
+                state.step(self._step(taken + 1).updates, 1.0)
+                seconds.append(self._hardware.now - before)
+            per_step = self._per_step(moved, steps)
+            state.flush()
+        return Outcome(
+            steps=tuple(seconds),
+            compute=3 * sum(map(self._seconds, range(len(self._parameters)))),
+            update=self._model.num_parameters / self._machine.adam,
+            read=per_step[0],
+            written=per_step[1],
+            disk=max(n / resource.rate for n, resource in zip(per_step, self._disks, strict=True)),
+        )
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Within host memory: of state to a spare block, and of weights home."""
+        moved = _MOVED_BY_COPY * source.nbytes * SCALE
+        self._hardware.spend(self._processors, "update", moved / _MOVED_BY_KERNEL)
+
+    def _per_step(self, before: Sequence[float], steps: int) -> list[float]:
+        moved = zip(self._disks, before, strict=True)
+        return [(resource.amount - amount) / (steps - LEARNING) for resource, amount in moved]
+
+    def _seconds(self, module: int) -> float:
+        return self._model.flops(module, self._tokens) / self._machine.flops
+
+    def _pass(self, state: TieredState, *, forward: bool) -> None:
+        modules = range(len(self._parameters))
+        for module in modules if forward else reversed(modules):
+            holder = (forward, module)
+            state.weights.acquire(self._parameters[module], holder)
+            if forward:
+                self._device.compute(self._seconds(module))
+            else:
+                self._backward(state, module)
+            state.weights.release(holder)
+
+    def _backward(self, state: TieredState, module: int) -> None:
+        """A gradient comes when its part of the module's arithmetic is done."""
+        seconds = 2 * self._seconds(module) / sum(self._model.modules[module])
+        for parameter in reversed(self._parameters[module]):
+            spec = state.layout.specs[parameter]
+            self._device.compute(seconds * spec.numel * SCALE)
+            state.add_gradient(parameter, torch.zeros(spec.numel, dtype=spec.dtype))
+
+    def _step(self, number: int) -> Step:
+        sizes = [numel for module in self._model.modules for numel in module]
+        return Step(
+            updates={
+                index: ParameterUpdate(
+                    parameter=index, step=number, shape=torch.Size([numel]), options=OPTIONS
+                )
+                for index, numel in enumerate(sizes)
+            },
+            gradient_scale=1.0,
+        )
