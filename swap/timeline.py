@@ -110,21 +110,16 @@ class Timeline:
     def add_between(self, kind: str, start: Mark, stop: Mark) -> None:
         """What a device does between two marks, which are not moved any more."""
         self._open.append(_Span(kind, start, stop))
-        self._close_spans()
+        with self._lock:
+            self._close_spans()
 
     def _close_spans(self) -> None:
-        """Record what devices have come to the end of, in the order in which it was added.
-
-        Without waiting for the lock, see ``events``: what is left is recorded at the next chance.
+        """Record what devices have come to the end of, in the order in which it was added; with the
+        lock held.
         """
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            while self._open and (event := self._open[0].event()) is not None:
-                self._open.popleft()
-                self._note(event)
-        finally:
-            self._lock.release()
+        while self._open and (event := self._open[0].event()) is not None:
+            self._open.popleft()
+            self._note(event)
 
     @contextmanager
     def span(self, kind: str, *, label: str) -> Iterator[None]:
@@ -180,7 +175,10 @@ class Timeline:
         """Events that ended after ``since``, in the order in which they were noted. Of those of a
         device, and in totals of them, are then the ones that it has come to the end of.
         """
-        self._close_spans()
+        # A handler of a signal may have come within the lock, on this thread.
+        if not self._lock.locked():
+            with self._lock:
+                self._close_spans()
         # Copied in one step, not under the lock: a handler of a signal that came within it on the
         # main thread could call what has other threads add events.
         return [event for event in list(self._events) if event.stop > since]
