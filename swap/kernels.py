@@ -18,15 +18,14 @@ break the invariant, since which elements they are depends on the machine and on
 from __future__ import annotations
 
 import errno
-import math
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from swap._native import ffi, lib
-from swap.plain import check_plain
+from swap.adam import FLOATS, AdamHyper, AdamTensors, Origin, adam_job, address
+from swap.plain import check_array
 from swap.processors import num_threads
 
 if TYPE_CHECKING:
@@ -34,71 +33,6 @@ if TYPE_CHECKING:
 
 BLOCK = lib.SWAP_BLOCK
 """Elements that ``sum_of_squares`` adds up by themselves."""
-
-MOMENT_BLOCK = lib.SWAP_MOMENT_BLOCK
-"""Elements that share a scale where moments are kept in 8 bits."""
-
-_FLOATS = {
-    torch.float32: lib.SWAP_F32,
-    torch.bfloat16: lib.SWAP_BF16,
-    torch.float16: lib.SWAP_F16,
-}
-_MOMENTS = {
-    torch.float32: lib.SWAP_MOMENTS_F32,
-    torch.bfloat16: lib.SWAP_MOMENTS_BF16,
-    torch.uint8: lib.SWAP_MOMENTS_U8,
-}
-_LAYOUTS = {
-    (torch.bfloat16, torch.int16): lib.SWAP_HALVES,
-    (torch.bfloat16, torch.float32): lib.SWAP_COPY_BF16,
-    (torch.float16, torch.float32): lib.SWAP_COPY_F16,
-    (torch.float32, None): lib.SWAP_MASTER_ONLY,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamHyper:
-    """What one Adam step depends on besides its tensors.
-
-    ``step`` is the number of this step and counts from 1. ``grad_scale`` multiplies every gradient
-    before it is used: the inverse of a loss scale, times the clipping coefficient. ``decoupled`` is
-    the weight decay of AdamW; without it the decay is added to the gradient, as in Adam.
-
-    Raises ValueError for a value out of range.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-    grad_scale: float = 1.0
-    decoupled: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            if not value >= 0.0:
-                raise ValueError(f"{name}={value} must be 0 or more")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{name}={value} must be in [0, 1)")
-        if self.step < 1:
-            raise ValueError(f"step={self.step} must be 1 or more; the first step is number 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Which elements a call is about: from element ``first`` of ``parameter``, a number for it.
-
-    Moments of fewer than 32 bits are rounded by random bits that are a function of this and of
-    the step alone.
-    """
-
-    parameter: int
-    first: int = 0
 
 
 def adam_step(
@@ -137,87 +71,17 @@ def adam_step(
 
     Raises TypeError for a dtype and ValueError for a shape, a layout or a device that cannot be.
     """
-    rest_dtype = None if rest is None else rest.dtype
-    layout = _LAYOUTS.get((weight.dtype, rest_dtype))
-    if layout is None:
-        raise TypeError(
-            f"weight is {weight.dtype} and rest {rest_dtype}; pass torch.bfloat16 with torch.int16,"
-            " torch.bfloat16 or torch.float16 with torch.float32, or torch.float32 with None"
-        )
-    n = weight.numel()
-    _check("weight", weight, n, weight.dtype)
-    if rest is not None:
-        _check("rest", rest, n, rest.dtype)
-    _check("exp_avg", exp_avg, n, *_MOMENTS)
-    _check("exp_avg_sq", exp_avg_sq, n, exp_avg.dtype)
-    _check("grad", grad, n, *_FLOATS)
-    scales = _scales(n, exp_avg.dtype, exp_avg_scale, exp_avg_sq_scale)
-    job = ffi.new(
-        "struct swap_adam *",
-        {
-            "weight": _address(weight),
-            "rest": ffi.NULL if rest is None else _address(rest),
-            "exp_avg": _address(exp_avg),
-            "exp_avg_sq": _address(exp_avg_sq),
-            "exp_avg_scale": scales[0],
-            "exp_avg_sq_scale": scales[1],
-            "moments": _MOMENTS[exp_avg.dtype],
-            "grad": _address(grad),
-            "n": n,
-            "layout": layout,
-            "grad_float": _FLOATS[grad.dtype],
-            **_scalars(hyper),
-            **_counter(exp_avg.dtype, hyper.step, origin),
-        },
+    tensors = AdamTensors(
+        weight=weight,
+        rest=rest,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        grad=grad,
+        exp_avg_scale=exp_avg_scale,
+        exp_avg_sq_scale=exp_avg_sq_scale,
     )
-    _raise_on_error(lib.swap_adam_step(job, num_threads(threads)), "update", n)
-
-
-def _scales(n: int, dtype: torch.dtype, *scales: torch.Tensor | None) -> list[FFI.CData]:
-    """The addresses of the scales, one for each block; NULL where moments have none."""
-    blocks = -(-n // MOMENT_BLOCK)
-    for name, scale in zip(("exp_avg_scale", "exp_avg_sq_scale"), scales, strict=True):
-        if (scale is not None) != (dtype == torch.uint8):
-            raise TypeError(
-                f"{name} is {'missing' if scale is None else 'given'} and exp_avg {dtype}; pass "
-                "scales with torch.uint8, and only then"
-            )
-        if scale is not None:
-            _check(name, scale, blocks, torch.float32)
-    return [ffi.NULL if s is None else ffi.cast("float *", s.data_ptr()) for s in scales]
-
-
-def _counter(dtype: torch.dtype, step: int, origin: Origin | None) -> dict[str, int]:
-    """What random bits are a function of, in the kernel's terms."""
-    if dtype == torch.float32:
-        return {"parameter": 0, "step": step, "first": 0}
-    if origin is None:
-        raise TypeError(f"exp_avg is {dtype}; pass origin=, by which it is rounded")
-    if origin.parameter < 0 or origin.first < 0:
-        raise ValueError(f"{origin} must not be negative")
-    if dtype == torch.uint8 and origin.first % MOMENT_BLOCK:
-        raise ValueError(
-            f"first={origin.first} is not a multiple of {MOMENT_BLOCK}, the elements of a block"
-        )
-    return {"parameter": origin.parameter, "step": step, "first": origin.first}
-
-
-def _scalars(hyper: AdamHyper) -> dict[str, float]:
-    """What the kernel's formulas take, computed in double as torch does and rounded to float."""
-    # Without decay nothing may be added to the gradient: 0 times an infinite weight is NaN.
-    in_gradient = not hyper.decoupled and hyper.weight_decay != 0.0
-    on_weight = 1.0 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0
-    return {
-        "decay_mode": lib.SWAP_DECAY_GRADIENT if in_gradient else lib.SWAP_DECAY_WEIGHT,
-        "decay": hyper.weight_decay if in_gradient else on_weight,
-        "grad_scale": hyper.grad_scale,
-        "one_minus_beta1": 1.0 - hyper.beta1,
-        "beta2": hyper.beta2,
-        "one_minus_beta2": 1.0 - hyper.beta2,
-        "bias2_sqrt": math.sqrt(1.0 - hyper.beta2**hyper.step),
-        "eps": hyper.eps,
-        "minus_step_size": -hyper.lr / (1.0 - hyper.beta1**hyper.step),
-    }
+    job = adam_job(tensors, hyper, origin)
+    _raise_on_error(lib.swap_adam_step(job, num_threads(threads)), "update", weight.numel())
 
 
 def split_master(
@@ -232,9 +96,9 @@ def split_master(
     Raises TypeError for a dtype and ValueError for a shape, a layout or a device that cannot be.
     """
     n = master.numel()
-    _check("master", master, n, torch.float32)
-    _check("hi", hi, n, torch.bfloat16)
-    _check("lo", lo, n, torch.int16)
+    check_array("master", master, n, torch.float32)
+    check_array("hi", hi, n, torch.bfloat16)
+    check_array("lo", lo, n, torch.int16)
     status = lib.swap_split(
         ffi.cast("float *", master.data_ptr()),
         ffi.cast("uint16_t *", hi.data_ptr()),
@@ -253,9 +117,9 @@ def merge_master(
     Raises TypeError for a dtype and ValueError for a shape, a layout or a device that cannot be.
     """
     n = hi.numel()
-    _check("hi", hi, n, torch.bfloat16)
-    _check("lo", lo, n, torch.int16)
-    _check("out", out, n, torch.float32)
+    check_array("hi", hi, n, torch.bfloat16)
+    check_array("lo", lo, n, torch.int16)
+    check_array("out", out, n, torch.float32)
     status = lib.swap_merge(
         ffi.cast("uint16_t *", hi.data_ptr()),
         ffi.cast("int16_t *", lo.data_ptr()),
@@ -272,9 +136,9 @@ def copy_bytes(source: torch.Tensor, target: torch.Tensor, *, threads: int | Non
     Raises TypeError for a dtype and ValueError for a shape, a layout or a device that cannot be.
     """
     n = source.numel()
-    _check("source", source, n, torch.uint8)
-    _check("target", target, n, torch.uint8)
-    status = lib.swap_copy(_address(source), _address(target), n, num_threads(threads))
+    check_array("source", source, n, torch.uint8)
+    check_array("target", target, n, torch.uint8)
+    status = lib.swap_copy(address(source), address(target), n, num_threads(threads))
     _raise_on_error(status, "copy", n)
 
 
@@ -297,10 +161,10 @@ def sum_of_squares(
     MemoryError where 8 bytes for each block cannot be had.
     """
     n = grad.numel()
-    _check("grad", grad, n, *_FLOATS)
+    check_array("grad", grad, n, *FLOATS)
     total = ffi.new("double *", carry)
     status = lib.swap_sum_of_squares(
-        _address(grad), _FLOATS[grad.dtype], n, _copy(grad, copy), total, num_threads(threads)
+        address(grad), FLOATS[grad.dtype], n, _copy(grad, copy), total, num_threads(threads)
     )
     _raise_on_error(status, "sum", n)
     return float(total[0])
@@ -315,11 +179,11 @@ def block_squares(
     raises as that.
     """
     n = grad.numel()
-    _check("grad", grad, n, *_FLOATS)
+    check_array("grad", grad, n, *FLOATS)
     sums = torch.zeros(-(-n // BLOCK), dtype=torch.float64, device="cpu")
     status = lib.swap_block_squares(
-        _address(grad),
-        _FLOATS[grad.dtype],
+        address(grad),
+        FLOATS[grad.dtype],
         n,
         _copy(grad, copy),
         ffi.cast("double *", sums.data_ptr()),
@@ -332,31 +196,8 @@ def block_squares(
 def _copy(values: torch.Tensor, copy: torch.Tensor | None) -> FFI.CData:
     if copy is None:
         return ffi.NULL
-    _check("copy", copy, values.numel(), values.dtype)
-    return _address(copy)
-
-
-def _address(tensor: torch.Tensor) -> FFI.CData:
-    return ffi.cast("void *", tensor.data_ptr())
-
-
-def _check(name: str, tensor: torch.Tensor, n: int, *dtypes: torch.dtype) -> None:
-    """Raise unless C may take ``tensor`` for an array of ``n`` elements of one of ``dtypes``."""
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype) for dtype in dtypes)
-        raise TypeError(f"{name} is {tensor.dtype}; pass {wanted}")
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise ValueError(
-            f"{name} is a {tensor.layout} tensor on {tensor.device}; pass a dense tensor on the CPU"
-        )
-    if tensor.dim() != 1 or tensor.numel() != n:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} where ({n},) is due; pass flat tensors of"
-            " equal length"
-        )
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} has stride {tensor.stride(0)}; pass a contiguous tensor")
-    check_plain(name, tensor)
+    check_array("copy", copy, values.numel(), values.dtype)
+    return address(copy)
 
 
 def _raise_on_error(status: int, what: str, n: int) -> None:

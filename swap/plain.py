@@ -125,3 +125,27 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(
             f"{name} is a {kind}, whose values are not what lies in memory; pass its .clone()"
         )
+
+
+def check_array(
+    name: str, tensor: torch.Tensor, n: int, *dtypes: torch.dtype, device_type: str = "cpu"
+) -> None:
+    """Raise unless ``tensor`` is an array of ``n`` elements of one of ``dtypes``, whose address
+    code without torch may take.
+    """
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{name} is {tensor.dtype}; pass {wanted}")
+    if tensor.device.type != device_type or tensor.layout != torch.strided:
+        where = "the CPU" if device_type == "cpu" else f"a {device_type} device"
+        raise ValueError(
+            f"{name} is a {tensor.layout} tensor on {tensor.device}; pass a dense tensor on {where}"
+        )
+    if tensor.dim() != 1 or tensor.numel() != n:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} where ({n},) is due; pass flat tensors of"
+            " equal length"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has stride {tensor.stride(0)}; pass a contiguous tensor")
+    check_plain(name, tensor)

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from samples import cpu_name, quartiles, ratios, seconds_of
 
-from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step, split_master
+from swap.adam import MOMENT_BLOCK, AdamHyper, Origin
+from swap.kernels import adam_step, split_master
 from swap.processors import isa
 
 HYPER = AdamHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)

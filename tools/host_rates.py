@@ -15,7 +15,8 @@ import psutil
 import torch
 from samples import cpu_name, seconds_of
 
-from swap.kernels import AdamHyper, adam_step, sum_of_squares
+from swap.adam import AdamHyper
+from swap.kernels import adam_step, sum_of_squares
 
 _ELEMENTS = 4 << 20
 """As many as a subgroup of a small budget has: more than caches hold."""

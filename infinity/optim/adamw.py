@@ -22,7 +22,8 @@ from infinity.optim.rule import (
     last_name,
 )
 from infinity.parameters.records import Record
-from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step
+from swap.adam import MOMENT_BLOCK, AdamHyper, Origin
+from swap.kernels import adam_step
 from swap.plan.layout import Component, Segment
 from swap.plan.rules import ParameterUpdate, master_components
 from swap.tiers import parse_amount, parse_number

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 # in no folder stand by themselves. The folders of a program within a package are counted within it.
 FLOORS: dict[str, tuple[str, ...]] = {
     "swap": (
-        *("interruptions", "plan", "memory", "device", "storage.drives", "storage"),
-        *("snapshots", "cache", "gradients", "update"),
+        *("interruptions", "plan", "memory", "device.kernels", "device"),
+        *("storage.drives", "storage", "snapshots", "cache", "gradients", "update"),
     ),
     "checkpoint": (
         *("format", "ranks", "directory", "tensors", "plan", "transfer"),

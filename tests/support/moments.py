@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swap.kernels import AdamHyper
+from swap.adam import AdamHyper
 
 MOMENT_BLOCK = 256
 _MASK = (1 << 64) - 1

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from swap.kernels import AdamHyper, adam_step, merge_master, split_master
+from swap.adam import AdamHyper
+from swap.kernels import adam_step, merge_master, split_master
 from swap.processors import available_isas, isa, set_isa, stay_in_background
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=3)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from swap.kernels import AdamHyper, adam_step, merge_master, split_master, sum_of_squares
+from swap.adam import AdamHyper
+from swap.kernels import adam_step, merge_master, split_master, sum_of_squares
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from swap.kernels import MOMENT_BLOCK, AdamHyper, Origin, adam_step
+from swap.adam import MOMENT_BLOCK, AdamHyper, Origin
+from swap.kernels import adam_step
 from swap.processors import available_isas, set_isa
 from tests.support.moments import (
     adam_in_numpy,

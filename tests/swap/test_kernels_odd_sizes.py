@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swap.kernels import AdamHyper, adam_step
+from swap.adam import AdamHyper
+from swap.kernels import adam_step
 
 LANES = {"AVX2": 8, "AVX512": 16}
 """Elements of a vector of torch's kernels, by the instructions that they use."""

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from swap.kernels import AdamHyper, adam_step, block_squares, sum_of_squares
+from swap.adam import AdamHyper
+from swap.kernels import adam_step, block_squares, sum_of_squares
 from swap.masters import components_from
 from swap.plain import check_memory, plain
 from swap.storage.components import as_bytes, copy_values
