@@ -192,8 +192,9 @@ def _of(events: list[Event], *kinds: str) -> list[Event]:
 
 def resident_bytes(state: TieredState) -> dict[str, int]:
     """Bytes in use in each tier now; the arena counts as DEVICE."""
+    cached = 0 if state.arena is None else state.arena.used_bytes
     return {
-        Tier.DEVICE.value: 0 if state.arena is None else state.arena.used_bytes,
+        Tier.DEVICE.value: cached + (0 if state.homes is None else state.homes.nbytes),
         Tier.HOST.value: state.used_host_bytes,
         Tier.NVME.value: 0 if state.extents is None else state.extents.used_bytes,
     }
@@ -203,6 +204,8 @@ def planned_bytes(state: TieredState) -> dict[str, int]:
     """Bytes that the placement gives each purpose."""
     placement = state.placement
     return {
+        "state on the device": placement.state_device_bytes,
+        "gradients on the device": placement.gradient_device_bytes,
         "state in host": placement.state_host_bytes,
         "gradients in host": placement.gradient_host_bytes,
         "weights arena": placement.arena_bytes,
@@ -210,6 +213,7 @@ def planned_bytes(state: TieredState) -> dict[str, int]:
         "spill": placement.spill_bytes,
         "gradients from the device": placement.inbox_bytes,
         "passage": placement.passage_bytes,
+        "bridge to the device": placement.bridge_bytes,
         "checksums": placement.checksum_bytes,
         "checkpoint staging": placement.checkpoint_bytes,
         "state on nvme": placement.state_nvme_bytes,

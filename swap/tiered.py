@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from swap.cache.arena import Arena, HostArena
 from swap.cache.device_arena import DeviceArena
 from swap.cache.weight_cache import WeightCache
 from swap.device.interface import ComputeDevice
-from swap.device.memory import DeviceMemory
+from swap.device.opening import open_homes, open_memory, register_all
 from swap.gradients.inbox import GradientInbox
 from swap.gradients.store import GradientStore
 from swap.interruptions.apart import run_apart
@@ -110,9 +110,13 @@ class TieredState:
         home = self.slabs.get("home")
         aside = self.slabs.get("passage")
         self._passage = None if aside is None else Passage(aside)
-        self.components = ComponentStore(placement, rule, home, self.extents, self._passage)
+        register_all(self.compute, self.slabs.values(), self._undo)
+        self.homes = open_homes(self.compute, placement, self.slabs.get("bridge"), self._undo)
+        self.components = ComponentStore(
+            placement, rule, home, self.extents, self._passage, self.homes
+        )
         self.gradients = GradientStore(
-            placement, home, self.slabs.get("spill"), self.extents, self.timeline
+            placement, home, self.slabs.get("spill"), self.extents, self.timeline, self.homes
         )
         self.inbox: GradientInbox | None = None
         self.arena = self._make_arena()
@@ -147,10 +151,7 @@ class TieredState:
         slab = self.slabs.get("arena")
         if self.compute is None:
             return None if slab is None else HostArena(slab)
-        for one in self.slabs.values():
-            self._undo.callback(self.compute.register(one))
-        memory = DeviceMemory(self.compute, self.placement.device_bytes)
-        self._undo.callback(memory.close)
+        memory = open_memory(self.compute, self.placement, self._undo)
         return DeviceArena(self.compute, memory, slab)
 
     @property
@@ -263,7 +264,10 @@ class TieredState:
             self._await_gradients()
             self.speculation.roll_back()
         self.speculation.begin_adding(parameter)
-        if self.inbox is not None and gradient.device == self.device:
+        if self.gradients.is_on_device(parameter):
+            self.gradients.add(parameter, gradient)
+            self.speculation.stayed(parameter)
+        elif self.inbox is not None and gradient.device == self.device:
             self.inbox.add(parameter, gradient)
         else:
             self._await_gradients()
@@ -332,14 +336,14 @@ class TieredState:
         self.speculation.taken()
         self.gradients.capture()
         self.weights.schedule.end_cycle()
-        touched = list(self._touched(step))
-        small = [group for group in touched if group.always_on_host]
+        touched = step.touched(self.layout.subgroups)
+        small = [group for group in touched if self.components.is_updated_at_once(group)]
         self.weights.begin_update(parts_of(small), step.updates, frozenset())
         try:
             self.stages.update_now(step, small)
         except BaseException as failure:
             raise self.mixture.stop_step(failure, step.updates) from failure
-        moving = [group for group in touched if not group.always_on_host]
+        moving = [group for group in touched if not self.components.is_updated_at_once(group)]
         if not self.speculation.validate(step, done, moving) and moving:
             self.pipeline.wait()
             self.pipeline.submit(step, moving)
@@ -393,8 +397,3 @@ class TieredState:
         """
         if os.getpid() == self._process:
             (self._after_close if self.is_kept else self._undo.close)()
-
-    def _touched(self, step: Step) -> Iterator[Subgroup]:
-        for group in self.layout.subgroups:
-            if any(segment.parameter in step.updates for segment in group.segments):
-                yield group

@@ -22,7 +22,8 @@ from infinity.optim.rule import (
     last_name,
 )
 from infinity.parameters.records import Record
-from swap.adam import MOMENT_BLOCK, AdamHyper, Origin
+from swap.adam import MOMENT_BLOCK, AdamHyper, AdamTensors, Origin
+from swap.device.kernels import adam as device_adam
 from swap.kernels import adam_step
 from swap.plan.layout import Component, Segment
 from swap.plan.rules import ParameterUpdate, master_components
@@ -128,6 +129,7 @@ class AdamRule(OptimizerRule):
 
     kept_by = NAME
     names_dtypes = False
+    updates_on_device = True
 
     def __init__(self, *, state_dtype: torch.dtype = torch.float32, threads: int | None = None):
         assert state_dtype in STATE_DTYPES
@@ -167,6 +169,28 @@ class AdamRule(OptimizerRule):
             hyper=_hyper(update, gradient_scale),
             origin=Origin(parameter=segment.parameter, first=update.first + segment.start),
             threads=self._threads,
+        )
+
+    def apply_on_device(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        components: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        device_adam.adam_step(
+            AdamTensors(
+                weight=components["weight"],
+                rest=components.get("lo", components.get("master")),
+                exp_avg=components["exp_avg"],
+                exp_avg_sq=components["exp_avg_sq"],
+                grad=gradient,
+                exp_avg_scale=components.get("exp_avg_scale"),
+                exp_avg_sq_scale=components.get("exp_avg_sq_scale"),
+            ),
+            _hyper(update, gradient_scale),
+            origin=Origin(parameter=segment.parameter, first=update.first + segment.start),
         )
 
     def reads(self, kept_by: str, groups: Sequence[Mapping[str, Any]]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from infinity.parameters.records import Record
-from swap.plan.layout import Component
+from swap.plan.layout import Component, Segment
 from swap.plan.rules import ParameterUpdate, UpdateRule
 
 UNNAMED = "an optimizer made by a factory"
@@ -59,6 +59,7 @@ class OptimizerRule(UpdateRule):
 
     whole_parameters: bool = False
     scratch_bytes_per_element: int = 0
+    updates_on_device: bool = False
 
     kept_by: str | None
     """What a checkpoint calls the optimizer whose state it has: ``infinity.`` and its name, or the
@@ -77,6 +78,16 @@ class OptimizerRule(UpdateRule):
 
     state_dtype: torch.dtype = torch.float32
     """What checkpoints say that moments are kept in."""
+
+    def apply_on_device(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        components: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        raise AssertionError("nothing that is updated in host memory alone is put on a device")
 
     @property
     def small_state(self) -> Mapping[int, Mapping[str, Any]]:

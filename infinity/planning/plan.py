@@ -38,6 +38,7 @@ from infinity.planning.placing import (
 )
 from infinity.planning.typical import typical_model
 from infinity.tiling.layers import Tiling
+from swap.plan.placement import Placement
 from swap.plan.traffic import traffic_of
 from swap.storage.drives.bandwidth import Bandwidth, measure
 from swap.storage.drives.endurance import DRIVE_ENDURANCE, Wear, endurance_of
@@ -227,9 +228,12 @@ def _summary(
         host_bytes=placed.host_bytes,
         nvme_bytes=placement.nvme_bytes,
         nvme_wanted_bytes=placement.nvme_wanted_bytes,
-        snapshot_bytes=placement.rewritten_nvme_bytes + placement.state_host_bytes,
+        snapshot_bytes=placement.rewritten_nvme_bytes
+        + placement.state_host_bytes
+        + placement.state_device_bytes,
         passes=passes,
         bytes_by_tier={
+            **_on_device(placement),
             "host": placement.state_host_bytes + placement.gradient_host_bytes,
             "nvme": placement.state_nvme_bytes + placement.gradient_nvme_bytes,
         },
@@ -240,6 +244,12 @@ def _summary(
         compute_seconds=None,
         endurance_bytes=0,
     )
+
+
+def _on_device(placement: Placement) -> dict[str, int]:
+    """What is at home on a device with memory of its own, if there is one."""
+    at_home = placement.state_device_bytes + placement.gradient_device_bytes
+    return {"device": at_home} if placement.device_bytes else {}
 
 
 def _planned_device(device: torch.device | str | None) -> torch.device:

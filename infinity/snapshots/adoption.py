@@ -7,7 +7,10 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 import checkpoint
 from aio import AioError
@@ -16,6 +19,7 @@ from infinity.values.load_targets import names_of
 from swap.plan.layout import Component
 from swap.snapshots.contents import Contents, FileRange
 from swap.snapshots.folders import Folders, check_length
+from swap.storage.arrays import Arrays
 from swap.storage.extents import Extent, ExtentStore
 from swap.tiered import TieredState
 
@@ -129,7 +133,7 @@ def _same(state: TieredState, number: int, contents: Contents, other: int) -> bo
     )
     there = contents.groups[other]
     return (
-        state.components.is_host(number) == there.is_host
+        state.components.is_array(number) == there.is_host
         and here == there.components
         and state.layout.subgroups[number].numel == there.numel
     )
@@ -153,14 +157,43 @@ def adopt(state: TieredState, contents: Contents, groups: Mapping[int, int]) -> 
 def fill_host(
     state: TieredState, folder: Path, groups: Mapping[int, int], staging_bytes: int
 ) -> None:
-    """Read into memory what those of these subgroups have that are at home there."""
+    """Read into memory what those of these subgroups have that are at home there, or on a
+    device.
+    """
     hosts = {
-        str(other): {
-            name: state.components.host(number, name) for name in state.components.names(number)
-        }
+        str(other): {name: _target(state, number, name) for name in state.components.names(number)}
         for number, other in groups.items()
-        if state.components.is_host(number)
+        if state.components.is_array(number)
     }
     if hosts:
         tree = {"host": hosts}
         checkpoint.load(folder, only=names_of(tree), into=tree, staging_bytes=staging_bytes)
+
+
+def _target(state: TieredState, subgroup: int, name: str) -> torch.Tensor | _ArrayBytes:
+    arrays = state.components.arrays
+    if arrays.is_on_device(subgroup):
+        return _ArrayBytes(arrays, subgroup, name)
+    return arrays.of(subgroup, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _ArrayBytes:
+    """A component on a device, as a ``checkpoint.ByteSink``."""
+
+    arrays: Arrays
+    subgroup: int
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.arrays.of(self.subgroup, self.name).dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.arrays.of(self.subgroup, self.name).numel(),)
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Set the bytes from byte ``start``; whole elements."""
+        values = torch.frombuffer(data, dtype=self.dtype)
+        self.arrays.write(self.subgroup, self.name, start // self.dtype.itemsize, values)

@@ -7,7 +7,7 @@
   each node costs time of the training that a snapshot is taken beside;
 - ``contents``: how the state is cut into subgroups, and which ranges of which swap files have the
   components that are on NVMe, see ``swap.snapshots.contents``;
-- ``host.<subgroup>.<component>``: those that are in host memory;
+- ``host.<subgroup>.<component>``: those that are in host memory, or in that of a device;
 - ``model.<name>``: persistent buffers; ``extra``: what the caller gave.
 """
 
@@ -43,8 +43,8 @@ TABLES = ("steps", "planes", "shapes", "parts")
 
 @dataclass(frozen=True, slots=True)
 class HostBytes(HeldSource):
-    """A component of a subgroup that is in host memory: a ``checkpoint.ByteSource``, which is
-    written from where it lies.
+    """A component of a subgroup that is an array: a ``checkpoint.ByteSource``, which is written
+    from where it lies if that is host memory.
     """
 
     state: TieredState
@@ -67,7 +67,8 @@ class HostBytes(HeldSource):
 
     @property
     def address(self) -> int | None:
-        return self._values.data_ptr()
+        values = self._values
+        return None if self._is_on_device else values.data_ptr()
 
     @property
     def tells_all(self) -> bool:
@@ -76,7 +77,11 @@ class HostBytes(HeldSource):
 
     @property
     def _values(self) -> torch.Tensor:
-        return self.state.components.host(self.subgroup, self.name)
+        return self.state.components.arrays.of(self.subgroup, self.name)
+
+    @property
+    def _is_on_device(self) -> bool:
+        return self.state.components.arrays.is_on_device(self.subgroup)
 
     @property
     def _parameters(self) -> list[int]:
@@ -97,8 +102,13 @@ class HostBytes(HeldSource):
         """Fill ``out`` with the bytes from byte ``start``. Raises ``ChangedTensorError`` where
         they are not there any more.
         """
-        here = as_bytes(self._values)
-        np.frombuffer(out, dtype=np.uint8)[:] = here[start : start + len(out)]
+        if self._is_on_device:
+            values = torch.frombuffer(out, dtype=self.dtype)
+            first = start // self.dtype.itemsize
+            self.state.components.arrays.read(self.subgroup, self.name, first, values)
+        else:
+            here = as_bytes(self._values)
+            np.frombuffer(out, dtype=np.uint8)[:] = here[start : start + len(out)]
         if not self.is_there():
             raise self.changed(self.name)
 
@@ -118,7 +128,7 @@ def tree_of(training: TrainingState, extra: Any, since: int, *, copies: bool) ->
     state, watch = training.state, training.versions.watch_at_home()
     hosts: dict[str, dict[str, HostBytes]] = {}
     for group in state.layout.subgroups:
-        if state.components.is_host(group.index):
+        if state.components.is_array(group.index):
             names = state.components.names(group.index)
             sources = {name: HostBytes(state, group.index, name, since, watch) for name in names}
             hosts[str(group.index)] = sources
@@ -149,7 +159,7 @@ def contents_of(state: TieredState, published: Mapping[Key, Extent | None]) -> C
                 for name in state.components.names(group.index)
             ),
             group.numel,
-            state.components.is_host(group.index),
+            state.components.is_array(group.index),
             group.segments,
         )
         for group in state.layout.subgroups

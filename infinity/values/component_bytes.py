@@ -62,7 +62,7 @@ class ComponentBytes(HeldSource):
     def address(self) -> int | None:
         if self.since is None or len(self.leaf.parts) > 1:
             return None
-        values = self.state.components.host_values(self.leaf.first.index, self.component.name)
+        values = self.state.components.arrays.values(self.leaf.first.index, self.component.name)
         return None if values is None else values.data_ptr()
 
     @property

@@ -19,13 +19,13 @@ class WeightReads:
     def need_landing(self, parameter: int) -> bool:
         """Whether a part of ``parameter`` is read from NVMe."""
         segments = self._components.layout.segments_of[parameter]
-        return not all(self._components.is_host(segment.subgroup) for segment in segments)
+        return not all(self._components.is_array(segment.subgroup) for segment in segments)
 
     def start(self, entry: Entry) -> None:
         """Bring all values of an entry that is empty into it; those in HOST are there on return."""
         for segment in self._components.layout.segments_of[entry.spec.index]:
-            if self._components.is_host(segment.subgroup):
-                home = self._components.host(segment.subgroup, "weight")
+            if self._components.is_array(segment.subgroup):
+                home = self._components.arrays.of(segment.subgroup, "weight")
                 values = home[segment.offset : segment.offset + segment.length]
                 self._arena.fill(entry, segment.start, values)
             else:

@@ -112,6 +112,7 @@ class WeightCache:
         weight = self.at_home(parameter)
         if weight is not None:
             self.wait_until_updated(parameter)
+            self._components.arrays.before_compute(parameter)
         else:
             weight = self._fetch(parameter)
         if self._prefetch:
@@ -147,7 +148,7 @@ class WeightCache:
                     continue
                 del self._entries[parameter]
                 # What comes in the place of one waits for all that is computed until it goes.
-                is_at_home = self._components.host_weight(parameter) is not None
+                is_at_home = self._components.arrays.weight(parameter, on_host=True) is not None
                 if not (entry.missing or is_at_home or taken.issuperset(subgroups)):
                     self._stale[parameter] = entry
 
@@ -240,9 +241,8 @@ class WeightCache:
 
     def at_home(self, parameter: int) -> torch.Tensor | None:
         """The weights of ``parameter``, flat, if they are computed with where they live."""
-        if self._arena is None or self._arena.uses_home:
-            return self._components.host_weight(parameter)
-        return None
+        on_host = self._arena is None or self._arena.uses_home
+        return self._components.arrays.weight(parameter, on_host=on_host)
 
     def wait_until_updated(self, parameter: int) -> None:
         """Wait until no update of ``parameter`` is under way; raises the failure of one that

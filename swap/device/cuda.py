@@ -58,7 +58,7 @@ class CudaDevice:
         with self.on(stream):
             target.copy_(source, non_blocking=True)
 
-    def uses(self, stream: Stream, tensor: torch.Tensor) -> None:
+    def uses(self, stream: Stream, tensor: torch.Tensor, *, writes: bool = False) -> None:
         if stream is Stream.COMPUTE and tensor.numel():
             current = self._stream(stream)
             self._computing.setdefault(current.cuda_stream, current)

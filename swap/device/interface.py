@@ -72,9 +72,9 @@ class ComputeDevice(Protocol):
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start copying between host and device, or within the device; one dtype, one size."""
 
-    def uses(self, stream: Stream, tensor: torch.Tensor) -> None:
-        """What ``stream`` is given from now on reads or writes ``tensor``, until the last view of
-        it is gone. Orders nothing: ``wait_for`` comes first.
+    def uses(self, stream: Stream, tensor: torch.Tensor, *, writes: bool = False) -> None:
+        """What ``stream`` is given from now on accesses ``tensor``, until the last view of it is
+        gone; what comes next also ``writes``. Orders nothing: ``wait_for`` comes first.
         """
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:

@@ -18,6 +18,8 @@ import torch
 
 from aio import AioError, Operation, Slab
 from aio.errors import let_go
+from swap.device.homes import DeviceHomes
+from swap.gradients.on_device import DeviceGradients, added_up
 from swap.gradients.spill import SpillWriter
 from swap.kernels import block_squares, sum_of_squares
 from swap.plain import check_memory, is_plain
@@ -45,6 +47,7 @@ class GradientStore:
         spill: Slab | None,
         extents: ExtentStore | None,
         timeline: Timeline,
+        homes: DeviceHomes | None = None,
     ) -> None:
         self._layout: Layout = placement.layout
         self._extents = extents
@@ -65,6 +68,9 @@ class GradientStore:
         self.keep_blocks = False
         """Whether ``block_squares`` can be asked for; to be set before the first gradient."""
         self._blocks: dict[int, list[torch.Tensor]] = {}
+        self._device = None if homes is None else DeviceGradients(placement, homes)
+        self._unread: set[int] = set()
+        """Parameters whose sums of squares are on the device still."""
         for group in self._layout.subgroups:
             home = placement.gradient_home[group.index] if group.trainable else None
             if home is Tier.HOST:
@@ -119,12 +125,19 @@ class GradientStore:
 
     def norm(self) -> float:
         """The 2-norm over all present gradients, in parameter order."""
+        unread = self._unread & self._squares.keys()
+        if self._device is not None and unread:
+            sums = self._device.sums()
+            self._squares.update({parameter: added_up(sums(parameter)) for parameter in unread})
+        self._unread.clear()
         return math.sqrt(sum(self._squares[parameter] for parameter in sorted(self._squares)))
 
     def block_squares(self, parameter: int) -> torch.Tensor:
         """The sums of squares of a present gradient, float64, one for each ``PIECE`` elements; only
         of a store that keeps them. Added up in order they are what the norm is made of.
         """
+        if self._device is not None and self.is_on_device(parameter):
+            return self._device.block_squares(parameter)
         return torch.cat(self._blocks[parameter])
 
     def add(self, parameter: int, gradient: torch.Tensor) -> None:
@@ -136,6 +149,11 @@ class GradientStore:
         """
         try:
             check_memory(f"the gradient of {self._layout.specs[parameter].name}", gradient)
+            if self._device is not None and self.is_on_device(parameter):
+                self._device.add(parameter, gradient, accumulate=parameter in self._squares)
+                self._unread.add(parameter)
+                self._squares[parameter] = math.nan  # until somebody asks
+                return
             self.add_part(parameter, 0, gradient.detach().reshape(-1), is_last=True)
         except BaseException as failure:
             self.lose(parameter, let_go(failure))
@@ -177,6 +195,9 @@ class GradientStore:
         spec = self._layout.specs[parameter]
         # In parts that begin at whole pages, as spilled gradients do.
         out = page_aligned(spec.weight_bytes).view(spec.dtype)
+        if self._device is not None and self.is_on_device(parameter):
+            self._device.read(parameter, out)
+            return out
         for segment in self._layout.segments_of[parameter]:
             part = out[segment.start : segment.start + segment.length]
             if segment.subgroup in self._host:
@@ -210,11 +231,19 @@ class GradientStore:
         self._squares.clear()
         return captured
 
-    def is_host(self, subgroup: int) -> bool:
-        return subgroup in self._host
+    def is_array(self, subgroup: int) -> bool:
+        """Whether it is in memory, of the host or of the device."""
+        return subgroup in self._host or (self._device is not None and self._device.has(subgroup))
 
-    def host(self, subgroup: int) -> torch.Tensor:
+    def array(self, subgroup: int) -> torch.Tensor:
+        if self._device is not None and self._device.has(subgroup):
+            return self._device.of(subgroup)
         return self._host[subgroup]
+
+    def is_on_device(self, parameter: int) -> bool:
+        """Whether the gradient of ``parameter`` stays on the device."""
+        first = self._layout.segments_of[parameter][0].subgroup
+        return self._device is not None and self._device.has(first)
 
     def stage(self, subgroup: int, out: torch.Tensor) -> list[Operation]:
         """Start reading the spilled gradients of a whole subgroup into ``out``."""

@@ -18,6 +18,7 @@ def slab_sizes(placement: Placement) -> dict[str, int]:
         "spill": placement.spill_bytes,
         "inbox": placement.inbox_bytes,
         "passage": placement.passage_bytes,
+        "bridge": placement.bridge_bytes,
     }
     return {name: -(-nbytes // PIECE) * PIECE for name, nbytes in sizes.items() if nbytes}
 

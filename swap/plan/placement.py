@@ -1,10 +1,11 @@
 """Which tier is assigned to which bytes under a budget: pure, no I/O.
 
-Host memory is given out in this order: what must be there (small parameters with their state, the
-update's staging slots, the arena that weights pass through, spill buffers), then gradients, then
-optimizer state with its weights, then a larger arena; where all of these are in host memory, then
-spare blocks (see ``spares``). A byte of gradient or of state in host memory spares two bytes of
-traffic a step; a byte of arena spares one at most, and only while it is not evicted.
+Memory of a device comes first, see ``homes``. Host memory is given out in this order: what must be
+there (small parameters with their state, the update's staging slots, the arena that weights pass
+through, spill buffers), then gradients, then optimizer state with its weights, then a larger arena;
+where all of these are in memory, then spare blocks (see ``spares``). A byte of gradient or of state
+in host memory spares two bytes of traffic a step; a byte of arena spares one at most, and only
+while it is not evicted.
 
 Tiers are assigned to whole units (see ``layout``). Gradients in host memory are spread evenly over
 the order of execution, so that spills are spread over the backward pass. State in host memory is
@@ -16,18 +17,31 @@ layers has nearly all of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
+from functools import partial
 
-from swap.plan.layout import PAGE, PASSAGE_BYTES, PIECE, Layout, ParameterSpec, Unit, pack
+from swap.plan.homes import (
+    BRIDGE_BYTES,
+    NONE_ON_DEVICE,
+    DeviceHomes,
+    homes_beside,
+    homes_of,
+)
+from swap.plan.layout import PASSAGE_BYTES, PIECE, Layout, ParameterSpec, Unit, pack
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import (
+    MAX_SUBGROUP_ELEMENTS,
+    capacity_for_whole,
+    checksum_bytes,
     choose_evenly,
     choose_first,
     device_sizes,
+    device_sum_bytes,
+    element_bytes,
+    fixed_bytes,
     gradient_bytes,
-    nbytes_of,
+    least_elements,
     scratch_bytes_of,
     slot_bytes_of,
     total_bytes,
@@ -36,22 +50,12 @@ from swap.plan.sizes import (
 from swap.plan.spares import choose_spares, hidden_elements
 from swap.tiers import Budget, BudgetError, Tier, format_bytes
 
-MIN_SUBGROUP_ELEMENTS = 64 * 1024
-MAX_SUBGROUP_ELEMENTS = 2 * 1024 * 1024
-"""Components of 4 and 8 MiB: long requests already. Larger ones take staging memory that would hold
-state, and are written later: with four times as many elements a step with half of its state in
-memory took 1.08 times its I/O in place of 1.02, and 440 MiB more for that half.
-"""
-MOST_SUBGROUPS = 8192
-"""As far as the largest subgroups allow: each has objects of its own, some 2 KiB."""
 MIN_SLOTS = 3
 """One subgroup being read, one in the kernel, one being written."""
 MAX_SLOTS = 4
 SPILL_CHUNKS = 4
 MIN_SPILL_CHUNK_BYTES = 256 * 1024
 MAX_SPILL_CHUNK_BYTES = 4 * 1024 * 1024
-CHECKSUM_BYTES = 4
-"""Of each page of a swap file whose bytes are verified."""
 MIN_CHECKPOINT_BYTES = 4 * 1024 * 1024
 MAX_CHECKPOINT_BYTES = 256 * 1024 * 1024
 STAGING_SHARE = 0.25
@@ -61,8 +65,8 @@ ARENA_SHARE = 0.35
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """The homes of all bytes. Sizes in bytes; tuples are indexed by subgroup. ``device_bytes``: of
-    a device with memory of its own; ``verifies``: with checksums of what is on NVMe; ``spared``:
-    subgroups in host memory with a second block.
+    a device with memory of its own, for weights that are at home elsewhere; ``verifies``: with
+    checksums of what is on NVMe; ``spared``: subgroups in host memory with a second block.
     """
 
     layout: Layout
@@ -77,6 +81,8 @@ class Placement:
     checkpoint_bytes: int = 0
     inbox_bytes: int = 0
     device_bytes: int = 0
+    state_device_bytes: int = 0
+    gradient_device_bytes: int = 0
     verifies: bool = False
     spared: frozenset[int] = frozenset()
     spare_bytes: int = 0
@@ -92,6 +98,17 @@ class Placement:
     @property
     def spill_bytes(self) -> int:
         return SPILL_CHUNKS * self.spill_chunk_bytes if self.gradient_nvme_bytes else 0
+
+    @property
+    def device_home_bytes(self) -> int:
+        """Of the memory of a device, what is at home there, with sums of squares of gradients."""
+        sums = sum(map(device_sum_bytes, self.units_on_device))
+        return self.state_device_bytes + self.gradient_device_bytes + sums
+
+    @property
+    def bridge_bytes(self) -> int:
+        """What values go through between a device, as their home, and a program or an SSD."""
+        return BRIDGE_BYTES if Tier.DEVICE in self.state_home else 0
 
     @property
     def passage_bytes(self) -> int:
@@ -115,6 +132,7 @@ class Placement:
             + self.checkpoint_bytes
             + self.inbox_bytes
             + self.passage_bytes
+            + self.bridge_bytes
             + self.checksum_bytes
         )
 
@@ -135,7 +153,15 @@ class Placement:
     @property
     def units_on_nvme(self) -> list[Unit]:
         """Those whose state is at home there."""
-        return [unit for unit in self.layout.units if self.state_home[unit.first] is Tier.NVME]
+        return self._units_in(Tier.NVME)
+
+    @property
+    def units_on_device(self) -> list[Unit]:
+        """Those whose state is at home on a device with memory of its own."""
+        return self._units_in(Tier.DEVICE)
+
+    def _units_in(self, tier: Tier) -> list[Unit]:
+        return [unit for unit in self.layout.units if self.state_home[unit.first] is tier]
 
     @property
     def rewritten_nvme_bytes(self) -> int:
@@ -168,42 +194,40 @@ def place(
     apart = device_sizes(specs, budget.device_bytes) if separate_device else None
     # To a device weights only pass through host memory.
     least_arena = _whole_pages(apart.least_landing_bytes if apart else least_arena_bytes + PIECE)
-    inbox, on_device = (apart.inbox_bytes, apart.device_bytes) if apart else (0, 0)
+    inbox = apart.inbox_bytes if apart else 0
     everything = pack(specs, capacity_for_whole(specs))
     total = total_bytes(everything, rule) + inbox
     sums = 2 * checksum_bytes(total) if verifies else 0
     at_work = min(total, _least_host_bytes(specs, rule, least_arena) + inbox + sums)
     least = at_work + MIN_CHECKPOINT_BYTES
-    if total + MIN_CHECKPOINT_BYTES <= budget.host_bytes:
-        aside = checkpoint_bytes(budget.host_bytes, total)
-        placement = all_in_host(everything, rule)
+    room = budget.device_bytes if apart and budget.host_bytes >= least + BRIDGE_BYTES else None
+    cache = apart.device_bytes if apart else 0
+    homes_in = partial(homes_beside, rule=rule, device_bytes=room, cache_bytes=cache)
+    at_home = homes_in(everything)
+    bridge = BRIDGE_BYTES if at_home.units else 0
+    needed = total - at_home.nbytes + bridge
+    if needed + MIN_CHECKPOINT_BYTES <= budget.host_bytes:
+        aside = checkpoint_bytes(budget.host_bytes, needed)
+        placement = all_in_host(everything, rule, at_home)
         if hides_updates:
-            rest = budget.host_bytes - inbox - aside
-            placement = _with_spares(placement, specs, rule, rest)
-        return replace(
-            placement,
-            least_host_bytes=least,
-            checkpoint_bytes=aside,
-            inbox_bytes=inbox,
-            device_bytes=on_device,
-        )
+            finer = pack(specs, hidden_elements(specs, rule))
+            others = all_in_host(finer, rule, homes_in(finer))
+            placement = _with_spares(placement, others, rule, budget.host_bytes - inbox - aside)
+        return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
     if budget.host_bytes < least:
         of_weights = "on their way to the device" if apart else "of the largest block at work"
-        raise BudgetError(
-            f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
-            f"least {format_bytes(least)} ({least} bytes): {format_bytes(least_arena)} for the "
-            f"weights {of_weights}, the rest for staging the optimizer and for small parameters; "
-            f"{format_bytes(total + MIN_CHECKPOINT_BYTES)} would hold everything in memory",
-            least_host_bytes=least,
-        )
+        arena_for = f"{format_bytes(least_arena)} for the weights {of_weights}"
+        raise _too_small(budget, least, arena_for, total + MIN_CHECKPOINT_BYTES)
+    bridge = BRIDGE_BYTES if room else 0
+    at_work += bridge
     aside = checkpoint_bytes(budget.host_bytes, at_work)
     # Memory is taken by pages: an arena of what is left must not be rounded up beyond the budget.
-    beside = inbox + sums + PASSAGE_BYTES
+    beside = inbox + sums + PASSAGE_BYTES + bridge
     host_bytes = (budget.host_bytes - aside - beside) // PIECE * PIECE
-    elements = subgroup_elements(specs, rule, host_bytes - least_arena)
+    layout = pack(specs, subgroup_elements(specs, rule, host_bytes - least_arena))
     spare = host_bytes + beside - at_work
     most = apart.most_landing_bytes if apart else math.inf
-    placement = _fill(pack(specs, elements), rule, host_bytes, least_arena, spare, most)
+    placement = _fill(layout, rule, host_bytes, least_arena, spare, most, homes_in(layout))
     if budget.device_bytes is not None and not separate_device:
         # On a CPU the arena is the device.
         arena = max(least_arena, min(placement.arena_bytes, budget.device_bytes))
@@ -213,25 +237,32 @@ def place(
         least_host_bytes=least,
         checkpoint_bytes=aside,
         inbox_bytes=inbox,
-        device_bytes=on_device,
         verifies=verifies,
     )
 
 
 def _with_spares(
-    placement: Placement, specs: Sequence[ParameterSpec], rule: UpdateRule, host_bytes: int
+    placement: Placement, finer: Placement, rule: UpdateRule, host_bytes: int
 ) -> Placement:
-    """Everything in host memory, with spare blocks in what is left of ``host_bytes``."""
-    finer = pack(specs, hidden_elements(specs, rule))
-    if total_bytes(finer, rule) <= host_bytes:
-        placement = all_in_host(finer, rule)
-    spares = choose_spares(placement.layout, rule, host_bytes - placement.host_bytes)
+    """Nothing on NVMe, with spare blocks in what is left of ``host_bytes``; of ``finer`` subgroups
+    where they fit.
+    """
+    if finer.host_bytes <= host_bytes:
+        placement = finer
+    there = {unit.index for unit in placement.units_on_device}
+    free_bytes = host_bytes - placement.host_bytes
+    spares = choose_spares(placement.layout, rule, free_bytes, on_device=there)
     return replace(placement, spared=frozenset(spares), spare_bytes=sum(spares.values()))
 
 
-def checksum_bytes(nbytes: int) -> int:
-    """What the checksums of so many bytes of swap files take."""
-    return -(-nbytes // PAGE) * CHECKSUM_BYTES
+def _too_small(budget: Budget, least: int, arena_for: str, whole: int) -> BudgetError:
+    return BudgetError(
+        f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
+        f"least {format_bytes(least)} ({least} bytes): {arena_for}, the rest for staging the "
+        f"optimizer and for small parameters; {format_bytes(whole)} would hold everything in "
+        "memory",
+        least_host_bytes=least,
+    )
 
 
 def checkpoint_bytes(host_bytes: int, needed: int) -> int:
@@ -244,67 +275,36 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // PIECE) * PIECE
 
 
-def capacity_for_whole(specs: Sequence[ParameterSpec]) -> int:
-    largest = max((spec.padded_numel for spec in specs), default=PIECE)
-    return max(largest, MAX_SUBGROUP_ELEMENTS)
-
-
-def all_in_host(layout: Layout, rule: UpdateRule) -> Placement:
+def all_in_host(
+    layout: Layout, rule: UpdateRule, at_home: DeviceHomes = NONE_ON_DEVICE
+) -> Placement:
+    """But for what is ``at_home`` on a device."""
     every = {unit.index for unit in layout.units}
+    tiers = homes_of(layout.units, every, at_home.units)
+    state = sum(unit_state_bytes(unit, rule) for unit in layout.units)
     return Placement(
         layout=layout,
-        state_home=homes(layout.units, every),
-        gradient_home=homes(layout.units, every),
+        state_home=tiers,
+        gradient_home=tiers,
+        device_bytes=at_home.cache_bytes,
+        state_device_bytes=at_home.state_bytes,
+        gradient_device_bytes=at_home.gradient_bytes,
         arena_bytes=0,
         num_slots=0,
         slot_bytes=0,
         scratch_bytes=scratch_bytes_of(layout, rule),
         spill_chunk_bytes=0,
-        state_host_bytes=sum(unit_state_bytes(unit, rule) for unit in layout.units),
-        gradient_host_bytes=sum(map(gradient_bytes, layout.units)),
+        state_host_bytes=state - at_home.state_bytes,
+        gradient_host_bytes=sum(map(gradient_bytes, layout.units)) - at_home.gradient_bytes,
         state_nvme_bytes=0,
         gradient_nvme_bytes=0,
     )
 
 
-def element_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> float:
-    """Most staging bytes for an element of the widest kind: its components and its gradient.
-
-    Components with a value for many elements take whole pages, so large subgroups need less for
-    each.
-    """
-    elements = least_elements(specs, rule)
-    kinds = {(s.dtype, s.state_only) for s in specs if s.trainable and not s.always_on_host}
-    per_element = (
-        nbytes_of(rule.components(dtype), elements) / elements
-        + (0 if state_only else 2 * dtype.itemsize)
-        for dtype, state_only in kinds
-    )
-    return max(per_element, default=0)
-
-
-def least_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
-    """Of a subgroup: so many that what is kept for each of them is little for all of them."""
-    even = sum(spec.padded_numel for spec in specs) // MOST_SUBGROUPS // PIECE * PIECE
-    least = max(MIN_SUBGROUP_ELEMENTS, min(even, MAX_SUBGROUP_ELEMENTS))
-    if not rule.whole_parameters:
-        return least
-    trained = (spec.padded_numel for spec in specs if spec.trainable)
-    return max(least, max(trained, default=0))
-
-
-def _fixed_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
-    """Bytes of the small parameters, which stay in host memory with all their state."""
-    small = (spec for spec in specs if spec.always_on_host)
-    renumbered = [replace(spec, index=index) for index, spec in enumerate(small)]
-    layout = pack(renumbered, MAX_SUBGROUP_ELEMENTS)
-    return sum(unit_state_bytes(unit, rule) + gradient_bytes(unit) for unit in layout.units)
-
-
 def _least_host_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule, least_arena: int) -> int:
     staging = least_staging_bytes(specs, rule)
     spill = SPILL_CHUNKS * MIN_SPILL_CHUNK_BYTES
-    return _fixed_bytes(specs, rule) + staging + spill + least_arena + PASSAGE_BYTES
+    return fixed_bytes(specs, rule) + staging + spill + least_arena + PASSAGE_BYTES
 
 
 def least_staging_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
@@ -320,7 +320,7 @@ def subgroup_elements(
     share: float = STAGING_SHARE,
 ) -> int:
     """The largest subgroup whose slots take no more than their share of what is free."""
-    free = host_bytes - _fixed_bytes(specs, rule)
+    free = host_bytes - fixed_bytes(specs, rule)
     nbytes = MAX_SLOTS * element_bytes(specs, rule) + rule.scratch_bytes_per_element
     elements = int(free * share / max(1, nbytes)) // PIECE * PIECE
     least = least_elements(specs, rule)
@@ -334,12 +334,14 @@ def _fill(
     least_arena: int,
     spare: int,
     most_arena: float,
+    at_home: DeviceHomes,
 ) -> Placement:
     states = {unit.index: unit_state_bytes(unit, rule) for unit in layout.units}
     gradients = {unit.index: gradient_bytes(unit) for unit in layout.units}
     in_host = {unit.index for unit in layout.units if unit.always_on_host}
     fixed = sum(states[unit] + gradients[unit] for unit in in_host)
-    moving = [unit for unit in layout.units if not unit.always_on_host]
+    elsewhere = in_host | at_home.units
+    moving = [unit for unit in layout.units if unit.index not in elsewhere]
     slot_bytes = max((slot_bytes_of(unit, rule) for unit in moving if unit.trainable), default=0)
     scratch = scratch_bytes_of(layout, rule)
     chunk = _spill_chunk_bytes(spare)
@@ -360,8 +362,11 @@ def _fill(
     gradient_host_bytes = sum(gradients[unit] for unit in gradients_in_host)
     return Placement(
         layout=layout,
-        state_home=homes(layout.units, states_in_host),
-        gradient_home=homes(layout.units, gradients_in_host),
+        state_home=homes_of(layout.units, states_in_host, at_home.units),
+        gradient_home=homes_of(layout.units, gradients_in_host, at_home.units),
+        device_bytes=at_home.cache_bytes,
+        state_device_bytes=at_home.state_bytes,
+        gradient_device_bytes=at_home.gradient_bytes,
         arena_bytes=arena,
         num_slots=num_slots,
         slot_bytes=slot_bytes,
@@ -369,8 +374,10 @@ def _fill(
         spill_chunk_bytes=chunk,
         state_host_bytes=state_host_bytes,
         gradient_host_bytes=gradient_host_bytes,
-        state_nvme_bytes=sum(states.values()) - state_host_bytes,
-        gradient_nvme_bytes=sum(gradients.values()) - gradient_host_bytes,
+        state_nvme_bytes=sum(states.values()) - state_host_bytes - at_home.state_bytes,
+        gradient_nvme_bytes=(
+            sum(gradients.values()) - gradient_host_bytes - at_home.gradient_bytes
+        ),
     )
 
 
@@ -385,9 +392,3 @@ def _spill_chunk_bytes(spare: int) -> int:
     """Larger writes, where the budget has more to spare than the least."""
     chunk = spare // 32 // PIECE * PIECE
     return max(MIN_SPILL_CHUNK_BYTES, min(chunk, MAX_SPILL_CHUNK_BYTES))
-
-
-def homes(units: Sequence[Unit], in_host: Set[int]) -> tuple[Tier, ...]:
-    """The home of each subgroup."""
-    tiers = ((Tier.HOST if unit.index in in_host else Tier.NVME, unit) for unit in units)
-    return tuple(chain.from_iterable(repeat(tier, unit.num_subgroups) for tier, unit in tiers))

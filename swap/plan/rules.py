@@ -39,11 +39,12 @@ class UpdateRule(Protocol):
 
     ``components`` names the arrays kept beside the weights of a dtype. ``whole_parameters`` asks
     for subgroups that never split a parameter. ``scratch_bytes_per_element`` is memory that
-    ``apply`` takes beyond its arguments.
+    ``apply`` takes beyond its arguments. ``updates_on_device``: there is ``apply_on_device``.
     """
 
     whole_parameters: bool
     scratch_bytes_per_element: int
+    updates_on_device: bool = False
 
     def components(self, dtype: torch.dtype) -> tuple[Component, ...]:
         """Components beside ``weight`` for weights of ``dtype``."""
@@ -63,6 +64,18 @@ class UpdateRule(Protocol):
     ) -> None:
         """Update one segment in place. All tensors are flat, on the CPU, with values for
         ``segment.length`` elements.
+        """
+
+    def apply_on_device(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        components: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        """As ``apply``, with the same bits, of tensors that lie on a device: starts the update on
+        its current stream. It may take ``plan.sizes.DEVICE_SCRATCH_BYTES`` of its memory.
         """
 
 

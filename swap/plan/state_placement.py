@@ -13,19 +13,24 @@ from dataclasses import dataclass, replace
 from swap.plan.layout import PASSAGE_BYTES, PIECE, Layout, ParameterSpec, pack
 from swap.plan.placement import (
     MAX_SLOTS,
-    MAX_SUBGROUP_ELEMENTS,
     MIN_CHECKPOINT_BYTES,
     MIN_SLOTS,
     Placement,
     all_in_host,
-    capacity_for_whole,
     checkpoint_bytes,
-    element_bytes,
     least_staging_bytes,
     subgroup_elements,
 )
 from swap.plan.rules import UpdateRule
-from swap.plan.sizes import choose_first, slot_bytes_of, state_bytes, total_bytes
+from swap.plan.sizes import (
+    MAX_SUBGROUP_ELEMENTS,
+    capacity_for_whole,
+    choose_first,
+    element_bytes,
+    slot_bytes_of,
+    state_bytes,
+    total_bytes,
+)
 from swap.tiers import Budget, BudgetError, Tier, format_bytes
 
 _STAGING_SHARE = 1 / 3

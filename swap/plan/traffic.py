@@ -78,7 +78,8 @@ def _kept_of(placement: Placement) -> tuple[int, int]:
     if not placement.device_bytes:
         kept = _kept(placement, sorted(on_nvme), on_nvme, placement.arena_bytes)
         return kept, kept
-    order = range(len(placement.layout.specs))
+    at_home = {index for unit in placement.units_on_device for index in unit.parameters}
+    order = [index for index in range(len(placement.layout.specs)) if index not in at_home]
     room = placement.device_bytes
     return (
         _kept(placement, order, on_nvme, room),

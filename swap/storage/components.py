@@ -1,8 +1,8 @@
 """The current place of every subgroup's components, and transfers of parts of them.
 
-A component in HOST is an array, see ``homes``. A component on NVME is an extent that is never
-written again once it was published: an update publishes new extents. A component whose values are
-all still zero (moments before the first step) has no extent and is never read.
+A component in HOST or on a device is an array, see ``arrays``. A component on NVME is an extent
+that is never written again once it was published: an update publishes new extents. A component
+whose values are all still zero (moments before the first step) has no extent and is never read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from aio import Operation, Slab
+from swap.device.homes import DeviceHomes
 from swap.interruptions.apart import run_apart
 from swap.interruptions.mixture import Mixture
 from swap.kernels import copy_bytes
@@ -24,8 +25,8 @@ from swap.plan.layout import PAGE, Component, Segment, Subgroup, parameters_at
 from swap.plan.placement import Placement
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import components_of
+from swap.storage.arrays import Arrays
 from swap.storage.extents import Extent, ExtentStore
-from swap.storage.homes import HostHomes
 from swap.storage.joined import run_together
 from swap.storage.volumes import place_in
 from swap.tiers import Tier
@@ -77,6 +78,7 @@ class ComponentStore:
         slab: Slab | None,
         extents: ExtentStore | None,
         passage: Passage | None,
+        homes: DeviceHomes | None = None,
     ) -> None:
         self.layout = placement.layout
         self.mixture = Mixture([spec.name for spec in self.layout.specs])
@@ -86,17 +88,13 @@ class ComponentStore:
         self._lock = threading.Lock()
         self._filling = threading.Lock()
         self._components = tuple(components_of(group, rule) for group in self.layout.subgroups)
-        self.homes = self._map_homes(placement, slab)
         self._on_nvme: dict[tuple[int, str], Extent | None] = {}
+        self.arrays = Arrays(placement, self._components, partial(_array_in, slab), homes)
         for group in self.layout.subgroups:
             if self._home[group.index] is Tier.NVME:
                 self._allocate(group)
         if extents is not None:
             extents.transfers.tell_owner(self.owner_of)
-        self._weights = tuple(
-            None if spec.state_only else self.host_values(spec.index, "weight")
-            for spec in self.layout.specs
-        )
 
     @property
     def nvme(self) -> ExtentStore:
@@ -121,25 +119,17 @@ class ComponentStore:
     def component(self, subgroup: int, name: str) -> Component:
         return next(component for component in self._components[subgroup] if component.name == name)
 
-    def is_host(self, subgroup: int) -> bool:
-        return self._home[subgroup] is Tier.HOST
-
-    def host(self, subgroup: int, name: str) -> torch.Tensor:
-        """The array of a HOST component."""
-        return self.homes.array(subgroup, name)
+    def is_array(self, subgroup: int) -> bool:
+        """Whether its components are arrays, see ``arrays``; else they are on NVMe."""
+        return self._home[subgroup] is not Tier.NVME
 
     def is_copied_on_write(self, subgroup: int) -> bool:
         """Whether an update may leave what is at home as it is until it is published."""
-        return not self.is_host(subgroup) or self.homes.has_spare(subgroup)
+        return not self.is_array(subgroup) or self.arrays.on_host.has_spare(subgroup)
 
-    def host_values(self, parameter: int, name: str) -> torch.Tensor | None:
-        """One component of a parameter as one flat view, if all of it is in HOST, in a row."""
-        subgroup = self.layout.segments_of[parameter][0].subgroup
-        return self.homes.values(parameter, self.component(subgroup, name))
-
-    def host_weight(self, parameter: int) -> torch.Tensor | None:
-        """The weights of a parameter as one flat view, if all of them are in HOST."""
-        return self._weights[parameter]
+    def is_updated_at_once(self, group: Subgroup) -> bool:
+        """As a step is taken: what is small, and what is on a device, which does it behind."""
+        return group.always_on_host or self.arrays.is_on_device(group.index)
 
     def extent(self, subgroup: int, name: str) -> Extent | None:
         """Where an NVME component is; None while it is all zeros."""
@@ -207,8 +197,7 @@ class ComponentStore:
         run_apart(partial(self._zero, name), "infinity-zero")
 
     def _zero(self, name: str) -> None:
-        for tensor in self.homes.arrays(name):
-            tensor.zero_()
+        self.arrays.zero(name)
         for subgroup, component in self._on_nvme:
             if component == name:
                 self._drop(subgroup, name)
@@ -226,8 +215,8 @@ class ComponentStore:
         self, parameter: int, name: str, start: int, out: torch.Tensor, pending: list[Operation]
     ) -> None:
         for segment, low, part in self._overlaps(parameter, name, start, out):
-            if self.is_host(segment.subgroup):
-                part.copy_(self.host(segment.subgroup, name)[low : low + part.numel()])
+            if self.is_array(segment.subgroup):
+                self.arrays.read(segment.subgroup, name, low, part)
                 continue
             extent = self.extent(segment.subgroup, name)
             if extent is None:
@@ -254,10 +243,10 @@ class ComponentStore:
     def _set(
         self, parameter: int, name: str, start: int, values: torch.Tensor
     ) -> Iterator[tuple[Extent, int, torch.Tensor]]:
-        """Set what is in HOST; (extent, first value in it, values) of what is to be written."""
+        """Set what is an array; (extent, first value in it, values) of what is to be written."""
         for segment, low, part in self._overlaps(parameter, name, start, values):
-            if self.is_host(segment.subgroup):
-                self.host(segment.subgroup, name)[low : low + part.numel()].copy_(part)
+            if self.is_array(segment.subgroup):
+                self.arrays.write(segment.subgroup, name, low, part)
             else:
                 yield self._to_write(segment.subgroup, name), low, part
 
@@ -348,14 +337,6 @@ class ComponentStore:
             return self.nvme.read(extent, start, memory, urgent=True, as_is=as_is)
         return self.nvme.write(extent, start, memory)
 
-    def _map_homes(self, placement: Placement, slab: Slab | None) -> HostHomes:
-        def allocate(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-            assert slab is not None
-            return as_tensor(slab.allocate(nbytes), dtype)
-
-        in_host = {group.index for group in self.layout.subgroups if self.is_host(group.index)}
-        return HostHomes(self.layout, self._components, in_host, placement.spared, allocate)
-
     def _allocate(self, group: Subgroup) -> None:
         for component in self._components[group.index]:
             extent = None
@@ -379,3 +360,8 @@ class ComponentStore:
             extent, self._on_nvme[subgroup, name] = self._on_nvme[subgroup, name], None
         if extent is not None:
             self.nvme.release(extent)
+
+
+def _array_in(slab: Slab | None, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    assert slab is not None
+    return as_tensor(slab.allocate(nbytes), dtype)

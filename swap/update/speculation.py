@@ -85,6 +85,12 @@ class Speculation:
         self._fed += self._waiting
         self._waiting = []
 
+    def stayed(self, parameter: int) -> None:
+        """A gradient is stored on a device, where nothing is updated ahead: it is counted alone.
+        Others may arrive meanwhile.
+        """
+        self._arrivals.arrived(parameter)
+
     def cleared(self) -> None:
         """Gradients were cleared without a step, and what was speculated on them rolled back."""
         self._arrivals.forget()
@@ -129,6 +135,6 @@ class Speculation:
             self._expected, self._fed = None, []
 
     def _can_be_speculative(self, group: Subgroup) -> bool:
-        """Only what can be held back: arrays in HOST that have no spare are updated in place."""
+        """Only what can be held back: arrays that have no spare block are updated in place."""
         can_wait = self._components.is_copied_on_write(group.index)
         return can_wait and self._arrivals.is_predictable

@@ -39,6 +39,14 @@ class Step:
     updates: Mapping[int, ParameterUpdate]
     gradient_scale: float
 
+    def touched(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
+        """Those with an update of a parameter."""
+        return [
+            group
+            for group in subgroups
+            if any(segment.parameter in self.updates for segment in group.segments)
+        ]
+
 
 @dataclass(slots=True, eq=False)
 class Job(Staged):
@@ -67,7 +75,9 @@ class Stages(Staging[Job]):
         self._rule = rule
 
     def update_now(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
-        """Update subgroups that are in HOST with their gradients, before returning."""
+        """Update subgroups that are arrays, with their gradients, before returning; those on a
+        device are updated behind it, in front of what is computed with them.
+        """
         try:
             for job in [self._updated_in_place(step, subgroup) for subgroup in subgroups]:
                 self.publish(job)
@@ -95,11 +105,15 @@ class Stages(Staging[Job]):
         """Wait for the reads, then update every segment that has an update."""
         self.finish_read(job)
         group = job.subgroup
-        with self._timeline.span("kernel", label=f"subgroup {group.index}"):
+        gradient = job.gradient
+        assert gradient is not None
+        updating = self._components.arrays.updating(group.index, gradient)
+        with self._timeline.span("kernel", label=f"subgroup {group.index}"), updating:
             if self._is_beside_home(job):
-                self._components.homes.copy_to_spare(group.index)
+                self._components.arrays.on_host.copy_to_spare(group.index)
             for segment, update in _updated(group, job.step):
-                self._apply(job, segment, update, job.step.gradient_scale)
+                part = gradient[segment.offset : segment.offset + segment.length]
+                self._apply(job, segment, update, part)
 
     def insert_weights(self, job: Job) -> None:
         """Pass the new weights on to the arena, once, if the job still has them in its slot."""
@@ -127,13 +141,13 @@ class Stages(Staging[Job]):
         job.gradient = None
 
     def needs_slot(self, subgroup: Subgroup) -> bool:
-        return super().needs_slot(subgroup) or not self._gradients.is_host(subgroup.index)
+        return super().needs_slot(subgroup) or not self._gradients.is_array(subgroup.index)
 
     def _lay_out(self, job: Job) -> int:
         """The gradient comes behind the components, and is read first."""
         group, used = job.subgroup, super()._lay_out(job)
-        if self._gradients.is_host(group.index):
-            job.gradient = self._gradients.host(group.index)
+        if self._gradients.is_array(group.index):
+            job.gradient = self._gradients.array(group.index)
             return used
         stop = used + group.numel * group.dtype.itemsize
         job.gradient = job.lay_out(used, stop, group.dtype)
@@ -167,16 +181,18 @@ class Stages(Staging[Job]):
         if last > first:
             yield first, last
 
-    def _apply(self, job: Job, segment: Segment, update: ParameterUpdate, scale: float) -> None:
-        assert job.gradient is not None
+    def _apply(
+        self, job: Job, segment: Segment, update: ParameterUpdate, gradient: torch.Tensor
+    ) -> None:
         first, length = segment.offset, segment.length
         components = {
             name: values[self._components.component(segment.subgroup, name).part(first, length)]
             for name, values in job.components.items()
         }
-        gradient = job.gradient[first : first + length]
+        is_there = self._components.arrays.is_on_device(segment.subgroup)
+        apply = self._rule.apply_on_device if is_there else self._rule.apply
         try:
-            self._rule.apply(segment, update, components, gradient, scale)
+            apply(segment, update, components, gradient, job.step.gradient_scale)
         except Exception as failure:  # whatever somebody's optimizer raises
             name = self._components.layout.specs[segment.parameter].name
             raise RuleError(f"the optimizer raised {failure!r} as it updated {name}") from failure

@@ -97,8 +97,8 @@ class Staging(Generic[S]):
         staged.reads.clear()
 
     def start_write(self, staged: S) -> None:
-        """Start writing to new extents; of components in HOST there is nothing to write."""
-        if self._components.is_host(staged.subgroup.index):
+        """Start writing to new extents; of arrays there is nothing to write."""
+        if self._components.is_array(staged.subgroup.index):
             return
         assert staged.plan is not None
         for places, sizes in staged.plan.runs:
@@ -129,7 +129,7 @@ class Staging(Generic[S]):
             self._components.publish(staged.subgroup.index, staged.extents)
             staged.extents = {}
         if self._is_beside_home(staged):
-            self._components.homes.publish(staged.subgroup.index)
+            self._components.arrays.on_host.publish(staged.subgroup.index)
         self.release_slot(staged)
 
     def undo_write(self, staged: S) -> None:
@@ -156,11 +156,11 @@ class Staging(Generic[S]):
 
     def _is_beside_home(self, staged: S) -> bool:
         """Whether it is worked on in a spare block."""
-        return staged.is_aside and self._components.is_host(staged.subgroup.index)
+        return staged.is_aside and self._components.is_array(staged.subgroup.index)
 
     def needs_slot(self, subgroup: Subgroup) -> bool:
         """Whether anything of it has to be read."""
-        return not self._components.is_host(subgroup.index)
+        return not self._components.is_array(subgroup.index)
 
     def _prepare(self, staged: S) -> None:
         self._lay_out(staged)
@@ -170,11 +170,11 @@ class Staging(Generic[S]):
         """Lay the components out in the slot, each from a page on; returns the byte after them."""
         group = staged.subgroup
         if self._is_beside_home(staged):
-            staged.components.update(self._components.homes.spare(group.index))
+            staged.components.update(self._components.arrays.on_host.spare(group.index))
             return 0
-        if self._components.is_host(group.index):
+        if self._components.is_array(group.index):
             for name in self._components.names(group.index):
-                staged.components[name] = self._components.host(group.index, name)
+                staged.components[name] = self._components.arrays.of(group.index, name)
             return 0
         staged.plan = plan_slot(self._components.all_of(group.index), group.numel)
         for place in staged.plan.places:

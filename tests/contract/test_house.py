@@ -32,6 +32,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
 MOST_FLOORS = 8
 MOST_MODULES = 10
 LARGER: dict[str, tuple[int, str]] = {
+    "swap/plan": (11, "one decision in each: what lives where, and what moves when"),
     "aio": (15, "one line from errors to engine: no part that stands alone has over three modules"),
 }
 

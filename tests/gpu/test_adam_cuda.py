@@ -1,11 +1,12 @@
-"""The update on a CUDA device: both of its forms give the bits of the C kernel."""
+"""Kernels on a CUDA device: both forms of each give the bits of the C kernel."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 
 from swap.adam import MOMENT_BLOCK, AdamHyper, AdamTensors, Origin, adam_job
-from swap.device.kernels import adam, elementwise
+from swap.device.kernels import adam, compiled, elementwise, squares
+from swap.kernels import block_squares
 from tests.support.adam_steps import (
     GRADS,
     HYPER,
@@ -16,8 +17,10 @@ from tests.support.adam_steps import (
     moved,
     steps,
     tensors_of,
+    usual,
 )
 from tests.support.examples import examples
+from tests.support.tiers import same_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +36,7 @@ def _back(found: AdamTensors, tensors: AdamTensors) -> None:
 
 
 def _by_kernel(tensors: AdamTensors, hyper: AdamHyper, origin: Origin) -> None:
-    assert adam._kernel(DEVICE) is not None, "the kernel does not compile here"
+    assert compiled.kernel_of(DEVICE, "adam_step") is not None, "the kernel does not compile here"
     there = moved(tensors, DEVICE)
     adam.adam_step(there, hyper, origin=origin)
     _back(there, tensors)
@@ -68,3 +71,14 @@ def test_any_step_on_cuda_has_the_bits_of_the_c_kernel(step: Step) -> None:
         assert_steps_alike(step, *case)
 
     check()
+
+
+@pytest.mark.parametrize("dtype", GRADS, ids=str)
+def test_sums_of_squares_on_cuda_have_the_bits_of_the_c_kernel(dtype: torch.dtype) -> None:
+    assert compiled.kernel_of(DEVICE, "block_squares") is not None
+    values = usual(1_000_003, dtype, 4)
+    expected = block_squares(values)
+    found = torch.empty_like(expected, device=DEVICE)
+    squares.block_squares(values.to(DEVICE), found)
+    assert same_bits(found.cpu(), expected)
+    assert same_bits(squares._squares(values[:50_000].to(DEVICE)).cpu(), expected[:13])

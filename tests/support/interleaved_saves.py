@@ -75,16 +75,16 @@ class Point:
         self._bytes = {
             extent: _bytes_of(state, extent)
             for group in state.layout.subgroups
-            if not state.components.is_host(group.index)
+            if not state.components.is_array(group.index)
             for extent in published(group.index).values()
             if extent is not None
         }
         self._published = state.components.pin_all()
         self._contents = contents_of(state, self._published)
         self._host = {
-            (group.index, name): state.components.host(group.index, name).clone()
+            (group.index, name): state.components.arrays.of(group.index, name).clone()
             for group in state.layout.subgroups
-            if state.components.is_host(group.index)
+            if state.components.is_array(group.index)
             for name in state.components.names(group.index)
         }
 
@@ -103,7 +103,7 @@ class Point:
         state.discard_step()
         run_apart(partial(adopt, state, self._contents, alike(state, self._contents)), "adopt")
         for (group, name), values in self._host.items():
-            state.components.host(group, name).copy_(values)
+            state.components.arrays.of(group, name).copy_(values)
         state.weights.drop()
         plain.gradients.clear()
         plain.steps = list(self._steps)

@@ -15,7 +15,7 @@ import torch
 
 from infinity.optim.adamw import AdamRule
 from swap.kernels import merge_master, split_master, sum_of_squares
-from swap.plan.layout import PIECE, Layout, ParameterSpec, Segment, pack
+from swap.plan.layout import PIECE, Layout, ParameterSpec, Segment, Subgroup, pack
 from swap.plan.placement import Placement
 from swap.plan.rules import ParameterUpdate
 from swap.plan.sizes import components_of, gradient_bytes, state_bytes
@@ -53,6 +53,7 @@ def placement_of(
     *,
     state_on_nvme: Callable[[int], bool] = lambda unit: True,
     gradient_on_nvme: Callable[[int], bool] = lambda subgroup: True,
+    on_device: Callable[[int], bool] = lambda unit: False,
     arena_bytes: int,
     num_slots: int = 3,
     spill_chunk_bytes: int = 4 * PIECE,
@@ -60,30 +61,36 @@ def placement_of(
     device_bytes: int = 0,
     spared: Callable[[int], bool] = lambda subgroup: False,
 ) -> Placement:
-    """Homes as the two functions say (by unit, by subgroup); some are always in HOST. Of what is
-    there, subgroups that are ``spared`` have a spare block.
+    """Homes as the functions say (by unit, by subgroup); some are always in HOST. Of what is there,
+    subgroups that are ``spared`` have a spare block.
     """
     groups = layout.subgroups
-    state = [not g.always_on_host and state_on_nvme(g.unit) for g in groups]
-    gradient = [g.trainable and not g.always_on_host and gradient_on_nvme(g.index) for g in groups]
+    there = [not g.always_on_host and on_device(g.unit) for g in groups]
+    state = [
+        _home(g, is_there, state_on_nvme(g.unit)) for g, is_there in zip(groups, there, strict=True)
+    ]
+    gradient = [
+        _home(g, is_there, g.trainable and gradient_on_nvme(g.index))
+        for g, is_there in zip(groups, there, strict=True)
+    ]
     moving = [g for g in groups if g.trainable and not g.always_on_host]
     slot_bytes = max((state_bytes(g, RULE) + gradient_bytes(g) for g in moving), default=0)
 
     has_spare = [
-        spared(g.index) and g.trainable and not (on or g.always_on_host)
-        for g, on in zip(groups, state, strict=True)
+        spared(g.index) and g.trainable and home is Tier.HOST and not g.always_on_host
+        for g, home in zip(groups, state, strict=True)
     ]
 
-    def total(cost: Callable[[Any], int], chosen: Sequence[bool], wanted: bool) -> int:
-        return sum(cost(g) for g, on in zip(groups, chosen, strict=True) if on is wanted)
+    def total(cost: Callable[[Any], int], homes: Sequence[Tier], wanted: Tier) -> int:
+        return sum(cost(g) for g, home in zip(groups, homes, strict=True) if home is wanted)
 
     def state_cost(group: Any) -> int:
         return state_bytes(group, RULE)
 
     return Placement(
         layout=layout,
-        state_home=tuple(Tier.NVME if on else Tier.HOST for on in state),
-        gradient_home=tuple(Tier.NVME if on else Tier.HOST for on in gradient),
+        state_home=tuple(state),
+        gradient_home=tuple(gradient),
         arena_bytes=arena_bytes,
         num_slots=num_slots if slot_bytes else 0,
         slot_bytes=slot_bytes,
@@ -91,13 +98,21 @@ def placement_of(
         spill_chunk_bytes=spill_chunk_bytes,
         inbox_bytes=inbox_bytes,
         device_bytes=device_bytes,
-        state_host_bytes=total(state_cost, state, False),
-        gradient_host_bytes=total(gradient_bytes, gradient, False),
-        state_nvme_bytes=total(state_cost, state, True),
-        gradient_nvme_bytes=total(gradient_bytes, gradient, True),
-        spared=frozenset(g.index for g, on in zip(groups, has_spare, strict=True) if on),
-        spare_bytes=total(state_cost, has_spare, True),
+        state_device_bytes=total(state_cost, state, Tier.DEVICE),
+        gradient_device_bytes=total(gradient_bytes, gradient, Tier.DEVICE),
+        state_host_bytes=total(state_cost, state, Tier.HOST),
+        gradient_host_bytes=total(gradient_bytes, gradient, Tier.HOST),
+        state_nvme_bytes=total(state_cost, state, Tier.NVME),
+        gradient_nvme_bytes=total(gradient_bytes, gradient, Tier.NVME),
+        spared=frozenset(g.index for g, has in zip(groups, has_spare, strict=True) if has),
+        spare_bytes=sum(state_cost(g) for g, has in zip(groups, has_spare, strict=True) if has),
     )
+
+
+def _home(group: Subgroup, is_on_device: bool, is_on_nvme: bool) -> Tier:
+    if is_on_device:
+        return Tier.DEVICE
+    return Tier.NVME if is_on_nvme and not group.always_on_host else Tier.HOST
 
 
 def padded_bytes(layout: Layout) -> int:

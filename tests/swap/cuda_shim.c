@@ -1,4 +1,4 @@
-/* The CUDA kernel of Adam as C for the CPU: its text is compiled as it is, over stand-ins for what
+/* The CUDA kernels as C for the CPU: their text is compiled as it is, over stand-ins for what
  * CUDA brings.
  *
  * The threads of a block are contexts that take turns, each from one barrier to the next.
@@ -44,9 +44,11 @@ static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fsqrt_rn(float a) { return sqrtf(a); }
+static inline double __dadd_rn(double a, double b) { return a + b; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
-#include "adam.cu"
+#include "kernels.cu"
 
 #define SAME_PLACE(field)                                                                          \
     _Static_assert(offsetof(struct adam_job, field) == offsetof(struct swap_adam, field), #field)
@@ -85,33 +87,41 @@ _Static_assert(MOMENTS_F32 == (int)SWAP_MOMENTS_F32, "moments");
 _Static_assert(MOMENTS_BF16 == (int)SWAP_MOMENTS_BF16, "moments");
 _Static_assert(MOMENTS_U8 == (int)SWAP_MOMENTS_U8, "moments");
 
+_Static_assert(SUM_BLOCK == SWAP_BLOCK, "sums");
+
 static ucontext_t scheduler, threads[BLOCK];
 static char stacks[BLOCK][1 << 15];
 static bool is_finished[BLOCK];
-static struct adam_job job;
+static struct adam_job adam;
+static struct squares_job squares;
 
 static void __syncthreads(void) { swapcontext(&threads[threadIdx.x], &scheduler); }
 
-static void run_thread(void) {
-    adam_step(job);
+static void run_adam(void) {
+    adam_step(adam);
     is_finished[threadIdx.x] = true;
 }
 
-static void begin_threads(void) {
-    for (unsigned int i = 0; i < BLOCK; i++) {
+static void run_squares(void) {
+    block_squares(squares);
+    is_finished[threadIdx.x] = true;
+}
+
+static void begin_threads(void (*run)(void), unsigned int num_threads) {
+    for (unsigned int i = 0; i < num_threads; i++) {
         getcontext(&threads[i]);
         threads[i].uc_stack.ss_sp = stacks[i];
         threads[i].uc_stack.ss_size = sizeof stacks[i];
         threads[i].uc_link = &scheduler;
         is_finished[i] = false;
-        makecontext(&threads[i], run_thread, 0);
+        makecontext(&threads[i], run, 0);
     }
 }
 
 /* Runs each thread up to its next barrier; gives how many ended. */
-static int run_to_barrier(void) {
-    int finished = 0;
-    for (unsigned int i = 0; i < BLOCK; i++) {
+static unsigned int run_to_barrier(unsigned int num_threads) {
+    unsigned int finished = 0;
+    for (unsigned int i = 0; i < num_threads; i++) {
         threadIdx.x = i;
         swapcontext(&scheduler, &threads[i]);
         finished += is_finished[i];
@@ -120,16 +130,25 @@ static int run_to_barrier(void) {
 }
 
 /* 0, or -1 if some threads of a block wait at a barrier that others never come to. */
-int run_grid(const struct swap_adam *step, unsigned int num_blocks) {
-    memcpy(&job, step, sizeof job);
+static int run_grid(void (*run)(void), unsigned int num_blocks, unsigned int num_threads) {
     gridDim.x = num_blocks;
     for (blockIdx.x = 0; blockIdx.x < num_blocks; blockIdx.x++) {
-        int finished = 0;
-        begin_threads();
+        unsigned int finished = 0;
+        begin_threads(run, num_threads);
         while (finished == 0)
-            finished = run_to_barrier();
-        if (finished != BLOCK)
+            finished = run_to_barrier(num_threads);
+        if (finished != num_threads)
             return -1;
     }
     return 0;
+}
+
+int adam_grid(const struct swap_adam *step, unsigned int num_blocks) {
+    memcpy(&adam, step, sizeof adam);
+    return run_grid(run_adam, num_blocks, BLOCK);
+}
+
+int squares_grid(const void *values, double *sums, int64_t n, int kind, unsigned int num_blocks) {
+    squares = (struct squares_job){values, sums, n, kind};
+    return run_grid(run_squares, num_blocks, LINE);
 }

@@ -1,5 +1,5 @@
-"""Adam for devices, as operations of torch and as the text of the CUDA kernel compiled for the CPU:
-both give the bits of the C kernel.
+"""Kernels for devices, as operations of torch and as the text of the CUDA kernels compiled for the
+CPU: both give the bits of the C kernels.
 """
 
 import ctypes
@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swap._native import ffi
-from swap.adam import MOMENT_BLOCK, AdamHyper, AdamTensors, Origin, adam_job
-from swap.device.kernels import adam, elementwise, nvrtc
+from swap.adam import FLOATS, MOMENT_BLOCK, AdamHyper, AdamTensors, Origin, adam_job
+from swap.device.kernels import adam, compiled, elementwise, nvrtc, squares
+from swap.kernels import BLOCK, block_squares
 from tests.support.adam_steps import (
     GRADS,
     HYPER,
@@ -28,8 +30,10 @@ from tests.support.adam_steps import (
     assert_steps_alike,
     steps,
     tensors_of,
+    usual,
 )
 from tests.support.examples import examples
+from tests.support.tiers import same_bits
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 2 * MOMENT_BLOCK
@@ -40,7 +44,7 @@ def _by_torch(tensors: AdamTensors, hyper: AdamHyper, origin: Origin) -> None:
 
 
 @pytest.fixture(scope="module")
-def by_text(tmp_path_factory: pytest.TempPathFactory) -> Step:
+def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("shim") / "shim.so"
     folders = [f"-I{ROOT / 'swap' / folder}" for folder in ("csrc", "device/kernels")]
     options = ["-std=gnu11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
@@ -48,12 +52,15 @@ def by_text(tmp_path_factory: pytest.TempPathFactory) -> Step:
     command: list[str | Path] = ["gcc", *options, "-shared", "-fPIC", *folders]
     command += ["-o", library, source, "-lm"]
     subprocess.run(command, check=True)
-    run_grid = ctypes.CDLL(str(library)).run_grid
+    return ctypes.CDLL(str(library))
 
+
+@pytest.fixture(scope="module")
+def by_text(shim: ctypes.CDLL) -> Step:
     def step(tensors: AdamTensors, hyper: AdamHyper, origin: Origin) -> None:
         job = adam_job(tensors, hyper, origin)
         address = ctypes.c_void_p(int(ffi.cast("uintptr_t", job)))
-        assert run_grid(address, ctypes.c_uint(3)) == 0, "threads part at a barrier"
+        assert shim.adam_grid(address, ctypes.c_uint(3)) == 0, "threads part at a barrier"
 
     return step
 
@@ -111,6 +118,27 @@ def test_step_over_every_tie_and_its_neighbours_has_the_bits_of_the_c_kernel(
             assert_steps_alike(step, tensors, replace(HYPER, lr=0.0), Origin(parameter=0))
 
 
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    dtype=st.sampled_from(GRADS),
+    n=st.one_of(st.integers(0, 2 * BLOCK), st.just(squares.CHUNK_BLOCKS * BLOCK + 5)),
+    seed=st.integers(0, 1 << 20),
+    size=st.sampled_from([1.0, 1e-20, 1e18]),
+)
+def test_sums_of_squares_have_the_bits_of_the_c_kernel(
+    shim: ctypes.CDLL, dtype: torch.dtype, n: int, seed: int, size: float
+) -> None:
+    values = (usual(n, torch.float32, seed) * size).to(dtype)
+    expected = block_squares(values)
+    found = torch.empty_like(expected)
+    squares.block_squares(values, found)
+    assert same_bits(found, expected)
+    found.zero_()
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, found))
+    assert shim.squares_grid(*pointers, ctypes.c_int64(n), FLOATS[dtype], 3) == 0
+    assert same_bits(found, expected)
+
+
 class _Allocated(TorchDispatchMode):
     """The most bytes that were alive at once of what operations gave."""
 
@@ -154,7 +182,7 @@ def test_step_by_torch_allocates_what_is_stated(
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("moments", MOMENTS, ids=str)
-def test_stepstep_in_chunks_has_the_bits_of_the_c_kernel(moments: torch.dtype) -> None:
+def test_step_in_chunks_has_the_bits_of_the_c_kernel(moments: torch.dtype) -> None:
     tensors = tensors_of("halves", torch.bfloat16, moments, 2_100, seed=9, wild=True)
     origin = Origin(parameter=1, first=(1 << 32) - 3 * MOMENT_BLOCK)
     assert_steps_alike(_by_torch, tensors, HYPER, origin)
@@ -175,16 +203,16 @@ def test_step_refuses_arrays_of_different_lengths() -> None:
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(["/nowhere/libnvrtc.so"]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    adam._kernel.cache_clear()
     yield
-    adam._kernel.cache_clear()
+    compiled._code.cache_clear()
+    compiled._kernel.cache_clear()
 
 
 @pytest.mark.usefixtures("without_compiler")
 def test_device_without_a_compiler_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert adam._kernel(torch.device("cuda", 0)) is None
-        assert adam._kernel(torch.device("cuda", 0)) is None
+        assert compiled.kernel_of(torch.device("cuda", 7), "adam_step") is None
+        assert compiled.kernel_of(torch.device("cuda", 7), "adam_step") is None
     assert len(caplog.records) == 1
-    assert "runs as operations of torch" in caplog.text
+    assert "run as operations of torch" in caplog.text
     assert "there is no NVRTC to compile with (/nowhere/libnvrtc.so" in caplog.text

@@ -212,12 +212,12 @@ def test_weights_stay_where_they_are_and_the_rest_changes_places(
     tmp_path: Path, kernels: Kernels
 ) -> None:
     def addresses(name: str) -> list[int]:
-        return [state.components.host(group, name).data_ptr() for group in range(6)]
+        return [state.components.arrays.of(group, name).data_ptr() for group in range(6)]
 
     with both(tmp_path) as (state, plain):
         weights, moments = addresses("weight"), addresses("exp_avg")
         views = [state.weights.borrow(parameter) for parameter in ALL]
-        whole = state.components.host_values(1, "exp_avg")
+        whole = state.components.arrays.values(1, "exp_avg")
         assert whole is not None
         for number in (2, 3):
             kernels.done.clear()
@@ -228,7 +228,7 @@ def test_weights_stay_where_they_are_and_the_rest_changes_places(
             assert addresses("weight") == weights
             moved = {g for g, at in enumerate(addresses("exp_avg")) if at != moments[g]}
             assert moved == (SPARED if number == 2 else set()), "and back again"
-            assert (state.components.host_values(1, "exp_avg") is None) == (number == 2)
+            assert (state.components.arrays.values(1, "exp_avg") is None) == (number == 2)
             for parameter, view in enumerate(views):
                 assert same_bits(view, plain.weight(parameter)), "they follow the update"
 

@@ -12,10 +12,10 @@ from infinity.optim.adamw import AdamRule
 from infinity.optim.rule import FrozenRule
 from swap.memory.slabs import slab_sizes
 from swap.plan import placement as planner
-from swap.plan.layout import PIECE, ParameterSpec
+from swap.plan.layout import PIECE, ParameterSpec, Subgroup
 from swap.plan.placement import MIN_CHECKPOINT_BYTES, MIN_SLOTS, Placement, place
 from swap.plan.rules import UpdateRule
-from swap.plan.sizes import gradient_bytes, state_bytes
+from swap.plan.sizes import DEVICE_SCRATCH_BYTES, device_weight_bytes, gradient_bytes, state_bytes
 from swap.plan.traffic import traffic_of
 from swap.tiers import Budget, BudgetError, Tier
 from tests.support.examples import examples
@@ -260,3 +260,66 @@ def test_device_budget_bounds_the_arena_on_a_cpu() -> None:
     placement = place(specs, AdamRule(), budget, least_arena_bytes=8 * MIB)
     assert 8 * MIB <= placement.arena_bytes <= 20 * MIB
     assert placement.host_bytes <= budget.host_bytes
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(case=cases(), device=st.integers(0, 400 * MIB), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+def test_device_budget_is_never_exceeded_and_what_is_at_home_there_can_be(
+    case: Case, device: int, share: float
+) -> None:
+    case = dataclasses.replace(case, separate_device=True)
+    least = case.least()
+    roomy = 2 * least + 16 * sum(spec.padded_numel for spec in case.specs)
+    budget = Budget(
+        host_bytes=least + int(share * (roomy - least)),
+        device_bytes=max(device, case.least_arena_bytes),
+    )
+    placement = place(
+        case.specs,
+        case.rule,
+        budget,
+        least_arena_bytes=case.least_arena_bytes,
+        separate_device=True,
+    )
+    assert budget.device_bytes is not None
+    assert placement.device_bytes + placement.device_home_bytes <= budget.device_bytes
+    assert placement.host_bytes <= budget.host_bytes
+    groups = placement.layout.subgroups
+    there = [group for group in groups if placement.state_home[group.index] is Tier.DEVICE]
+    assert all(not g.trainable or case.rule.updates_on_device for g in there)
+    assert not any(g.always_on_host for g in there)
+    assert all(placement.gradient_home[g.index] is Tier.DEVICE for g in there)
+    assert placement.state_device_bytes == sum(state_bytes(g, case.rule) for g in there)
+    assert placement.gradient_device_bytes == sum(map(gradient_bytes, there))
+    if any(g.trainable for g in there):
+        used = placement.device_bytes + placement.device_home_bytes + DEVICE_SCRATCH_BYTES
+        assert used <= budget.device_bytes
+    elsewhere = [s for s in case.specs if s.index not in _parameters(there)]
+    weights = sum(map(device_weight_bytes, elsewhere))
+    assert placement.device_bytes >= min(weights, case.least_arena_bytes)
+
+
+def _parameters(groups: list[Subgroup]) -> set[int]:
+    return {segment.parameter for group in groups for segment in group.segments}
+
+
+def test_state_goes_to_the_device_when_it_has_room_for_all_weights() -> None:
+    specs = [
+        ParameterSpec(index=i, name=f"p{i}", numel=MIB, dtype=torch.bfloat16, trainable=True)
+        for i in range(64)
+    ]
+
+    def homes(host_bytes: int, device_bytes: int) -> list[Tier]:
+        budget = Budget(host_bytes=host_bytes, device_bytes=device_bytes)
+        placement = place(
+            specs, AdamRule(), budget, least_arena_bytes=8 * MIB, separate_device=True
+        )
+        tiers = list(placement.state_home)
+        assert tiers == sorted(tiers, key=list(Tier).index), "what is used first is nearest"
+        return tiers
+
+    for host_bytes in (64 * MIB, 400 * MIB, 2048 * MIB):
+        assert Tier.DEVICE not in homes(host_bytes, 150 * MIB)  # weights are 128 MiB
+        assert set(homes(host_bytes, 2048 * MIB)) == {Tier.DEVICE}
+    assert {*homes(400 * MIB, 300 * MIB)} == {*Tier}
+    assert {*homes(2048 * MIB, 300 * MIB)} == {Tier.DEVICE, Tier.HOST}

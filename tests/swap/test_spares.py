@@ -46,12 +46,18 @@ numels = st.lists(
 )
 
 
-def _place(specs: Sequence[ParameterSpec], host_bytes: int, *, hides: bool = True) -> Placement:
+def _place(
+    specs: Sequence[ParameterSpec],
+    host_bytes: int,
+    *,
+    hides: bool = True,
+    device_bytes: int | None = None,
+) -> Placement:
     largest = max(spec.padded_numel * spec.dtype.itemsize for spec in specs)
     return place(
         specs,
         RULE,
-        Budget(host_bytes=host_bytes),
+        Budget(host_bytes=host_bytes, device_bytes=device_bytes),
         least_arena_bytes=largest,
         separate_device=True,
         hides_updates=hides,
@@ -159,6 +165,20 @@ def test_with_memory_for_it_everything_that_is_trained_has_a_spare() -> None:
     trained = [g for g in placement.layout.subgroups if g.trainable and not g.always_on_host]
     assert placement.spared == {group.index for group in trained}
     assert placement.spare_bytes == sum(state_bytes(group, RULE) for group in trained)
+
+
+def test_what_is_on_the_device_has_no_spare_and_all_else_has_one() -> None:
+    specs = _specs([1_024 * KIB] * 32)
+    placement = _place(specs, 1 << 30, device_bytes=200 << 20)
+    homes = placement.state_home
+    there = {index for index, home in enumerate(homes) if home is Tier.DEVICE}
+    assert there
+    assert placement.spared == {*range(len(homes))} - there
+    assert placement.spared
+    tight = _place(specs, placement.host_bytes - (64 << 20), device_bytes=200 << 20)
+    assert tight.host_bytes <= placement.host_bytes - (64 << 20)
+    assert tight.spared < placement.spared
+    assert all(tight.state_home[index] is Tier.HOST for index in tight.spared)
 
 
 def test_subgroups_are_small_enough_to_be_updated_one_after_the_other() -> None:

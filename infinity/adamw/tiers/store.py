@@ -161,7 +161,7 @@ class StateStore:
                 segments=tuple(replace(s, parameter=base + s.parameter) for s in group.segments),
                 staged=Staged(group),
                 staging=staging,
-                is_home=components.is_host(group.index),
+                is_home=components.is_array(group.index),
             )
             for group in layout.subgroups
         ]

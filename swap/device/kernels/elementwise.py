@@ -1,7 +1,7 @@
 """Adam as operations of torch, on any device: the bits of the C kernel, in many passes.
 
 The formulas are those of ``csrc/kernels_impl.h``, operation by operation. Elements are taken
-``CHUNK`` at a time, which bounds what is allocated beside the arrays: ``SCRATCH_BYTES``.
+``CHUNK`` at a time, which bounds what is allocated beside the arrays.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 import torch
 
 from swap._native import lib
-from swap.adam import AdamJob, AdamTensors
+from swap.adam import MOMENT_BLOCK, AdamJob, AdamTensors
 from swap.device.kernels.bits import bits_of, divided_by, floats_of, fused, one_nan, square_root
 from swap.device.kernels.moments import Random, moments_of
+from swap.plan.sizes import DEVICE_SCRATCH_BYTES
 
-CHUNK = 1 << 18
 SCRATCH_BYTES_PER_ELEMENT = 100
-SCRATCH_BYTES = SCRATCH_BYTES_PER_ELEMENT * CHUNK
-"""What a step allocates at most, beside its arrays."""
+"""What a step allocates at most, beside its arrays, for each element of a chunk."""
+CHUNK = DEVICE_SCRATCH_BYTES // SCRATCH_BYTES_PER_ELEMENT // MOMENT_BLOCK * MOMENT_BLOCK
 _F16_NAN = 0x7E00
 
 

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import SupportsInt
 
 import torch
 
@@ -41,13 +42,13 @@ class Kernel:
             arguments = ctypes.byref(self._function), self._module, name.encode()
             self._call("cuModuleGetFunction", *arguments)
 
-    def launch(self, argument: int, *, num_blocks: int, num_threads: int) -> None:
+    def launch(self, argument: SupportsInt, *, num_blocks: int, num_threads: int) -> None:
         """Start it on torch's current stream of the device; the struct, at the address
         ``argument``, is copied. Raises ``CompileError`` with the driver's reason.
         """
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         sizes = (ctypes.c_uint(size) for size in (num_blocks, 1, 1, num_threads, 1, 1, 0))
-        arguments = (ctypes.c_void_p * 1)(argument)
+        arguments = (ctypes.c_void_p * 1)(int(argument))
         with self._current():
             self._call("cuLaunchKernel", self._function, *sizes, stream, arguments, None)
 

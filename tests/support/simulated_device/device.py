@@ -135,7 +135,7 @@ class SimulatedDevice:
             if stream is Stream.COMPUTE:
                 self._carry_out(self.record(stream))
 
-    def uses(self, stream: Stream, tensor: torch.Tensor) -> None:
+    def uses(self, stream: Stream, tensor: torch.Tensor, *, writes: bool = False) -> None:
         with self._acting():
             found = self._region_of(tensor)
             if found is None:
@@ -143,7 +143,8 @@ class SimulatedDevice:
             region, start = found
             clock = self._clocks[stream]
             merge(clock, self._host)
-            region.access(stream, clock, (start, start + tensor.nbytes), writes=False)
+            region.access(stream, clock, (start, start + tensor.nbytes), writes=writes)
+            clock[stream] = clock.get(stream, 0) + 1
             region.used_by.add(stream)
 
     # Memory.
@@ -210,7 +211,9 @@ class SimulatedDevice:
             place.is_alive = False
             for stream in place.used_by:
                 act = self._clocks[stream].get(stream, 0)
-                place.access(stream, {**self._all(), stream: act}, (0, place.nbytes), writes=True)
+                # Not ordered among themselves: each is what the stream may still do.
+                known = {one: count + 1 for one, count in self._all().items()} | {stream: act}
+                place.access(stream, known, (0, place.nbytes), writes=True)
             if not self._is_pending(End(place, 0, place.nbytes)):
                 place.bytes.fill_(POISON)
         for storage in [one for one in self._storages.values() if not one.is_alive]:

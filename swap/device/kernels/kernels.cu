@@ -1,11 +1,13 @@
-/* One step of Adam on a CUDA device in one pass over memory: the bits of the C kernel.
+/* One step of Adam, and sums of squares, on a CUDA device in one pass over memory: the bits of the
+ * C kernels.
  *
  * Compiled at run time, without headers. The formulas are those of csrc/kernels_impl.h and
  * csrc/moments_impl.h, which say why they are as they are. Each operation is an intrinsic that
  * rounds once, to nearest, and that no option of the compiler contracts or replaces.
  *
- * A block of threads has an element each, SWAP_MOMENT_BLOCK of them: those that share the scales of
- * 8-bit moments. It goes on with the block that lies as many further as there are in the grid.
+ * In a step a block of threads has an element each, SWAP_MOMENT_BLOCK of them: those that share the
+ * scales of 8-bit moments. It goes on with the block that lies as many further as there are in the
+ * grid; so do those that add squares.
  */
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -107,11 +109,11 @@ DEVICE void store_master(const struct adam_job *job, i64 i, float p) {
     }
 }
 
-DEVICE float load_gradient(const struct adam_job *job, i64 i) {
-    if (job->grad_float == F32)
-        return ((const float *)job->grad)[i];
-    u16 bits = ((const u16 *)job->grad)[i];
-    return job->grad_float == BF16 ? widen_bf16(bits) : widen_f16(bits);
+DEVICE float load_as(int kind, const void *values, i64 i) {
+    if (kind == F32)
+        return ((const float *)values)[i];
+    u16 bits = ((const u16 *)values)[i];
+    return kind == BF16 ? widen_bf16(bits) : widen_f16(bits);
 }
 
 /* Moments of 8 bits. */
@@ -228,7 +230,7 @@ DEVICE void store_codes(const struct adam_job *job, i64 i, struct moments at) {
 /* Updates the weight of element i; gives its new moments. */
 DEVICE struct moments update(const struct adam_job *job, i64 i) {
     float p = load_master(job, i);
-    float g = __fmul_rn(load_gradient(job, i), job->grad_scale);
+    float g = __fmul_rn(load_as(job->grad_float, job->grad, i), job->grad_scale);
     struct moments at = load_moments(job, i);
     float m = at.m, v = at.v, weight_of_g = job->one_minus_beta1;
 
@@ -262,5 +264,44 @@ extern "C"
             store_codes(&job, i, at);
         else if (i < job.n)
             store_floats(&job, i, at);
+    }
+}
+
+/* Sums of squares of blocks of SWAP_BLOCK elements, the last of which may be shorter. */
+
+#define SUM_BLOCK 4096
+#define LINE 32
+
+struct squares_job {
+    const void *values;
+    double *sums;
+    i64 n;
+    int kind; /* enum swap_float */
+};
+
+/* A thread adds for one lane of a line; the lanes are added as the C kernel adds them. */
+#ifdef __cplusplus
+extern "C"
+#endif
+    __global__ void block_squares(struct squares_job job) {
+    __shared__ double lanes[LINE];
+    u32 lane = threadIdx.x;
+    for (i64 block = blockIdx.x; block * SUM_BLOCK < job.n; block += gridDim.x) {
+        double sum = 0.0;
+        i64 stop = block * SUM_BLOCK + SUM_BLOCK;
+        stop = stop < job.n ? stop : job.n;
+        for (i64 i = block * SUM_BLOCK + lane; i < stop; i += LINE) {
+            double value = (double)load_as(job.kind, job.values, i);
+            sum = __dadd_rn(sum, __dmul_rn(value, value));
+        }
+        lanes[lane] = sum;
+        __syncthreads();
+        for (u32 width = LINE / 2; width > 0; width /= 2) {
+            if (lane < width)
+                lanes[lane] = __dadd_rn(lanes[lane], lanes[lane + width]);
+            __syncthreads();
+        }
+        if (lane == 0)
+            job.sums[block] = lanes[0];
     }
 }

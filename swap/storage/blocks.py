@@ -1,4 +1,4 @@
-"""Components at home in host memory: an array each, and for some subgroups a block beside it.
+"""Components at home in memory: an array each, and for some subgroups a block beside it.
 
 An update changes arrays in place. Where a subgroup has a *spare* block it may have its new values
 there instead, from a copy of the old ones, which stay at home until ``publish``: then the block is
@@ -11,7 +11,7 @@ at home sees the old values or the new ones of a subgroup, and no mixture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,46 +21,42 @@ from swap.kernels import copy_bytes
 from swap.plan.layout import Component, Layout, Subgroup
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
-"""So many bytes of host memory, flat."""
+"""So many bytes of memory, flat."""
 Block = Mapping[str, torch.Tensor]
 """The arrays of a subgroup by the names of its components."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
+class _Pair:
     home: Block
     spare: Block | None = None
 
 
-class HostHomes:
-    """The blocks of the subgroups ``in_host``; ``spared`` are those that have two of them."""
+class Blocks:
+    """Those of ``subgroups``; ``spared`` are the ones that have two of them."""
 
     def __init__(
         self,
         layout: Layout,
         components: Sequence[Sequence[Component]],
-        in_host: Set[int],
+        subgroups: Set[int],
         spared: Set[int],
         allocate: Allocate,
     ) -> None:
-        assert spared <= in_host
+        assert spared <= subgroups
         self._layout = layout
         self._components = components
         self._allocate = allocate
-        self._blocks: dict[int, _Blocks] = {}
+        self._blocks: dict[int, _Pair] = {}
         for unit in layout.units:
             groups = layout.subgroups[unit.first : unit.first + unit.num_subgroups]
-            at_home = [group for group in groups if group.index in in_host]
+            at_home = [group for group in groups if group.index in subgroups]
             if at_home:
                 self._map_unit(at_home, spared)
 
     def array(self, subgroup: int, name: str) -> torch.Tensor:
         """What is at home of a component."""
         return self._blocks[subgroup].home[name]
-
-    def arrays(self, name: str) -> Iterator[torch.Tensor]:
-        """Those of every subgroup that has a component of that name."""
-        return (blocks.home[name] for blocks in self._blocks.values() if name in blocks.home)
 
     def values(self, parameter: int, component: Component) -> torch.Tensor | None:
         """One component of a parameter as one flat view, if all of it is here and in a row."""
@@ -95,7 +91,7 @@ class HostHomes:
         """What the spare block has is at home from now on."""
         home, spare = self._blocks[subgroup].home, self.spare(subgroup)
         stays = {name: array for name, array in home.items() if name == "weight"}
-        new = _Blocks(home={**spare, **stays}, spare={**home, **_only(spare, stays)})
+        new = _Pair(home={**spare, **stays}, spare={**home, **_only(spare, stays)})
         for name, array in stays.items():
             _copy(spare[name], array)
         self._blocks[subgroup] = new
@@ -112,7 +108,7 @@ class HostHomes:
                 first += group.numel
         for group in unit:
             spare = self._new_block(group) if group.index in spared else None
-            self._blocks[group.index] = _Blocks(homes[group.index], spare)
+            self._blocks[group.index] = _Pair(homes[group.index], spare)
 
     def _new_block(self, group: Subgroup) -> Block:
         return {
