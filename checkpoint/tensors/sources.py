@@ -202,8 +202,8 @@ def _check_tensor(tensor: torch.Tensor) -> None:
     if kind not in _TENSOR_TYPES:
         raise TypeError(
             f"{kind.__module__}.{kind.__qualname__} is a tensor type it does not know; save a "
-            "plain tensor of its values, such as tensor.detach().clone(), with "
-            ".as_subclass(torch.Tensor) where that is one of its type, or full_tensor() of a DTensor"
+            "plain tensor of its values: tensor.detach().clone(), or where that is one of its type "
+            "tensor.detach().as_subclass(torch.Tensor); full_tensor() of a DTensor"
         )
     if tensor.is_nested:
         raise TypeError("a nested tensor; save the list of tensors that its unbind() gives")

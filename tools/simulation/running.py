@@ -136,7 +136,7 @@ class _Run:
         with ExitStack() as stack:
             engine = self._engine
             stack.enter_context(patch("swap.storage.opening.Engine", lambda **_: engine))
-            stack.enter_context(patch("swap.storage.homes.copy_bytes", self._copy))
+            stack.enter_context(patch("swap.storage.blocks.copy_bytes", self._copy))
             state = TieredState(small, rule, [folder], device=self._device)
             stack.callback(state.close)
             taken = 0
