@@ -51,7 +51,7 @@ class SimulatedDevice:
         nbytes = source.numel() * source.element_size()
         self._queues[stream].work(link, nbytes * self._scale)
 
-    def uses(self, stream: Stream, tensor: torch.Tensor) -> None:
+    def uses(self, stream: Stream, tensor: torch.Tensor, *, writes: bool = False) -> None:
         """All that is computed is computed on one stream."""
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:

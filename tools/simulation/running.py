@@ -78,7 +78,13 @@ _MOVED_BY_COPY = 3
 """Times the bytes of a copy: they are read, and what they replace is read before it is written."""
 
 
-class _TimedRule(AdamRule):
+class _HostRule(AdamRule):
+    """Has no state at home on the device, whose updates are not simulated."""
+
+    updates_on_device = False
+
+
+class _TimedRule(_HostRule):
     """Takes as long as the kernel does, and changes nothing."""
 
     def __init__(self, hardware: Hardware, processors: Resource) -> None:
@@ -98,7 +104,7 @@ class _TimedRule(AdamRule):
 
 def simulate(model: Llama, machine: Machine, budget: Budget, *, tokens: int, steps: int) -> Outcome:
     """``steps`` steps of ``tokens`` tokens each. Raises ``BudgetError`` and ``ValueError``."""
-    placement = placed(model, AdamRule(), budget)
+    placement = placed(model, _HostRule(), budget)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         real = stack.enter_context(Engine("posix", queue_depth=4))
