@@ -33,10 +33,8 @@ def fork(child: Callable[[], object] = lambda: None) -> int:
 
 
 def fork_and_wait() -> None:
-    """How the child ends is not looked at: it has nothing of ours to do, and a fork beside threads
-    that other tests have left may end it in what libraries do then.
-    """
-    os.waitpid(fork(), 0)
+    _, status = os.waitpid(fork(), 0)
+    assert status == 0
 
 
 @contextmanager
