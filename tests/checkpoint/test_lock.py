@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import checkpoint
-from aio.descriptors import Descriptor
+from aio.process.descriptors import Descriptor
 from checkpoint.directory import generations
 from checkpoint.directory.lock import Lock
 from tests.support.memory import folder_in_memory
@@ -58,6 +58,7 @@ def in_time(action: Callable[[], object]) -> bool:
     return ended.wait(_PATIENCE_SECONDS)
 
 
+@pytest.mark.timeout(2 * _PATIENCE_SECONDS)
 def test_fork_and_save_elsewhere_do_not_wait_for_a_directory_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +77,9 @@ def test_fork_and_save_elsewhere_do_not_wait_for_a_directory_that_hangs(
     saving.start()
     try:
         assert hangs.wait(_PATIENCE_SECONDS)
-        assert in_time(fork_and_wait)
+        # Here, and not on a thread: a child of one clears the main thread's variables, and of what
+        # torch's DTensors keep there (a process group of other tests) that would be its end.
+        fork_and_wait()
         assert in_time(lambda: checkpoint.save({"a": 2}, tmp_path / "fast"))
     finally:
         goes_on.set()
