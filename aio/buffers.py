@@ -118,7 +118,6 @@ class Slab:
         # at any allocation, on any thread, also inside the lock; putting it there takes no lock,
         # and runs no Python, which would swallow an interrupt.
         self._ranges: dict[weakref.ref[_Owner], tuple[int, int]] = {}
-        self._apart_bytes = 0  # of those that are mappings of their own
         self._is_in_small_pages = False  # as long as there are some
         self._ended: SimpleQueue[weakref.ref[_Owner]] = SimpleQueue()
         self._waiters: list[weakref.ref[_Waiter]] = []
@@ -154,22 +153,24 @@ class Slab:
             self._collect()
             self._seen.releases = self._num_releases
             owner = self._hand_out(nbytes, apart)
-            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+            self._peak_bytes = max(self._peak_bytes, self._allocator.used_bytes)
         return np.asarray(owner)
 
     def _hand_out(self, nbytes: int, apart: bool) -> _Owner:
         """A range and its owner, both or neither; with the lock held."""
-        fits = self._allocator.rounded(nbytes) <= self._free_bytes
+        fits = self._allocator.rounded(nbytes) <= self._allocator.free_bytes
         self._is_consistent = False
         offset = self._allocator.allocate(nbytes) if fits else None
         if offset is not None:
             owner = _Owner(self._mapping, self._address + offset, nbytes)
         elif mapping := self._map_apart(nbytes) if fits and apart else None:
             owner = _Owner(mapping, _address_of(mapping), nbytes)
-            self._apart_bytes += self._allocator.rounded(nbytes)
+            self._allocator.apart_bytes += self._allocator.rounded(nbytes)
         else:
             self._is_consistent = True
-            raise SlabFullError(nbytes, self._free_bytes, self._largest_free_bytes)
+            raise SlabFullError(
+                nbytes, self._allocator.free_bytes, self._allocator.largest_free_bytes
+            )
         place = _APART if offset is None else offset
         self._ranges[weakref.ref(owner, self._ended.put)] = place, nbytes
         self._is_consistent = True
@@ -256,16 +257,16 @@ class Slab:
             self._is_consistent = True
         if self._mapping is None:
             return
-        if has_freed and self._apart_bytes:
+        if has_freed and self._allocator.apart_bytes:
             self._discard_free()
-        if self._is_in_small_pages and not self._apart_bytes:
+        if self._is_in_small_pages and not self._allocator.apart_bytes:
             if self._kind[0]:
                 self._wish_for(huge_pages=True)
             self._is_in_small_pages = False
 
     def _take_back(self, offset: int, nbytes: int) -> None:
         if offset == _APART:
-            self._apart_bytes -= self._allocator.rounded(nbytes)
+            self._allocator.apart_bytes -= self._allocator.rounded(nbytes)
         else:
             self._allocator.release(offset, nbytes)
 
@@ -275,7 +276,7 @@ class Slab:
         self._ranges = {one: place for one, place in ranges if one() is not None}
         self._allocator.release_others([offset for offset, _ in self._ranges.values()])
         apart = (nbytes for offset, nbytes in self._ranges.values() if offset == _APART)
-        self._apart_bytes = sum(map(self._allocator.rounded, apart))
+        self._allocator.apart_bytes = sum(map(self._allocator.rounded, apart))
         self._num_releases += 1
         self._is_consistent = True
 
@@ -298,33 +299,21 @@ class Slab:
     def free_bytes(self) -> int:
         with self._lock:
             self._collect()
-            return self._free_bytes
+            return self._allocator.free_bytes
 
     @property
     def largest_free_bytes(self) -> int:
         """The most that one allocate() can get now."""
         with self._lock:
             self._collect()
-            return self._largest_free_bytes
+            return self._allocator.largest_free_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of whole pages handed out."""
         with self._lock:
             self._collect()
-            return self._used_bytes
-
-    @property
-    def _used_bytes(self) -> int:
-        return self._allocator.used_bytes + self._apart_bytes
-
-    @property
-    def _free_bytes(self) -> int:
-        return self._allocator.free_bytes - self._apart_bytes
-
-    @property
-    def _largest_free_bytes(self) -> int:
-        return min(self._allocator.largest_free_bytes, self._free_bytes)
+            return self._allocator.used_bytes
 
     @property
     def peak_bytes(self) -> int:

@@ -29,6 +29,8 @@ class RangeAllocator:
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} is negative")
         self.alignment = alignment
+        self.apart_bytes = 0
+        """Of what is handed out elsewhere in place of ranges: it counts as if it were of these."""
         self._nbytes = 0
         self._allocated: dict[int, int] = {}  # offset -> bytes, rounded up
         self._is_indexed = False  # whether what follows agrees with the table
@@ -46,7 +48,7 @@ class RangeAllocator:
     @property
     def free_bytes(self) -> int:
         self._index()
-        return self._free_bytes
+        return self._free_bytes - self.apart_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -56,7 +58,8 @@ class RangeAllocator:
     def largest_free_bytes(self) -> int:
         """The most that one allocate() can get now."""
         self._index()
-        return self._by_size[-1][0] if self._by_size else 0
+        largest = self._by_size[-1][0] if self._by_size else 0
+        return min(largest, self.free_bytes)
 
     def free_ranges(self) -> list[tuple[int, int]]:
         """(offset, bytes) of each."""

@@ -68,7 +68,6 @@ class DeviceMemory:
         self._device = device
         self._allocator = RangeAllocator(nbytes, alignment=DEVICE_ALIGNMENT)
         self._block = device.memory(self._allocator.nbytes)
-        self._apart_bytes = 0
         # What is handed out, by a reference that goes to ``_ended`` when its owner does. That may
         # be on any thread, also inside the lock, and runs no Python.
         self._ranges: dict[weakref.ref[_Owner], _Place] = {}
@@ -98,7 +97,7 @@ class DeviceMemory:
             owner = _Owner()
             self._ranges[weakref.ref(owner, self._ended.put)] = place
             self._is_consistent = True
-            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+            self._peak_bytes = max(self._peak_bytes, self._allocator.used_bytes)
             for left in self._left:
                 if place.block is None and left.overlaps(place.offset, place.offset + nbytes):
                     self._order(first, left.moments)
@@ -119,17 +118,21 @@ class DeviceMemory:
             return _Place(offset, nbytes)
         self._is_consistent = True
         if not apart or not self._has(nbytes):
-            raise SlabFullError(nbytes, self._free_bytes, self._largest_free_bytes)
+            raise SlabFullError(
+                nbytes, self._allocator.free_bytes, self._allocator.largest_free_bytes
+            )
         try:
             block = self._device.memory(nbytes)
         except MemoryError:
-            raise SlabFullError(nbytes, self._free_bytes, self._largest_free_bytes) from None
+            raise SlabFullError(
+                nbytes, self._allocator.free_bytes, self._allocator.largest_free_bytes
+            ) from None
         self._is_consistent = False
-        self._apart_bytes += self._allocator.rounded(nbytes)
+        self._allocator.apart_bytes += self._allocator.rounded(nbytes)
         return _Place(_APART, nbytes, block)
 
     def _has(self, nbytes: int) -> bool:
-        return self._allocator.rounded(nbytes) <= self._free_bytes
+        return self._allocator.rounded(nbytes) <= self._allocator.free_bytes
 
     def collect(self) -> None:
         """Note the moment at which ranges were let go of, if any were: what uses one of them next
@@ -171,25 +174,13 @@ class DeviceMemory:
         """Bytes that are handed out."""
         with self._lock:
             self._collect()
-            return self._used_bytes
+            return self._allocator.used_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Largest ``used_bytes`` so far."""
         with self._lock:
             return self._peak_bytes
-
-    @property
-    def _used_bytes(self) -> int:
-        return self._allocator.used_bytes + self._apart_bytes
-
-    @property
-    def _free_bytes(self) -> int:
-        return self._allocator.free_bytes - self._apart_bytes
-
-    @property
-    def _largest_free_bytes(self) -> int:
-        return min(self._allocator.largest_free_bytes, self._free_bytes)
 
     def _release_is_new(self) -> bool:
         with self._lock:
@@ -225,7 +216,7 @@ class DeviceMemory:
         if place.block is None:
             self._allocator.release(place.offset, place.nbytes)
         else:
-            self._apart_bytes -= self._allocator.rounded(place.nbytes)
+            self._allocator.apart_bytes -= self._allocator.rounded(place.nbytes)
 
     def _take_stock(self) -> None:
         """Take back whatever has no owner, after an interrupt that may have lost sight of it."""
@@ -234,7 +225,7 @@ class DeviceMemory:
         places = self._ranges.values()
         self._allocator.release_others([place.offset for place in places if place.block is None])
         apart = (place.nbytes for place in places if place.block is not None)
-        self._apart_bytes = sum(map(self._allocator.rounded, apart))
+        self._allocator.apart_bytes = sum(map(self._allocator.rounded, apart))
         moments = self._moments()
         self._left.extend(_Left(place, moments) for place in gone)
         self._left.append(_Left(_Place(0, self._allocator.nbytes), moments))
