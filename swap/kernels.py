@@ -80,8 +80,16 @@ def adam_step(
         exp_avg_scale=exp_avg_scale,
         exp_avg_sq_scale=exp_avg_sq_scale,
     )
+    adam_step_of(tensors, hyper, origin=origin, threads=threads)
+
+
+def adam_step_of(
+    tensors: AdamTensors, hyper: AdamHyper, *, origin: Origin | None, threads: int | None = None
+) -> None:
+    """As ``adam_step``."""
     job = adam_job(tensors, hyper, origin)
-    _raise_on_error(lib.swap_adam_step(job, num_threads(threads)), "update", weight.numel())
+    status = lib.swap_adam_step(job, num_threads(threads))
+    _raise_on_error(status, "update", tensors.weight.numel())
 
 
 def split_master(

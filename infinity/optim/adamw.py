@@ -24,7 +24,7 @@ from infinity.optim.rule import (
 from infinity.parameters.records import Record
 from swap.adam import MOMENT_BLOCK, AdamHyper, AdamTensors, Origin
 from swap.device.kernels import adam as device_adam
-from swap.kernels import adam_step
+from swap.kernels import adam_step_of
 from swap.plan.layout import Component, Segment
 from swap.plan.rules import ParameterUpdate, master_components
 from swap.tiers import parse_amount, parse_number
@@ -158,16 +158,10 @@ class AdamRule(OptimizerRule):
         gradient: torch.Tensor,
         gradient_scale: float,
     ) -> None:
-        adam_step(
-            weight=components["weight"],
-            rest=components.get("lo", components.get("master")),
-            exp_avg=components["exp_avg"],
-            exp_avg_sq=components["exp_avg_sq"],
-            grad=gradient,
-            exp_avg_scale=components.get("exp_avg_scale"),
-            exp_avg_sq_scale=components.get("exp_avg_sq_scale"),
-            hyper=_hyper(update, gradient_scale),
-            origin=Origin(parameter=segment.parameter, first=update.first + segment.start),
+        adam_step_of(
+            _tensors(components, gradient),
+            _hyper(update, gradient_scale),
+            origin=_origin(segment, update),
             threads=self._threads,
         )
 
@@ -179,19 +173,8 @@ class AdamRule(OptimizerRule):
         gradient: torch.Tensor,
         gradient_scale: float,
     ) -> None:
-        device_adam.adam_step(
-            AdamTensors(
-                weight=components["weight"],
-                rest=components.get("lo", components.get("master")),
-                exp_avg=components["exp_avg"],
-                exp_avg_sq=components["exp_avg_sq"],
-                grad=gradient,
-                exp_avg_scale=components.get("exp_avg_scale"),
-                exp_avg_sq_scale=components.get("exp_avg_sq_scale"),
-            ),
-            _hyper(update, gradient_scale),
-            origin=Origin(parameter=segment.parameter, first=update.first + segment.start),
-        )
+        tensors, hyper = _tensors(components, gradient), _hyper(update, gradient_scale)
+        device_adam.adam_step(tensors, hyper, origin=_origin(segment, update))
 
     def reads(self, kept_by: str, groups: Sequence[Mapping[str, Any]]) -> bool:
         if kept_by == UNNAMED:
@@ -229,6 +212,22 @@ def check_options(options: Mapping[str, Any]) -> None:
                 f"{name}=True in a parameter group: {reason} here; set it to False, or use "
                 "torch.optim.AdamW"
             )
+
+
+def _tensors(components: Mapping[str, torch.Tensor], gradient: torch.Tensor) -> AdamTensors:
+    return AdamTensors(
+        weight=components["weight"],
+        rest=components.get("lo", components.get("master")),
+        exp_avg=components["exp_avg"],
+        exp_avg_sq=components["exp_avg_sq"],
+        grad=gradient,
+        exp_avg_scale=components.get("exp_avg_scale"),
+        exp_avg_sq_scale=components.get("exp_avg_sq_scale"),
+    )
+
+
+def _origin(segment: Segment, update: ParameterUpdate) -> Origin:
+    return Origin(parameter=segment.parameter, first=update.first + segment.start)
 
 
 def _hyper(update: ParameterUpdate, gradient_scale: float) -> AdamHyper:
