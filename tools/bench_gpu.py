@@ -96,10 +96,7 @@ def _run_each(options: argparse.Namespace, arguments: Sequence[str]) -> bool:
 
 def _status_within(command: Sequence[str], seconds: float) -> int:
     """What a command ends with; it and all that it started are killed when it takes longer."""
-    root = str(Path(__file__).parents[1])
-    with subprocess.Popen(
-        command, start_new_session=True, env=dict(os.environ, PYTHONPATH=root)
-    ) as process:
+    with subprocess.Popen(command, start_new_session=True) as process:
         try:
             return process.wait(seconds)
         except BaseException as error:

@@ -4,6 +4,7 @@ where they lie there, whatever was put on them meanwhile.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ def top() -> Pair | None:
     return pair
 
 
-class Hooks:
+class Hooks(ABC):
     """To be put on once. An interrupt may keep that from its end; ``take_off`` undoes it."""
 
     def __init__(self) -> None:
@@ -29,11 +30,13 @@ class Hooks:
         self._aside: list[Pair] = []
         self._is_off = False
 
+    @abstractmethod
     def pack(self, tensor: torch.Tensor) -> Any:
-        raise NotImplementedError
+        """What autograd keeps in place of ``tensor``."""
 
+    @abstractmethod
     def unpack(self, packed: Any) -> torch.Tensor:
-        raise NotImplementedError
+        """The tensor that ``packed`` stands for."""
 
     def put_on(self) -> None:
         """Innermost on this thread."""

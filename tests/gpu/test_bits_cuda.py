@@ -1,7 +1,6 @@
 """Training offloaded from a GPU beside training in its memory, bit by bit."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,8 +39,6 @@ def test_check_holds_on_a_gpu(check: Callable[[str, Path], None], tmp_path: Path
 
 
 def test_compiled_blocks_have_the_bits_that_they_have_in_device_memory(tmp_path: Path) -> None:
-    if find_spec("infinity.parameters.compiled") is None:
-        pytest.skip("compiled blocks are refused")
     device_checks.check_compiled("cuda", tmp_path)
 
 

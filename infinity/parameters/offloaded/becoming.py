@@ -89,7 +89,8 @@ def ours(parameter: Any, name: str) -> OffloadedParameter:
             "torch.utils.swap_tensors), and what it got is lost; change its values inside `with "
             "offloaded.gathered([parameter], modify=True):`"
         )
-    return parameter  # type: ignore[no-any-return]
+    found: OffloadedParameter = parameter
+    return found
 
 
 def uncover(parameter: Any, kind: type[nn.Parameter]) -> None:
