@@ -26,8 +26,8 @@ from aio.errors import check_int
 from aio.files import MAX_OFFSET, File
 from aio.opening import warn_buffered
 from aio.operation import Operation, Outcome, Request, Ticket
-from aio.threads import Thread, join_thread, say, start_thread
-from aio.unasked import tell
+from aio.process.threads import Thread, join_thread, say, start_thread
+from aio.process.unasked import tell
 
 if TYPE_CHECKING:
     from aio.operation import BufferLike

@@ -14,7 +14,7 @@ from aio.errors import check_int, check_path
 from aio.files import File
 from aio.opening import MODES, Mode, warn_buffered
 from aio.operation import Operation, Request
-from aio.unasked import tell
+from aio.process.unasked import tell
 
 if TYPE_CHECKING:
     from aio.operation import BufferLike

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from aio._native import ffi, lib
-from aio.descriptors import Descriptor
 from aio.errors import AioError, check_int, check_path, naming
 from aio.opening import Direct, Mode, Opening, warn_unreserved
-from aio.unasked import FirstError, tell
+from aio.process.descriptors import Descriptor
+from aio.process.unasked import FirstError, tell
 
 # The kernel counts in signed 64-bit integers.
 MAX_OFFSET = (1 << 63) - 1

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from aio._native import ffi, lib
-from aio.descriptors import Descriptor
 from aio.errors import NotRegularFileError, naming
+from aio.process.descriptors import Descriptor
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

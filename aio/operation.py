@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from aio import unasked
 from aio.errors import AioError, check_seconds, transfer_error
-from aio.threads import say
+from aio.process import unasked
+from aio.process.threads import say
 
 if TYPE_CHECKING:
     from typing import Any, TypeAlias
@@ -162,7 +162,7 @@ class Operation:
     """One submitted request. The engine makes them; see Engine.submit.
 
     Letting go of an operation does not cancel it. When no error of a file is ever asked
-    for, the first is logged, once its operation has been let go of (see aio.unasked).
+    for, the first is logged, once its operation has been let go of (see aio.process.unasked).
     """
 
     __slots__ = ("_ticket", "request")

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from aio.errors import let_go
-from aio.threads import Latch, WatchedThread, is_refusal, start_apart
+from aio.process.threads import Latch, WatchedThread, is_refusal, start_apart
 
 T = TypeVar("T")
 

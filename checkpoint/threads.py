@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-from aio.threads import WatchedThread, is_refusal
+from aio.process.threads import WatchedThread, is_refusal
 from checkpoint.sheltered import StoppedError, no_thread
 
 T = TypeVar("T")

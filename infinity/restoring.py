@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from aio.errors import let_go
-from aio.threads import Latch
+from aio.process.threads import Latch
 from checkpoint.errors import RankFailedError
 from infinity.autograd.lost_values import RestoreError, alive, listed, refuse_calls
 from infinity.parameters.offloaded.becoming import become_plain, replace_parameter

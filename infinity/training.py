@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aio.threads import Latch
+from aio.process.threads import Latch
 from infinity.activations.offloading import Activations
 from infinity.autograd.modifying import Loans
 from infinity.autograd.module_hooks import ModelHooks

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aio.cgroups import num_processors
+from aio.process.cgroups import num_processors
 from swap._native import ffi, lib
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from aio import unasked
+from aio.process import unasked
 
 pytest_plugins = ["tests.support.skips", "tests.support.counts"]
 

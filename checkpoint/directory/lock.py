@@ -17,7 +17,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from aio import naming, sync_directory
-from aio.descriptors import Descriptor
+from aio.process.descriptors import Descriptor
 
 _MOST_OPENINGS = 20
 """Of a directory, while children are forked during each."""

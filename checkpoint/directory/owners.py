@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from aio import read_regular_file
-from aio.descriptors import Descriptor
+from aio.process.descriptors import Descriptor
 from checkpoint.absence import is_absent, is_name, status_of
 
 OWNER_NAME = "owner.json"

@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 from aio import naming, sync_directory
-from aio.descriptors import Descriptor, Temporary
+from aio.process.descriptors import Descriptor, Temporary
 
 _MAX_NAME_BYTES = 220
 """Of a name that is part of another one, which may have 255."""

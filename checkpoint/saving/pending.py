@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aio.errors import check_seconds, let_go, without_frames
-from aio.threads import Latch, say
+from aio.process.threads import Latch, say
 from checkpoint.format.records import SaveInfo
 from checkpoint.sheltered import Cancellation, join_workers
 

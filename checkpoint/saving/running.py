@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from aio import Engine
-from aio.threads import Latch, say
+from aio.process.threads import Latch, say
 from checkpoint.directory.lock import end_given_up
 from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, apart

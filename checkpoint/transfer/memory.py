@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from aio import Slab
-from aio.cgroups import memory_limits
+from aio.process.cgroups import memory_limits
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

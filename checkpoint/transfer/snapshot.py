@@ -15,7 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from aio import File, Slab
-from aio.cgroups import num_processors
+from aio.process.cgroups import num_processors
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.plan.write_runs import Run, Slots
 from checkpoint.sheltered import Cancellation, StoppedError

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from aio.threads import Latch
+from aio.process.threads import Latch
 from checkpoint.sheltered import Cancellation, sheltered
 from swap.interruptions import forks
 from swap.processors import stay_in_background

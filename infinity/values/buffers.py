@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from aio.threads import Latch
+from aio.process.threads import Latch
 from infinity.parameters.first_values import Values
 from swap.plain import bits_of
 

@@ -17,7 +17,7 @@ import torch
 
 from aio import AioError
 from aio.errors import let_go
-from aio.threads import LOOK_SECONDS, Changes, Latch
+from aio.process.threads import LOOK_SECONDS, Changes, Latch
 from swap.cache.arena import Arena, Entry, Transfer
 from swap.cache.eviction import CacheEntries, wait_for
 from swap.cache.pace import Pace

@@ -21,7 +21,7 @@ import torch
 
 from aio import Slab, SlabFullError
 from aio.errors import let_go
-from aio.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
+from aio.process.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.patience import Patience
 from swap.device.interface import ComputeDevice, Event, Stream
 from swap.memory.uses import other_uses

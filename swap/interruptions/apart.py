@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from aio.errors import let_go
-from aio.threads import Thread, join_thread, start_thread
+from aio.process.threads import Thread, join_thread, start_thread
 from swap.processors import stay_in_background
 
 

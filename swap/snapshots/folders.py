@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from aio import AioError, sync_directory
-from aio.descriptors import Descriptor
+from aio.process.descriptors import Descriptor
 from swap.interruptions.forks import note
 from swap.snapshots.contents import FileRange
 from swap.storage.drives.directory import FOLDER, check_folder, locked, make_shared, try_to_lock

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aio import AioError, File, RangeAllocator, naming
-from aio.descriptors import Descriptor
+from aio.process.descriptors import Descriptor
 from swap.interruptions.forks import note
 from swap.storage.checksums import BlockSums
 from swap.storage.drives.directory import SwapDirectory

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from aio.errors import advise, is_no_room, let_go
-from aio.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
+from aio.process.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
 from swap.cache.weight_cache import WeightCache
 from swap.interruptions.mixture import MixedStateError
 from swap.plan.layout import Subgroup, parts_of

@@ -158,7 +158,7 @@ def test_block_that_is_no_multiple_of_the_files_alignment_is_refused_by_name(
 ) -> None:
     """A device with sectors of 64 KiB, which is what the file is made to say."""
     from aio import opening
-    from aio.descriptors import Descriptor
+    from aio.process.descriptors import Descriptor
 
     path = tmp_path / "data"
     path.touch()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aio.cgroups import memory_limits, num_processors
+from aio.process.cgroups import memory_limits, num_processors
 from checkpoint.saving import api as saving
 from tests.support import cgroup
 

@@ -10,7 +10,7 @@ import pytest
 
 from aio import AioError, Engine
 from aio.operation import Ticket
-from aio.threads import Latch
+from aio.process.threads import Latch
 from tests.aio.conftest import Gate, random_bytes, run_python
 from tests.support.interrupts import interrupt
 

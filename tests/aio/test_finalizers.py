@@ -14,7 +14,7 @@ from types import FrameType
 import pytest
 
 from aio import Engine, Slab, SlabFullError
-from aio.descriptors import Descriptor
+from aio.process.descriptors import Descriptor
 from tests.aio.conftest import ROOT, open_descriptors, run_python
 from tests.support.interrupts import Lines, interrupt, interrupt_behind_call
 
@@ -109,8 +109,8 @@ class TestUnasked:
         """
         path = tmp_path / "data"
         assert run_python(script, str(path)) == [
-            "aio.unasked nobody asked for the result of an operation that failed: cannot read 1"
-            f" bytes at offset 0 of {path}: end of file"
+            "aio.process.unasked nobody asked for the result of an operation that failed: cannot"
+            f" read 1 bytes at offset 0 of {path}: end of file"
         ]
 
     def test_forked_child_does_not_tell_of_its_parents_errors(self, tmp_path: Path) -> None:

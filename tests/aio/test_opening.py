@@ -17,8 +17,8 @@ from aio import (
     opening,
     read_regular_file,
 )
-from aio.descriptors import Descriptor
 from aio.opening import Mode
+from aio.process.descriptors import Descriptor
 from tests.aio.conftest import descriptors_left, open_descriptors
 from tests.support.interrupts import interrupt_behind_call
 

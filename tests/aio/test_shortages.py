@@ -193,7 +193,7 @@ def test_close_that_fails_names_the_file_and_closes_both_descriptors(
         before = open_descriptors()
         held = {file._fd, getattr(file._direct.descriptor, "number", file._fd)}
         monkeypatch.setattr(
-            "aio.descriptors.lib", Replaced(_native.lib, aio_descriptor_close=close)
+            "aio.process.descriptors.lib", Replaced(_native.lib, aio_descriptor_close=close)
         )
         with pytest.raises(AioError, match=r"cannot close .*data: Input/output error"):
             file.close()

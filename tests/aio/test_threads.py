@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from aio import threads
-from aio.threads import Thread, WatchedThread, join_thread, start_apart, start_thread
+from aio.process import threads
+from aio.process.threads import Thread, WatchedThread, join_thread, start_apart, start_thread
 from checkpoint.sheltered import Worker, sheltered
 from checkpoint.threads import Workers, run_all, started
 from swap.interruptions.apart import run_apart
@@ -31,11 +31,11 @@ def no_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     def start_dying(*_: object) -> int:
         return _thread.start_new_thread(_thread.exit, ())
 
-    monkeypatch.setattr("aio.threads.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("aio.process.threads.LOOK_SECONDS", 0.01)
     where: str = request.param
     if where == "launcher":
         launches = SimpleNamespace(**{**vars(_thread), "start_new_thread": start_dying})
-        monkeypatch.setattr("aio.threads._thread", launches)
+        monkeypatch.setattr("aio.process.threads._thread", launches)
     elif where == "thread":
         monkeypatch.setattr(threading, "_start_new_thread", start_dying)
     else:

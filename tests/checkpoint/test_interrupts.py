@@ -18,7 +18,7 @@ import torch
 from sweep_saves import KINDS, Case, Footing, Interrupter, Place, interrupt_points
 
 import checkpoint
-from aio.threads import Latch
+from aio.process.threads import Latch
 from checkpoint.sheltered import StoppedError, Worker, describe, sheltered
 from tests.support.held import Held
 from tests.support.keyboard import keyboard_of

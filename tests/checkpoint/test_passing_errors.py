@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import checkpoint
-from aio.descriptors import Descriptor
+from aio.process.descriptors import Descriptor
 from checkpoint.directory.owners import OWNER_NAME
 from checkpoint.directory.stripe_list import STRIPES_NAME
 from tests.support.memory import folder_in_memory

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aio import Slab
-from aio.threads import Latch, Thread, join_thread, start_thread
+from aio.process.threads import Latch, Thread, join_thread, start_thread
 from swap.gradients.inbox import GradientInbox
 from tests.support.simulated_device import SimulatedDevice
 
@@ -15,7 +15,7 @@ from tests.support.simulated_device import SimulatedDevice
 @pytest.fixture(autouse=True)
 def looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits looks often."""
-    for module in ("aio.threads", "swap.gradients.inbox"):
+    for module in ("aio.process.threads", "swap.gradients.inbox"):
         monkeypatch.setattr(f"{module}.LOOK_SECONDS", 0.01)
 
 

@@ -11,7 +11,7 @@ import torch
 
 import infinity
 from aio import AioError, File
-from aio.threads import Latch
+from aio.process.threads import Latch
 from swap.update.passes import Pass
 from swap.update.pipeline import UpdatePipeline
 from swap.update.stages import Job, Stages

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from aio import AioError
-from aio.threads import Thread, join_thread, start_thread
+from aio.process.threads import Thread, join_thread, start_thread
 from infinity.snapshots.adoption import adopt, alike
 from infinity.snapshots.sources import contents_of
 from swap.interruptions.apart import run_apart

@@ -34,7 +34,7 @@ Nothing tells of those ends, so they are looked for again and again.
 """
 _PARTS = (
     *("infinity/offloading.py", "infinity/restoring.py", "infinity/snapshots/"),
-    *("checkpoint/saving/", "checkpoint/sheltered.py", "aio/threads.py"),
+    *("checkpoint/saving/", "checkpoint/sheltered.py", "aio/process/threads.py"),
     *("aio/_core.py", "aio/engine.py", "aio/operation.py", "aio/files.py"),
     *("swap/interruptions/", "swap/snapshots/", "swap/storage/", "swap/tiered.py", "swap/update/"),
 )

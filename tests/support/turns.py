@@ -87,7 +87,7 @@ class Turns:
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
         import aio.buffers
-        import aio.threads
+        import aio.process.threads
 
         clock = SimpleNamespace(
             monotonic=lambda: self.now if _here() in self._members else time.monotonic()
@@ -103,7 +103,7 @@ class Turns:
             (queue, "SimpleQueue", partial(TurnQueue, self)),
             (aio.buffers, "SimpleQueue", partial(TurnQueue, self)),
             (aio.buffers, "time", clock),
-            (aio.threads, "time", clock),
+            (aio.process.threads, "time", clock),
             (time, "sleep", partial(self._sleep, time.sleep)),
         ]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from aio import AioError
-from aio.threads import Thread, join_thread, start_thread
+from aio.process.threads import Thread, join_thread, start_thread
 from swap.interruptions.apart import run_apart
 from tests.support.keyboard import PATIENCE_SECONDS, Keyboard, keyboard_of
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from aio import AioError, Engine
-from aio.descriptors import Descriptor
+from aio.process.descriptors import Descriptor
 from swap.storage.drives.directory import SwapDirectory, reclaim
 from tests.support.forks import FORKS
 from tests.support.interrupts import interrupt

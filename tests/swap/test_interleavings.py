@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aio.threads import Latch, Thread, join_thread, start_thread
+from aio.process.threads import Latch, Thread, join_thread, start_thread
 from tests.support.interleaved_steps import Counts, run_seed
 from tests.support.turns import DeadlockError, Turns
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aio import Engine
-from aio.descriptors import Descriptor
+from aio.process.descriptors import Descriptor
 from swap.storage.drives import directory
 from swap.storage.drives.directory import SwapDirectory, locked, reclaim
 

@@ -22,8 +22,8 @@ from aio import (
     naming,
     read_regular_file,
 )
-from aio.descriptors import Descriptor
 from aio.errors import is_no_room
+from aio.process.descriptors import Descriptor
 from swap.interruptions.undo import Undo
 from swap.storage.drives.directory import FOLDER, SwapDirectory, make_shared
 

@@ -31,8 +31,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aio import Engine, File
-from aio.descriptors import Descriptor
 from aio.errors import let_go
+from aio.process.descriptors import Descriptor
 from swap.interruptions.forks import note
 from swap.interruptions.undo import Undo, close_gone
 

@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 
-from aio.threads import say
+from aio.process.threads import say
 
 logger = logging.getLogger(__name__)
 
