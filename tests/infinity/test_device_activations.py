@@ -22,6 +22,7 @@ from infinity.activations.tiers import NvmeActivations
 from swap.timeline import Timeline
 from tests.support.activations import CPU, KIB, MIB, Hooks, chain, gradient_of, large
 from tests.support.memory import folder_in_memory
+from tests.support.proof import matrix
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.simulated_device.injected import Make, simulated
 
@@ -35,7 +36,7 @@ LINK = 512 * KIB
 BUDGETS = {"none": 4 * KIB, "some": 5 * LINK, "all": 32 * MIB}
 
 
-@pytest.fixture(params=MOMENTS)
+@pytest.fixture(params=matrix(MOMENTS, usual=["latest", "seed 1"]))
 def device(request: pytest.FixtureRequest) -> Iterator[SimulatedDevice]:
     made = MOMENTS[request.param]()
     yield made
