@@ -13,9 +13,16 @@ import torch
 
 import infinity
 from infinity.model import training_of
-from tests.support import calls_in_handlers
+from infinity.parameters.offloaded import handlers
+from tests.support import calls_in_handlers, interrupts
 from tests.support.models import seeded
 from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
+
+
+@pytest.mark.parametrize("place", sorted({*handlers.PLACES, *interrupts.CRITICAL}))
+def test_files_that_are_told_apart_by_their_names_are_there(place: str) -> None:
+    """A file that was moved would be told apart no more, and nothing else might say so."""
+    assert Path(place).exists()
 
 
 @pytest.mark.parametrize("call", ["restore", "load"])

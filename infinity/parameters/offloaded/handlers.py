@@ -47,7 +47,13 @@ _DOORS = (f"{_INFINITY}model.py", f"{_INFINITY}parameters/offloaded/modes.py")
 """What a public call begins with."""
 _MOVES = (_AIO, _SWAP, f"{_INFINITY}autograd/")
 """Where weights and gradients move, and nobody uses a parameter as a program does."""
-_MOVES_NOT = (f"{_AIO}threads.py", f"{_SWAP}interruptions/", f"{_INFINITY}autograd/modifying.py")
+_MOVES_NOT = (
+    f"{_AIO}process/threads.py",
+    f"{_SWAP}interruptions/",
+    f"{_INFINITY}autograd/modifying.py",
+)
+PLACES = (*_OURS, *_OPEN, *_DOORS, *_MOVES, *_MOVES_NOT)
+"""Every file and folder that is told apart here."""
 _is_closed: dict[str, bool] = {}
 _is_moving: dict[str, bool] = {}
 _open_codes: set[int] = set()
