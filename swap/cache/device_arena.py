@@ -47,13 +47,15 @@ class DeviceArena:
         return self._landing.largest_free_bytes >= _landing_bytes(spec)
 
     def new(self, spec: ParameterSpec, *, landing: bool, apart: bool = False) -> Entry:
-        buffer = None
-        if landing:
-            if self._landing is None or not self.can_land(spec):
-                raise SlabFullError(_landing_bytes(spec), 0, 0)
-            buffer = as_tensor(self._landing.allocate(_landing_bytes(spec)), spec.dtype)
+        if landing and not self.can_land(spec):
+            raise SlabFullError(_landing_bytes(spec), 0, 0)
+        # First what may be refused: to give the other back again would look as if room had come.
         weight = self._memory.allocate(spec.numel, spec.dtype, first=Stream.UP, apart=apart)
-        return Entry(spec=spec, weight=weight, landing=buffer)
+        return Entry(spec=spec, weight=weight, landing=self._land(spec) if landing else None)
+
+    def _land(self, spec: ParameterSpec) -> torch.Tensor:
+        assert self._landing is not None
+        return as_tensor(self._landing.allocate(_landing_bytes(spec)), spec.dtype)
 
     def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
         entry.event = self._upload(entry, start, values)

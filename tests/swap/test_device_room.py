@@ -12,6 +12,7 @@ from aio import SlabFullError
 from swap.device.interface import Stream
 from swap.device.memory import DeviceMemory
 from swap.plan.layout import PIECE, pack
+from swap.tiers import BudgetError
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.simulated_device.memory import Block
 from tests.support.tiers import TieredRig, fill_both, placement_of, same_bits, specs_of
@@ -59,6 +60,22 @@ def test_weights_on_the_device_stay_when_nothing_more_can_land(
         reads = [lane for kind, lane, _ in rig.engine.log if kind == "read"]
         assert len(reads) == 8
         assert len(rig.state.weights._entries) == 8
+
+
+@pytest.mark.parametrize("landing", [1, 2, 3])
+def test_weights_that_have_no_room_on_the_device_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, landing: int
+) -> None:
+    """And no wait for what is dropped in looking for it: room to land, that is free as before."""
+    monkeypatch.setattr("swap.cache.weight_cache._RELEASE_SECONDS", 0.1)
+    with ExitStack() as stack:
+        rig = rig_of(stack, tmp_path, num=4, landing=landing, room=2)
+        for parameter in range(2):
+            rig.state.weights.acquire([parameter], f"held {parameter}")
+        with pytest.raises(BudgetError, match="device_memory"):
+            rig.state.weights.acquire([2], "more")
+        rig.state.weights.release("held 0")
+        use(rig, 3)
 
 
 @pytest.mark.parametrize("room", [4, 40, 64])
