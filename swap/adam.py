@@ -109,16 +109,10 @@ def adam_job(
     """
     layout = _layout(tensors)
     _check(tensors, device_type)
-    scales = tensors.exp_avg_scale, tensors.exp_avg_sq_scale
     return ffi.new(
         "struct swap_adam *",
         {
-            "weight": address(tensors.weight),
-            "rest": ffi.NULL if tensors.rest is None else address(tensors.rest),
-            "exp_avg": address(tensors.exp_avg),
-            "exp_avg_sq": address(tensors.exp_avg_sq),
-            "exp_avg_scale": _float_address(scales[0]),
-            "exp_avg_sq_scale": _float_address(scales[1]),
+            **_addresses(tensors),
             "moments": _MOMENTS[tensors.exp_avg.dtype],
             "grad": address(tensors.grad),
             "n": tensors.weight.numel(),
@@ -130,13 +124,45 @@ def adam_job(
     )
 
 
+def old_arrays(old: AdamTensors, new: AdamTensors) -> AdamJob:
+    """A ``struct swap_adam`` with the arrays of ``old`` alone, that ``new`` ones are made from.
+
+    Raises TypeError and ValueError for one that is not like the one that is made from it.
+    """
+    for name, _ in _STATE:
+        before, after = getattr(old, name), getattr(new, name)
+        if (before is None) != (after is None):
+            raise TypeError(
+                f"{name} is {'missing' if before is None else 'given'} in old, and not in the "
+                "other arrays; pass those that are like them"
+            )
+        if after is not None:
+            check_array(f"{name} of old", before, after.numel(), after.dtype)
+    return ffi.new("struct swap_adam *", _addresses(old))
+
+
+_STATE = (
+    ("weight", "void *"),
+    ("rest", "void *"),
+    ("exp_avg", "void *"),
+    ("exp_avg_sq", "void *"),
+    ("exp_avg_scale", "float *"),
+    ("exp_avg_sq_scale", "float *"),
+)
+"""The arrays that a step changes, and what they are in C."""
+
+
+def _addresses(tensors: AdamTensors) -> dict[str, FFI.CData]:
+    given = ((name, kind, getattr(tensors, name)) for name, kind in _STATE)
+    return {
+        name: ffi.NULL if tensor is None else ffi.cast(kind, tensor.data_ptr())
+        for name, kind, tensor in given
+    }
+
+
 def address(tensor: torch.Tensor) -> FFI.CData:
     """Where its first element is, for C."""
     return ffi.cast("void *", tensor.data_ptr())
-
-
-def _float_address(tensor: torch.Tensor | None) -> FFI.CData:
-    return ffi.NULL if tensor is None else ffi.cast("float *", tensor.data_ptr())
 
 
 def _layout(tensors: AdamTensors) -> int:

@@ -165,6 +165,23 @@ class AdamRule(OptimizerRule):
             threads=self._threads,
         )
 
+    def apply_aside(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        old: Mapping[str, torch.Tensor],
+        components: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        adam_step_of(
+            _tensors(components, gradient),
+            _hyper(update, gradient_scale),
+            origin=_origin(segment, update),
+            old=_tensors(old, gradient),
+            threads=self._threads,
+        )
+
     def apply_on_device(
         self,
         segment: Segment,

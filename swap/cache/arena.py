@@ -18,8 +18,9 @@ import torch
 
 from aio import Operation, Slab
 from swap.device.interface import Event
+from swap.kernels import copy_values
 from swap.plan.layout import ParameterSpec
-from swap.storage.components import as_tensor, copy_values
+from swap.storage.components import as_tensor
 
 
 @dataclass(slots=True, eq=False)

@@ -9,12 +9,15 @@
 
 struct swap_kernels {
     const char *name;
-    /* Elements [begin, end) of the job and nothing else. */
-    void (*adam)(const struct swap_adam *job, int64_t begin, int64_t end);
+    /* Elements [begin, end) of the job and nothing else. Values are read from the arrays of `old`,
+     * which may be the job. */
+    void (*adam)(const struct swap_adam *job, const struct swap_adam *old, int64_t begin,
+                 int64_t end);
     /* The sum over elements [begin, end), at most SWAP_BLOCK of them. */
     double (*sum_of_squares)(const void *values, enum swap_float kind, int64_t begin, int64_t end);
-    /* Copies to memory that is not read soon. */
-    void (*copy)(void *to, const void *from, size_t nbytes);
+    /* Copies to memory that is not read soon; other threads see it after end_stream(). */
+    void (*stream)(void *to, const void *from, size_t nbytes);
+    void (*end_stream)(void);
     void (*split)(const float *master, uint16_t *hi, int16_t *lo, int64_t n);
     void (*merge)(const uint16_t *hi, const int16_t *lo, float *master, int64_t n);
 };

@@ -67,8 +67,12 @@ struct swap_adam {
 };
 
 /* These return 0 or -errno: -EINVAL for an enum out of range, -ENOMEM. `threads` includes the
- * caller and is at least 1; fewer are used where a thread would get too little to do. */
-int swap_adam_step(const struct swap_adam *job, int threads);
+ * caller and is at least 1; fewer are used where a thread would get too little to do.
+ *
+ * A step begins with the values in the arrays of `old`, which are like those of `job` and overlap
+ * none of them, and writes the new ones to those of `job`; of `old` nothing else is looked at.
+ * NULL: in place. */
+int swap_adam_step(const struct swap_adam *job, const struct swap_adam *old, int threads);
 int swap_split(const float *master, uint16_t *hi, int16_t *lo, int64_t n, int threads);
 int swap_merge(const uint16_t *hi, const int16_t *lo, float *master, int64_t n, int threads);
 

@@ -99,18 +99,17 @@ INLINE void prefetch_line(const void *values, int size, int64_t i, bool to_write
     }
 }
 
-/* Asks for the lines at index i of all arrays. */
-INLINE void prefetch_lines(const struct swap_adam *job, const struct weights *weights,
-                           enum swap_float grad_float, int64_t i) {
-    prefetch_line(job->exp_avg, 4, i, true);
-    prefetch_line(job->exp_avg_sq, 4, i, true);
-    prefetch_line(job->grad, grad_float == SWAP_F32 ? 4 : 2, i, false);
-    if (weights->layout != SWAP_MASTER_ONLY)
-        prefetch_line(weights->weight, 2, i, true);
+/* Asks for the lines at index i of all arrays. A copy of weights is written only. */
+INLINE void prefetch_lines(const struct swap_adam *job, const struct weights *weights, int64_t i,
+                           bool to_write) {
+    prefetch_line(job->exp_avg, 4, i, to_write);
+    prefetch_line(job->exp_avg_sq, 4, i, to_write);
+    if (weights->layout == SWAP_HALVES || (weights->layout != SWAP_MASTER_ONLY && to_write))
+        prefetch_line(weights->weight, 2, i, to_write);
     if (weights->layout == SWAP_HALVES)
-        prefetch_line(weights->low, 2, i, true);
+        prefetch_line(weights->low, 2, i, to_write);
     else
-        prefetch_line(weights->master, 4, i, true);
+        prefetch_line(weights->master, 4, i, to_write);
 }
 
 /* Interpolating from the nearer end keeps the far end exact, as torch's lerp does. */
@@ -120,22 +119,32 @@ INLINE floats interpolate(floats m, floats g, float weight_of_g, bool near_m) {
                   : fused(zero + (weight_of_g - 1.0f), g - m, g);
 }
 
-INLINE void adam(const struct swap_adam *shared, int64_t begin, int64_t end,
-                 enum swap_layout layout, enum swap_float grad_float, enum swap_decay decay_mode,
-                 bool near_m) {
-    const struct swap_adam own = *shared, *job = &own; /* no store can change it */
-    const struct weights weights = {layout, job->weight, job->rest,
-                                    layout == SWAP_MASTER_ONLY ? job->weight : job->rest};
+INLINE struct weights weights_of(const struct swap_adam *job, enum swap_layout layout) {
+    return (struct weights){layout, job->weight, job->rest,
+                            layout == SWAP_MASTER_ONLY ? job->weight : job->rest};
+}
+
+INLINE void adam(const struct swap_adam *shared, const struct swap_adam *old, int64_t begin,
+                 int64_t end, enum swap_layout layout, enum swap_float grad_float,
+                 enum swap_decay decay_mode, bool near_m) {
+    const struct swap_adam own = *shared, from = *old, *job = &own; /* no store can change them */
+    const struct weights weights = weights_of(&own, layout), before = weights_of(&from, layout);
+    const bool in_place = from.exp_avg == own.exp_avg;
     const floats zero = {0.0f};
     float *exp_avg = job->exp_avg, *exp_avg_sq = job->exp_avg_sq;
+    const float *old_exp_avg = from.exp_avg, *old_exp_avg_sq = from.exp_avg_sq;
 
     for (int64_t line = begin; line < end; line += LINE) {
-        prefetch_lines(job, &weights, grad_float, line + AHEAD);
+        if (in_place)
+            prefetch_lines(&from, &before, line + AHEAD, true);
+        else
+            prefetch_lines(&from, &before, line + AHEAD, false);
+        prefetch_line(job->grad, grad_float == SWAP_F32 ? 4 : 2, line + AHEAD, false);
         for (int64_t i = line; i < line + LINE; i += WIDTH) {
-            floats p = load_master(&weights, i);
+            floats p = load_master(&before, i);
             floats g = load_as(grad_float, job->grad, i) * job->grad_scale;
-            floats m = load(exp_avg + i);
-            floats v = load(exp_avg_sq + i);
+            floats m = load(old_exp_avg + i);
+            floats v = load(old_exp_avg_sq + i);
             if (decay_mode == SWAP_DECAY_WEIGHT)
                 p *= job->decay;
             else
@@ -156,12 +165,12 @@ INLINE void adam(const struct swap_adam *shared, int64_t begin, int64_t end,
 }
 
 #define ADAM(layout, grad, decay)                                                                  \
-    static void adam_##layout##_##grad##_##decay(const struct swap_adam *job, int64_t begin,       \
-                                                 int64_t end) {                                    \
+    static void adam_##layout##_##grad##_##decay(                                                  \
+        const struct swap_adam *job, const struct swap_adam *old, int64_t begin, int64_t end) {    \
         if (job->one_minus_beta1 < 0.5f)                                                           \
-            adam(job, begin, end, SWAP_##layout, SWAP_##grad, SWAP_DECAY_##decay, true);           \
+            adam(job, old, begin, end, SWAP_##layout, SWAP_##grad, SWAP_DECAY_##decay, true);      \
         else                                                                                       \
-            adam(job, begin, end, SWAP_##layout, SWAP_##grad, SWAP_DECAY_##decay, false);          \
+            adam(job, old, begin, end, SWAP_##layout, SWAP_##grad, SWAP_DECAY_##decay, false);     \
     }
 #define ADAM_OF_LAYOUT(layout)                                                                     \
     ADAM(layout, F32, WEIGHT)                                                                      \
@@ -183,7 +192,8 @@ ADAM_OF_LAYOUT(MASTER_ONLY)
     [SWAP_##layout] = {BOTH_DECAYS(layout, F32), BOTH_DECAYS(layout, BF16),                        \
                        BOTH_DECAYS(layout, F16)}
 
-typedef void adam_lines(const struct swap_adam *job, int64_t begin, int64_t end);
+typedef void adam_lines(const struct swap_adam *job, const struct swap_adam *old, int64_t begin,
+                        int64_t end);
 
 static adam_lines *const adam_kinds[SWAP_NUM_LAYOUTS][SWAP_NUM_FLOATS][SWAP_NUM_DECAYS] = {
     ALL_GRADS(HALVES), ALL_GRADS(COPY_BF16), ALL_GRADS(COPY_F16), ALL_GRADS(MASTER_ONLY)};
@@ -196,51 +206,48 @@ union line {
 };
 
 /* Updates the `n` elements at index `at`, less than a line, in a line of their own. */
-static void adam_partial_line(adam_lines *lines, const struct swap_adam *job, int64_t at,
-                              int64_t n) {
+static void adam_partial_line(adam_lines *lines, const struct swap_adam *job,
+                              const struct swap_adam *old, int64_t at, int64_t n) {
     const size_t index = (size_t)at, count = (size_t)n;
     const size_t grad_size = job->grad_float == SWAP_F32 ? 4 : 2;
     const size_t weight_size = job->layout == SWAP_MASTER_ONLY ? 4 : 2;
     const size_t rest_size = job->layout == SWAP_HALVES ? 2 : 4;
-    char *from_weight = (char *)job->weight + index * weight_size;
-    char *from_rest = job->rest ? (char *)job->rest + index * rest_size : NULL;
-    float *from_exp_avg = (float *)job->exp_avg + at;
-    float *from_exp_avg_sq = (float *)job->exp_avg_sq + at;
     union line weight = {{0.0f}}, rest = weight, grad = weight, exp_avg = weight,
                exp_avg_sq = weight;
 
-    memcpy(&weight, from_weight, count * weight_size);
-    if (from_rest)
-        memcpy(&rest, from_rest, count * rest_size);
+    memcpy(&weight, (const char *)old->weight + index * weight_size, count * weight_size);
+    if (old->rest)
+        memcpy(&rest, (const char *)old->rest + index * rest_size, count * rest_size);
     memcpy(&grad, (const char *)job->grad + index * grad_size, count * grad_size);
-    memcpy(&exp_avg, from_exp_avg, count * sizeof *from_exp_avg);
-    memcpy(&exp_avg_sq, from_exp_avg_sq, count * sizeof *from_exp_avg_sq);
+    memcpy(&exp_avg, (const float *)old->exp_avg + at, count * sizeof(float));
+    memcpy(&exp_avg_sq, (const float *)old->exp_avg_sq + at, count * sizeof(float));
     struct swap_adam own = *job;
     own.weight = &weight;
     own.rest = &rest;
     own.grad = &grad;
     own.exp_avg = exp_avg.wide;
     own.exp_avg_sq = exp_avg_sq.wide;
-    lines(&own, 0, LINE);
-    memcpy(from_weight, &weight, count * weight_size);
-    if (from_rest)
-        memcpy(from_rest, &rest, count * rest_size);
-    memcpy(from_exp_avg, &exp_avg, count * sizeof *from_exp_avg);
-    memcpy(from_exp_avg_sq, &exp_avg_sq, count * sizeof *from_exp_avg_sq);
+    lines(&own, &own, 0, LINE);
+    memcpy((char *)job->weight + index * weight_size, &weight, count * weight_size);
+    if (job->rest)
+        memcpy((char *)job->rest + index * rest_size, &rest, count * rest_size);
+    memcpy((float *)job->exp_avg + at, &exp_avg, count * sizeof(float));
+    memcpy((float *)job->exp_avg_sq + at, &exp_avg_sq, count * sizeof(float));
 }
 
 /* Elements [begin, end) of a job whose moments are floats. */
-static void adam_floats(const struct swap_adam *job, int64_t begin, int64_t end) {
+static void adam_floats(const struct swap_adam *job, const struct swap_adam *old, int64_t begin,
+                        int64_t end) {
     adam_lines *lines = adam_kinds[job->layout][job->grad_float][job->decay_mode];
     int64_t partial = end - (end - begin) % LINE;
-    lines(job, begin, partial);
+    lines(job, old, begin, partial);
     if (partial < end)
-        adam_partial_line(lines, job, partial, end - partial);
+        adam_partial_line(lines, job, old, partial, end - partial);
 }
 
 #include "moments_impl.h"
 
-static void copy(void *to, const void *from, size_t nbytes) {
+static void stream(void *to, const void *from, size_t nbytes) {
     char *target = to;
     const char *source = from;
     size_t head = (size_t)(-(uintptr_t)target % 64);
@@ -250,7 +257,6 @@ static void copy(void *to, const void *from, size_t nbytes) {
     for (; at + 64 <= nbytes; at += 64)
         stream_64(target + at, source + at);
     memcpy(target + at, source + at, nbytes - at);
-    end_stream();
 }
 
 static void split(const float *master, uint16_t *hi, int16_t *lo, int64_t n) {
@@ -323,7 +329,8 @@ const struct swap_kernels KERNEL_TABLE = {
     .name = KERNEL_NAME,
     .adam = adam_range,
     .sum_of_squares = sum_of_squares,
-    .copy = copy,
+    .stream = stream,
+    .end_stream = end_stream,
     .split = split,
     .merge = merge,
 };

@@ -182,36 +182,39 @@ union codes {
 
 /* Updates elements [at, at + n) of a job, at most PIECE of them and one block where moments come
  * in blocks. */
-static void adam_piece(const struct swap_adam *job, int64_t at, int n) {
+static void adam_piece(const struct swap_adam *job, const struct swap_adam *old, int64_t at,
+                       int n) {
     const bool in_bytes = job->moments == SWAP_MOMENTS_U8;
     const size_t size = in_bytes ? 1 : 2, count = (size_t)n * size;
     const int padded = (n + LINE - 1) / LINE * LINE;
     const int64_t block = at / SWAP_MOMENT_BLOCK;
-    char *to_exp_avg = (char *)job->exp_avg + (size_t)at * size;
-    char *to_exp_avg_sq = (char *)job->exp_avg_sq + (size_t)at * size;
     union codes m, v;
     float exp_avg[PIECE], exp_avg_sq[PIECE];
 
     memset((char *)&m + count, 0, (size_t)padded * size - count);
     memset((char *)&v + count, 0, (size_t)padded * size - count);
-    memcpy(&m, to_exp_avg, count);
-    memcpy(&v, to_exp_avg_sq, count);
+    memcpy(&m, (const char *)old->exp_avg + (size_t)at * size, count);
+    memcpy(&v, (const char *)old->exp_avg_sq + (size_t)at * size, count);
     if (in_bytes) {
-        decode_signed(m.bytes, job->exp_avg_scale[block], exp_avg, padded);
-        decode_unsigned(v.bytes, job->exp_avg_sq_scale[block], exp_avg_sq, padded);
+        decode_signed(m.bytes, old->exp_avg_scale[block], exp_avg, padded);
+        decode_unsigned(v.bytes, old->exp_avg_sq_scale[block], exp_avg_sq, padded);
     } else {
         decode_bf16(m.narrow, exp_avg, padded);
         decode_bf16(v.narrow, exp_avg_sq, padded);
     }
+    const size_t weight_at = (size_t)at * (job->layout == SWAP_MASTER_ONLY ? 4 : 2);
+    const size_t rest_at = (size_t)at * (job->layout == SWAP_HALVES ? 2 : 4);
     struct swap_adam own = *job;
     own.moments = SWAP_MOMENTS_F32;
-    own.weight = (char *)job->weight + (size_t)at * (job->layout == SWAP_MASTER_ONLY ? 4 : 2);
-    if (job->rest)
-        own.rest = (char *)job->rest + (size_t)at * (job->layout == SWAP_HALVES ? 2 : 4);
+    own.weight = (char *)job->weight + weight_at;
+    own.rest = job->rest ? (char *)job->rest + rest_at : NULL;
     own.grad = (const char *)job->grad + (size_t)at * (job->grad_float == SWAP_F32 ? 4 : 2);
     own.exp_avg = exp_avg;
     own.exp_avg_sq = exp_avg_sq;
-    adam_floats(&own, 0, n);
+    struct swap_adam from = own;
+    from.weight = (char *)old->weight + weight_at;
+    from.rest = old->rest ? (char *)old->rest + rest_at : NULL;
+    adam_floats(&own, &from, 0, n);
     /* What is beyond the last element is no element's, and must not count for a scale. */
     for (int i = n; i < padded; i++)
         exp_avg[i] = exp_avg_sq[i] = 0.0f;
@@ -225,13 +228,14 @@ static void adam_piece(const struct swap_adam *job, int64_t at, int n) {
     } else {
         encode_bf16(exp_avg, exp_avg_sq, key, (uint32_t)index, m.narrow, v.narrow, padded);
     }
-    memcpy(to_exp_avg, &m, count);
-    memcpy(to_exp_avg_sq, &v, count);
+    memcpy((char *)job->exp_avg + (size_t)at * size, &m, count);
+    memcpy((char *)job->exp_avg_sq + (size_t)at * size, &v, count);
 }
 
-static void adam_range(const struct swap_adam *job, int64_t begin, int64_t end) {
+static void adam_range(const struct swap_adam *job, const struct swap_adam *old, int64_t begin,
+                       int64_t end) {
     if (job->moments == SWAP_MOMENTS_F32) {
-        adam_floats(job, begin, end);
+        adam_floats(job, old, begin, end);
         return;
     }
     for (int64_t at = begin; at < end;) {
@@ -239,7 +243,7 @@ static void adam_range(const struct swap_adam *job, int64_t begin, int64_t end) 
         /* Indices of one piece share their upper 32 bits. */
         int64_t left = 0x100000000 - ((job->first + at) & 0xffffffff);
         n = n < left ? n : left;
-        adam_piece(job, at, (int)n);
+        adam_piece(job, old, at, (int)n);
         at += n;
     }
 }

@@ -66,6 +66,19 @@ class UpdateRule(Protocol):
         ``segment.length`` elements.
         """
 
+    def apply_aside(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        old: Mapping[str, torch.Tensor],
+        components: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        """As ``apply``, with the same bits, from the values in ``old``, which stay; what
+        ``components`` have is not looked at.
+        """
+
     def apply_on_device(
         self,
         segment: Segment,

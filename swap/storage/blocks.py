@@ -1,9 +1,9 @@
 """Components at home in memory: an array each, and for some subgroups a block beside it.
 
-An update changes arrays in place. Where a subgroup has a *spare* block it may have its new values
-there instead, from a copy of the old ones, which stay at home until ``publish``: then the block is
-home, and what was home is the spare. Weights alone never move, since they are computed with where
-they are and programs keep views of them: their new values are copied home (2 of 12 bytes).
+An update changes arrays in place. Where a subgroup has a *spare* block its new values may be made
+there instead, while the old ones stay at home until ``publish``: then the block is home, and what
+was home is the spare. Weights alone never move, since they are computed with where they are and
+programs keep views of them: their new values are copied home (2 of 12 bytes).
 
 Invariants: a block is written while it is spare only, and turns into home in one step; who reads
 at home sees the old values or the new ones of a subgroup, and no mixture.
@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import torch
 
-from swap.kernels import copy_bytes
+from swap.kernels import copy_values
 from swap.plan.layout import Component, Layout, Subgroup
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
@@ -58,6 +58,10 @@ class Blocks:
         """What is at home of a component."""
         return self._blocks[subgroup].home[name]
 
+    def block(self, subgroup: int) -> Block:
+        """What is at home of all components."""
+        return self._blocks[subgroup].home
+
     def values(self, parameter: int, component: Component) -> torch.Tensor | None:
         """One component of a parameter as one flat view, if all of it is here and in a row."""
         segments = self._layout.segments_of[parameter]
@@ -82,18 +86,13 @@ class Blocks:
         assert spare is not None
         return spare
 
-    def copy_to_spare(self, subgroup: int) -> None:
-        """Let the spare block have the values that are at home."""
-        for name, array in self.spare(subgroup).items():
-            _copy(self.array(subgroup, name), array)
-
     def publish(self, subgroup: int) -> None:
         """What the spare block has is at home from now on."""
         home, spare = self._blocks[subgroup].home, self.spare(subgroup)
         stays = {name: array for name, array in home.items() if name == "weight"}
         new = _Pair(home={**spare, **stays}, spare={**home, **_only(spare, stays)})
         for name, array in stays.items():
-            _copy(spare[name], array)
+            copy_values(spare[name], array)
         self._blocks[subgroup] = new
 
     def _map_unit(self, unit: Sequence[Subgroup], spared: Set[int]) -> None:
@@ -127,7 +126,3 @@ def _is_behind(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether ``other`` begins where ``one`` ends, in one storage."""
     is_shared = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     return is_shared and one.storage_offset() + one.numel() == other.storage_offset()
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    copy_bytes(source.view(torch.uint8), target.view(torch.uint8))

@@ -18,9 +18,8 @@ from aio import Operation, Slab
 from swap.device.homes import DeviceHomes
 from swap.interruptions.apart import run_apart
 from swap.interruptions.mixture import Mixture
-from swap.kernels import copy_bytes
 from swap.memory.passage import Passage, lies_as
-from swap.plain import check_plain, plain
+from swap.plain import check_plain
 from swap.plan.layout import PAGE, Component, Segment, Subgroup, parameters_at
 from swap.plan.placement import Placement
 from swap.plan.rules import UpdateRule
@@ -53,19 +52,6 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     """
     check_plain("a tensor to be read as bytes", tensor)
     return np.asarray(tensor.view(torch.uint8).numpy())
-
-
-def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy between flat tensors of one dtype.
-
-    Within host memory not by torch, which would make a team of OpenMP threads for each thread that
-    calls this, beside the one that computes. On two cores steps were 1 to 4 % shorter without, in
-    two pairs of runs.
-    """
-    if source.device.type == target.device.type == "cpu":
-        copy_bytes(plain(source).view(torch.uint8), target.view(torch.uint8))
-    else:
-        target.copy_(source)
 
 
 class ComponentStore:

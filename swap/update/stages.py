@@ -16,6 +16,7 @@ import torch
 
 from swap.cache.weight_cache import WeightCache
 from swap.gradients.store import GradientStore
+from swap.kernels import copy_values
 from swap.plan.layout import Segment, Subgroup, pad
 from swap.plan.rules import ParameterUpdate, UpdateRule
 from swap.plan.slots import Place
@@ -109,8 +110,7 @@ class Stages(Staging[Job]):
         assert gradient is not None
         updating = self._components.arrays.updating(group.index, gradient)
         with self._timeline.span("kernel", label=f"subgroup {group.index}"), updating:
-            if self._is_beside_home(job):
-                self._components.arrays.on_host.copy_to_spare(group.index)
+            self._keep_others(job)
             for segment, update in _updated(group, job.step):
                 part = gradient[segment.offset : segment.offset + segment.length]
                 self._apply(job, segment, update, part)
@@ -184,18 +184,40 @@ class Stages(Staging[Job]):
     def _apply(
         self, job: Job, segment: Segment, update: ParameterUpdate, gradient: torch.Tensor
     ) -> None:
-        first, length = segment.offset, segment.length
-        components = {
-            name: values[self._components.component(segment.subgroup, name).part(first, length)]
-            for name, values in job.components.items()
-        }
-        is_there = self._components.arrays.is_on_device(segment.subgroup)
-        apply = self._rule.apply_on_device if is_there else self._rule.apply
+        new, scale = self._parts(segment, job.components), job.step.gradient_scale
+        index, rule = segment.subgroup, self._rule
         try:
-            apply(segment, update, components, gradient, job.step.gradient_scale)
+            if self._is_beside_home(job):
+                old = self._parts(segment, self._components.arrays.on_host.block(index))
+                rule.apply_aside(segment, update, old, new, gradient, scale)
+            elif self._components.arrays.is_on_device(index):
+                rule.apply_on_device(segment, update, new, gradient, scale)
+            else:
+                rule.apply(segment, update, new, gradient, scale)
         except Exception as failure:  # whatever somebody's optimizer raises
             name = self._components.layout.specs[segment.parameter].name
             raise RuleError(f"the optimizer raised {failure!r} as it updated {name}") from failure
+
+    def _keep_others(self, job: Job) -> None:
+        """What has no update is in a spare block as it is at home."""
+        if not self._is_beside_home(job):
+            return
+        home = self._components.arrays.on_host.block(job.subgroup.index)
+        for segment in job.subgroup.segments:
+            if segment.parameter not in job.step.updates:
+                old, new = self._parts(segment, home), self._parts(segment, job.components)
+                for name, values in new.items():
+                    copy_values(old[name], values)
+
+    def _parts(
+        self, segment: Segment, components: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """What a segment has of the components of its subgroup."""
+        first, length = segment.offset, segment.length
+        return {
+            name: values[self._components.component(segment.subgroup, name).part(first, length)]
+            for name, values in components.items()
+        }
 
 
 def _updated(group: Subgroup, step: Step) -> Iterator[tuple[Segment, ParameterUpdate]]:

@@ -82,7 +82,7 @@ static void step(struct arrays *arrays, int64_t n, int kind, int threads) {
         .eps = 1e-8f,
         .minus_step_size = -1e-3f,
     };
-    check(!swap_adam_step(&job, threads), "a step is refused");
+    check(!swap_adam_step(&job, NULL, threads), "a step is refused");
     check(!swap_split(arrays->grad, arrays->hi, arrays->lo, n, threads), "a split is refused");
     check(!swap_merge(arrays->hi, arrays->lo, arrays->merged, n, threads), "a merge is refused");
     check(!swap_sum_of_squares(arrays->grad, SWAP_F32, n, arrays->copy, &arrays->sum, threads),

@@ -79,6 +79,21 @@ class FailingRule(AdamRule):
         gradient_scale: float,
     ) -> None:
         super().apply(segment, update, components, gradient, gradient_scale)
+        self._fail()
+
+    def apply_aside(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        old: Mapping[str, torch.Tensor],
+        components: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        super().apply_aside(segment, update, old, components, gradient, gradient_scale)
+        self._fail()
+
+    def _fail(self) -> None:
         if self.times:
             self.times -= 1
             raise RuntimeError("a rule that fails")

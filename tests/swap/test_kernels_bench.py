@@ -36,6 +36,8 @@ def test_bench_prints_every_row_with_its_spread_and_peers_as_json(
         "ours halves",
         "ours bf16 copy",
         "ours fp16 copy",
+        "ours halves, aside",
+        "ours halves, copied before",
         "ours halves, bf16 moments",
         "ours halves, 8-bit moments",
         "torch fp32",

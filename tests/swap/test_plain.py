@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from swap.adam import AdamHyper
-from swap.kernels import adam_step, block_squares, sum_of_squares
+from swap.kernels import adam_step, block_squares, copy_values, sum_of_squares
 from swap.masters import components_from
 from swap.plain import check_memory, plain
-from swap.storage.components import as_bytes, copy_values
+from swap.storage.components import as_bytes
 from tests.support.training import same_bits
 
 HYPER = AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1)
