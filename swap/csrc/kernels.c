@@ -55,14 +55,14 @@ static void step_aside(const struct adam_context *context, int64_t at, int64_t n
     _Alignas(64) struct aside made;
     struct swap_adam part = new;
     part.weight = made.weight;
-    part.rest = job->rest ? made.rest : NULL;
+    part.rest = made.rest;
     part.exp_avg = made.exp_avg;
     part.exp_avg_sq = made.exp_avg_sq;
     part.exp_avg_scale = made.exp_avg_scale;
     part.exp_avg_sq_scale = made.exp_avg_sq_scale;
     context->kernels->adam(&part, &old, 0, n);
     stream(new.weight, made.weight, count * (job->layout == SWAP_MASTER_ONLY ? 4 : 2));
-    if (job->rest)
+    if (job->layout != SWAP_MASTER_ONLY)
         stream(new.rest, made.rest, count * (job->layout == SWAP_HALVES ? 2 : 4));
     stream(new.exp_avg, made.exp_avg, count * moment_size);
     stream(new.exp_avg_sq, made.exp_avg_sq, count * moment_size);

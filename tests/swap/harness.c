@@ -19,10 +19,14 @@
 #define MOST 150001 /* elements: pieces for all threads, the last one not whole */
 #define SCALES (MOST / SWAP_MOMENT_BLOCK + 1)
 
-/* What one step of Adam reads and writes. */
-struct arrays {
+/* What one step of Adam changes. */
+struct state {
     float weight[MOST], rest[MOST], exp_avg[MOST], exp_avg_sq[MOST];
     float exp_avg_scale[SCALES], exp_avg_sq_scale[SCALES];
+};
+
+struct arrays {
+    struct state state, aside; /* the latter of a step from the former */
     float grad[MOST], copy[MOST], merged[MOST];
     uint16_t hi[MOST];
     int16_t lo[MOST];
@@ -51,20 +55,21 @@ static void fill(struct arrays *arrays, uint32_t seed) {
         values[i] = next_value(&seed) - 0.5f;
     /* One byte each for kernels that keep moments in eight bits; second moments have no sign. */
     for (size_t i = 0; i < MOST; i++)
-        arrays->exp_avg_sq[i] = next_value(&seed);
+        arrays->state.exp_avg_sq[i] = next_value(&seed);
     for (size_t i = 0; i < SCALES; i++)
-        arrays->exp_avg_scale[i] = arrays->exp_avg_sq_scale[i] = 0.01f;
+        arrays->state.exp_avg_scale[i] = arrays->state.exp_avg_sq_scale[i] = 0.01f;
+    arrays->aside = arrays->state;
     arrays->sum = 0.0;
 }
 
-static void step(struct arrays *arrays, int64_t n, int kind, int threads) {
-    const struct swap_adam job = {
-        .weight = arrays->weight,
-        .rest = arrays->rest,
-        .exp_avg = arrays->exp_avg,
-        .exp_avg_sq = arrays->exp_avg_sq,
-        .exp_avg_scale = arrays->exp_avg_scale,
-        .exp_avg_sq_scale = arrays->exp_avg_sq_scale,
+static struct swap_adam job_of(struct arrays *arrays, struct state *state, int64_t n, int kind) {
+    return (struct swap_adam){
+        .weight = state->weight,
+        .rest = state->rest,
+        .exp_avg = state->exp_avg,
+        .exp_avg_sq = state->exp_avg_sq,
+        .exp_avg_scale = state->exp_avg_scale,
+        .exp_avg_sq_scale = state->exp_avg_sq_scale,
         .grad = arrays->grad,
         .n = n,
         .layout = kind % SWAP_NUM_LAYOUTS,
@@ -82,7 +87,14 @@ static void step(struct arrays *arrays, int64_t n, int kind, int threads) {
         .eps = 1e-8f,
         .minus_step_size = -1e-3f,
     };
+}
+
+static void step(struct arrays *arrays, int64_t n, int kind, int threads) {
+    const struct swap_adam job = job_of(arrays, &arrays->state, n, kind);
+    const struct swap_adam aside = job_of(arrays, &arrays->aside, n, kind);
+    check(!swap_adam_step(&aside, &job, threads), "a step from elsewhere is refused");
     check(!swap_adam_step(&job, NULL, threads), "a step is refused");
+    check(!memcmp(&arrays->aside, &arrays->state, sizeof arrays->state), "a step differs aside");
     check(!swap_split(arrays->grad, arrays->hi, arrays->lo, n, threads), "a split is refused");
     check(!swap_merge(arrays->hi, arrays->lo, arrays->merged, n, threads), "a merge is refused");
     check(!swap_sum_of_squares(arrays->grad, SWAP_F32, n, arrays->copy, &arrays->sum, threads),
