@@ -23,7 +23,7 @@ from infinity.parameters.compiled import (
     BlockCall,
     NamesOfModules,
     compiled_blocks,
-    has_compiled_call,
+    leave_out_packages,
 )
 from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.parameter import cannot_be_copied
@@ -42,6 +42,7 @@ _TABLES = (
 _MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 """What they note of some, by that number."""
 _OF_FORWARD = _TABLES[:2]
+_PACKAGES = ("aio", "swap", "checkpoint", "infinity")
 
 
 class ModelHooks:
@@ -112,7 +113,7 @@ class ModelHooks:
     def _find_blocks(self, within: nn.Module) -> None:
         """What of ``within`` is compiled by now is hooked as that, and from outside."""
         for block in compiled_blocks(within):
-            if block not in self._blocks or has_compiled_call(block) != BlockCall.stands_for(block):
+            if block not in self._blocks or not BlockCall.stands_for(block):
                 if block is self._model:
                     refuse_compiled(block)
                 self._hook_block(block)
@@ -127,10 +128,8 @@ class ModelHooks:
         for module in (block, *inside):
             self._unhook(module, _OF_FORWARD)
         self._residency.unwatch(inside)
-        if has_compiled_call(block):
-            block._compiled_call_impl = BlockCall(block, self._enter, self._leave)
-        else:
-            self._hook(block)
+        leave_out_packages(_PACKAGES)
+        BlockCall(block, self._enter, self._leave).put_on()
         self._blocks[block] = indices
 
     def _guard_conversion(self, module: nn.Module) -> None:

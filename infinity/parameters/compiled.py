@@ -10,7 +10,7 @@ no module in it is hooked or watched. Its parameters have their own class meanwh
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -25,11 +25,6 @@ def is_wrapper(module: nn.Module) -> bool:
     """Whether it is what ``torch.compile(module)`` returns, which has the module within it."""
     frames = sys.modules.get(f"{_COMPILER}.eval_frame")
     return frames is not None and isinstance(module, frames.OptimizedModule)
-
-
-def has_compiled_call(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
-    return module._compiled_call_impl is not None and not is_wrapper(module)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -104,29 +99,56 @@ class NamesOfModules:
 
 
 class BlockCall:
-    """What stands for the compiled call of ``module``: the hooks are run around it, and not within,
-    where torch has those of a module that is compiled by ``compile()``.
+    """What is called in place of a compiled block: ``enter`` and ``leave`` are run around it, and
+    not within, where torch has the hooks of a module that is compiled by ``compile()``; and
+    ``leave`` is run whatever ends the call, be it a signal, which torch's hooks do not see.
     """
 
     def __init__(self, module: nn.Module, enter: Enter, leave: Leave) -> None:
         self._module, self._enter, self._leave = module, enter, leave
-        self.compiled: Any = module._compiled_call_impl
+        self._compiled: Any = vars(module).get(_CALL)
+        self._call = self._compiled or module._call_impl
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             self._enter(self._module, args)
-            return self.compiled(*args, **kwargs)
+            return self._call(*args, **kwargs)
         finally:
             self._leave(self._module, args, None)
+
+    def put_on(self) -> None:
+        """Past ``setattr``, which for what ``torch.compile`` returned is that of its module."""
+        vars(self._module)[_CALL] = self
 
     @staticmethod
     def stands_for(module: nn.Module) -> bool:
         """Whether calls of ``module`` go through one."""
-        return isinstance(module._compiled_call_impl, BlockCall)
+        return isinstance(vars(module).get(_CALL), BlockCall)
 
     @staticmethod
     def take_off(module: nn.Module) -> None:
-        """The compiled call is called again. Idempotent."""
-        call = module._compiled_call_impl
+        """What was called before is called again. Idempotent."""
+        call = vars(module).get(_CALL)
         if isinstance(call, BlockCall):
-            module._compiled_call_impl = call.compiled
+            if call._compiled is None:
+                vars(module).pop(_CALL, None)
+            else:
+                vars(module)[_CALL] = call._compiled
+
+
+_CALL = "_compiled_call_impl"
+"""What torch calls of a module that has it, in place of hooks and ``forward``."""
+
+
+def leave_out_packages(names: Iterable[str]) -> None:
+    """No graphs are made of code in these packages: autograd calls some of it where a block
+    computes between graphs.
+    """
+    rules = sys.modules[f"{_COMPILER}.trace_rules"]
+    for name in names:
+        if name not in _left_out:
+            rules.add(name)
+            _left_out.add(name)
+
+
+_left_out: set[str] = set()

@@ -5,7 +5,7 @@ it is after the block, other threads, errors, and what is refused by name.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -242,6 +242,80 @@ def test_a_block_that_raises_leaves_nothing_in_place(nvme: Path) -> None:
         assert not offloaded._training.residency.held
         assert not any(type(parameter) is nn.Parameter for parameter in model.parameters())
         step(model, offloaded, 1)
+
+
+class Poked(nn.Module):
+    """Does what it is told between two graphs."""
+
+    def __init__(self, poke: Callable[[], None]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.poke = torch.compiler.disable(poke)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.up(x))
+        self.poke()
+        result: torch.Tensor = self.down(x)
+        return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_block_that_an_interrupt_ended_leaves_its_gradients_to_the_program(
+    way: str, nvme: Path
+) -> None:
+    """Torch's own hooks do not see an interrupt, which no ``Exception`` is."""
+    interrupts: list[None] = []
+
+    def poke() -> None:
+        if interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+
+    blocks = nn.ModuleList([Poked(poke)])
+    WAYS[way](blocks, Graphs())
+    model = nn.Sequential(blocks[0], nn.Linear(64, 64))
+    with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+        model(torch.ones(2, 64)).sum().backward()
+        interrupts.append(None)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2, 64))
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert not offloaded._training.residency.held
+        model.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(torch.ones(2, 64)).sum().backward()
+        offloaded.step()
+
+
+class Recurrent(nn.Module):
+    """Computes without graphs in a compiled block: no graph is made of an LSTM."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(width, width) for _ in range(2))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_block_that_computes_between_graphs_trains_to_the_same_bits(way: str, nvme: Path) -> None:
+    least = least_budget(Recurrent, nvme)
+    runs = []
+    for compiled in (False, True):
+        model = seeded(Recurrent)
+        if compiled:
+            WAYS[way](model.layers, Graphs())
+        with infinity.offload(model, nvme, host_memory=2 * least) as offloaded:
+            for number in range(3):
+                vector_loss(model, number, width=64).backward()
+                offloaded.step()
+        runs.append(plain(values_of(model)))
+    assert same_values(*runs)
 
 
 def test_gradients_of_compiled_blocks_are_there_between_backward_and_step(nvme: Path) -> None:
