@@ -53,7 +53,8 @@ def is_in_place(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
 def has_bytes(tensor: torch.Tensor) -> bool:
     """Whether it lies in memory, by strides."""
     is_real = tensor.layout == torch.strided and not tensor.is_meta
-    return is_real and not tensor._is_zerotensor() and tensor.numel() > 0
+    is_real = is_real and not tensor._is_zerotensor() and tensor.numel() > 0
+    return is_real and tensor.data_ptr() != 0  # else its values are in other tensors
 
 
 def reach_bytes(tensor: torch.Tensor) -> int:
@@ -105,6 +106,8 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
         return None
     needed = int(tensor.storage_offset()) * tensor.element_size() + reach_bytes(tensor)
     there = tensor.untyped_storage().nbytes()
+    if needed <= there and not tensor.data_ptr():
+        return f"is a {type(tensor).__name__} without memory, which has its values in other tensors"
     if needed <= there:
         return None
     return f"reaches to byte {needed} of a storage of {there} bytes; its memory has been freed"

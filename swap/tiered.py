@@ -258,6 +258,7 @@ class TieredState:
         self.mixture.check()
         # What gradients go through is not there in a child, whose graph may be its parent's.
         check_process(self._process, "the offloaded model")
+        self.gradients.check_memory(parameter, gradient)
         for other in self._neighbours[parameter]:
             self.weights.wait_until_updated(other)
         if self.speculation.is_surplus(parameter):

@@ -140,15 +140,22 @@ class GradientStore:
             return self._device.block_squares(parameter)
         return torch.cat(self._blocks[parameter])
 
+    def check_memory(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Raise ``ValueError`` for a gradient whose values cannot be read: it is lost."""
+        try:
+            check_memory(f"the gradient of {self._layout.specs[parameter].name}", gradient)
+        except ValueError as failure:
+            self.lose(parameter, let_go(failure))
+            raise
+
     def add(self, parameter: int, gradient: torch.Tensor) -> None:
         """Set or accumulate the gradient of ``parameter``, in the parameter's dtype. The caller
-        may reuse ``gradient`` on return.
+        may reuse ``gradient`` on return, and has asked ``check_memory``.
 
         Raises ``AioError`` when spilling fails, be it of a gradient that was added before; then
         the gradient of ``parameter`` is lost, because it may be half accumulated: see ``lose``.
         """
         try:
-            check_memory(f"the gradient of {self._layout.specs[parameter].name}", gradient)
             if self._device is not None and self.is_on_device(parameter):
                 self._device.add(parameter, gradient, accumulate=parameter in self._squares)
                 self._unread.add(parameter)

@@ -93,10 +93,12 @@ def total_bytes(layout: Layout, rule: UpdateRule) -> int:
 
 
 def fixed_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
-    """Bytes of the small parameters, which stay in host memory with all their state."""
+    """Bytes of the small parameters, which stay in host memory with all their state; at most, for
+    in larger subgroups fewer pages are taken for the last values of a component.
+    """
     small = (spec for spec in specs if spec.always_on_host)
     renumbered = [replace(spec, index=index) for index, spec in enumerate(small)]
-    layout = pack(renumbered, MAX_SUBGROUP_ELEMENTS)
+    layout = pack(renumbered, least_elements(specs, rule))
     return sum(unit_state_bytes(unit, rule) + gradient_bytes(unit) for unit in layout.units)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from swap.plan.layout import Layout, Subgroup
 from swap.update.stages import Step
@@ -37,6 +38,11 @@ class Arrivals:
     def most_expected(self) -> int:
         """Gradients of the parameter that got most of them in the last step."""
         return max(self._expected.values(), default=0)
+
+    def of_expected(self, step: Step) -> Step:
+        """``step`` without updates of parameters that are expected to get no gradient."""
+        updates = {index: update for index, update in step.updates.items() if self._expected[index]}
+        return replace(step, updates=updates)
 
     def arrived(self, parameter: int) -> list[Subgroup]:
         """Count a gradient of ``parameter``; the subgroups that are complete now and were not."""

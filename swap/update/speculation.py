@@ -36,8 +36,8 @@ class Speculation:
         self._overlap = overlap
         self._arrivals = Arrivals(layout)
         self.expect_step: Callable[[], Step | None] | None = None
-        """The step that is likely to be taken next, None where that is not known. Without this
-        speculation is off.
+        """The step that is likely to be taken next, None (or a ``ValueError``) where that is not
+        known. Without this speculation is off.
         """
         self._expected: Step | None = None
         self._fed: list[Subgroup] = []
@@ -77,13 +77,22 @@ class Speculation:
             return
         if self._expected is None:
             # The step before may still be under way: then these wait for the next arrival.
-            self._expected = self.expect_step() if self._pipeline.is_idle else None
+            self._expected = self._likely_step() if self._pipeline.is_idle else None
             if self._expected is None:
                 return
             self._pipeline.speculate(self._expected)
         self._pipeline.feed(self._waiting)
         self._fed += self._waiting
         self._waiting = []
+
+    def _likely_step(self) -> Step | None:
+        """The step that is expected, of what is expected to have a gradient."""
+        assert self.expect_step is not None
+        try:
+            step = self.expect_step()
+        except ValueError:  # of options that the program may be changing; the step itself asks anew
+            return None
+        return None if step is None else self._arrivals.of_expected(step)
 
     def stayed(self, parameter: int) -> None:
         """A gradient is stored on a device, where nothing is updated ahead: it is counted alone.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import infinity
 from aio import AioError
@@ -26,6 +27,11 @@ def _freed(_: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _wrapper() -> torch.Tensor:
+    made: torch.Tensor = TwoTensor(torch.ones(SHAPE), torch.ones(SHAPE))
+    return made
+
+
 def _of_another(parameter: Any) -> torch.Tensor:
     owner, index = parameter.offload_owner, parameter.offload_index
     return OffloadedGradient.of(owner, index + 1, torch.empty(SHAPE))
@@ -36,6 +42,7 @@ REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
     "itself": (lambda p: p, RuntimeError, "itself"),
     "meta": (lambda p: torch.ones(SHAPE, device="meta"), ValueError, "meta"),
     "freed": (_freed, ValueError, "freed"),
+    "wrapper": (lambda p: _wrapper(), ValueError, "TwoTensor without memory"),
     "shape": (lambda p: torch.ones(3), ValueError, r"\(3,\)"),
     "double": (lambda p: torch.ones(SHAPE, dtype=torch.float64), ValueError, "float64"),
     "integers": (lambda p: torch.ones(SHAPE, dtype=torch.int64), ValueError, "int64"),
@@ -116,3 +123,31 @@ def test_gradient_of_a_parameter_that_came_frozen_is_refused(
         weight.grad = None
         vector_loss(model, 0).backward()
         offloaded.step()
+
+
+@pytest.mark.parametrize("way", ["hook", "gathered"])
+def test_values_that_are_a_tensor_without_memory_are_refused(way: str, nvme: Path) -> None:
+    """Its bytes are not there to be read."""
+    model = seeded(Stack)
+    weight = model.layer(1).weight
+    with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+        if way == "hook":
+            weight.register_hook(lambda gradient: _wrapper())
+            with pytest.raises(ValueError, match=r"gradient of layers\.1\.weight is a TwoTensor"):
+                vector_loss(model, 0).backward()
+            with pytest.raises(RuntimeError, match=r"gradient of layers\.1\.weight was lost"):
+                offloaded.step()
+            model.zero_grad()
+        else:
+            with (
+                pytest.raises(ValueError, match=r"layers\.1\.weight is a Tensor without memory"),
+                offloaded.gathered([weight], modify=True),
+            ):
+                weight.data = _wrapper()
+
+
+def test_a_parameter_without_memory_is_refused_as_the_block_begins(nvme: Path) -> None:
+    model = seeded(Stack)
+    model.layer(1).weight = torch.nn.Parameter(_wrapper(), requires_grad=False)
+    with pytest.raises(ValueError, match=r"^layers\.1\.weight is a TwoTensor without memory"):
+        infinity.offload(model, nvme).__enter__()

@@ -119,6 +119,8 @@ ENTRANCES: dict[str, Ask] = {
     "new": lambda w: torch.ones(1).new(w),
     "as_subclass": lambda w: w.as_subclass(torch.Tensor),
     "vmap": lambda w: torch.vmap(lambda row: row * 1)(w),
+    "vmap around it": lambda w: torch.vmap(lambda row: row @ w, out_dims=0)(torch.eye(len(w))),
+    "vmap of all of it": lambda w: torch.vmap(lambda row: w)(torch.zeros(1))[0],
     "jvp": lambda w: torch.func.jvp(lambda x: x * 1, (w,), (w,))[1],
     "jvp around it": lambda w: torch.func.jvp(lambda x: x * w, (w * 0,), (w * 0 + 1,))[1],
     "functionalize": lambda w: torch.func.functionalize(lambda x: x * 1)(w),

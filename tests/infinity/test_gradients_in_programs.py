@@ -4,6 +4,7 @@ as in memory, or an error that names the call to use.
 
 import copy
 import io
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -306,3 +307,24 @@ def test_gradients_change_in_place_in_every_mode(mode: Callable[[], Any], nvme: 
         with mode():
             parameter.grad.mul_(3)
         assert torch.equal(before * 3, parameter.grad)
+
+
+@pytest.mark.parametrize("budget", ["whole", "least"])
+def test_an_option_that_is_there_during_a_backward_pass_alone_costs_no_gradient(
+    budget: str, nvme: Path
+) -> None:
+    """What a step depends on is fixed as it is taken; one that cannot be copied is none of it."""
+    host_memory = WHOLE if budget == "whole" else least_budget(Stack, nvme)
+    runs = []
+    for locks in (False, True):
+        model = seeded(Stack)
+        with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+            group = offloaded.optimizer.param_groups[0]
+            for number in range(3):
+                if locks:
+                    group["lock"] = threading.Lock()
+                vector_loss(model, number).backward()
+                group.pop("lock", None)
+                offloaded.step()
+        runs.append(values_of(model))
+    assert all(same_bits(runs[1][name], value) for name, value in runs[0].items())

@@ -19,6 +19,7 @@ from swap.plan.sizes import DEVICE_SCRATCH_BYTES, device_weight_bytes, gradient_
 from swap.plan.traffic import traffic_of
 from swap.tiers import Budget, BudgetError, Tier
 from tests.support.examples import examples
+from tests.support.tiers import specs_of
 
 
 class WholeRule(AdamRule):
@@ -323,3 +324,13 @@ def test_state_goes_to_the_device_when_it_has_room_for_all_weights() -> None:
         assert set(homes(host_bytes, 2048 * MIB)) == {Tier.DEVICE}
     assert {*homes(400 * MIB, 300 * MIB)} == {*Tier}
     assert {*homes(2048 * MIB, 300 * MIB)} == {Tier.DEVICE, Tier.HOST}
+
+
+@pytest.mark.parametrize("more", [0, 1, 1 << 20])
+def test_scales_of_many_small_parameters_are_within_the_budget(more: int) -> None:
+    """Each subgroup of them takes whole pages for its own."""
+    specs = specs_of([16384] * 400 + [4 * MIB], always_on_host=set(range(400)))
+    rule = AdamRule(state_dtype=torch.uint8)
+    case = Case(specs, rule, least_arena_bytes=32 * MIB, separate_device=False)
+    budget = case.least() + more
+    assert case.place(budget).host_bytes <= budget

@@ -104,6 +104,21 @@ def test_what_is_done_for_another_step_is_rolled_back() -> None:
     assert noted.calls[3:] == ["speculate", [0]], "the next step is proposed anew"
 
 
+def test_a_parameter_without_a_gradient_is_expected_to_have_none_again() -> None:
+    """What is unused changes nothing of the step that the others are updated for."""
+    noted, layout = Noted(), pack(specs_of([4096, 4096]), 3 * 4096)
+    assert len(layout.subgroups) == 1
+    speculation = Speculation(layout, cast(Any, _Components()), cast(Any, noted), overlap=True)
+    updates = Plain(specs_of([4096, 4096])).updates(range(2))
+    speculation.expect_step = lambda: Step(updates=updates, gradient_scale=1.0)
+    taken = Step(updates={0: updates[0]}, gradient_scale=1.0)
+    for _ in range(2):
+        _add(speculation, 0)
+        is_validated = _take(speculation, layout, taken)
+    assert is_validated
+    assert noted.calls == ["speculate", [0], ([0], [])]
+
+
 def test_while_the_step_before_is_under_way_complete_subgroups_wait() -> None:
     noted = Noted()
     speculation, _ = _learned(noted)

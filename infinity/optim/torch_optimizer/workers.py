@@ -24,7 +24,7 @@ def options_in(group: Mapping[str, Any], memo: dict[int, Any] | None = None) -> 
     """
     memo = {} if memo is None else memo
     options = {}
-    for key, value in group.items():
+    for key, value in [*group.items()]:  # at once: the program may add some on its thread
         if key != "params":
             try:
                 options[key] = copy.deepcopy(value, memo)

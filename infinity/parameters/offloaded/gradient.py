@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from infinity.parameters.offloaded.changes import Changes, wait_for, writes_later
 from infinity.parameters.offloaded.metadata import ABOUT_GRADIENTS
 from infinity.parameters.offloaded.modes import without_history
-from infinity.parameters.offloaded.placeholders import as_they_are
+from infinity.parameters.offloaded.placeholders import as_they_are, storage_of
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +178,7 @@ class GradientValues(torch.Tensor):
             if name in _REFUSED or name in ("__set__", "__delete__") or writes_later(func):
                 _refuse(name, views[0]._source.name)
             result = _checked(func, args, kwargs, views, counts_changes=None)
-            owners = {view.untyped_storage()._cdata: view._source for view in views}
+            owners = {storage_of(view): view._source for view in views}
             return tree_map(lambda leaf: _read_only(leaf, owners), result)
 
 
@@ -286,9 +286,7 @@ def _as_seen(
 ) -> Any:
     """``result`` with the gradients in the place of their values, and views of these read only."""
     by_values = {id(tensor): found[key] for key, tensor in values.items()}
-    owners = {
-        tensor.untyped_storage()._cdata: Source.of(found[key]) for key, tensor in values.items()
-    }
+    owners = {storage_of(tensor): Source.of(found[key]) for key, tensor in values.items()}
 
     def seen(leaf: Any) -> Any:
         return by_values[id(leaf)] if id(leaf) in by_values else _read_only(leaf, owners)
@@ -302,7 +300,7 @@ def _read_only(leaf: Any, owners: Mapping[Any, Source]) -> Any:
         return leaf
     if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
         return leaf
-    source = owners.get(leaf.untyped_storage()._cdata)
+    source = owners.get(storage_of(leaf))
     if source is None or (leaf.requires_grad and leaf.grad_fn is not None):
         return leaf
     return read_only(leaf, source)

@@ -31,12 +31,14 @@ from infinity.parameters.offloaded.metadata import ABOUT_PARAMETERS
 from infinity.parameters.offloaded.modes import outside_inference
 from infinity.parameters.offloaded.placeholders import (
     came_frozen,
+    is_mapped,
     is_placeholder,
     lender_of,
     placeholder,
     refusal_of_gradient,
     refuse,
     serve_placeholders,
+    storage_of,
 )
 
 _GRAD: Any = torch.Tensor.grad
@@ -228,9 +230,7 @@ def _with_weights(func: Any, args: Any, kwargs: Any) -> Any:
         if func in SHOWS_MEMORY and not args[0].requires_grad:
             return func(_copy_of(args[0], args[0]), *args[1:], **kwargs)
         result = _unchanged(func, args, kwargs, absent)
-        return _with_own_memory(
-            result, {parameter.untyped_storage()._cdata: parameter for parameter in absent}
-        )
+        return _with_own_memory(result, {storage_of(parameter): parameter for parameter in absent})
 
 
 def _serve(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -299,15 +299,14 @@ def _with_own_memory(result: Any, parameters: Mapping[int, OffloadedParameter]) 
     """
 
     def own(leaf: Any) -> Any:
-        if (
-            not isinstance(leaf, torch.Tensor)
-            or isinstance(leaf, OffloadedParameter | WeightView)
-            or leaf.layout != torch.strided
-        ):
+        is_other = not isinstance(leaf, torch.Tensor)
+        if is_other or isinstance(leaf, OffloadedParameter | WeightView):
             return leaf
-        parameter = parameters.get(leaf.untyped_storage()._cdata)
+        parameter = parameters.get(storage_of(leaf))
         if parameter is None:
             return leaf
+        if is_mapped(leaf):
+            return leaf.clone()
         if leaf.requires_grad and torch.is_grad_enabled():
             return WeightView.of(parameter, leaf)
         return _copy_of(leaf, parameter)
@@ -340,7 +339,7 @@ class WeightView(torch.Tensor):
             return NotImplemented
         views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WeightView)]
         with torch._C.DisableTorchFunctionSubclass():
-            owners = {view.untyped_storage()._cdata: view._parameter for view in views}
+            owners = {storage_of(view): view._parameter for view in views}
             return _with_own_memory(func(*args, **kwargs), owners)
 
 

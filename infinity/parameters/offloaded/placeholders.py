@@ -51,6 +51,18 @@ _FACTORIES = frozenset(
 Serve = Callable[[Any, Any, Any], Any]
 
 
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether it stands for what ``vmap`` maps over."""
+    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The ``_cdata`` of what a tensor, be it mapped over, lies in by strides; 0 if in none."""
+    tensor = _unwrapped(tensor)
+    is_in_one = tensor.layout == torch.strided and torch._C._has_storage(tensor)
+    return tensor.untyped_storage()._cdata if is_in_one else 0
+
+
 class _Keyed(torch.Tensor):
     """Torch gives keys to tensors of such a class alone; its data can pass to others, with them."""
 
@@ -190,7 +202,7 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     if _functorch.is_functionaltensor(tensor):
         return _unwrapped(_functorch._unwrap_functional_tensor(tensor, False))
     if _functorch.is_functorch_wrapped_tensor(tensor):
-        return _unwrapped(_functorch.get__unwrapped(tensor))
+        return _unwrapped(_functorch.get_unwrapped(tensor))
     return tensor
 
 
