@@ -183,6 +183,8 @@ def _refusal(demand: Demand) -> BudgetError:
     if activations := demand.share.bytes_of(least):
         mode = demand.share.mode
         beside.append(f"{format_bytes(activations)} for saved tensors (activations={mode!r})")
+    if beside:  # what would hold everything is said without these
+        placed = placed.rpartition(";")[0]
     return BudgetError(
         f"this model needs at least {format_bytes(least)} ({least} bytes): "
         + "; ".join([*beside, placed]),

@@ -321,3 +321,10 @@ def test_a_budget_beyond_the_machine_and_one_disk_for_two_directories_are_warned
     same = [text for text in texts if "are on the same disk" in text]
     assert len(same) == 2
     assert all(str(directory) in same[0] for directory in directories)
+
+
+@pytest.mark.parametrize("mode", ["keep", "nvme"])
+def test_what_is_said_to_hold_everything_is_more_than_the_least(mode: str, nvme: Path) -> None:
+    with pytest.raises(infinity.BudgetError) as caught:
+        infinity.offload(Stack(), nvme, host_memory=1, activations=mode).__enter__()
+    assert ("would hold everything" in str(caught.value)) == (mode == "keep")
