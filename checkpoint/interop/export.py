@@ -106,12 +106,13 @@ def write_safetensors(
     """Writes tensors, arrays and byte sources to `folder` as Hugging Face shards; gives the files.
 
     The shards are `model-00001-of-00003.safetensors` and so on, or `model.safetensors` if one is
-    enough, and `model.safetensors.index.json` says which holds what. A shard is at most
-    `max_shard_bytes` long unless a single tensor is longer. Files of these names are replaced, and
-    other files of an earlier export to this folder are removed, when the new ones are durable: the
-    folder holds the old tensors or the new ones, to readers that go by the index and to those that
-    take `model.safetensors` where it is, also if the process is killed. Where the file system has
-    no hard links, the index may then name files that are missing until the next export.
+    enough, and `model.safetensors.index.json` says which holds what. A shard has at most
+    `max_shard_bytes` of tensors behind its header, or a single one that is longer. Files of these
+    names are replaced, and other files of an earlier export to this folder are removed, when the
+    new ones are durable: the folder holds the old tensors or the new ones, to readers that go by
+    the index and to those that take `model.safetensors` where it is, also if the process is killed.
+    Where the file system has no hard links, the index may then name files that are missing until
+    the next export.
 
     Raises, before anything is written, TypeError for a value that cannot be saved, for one of a
     dtype that safetensors would not give back (complex128, uint4, an array of texts), for what is
