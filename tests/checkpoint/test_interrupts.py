@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ from aio.process.threads import Latch
 from checkpoint.sheltered import StoppedError, Worker, describe, sheltered
 from tests.support.held import Held
 from tests.support.keyboard import keyboard_of
+from tests.support.proof import matrix
 from tests.support.scripts import Script
 
 ROOT = Path(__file__).parents[2]
@@ -342,7 +344,13 @@ READING: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "every"), [("verify", 31), ("export", 31), ("dcp", 1201)])
+@pytest.mark.parametrize(
+    ("name", "every"),
+    matrix(
+        [*product(("verify", "export"), (31, 97)), ("dcp", 1201)],
+        usual=[("verify", 97), ("export", 97), ("dcp", 1201)],
+    ),
+)
 def test_reading_that_is_interrupted_ends_and_leaves_nothing_behind(
     tmp_path: Path, name: str, every: int
 ) -> None:

@@ -68,7 +68,7 @@ CASES = [
     Case("no overlap", options=BF16 | {"overlap": False}),
     Case("verified", options=BF16 | {"verify_swap": True}),
 ]
-USUAL = [(CASES[0], "latest"), (CASES[1], "seed 1"), (CASES[4], "latest"), (CASES[3], "seed 2")]
+USUAL = [(CASES[0], "latest"), (CASES[1], "seed 1"), (CASES[4], "latest")]
 
 
 def _id(value: Any) -> str:
@@ -173,7 +173,7 @@ def _fail_in_forward(model: nn.Module) -> None:
     ("dtype", "moment"),
     matrix(
         [*product((torch.bfloat16, torch.float32), MOMENTS)],
-        usual=[(torch.bfloat16, "latest"), (torch.float32, "seed 3")],
+        usual=[(torch.float32, "seed 3")],
     ),
 )
 def test_programs_on_a_separate_device_see_the_same_bits(
