@@ -36,6 +36,17 @@ def no_locks_of_logs() -> Iterator[None]:
             handler.release()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As ranks, and workers of a test run, compute: how sums are rounded depends on it."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def _why_no_gpu() -> str | None:
     import torch
 

@@ -177,6 +177,7 @@ class Zero3:
     # Gradients.
 
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        self._state.gradients.check_memory(index, gradient)
         self._reductions.add(index, gradient)
 
     def has_gradient(self, index: int) -> bool:

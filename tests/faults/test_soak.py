@@ -5,13 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from failures.interposed import unavailable_reason
 from soaking.judging import Counts, Judge
 from soaking.lives import live, undisturbed
@@ -20,19 +18,13 @@ from soaking.programs import MOST_LIVES, life_of, task_of
 
 from swap.update.stages import Stages
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parents[2]
 MEMORY = Path("/dev/shm")
 NUMBER = 2
 """Of a program that is short, and has more state than its least budget."""
 _reason = unavailable_reason()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _judged(folder: Path) -> tuple[list[str], Judge]:

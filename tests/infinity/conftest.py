@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from infinity.activations.tiers import NvmeActivations
@@ -22,15 +21,6 @@ def nvme(tmp_path: Path) -> Iterator[Path]:
     directory.mkdir()
     yield directory
     assert list(directory.rglob("*")) == []
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small models compute faster so, when tests share a machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

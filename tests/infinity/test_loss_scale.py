@@ -11,6 +11,8 @@ from torch import nn
 import infinity
 from tests.support.interrupts import interrupt
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Backward = Callable[[torch.Tensor], None]
 
 
@@ -56,11 +58,6 @@ def offload(folder: Path, **options: Any) -> Any:
         compute_dtype=torch.float16,
         **options,
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_plain_backward_trains_with_the_bits_of_plain_pytorch(tmp_path: Path) -> None:

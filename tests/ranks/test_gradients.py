@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import infinity
 from tests.support.models import seeded
 from tests.support.rank_jobs import gpt, least_budget, loss_of, world
 from tests.support.ranks import run_ranks
 from tests.support.training import same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def clip_by_torch(rank: int, folder: Path, *, batches: list[list[int]], name: str) -> list[float]:
@@ -45,3 +49,23 @@ def test_two_ranks_clipped_by_torch_have_the_bits_of_one(tmp_path: Path) -> None
     for rank in range(2):
         values = torch.load(two / f"w-{rank}", weights_only=True)
         assert all(same_bits(value, values[key]) for key, value in expected.items())
+
+
+def gradient_without_memory(rank: int, folder: Path) -> bool:
+    """Whether it is refused by name, and no step is taken without it."""
+    model = seeded(gpt)
+    name, parameter = next(iter(model.named_parameters()))
+    parameter.register_hook(lambda gradient: TwoTensor(gradient.clone(), gradient.clone()))
+    with infinity.offload(
+        model, folder, host_memory="1GiB", process_group=world(), optimizer=infinity.AdamW()
+    ) as offloaded:
+        with pytest.raises(ValueError, match=f"^the gradient of {name} is a TwoTensor without"):
+            loss_of(model, rank).backward()
+        with pytest.raises(RuntimeError, match=f"the gradient of {name} was lost"):
+            offloaded.step()
+        offloaded.optimizer.zero_grad()
+    return True
+
+
+def test_a_gradient_without_memory_is_refused_by_every_rank(tmp_path: Path) -> None:
+    assert run_ranks(gradient_without_memory, tmp_path, 2) == [True, True]

@@ -9,6 +9,8 @@ from tests.support import rank_tables
 from tests.support.proof import matrix
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 # Experts have each rank import transformers.
 @pytest.mark.parametrize("name", matrix(rank_tables.MODELS, usual=["table"]))
@@ -17,12 +19,7 @@ def test_two_ranks_train_in_tiles_as_one_that_accumulates(name: str, tmp_path: P
     two = run_ranks(rank_tables.train, tmp_path / "two", 2, **job)
     alone = tmp_path / "alone"
     alone.mkdir()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        one = rank_tables.train(0, alone, name=name, batches=[[1, 2]], host_memory="1GiB")
-    finally:
-        torch.set_num_threads(threads)
+    one = rank_tables.train(0, alone, name=name, batches=[[1, 2]], host_memory="1GiB")
     assert [losses[step] for step in (0, 1) for losses in two] == one
     expected = torch.load(alone / f"{name}-0", weights_only=True)
     for rank in range(2):

@@ -18,6 +18,8 @@ from tests.support import rank_jobs
 from tests.support.proof import matrix
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TWO = [[0], [1]]
 RUNS: dict[str, dict[str, Any]] = {
     "everything-in-host": {"batches": TWO, "steps": 3},
@@ -71,12 +73,7 @@ def train_alone(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     """What one process does with the batches of all ranks."""
     folder.mkdir(exist_ok=True)
     batches = [[batch for rank in run["batches"] for batch in rank]]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return rank_jobs.train_gpt(0, folder, **run | {"batches": batches, "host_memory": "1GiB"})
-    finally:
-        torch.set_num_threads(threads)
+    return rank_jobs.train_gpt(0, folder, **run | {"batches": batches, "host_memory": "1GiB"})
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
