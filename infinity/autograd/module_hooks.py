@@ -7,6 +7,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from infinity.parameters.compiled import (
     BlockCall,
     NamesOfModules,
     compiled_blocks,
-    leave_out_packages,
+    leave_out,
 )
 from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.parameter import cannot_be_copied
@@ -42,7 +44,9 @@ _TABLES = (
 _MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 """What they note of some, by that number."""
 _OF_FORWARD = _TABLES[:2]
-_PACKAGES = ("aio", "swap", "checkpoint", "infinity")
+_PARTS = (part.name for part in iter_modules([Path(__file__).parents[1]]) if part.name != "tiling")
+_NO_MODEL = ("aio", "swap", "checkpoint", *(f"infinity.{name}" for name in _PARTS))
+"""All that is no part of a model, as tiled layers are."""
 
 
 class ModelHooks:
@@ -128,7 +132,7 @@ class ModelHooks:
         for module in (block, *inside):
             self._unhook(module, _OF_FORWARD)
         self._residency.unwatch(inside)
-        leave_out_packages(_PACKAGES)
+        leave_out(_NO_MODEL)
         BlockCall(block, self._enter, self._leave).put_on()
         self._blocks[block] = indices
 

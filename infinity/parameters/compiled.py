@@ -140,9 +140,9 @@ _CALL = "_compiled_call_impl"
 """What torch calls of a module that has it, in place of hooks and ``forward``."""
 
 
-def leave_out_packages(names: Iterable[str]) -> None:
-    """No graphs are made of code in these packages: autograd calls some of it where a block
-    computes between graphs.
+def leave_out(names: Iterable[str]) -> None:
+    """No graphs are made of code in these packages and modules: autograd calls some of it where a
+    block computes between graphs.
     """
     rules = sys.modules[f"{_COMPILER}.trace_rules"]
     for name in names:

@@ -16,9 +16,9 @@ from torch import nn
 
 import infinity
 from tests.support.compiled import QUIET, WAYS, Graphs
-from tests.support.models import Gpt, seeded, token_loss
+from tests.support.models import Gpt, seeded, token_loss, vector_loss
 from tests.support.proof import matrix
-from tests.support.training import Plain, budgets, same_bits
+from tests.support.training import WHOLE, Plain, budgets, same_bits
 
 pytestmark = QUIET
 
@@ -141,3 +141,41 @@ def test_compiled_blocks_under_checkpointing_train_to_the_bits_of_memory(
     graphs = Graphs(backend)
     make = partial(made, "layer.compile()", graphs, recompute=recompute)
     check_beside_memory(make, graphs, FP32, nvme)
+
+
+class Wide(nn.Module):
+    """Layers that are cut into tiles as the block begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16384), nn.GELU(), nn.Linear(16384, 16)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_tiled_layers_that_are_compiled_in_the_block_are_whole_graphs(nvme: Path) -> None:
+    """Tiles are a part of the model, though the library has made them."""
+    runs = []
+    for compiled in (False, True):
+        model, graphs = seeded(Wide), Graphs()
+        with infinity.offload(
+            model, nvme, host_memory=WHOLE, max_parameter_bytes=1 << 18
+        ) as offloaded:
+            if compiled:
+                for layer in model.layers:
+                    layer.compile(backend=graphs, fullgraph=True)
+            losses = []
+            for number in range(3):
+                loss = vector_loss(model, number, width=16)
+                loss.backward()
+                offloaded.step()
+                losses.append(loss.item())
+        runs.append(losses)
+        assert (graphs.count > 0) == compiled
+    assert runs[0] == runs[1]
