@@ -16,6 +16,7 @@ import infinity
 from infinity.model import training_of
 from tests.support.damage import flip, flip_at, flip_in, state_of
 from tests.support.models import seeded
+from tests.support.proof import matrix
 from tests.support.snapshot_runs import ADAMW, WIDTH, Net, assert_same, everything, train
 from tests.support.training import least_budget
 
@@ -69,7 +70,7 @@ def finished_step(
     offloaded.flush()
 
 
-@pytest.mark.parametrize(("dtype", "component"), COMPONENTS)
+@pytest.mark.parametrize(("dtype", "component"), matrix(COMPONENTS, usual=COMPONENTS[::2]))
 def test_a_bit_that_flips_in_a_component_is_an_error_with_its_name_and_load_mends_it(
     dtype: torch.dtype | None, component: str, least: int, nvme: Path, tmp_path: Path
 ) -> None:

@@ -128,10 +128,8 @@ CASES = {
 
 USUAL = {
     "fp16 clipped",
-    "fp32 dropout, recomputed",
     "bf16 recomputed by reentry, accumulated",
     "bf16 low rank",
-    "fp32 layers used twice",
     "bf16 routed, clipped",
     "mixed dtypes",
 }

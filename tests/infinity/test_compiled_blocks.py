@@ -130,8 +130,8 @@ def test_compiled_blocks_train_to_the_bits_of_memory(
 @pytest.mark.parametrize(
     ("recompute", "backend"),
     matrix(
-        product(("non-reentrant", "reentrant"), ("aot_eager", "inductor")),
-        usual=[("non-reentrant", "aot_eager")],
+        product(("non-reentrant", "reentrant"), ("eager", "aot_eager", "inductor")),
+        usual=[("non-reentrant", "eager")],
     ),
 )
 @pytest.mark.usefixtures("one_thread", "_no_cache_of_autocast")

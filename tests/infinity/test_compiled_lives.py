@@ -20,6 +20,7 @@ import checkpoint
 import infinity
 from tests.support.compiled import QUIET, WAYS, Graphs, by_call, by_wrapper
 from tests.support.models import Gpt, Stack, seeded, token_loss, vector_loss, vectors
+from tests.support.proof import matrix
 from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
 pytestmark = QUIET
@@ -90,7 +91,7 @@ def test_what_is_compiled_around_an_offloaded_module_is_refused_with_the_remedy(
     assert same_values(values_of(model), before)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", matrix(WAYS, usual=["layer.compile()"]))
 def test_blocks_that_are_compiled_inside_the_offload_block_train_to_the_same_bits(
     way: str, nvme: Path
 ) -> None:
@@ -152,7 +153,7 @@ def test_a_layer_in_a_compiled_block_stays_whole_and_is_named(
 # Saving, loading, and the way out.
 
 
-@pytest.mark.parametrize("budget", ["whole", "least"])
+@pytest.mark.parametrize("budget", matrix(["whole", "least"], usual=["least"]))
 def test_checkpoints_and_exports_have_the_names_of_the_model_that_is_not_compiled(
     budget: str, nvme: Path, tmp_path: Path
 ) -> None:
@@ -183,7 +184,7 @@ def test_checkpoints_and_exports_have_the_names_of_the_model_that_is_not_compile
         assert all(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", matrix(WAYS, usual=["torch.compile(layer)"]))
 def test_after_the_block_the_compiled_model_is_as_it_was_with_the_same_graphs(
     way: str, nvme: Path
 ) -> None:

@@ -8,6 +8,7 @@ import torch
 
 import infinity
 from tests.support.models import Gpt, seeded, token_loss
+from tests.support.proof import by_turns
 from tests.support.simulated_device.injected import simulated
 from tests.support.training import WHOLE, assert_same_runs, same_bits, train, values_of
 
@@ -18,8 +19,9 @@ MEMORY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    ("memory", "state_dtype"), by_turns(MEMORY.values(), [torch.uint8, torch.float32])
+)
 def test_training_with_state_on_the_device_has_the_same_bits(
     memory: dict[str, Any], state_dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 import infinity
 from swap.tiers import format_bytes
 from tests.support.models import Stack, seeded, vector_loss
+from tests.support.proof import matrix
 from tests.support.training import least_budget, same_bits
 
 
@@ -109,7 +110,7 @@ NEEDS_MORE: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", NEEDS_MORE)
+@pytest.mark.parametrize("name", matrix(NEEDS_MORE, usual=["saved on the CPU"]))
 def test_training_goes_on_after_an_operation_that_needs_more_than_the_least(
     name: str, nvme: Path
 ) -> None:

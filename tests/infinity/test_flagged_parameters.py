@@ -14,6 +14,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import Stack, seeded, vector_loss
+from tests.support.proof import by_turns
 from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
 
@@ -152,8 +153,7 @@ PATTERNS: dict[str, Callable[[Stack, int], None]] = {
 }
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("name", "is_whole"), by_turns(PATTERNS, [True, False]))
 def test_freezing_for_a_while_is_what_it_is_in_memory(
     nvme: Path, name: str, is_whole: bool
 ) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import infinity
 from tests.support.interrupts import interrupt
+from tests.support.proof import matrix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -134,9 +135,12 @@ def test_an_overflow_of_scaled_gradients_alone_is_skipped(tmp_path: Path) -> Non
         assert (max(offloaded._training.steps), offloaded.loss_scale) == (1, 2.0**15)
 
 
-@pytest.mark.parametrize("overflows", [True, False])
+@pytest.mark.parametrize(
+    ("overflows", "every"),
+    matrix([(True, 1), (True, 5), (False, 3), (False, 17)], usual=[(True, 5), (False, 17)]),
+)
 def test_step_that_is_interrupted_and_taken_again_adapts_the_loss_scale_once(
-    tmp_path: Path, overflows: bool
+    tmp_path: Path, overflows: bool, every: int
 ) -> None:
     with offload(tmp_path) as offloaded:
         scale = offloaded._training.loss_scale_state
@@ -149,5 +153,5 @@ def test_step_that_is_interrupted_and_taken_again_adapts_the_loss_scale_once(
             found = scale.value, scale.good_steps, scale.skipped_steps
             expected = (2.0**15, 0, 1) if overflows else (2.0**16, 1, 0)
             assert found == expected, lines.line
-            number += 1 if overflows else 3
+            number += every
         assert number > 20

@@ -10,6 +10,7 @@ from torch import nn
 import checkpoint
 import infinity
 from checkpoint.loading.opened import OpenCheckpoint
+from tests.support.proof import matrix
 from tests.support.scripts import Script
 
 LAYERS, WIDTH = 80, 1024
@@ -60,7 +61,9 @@ def _saved(folder: Path, kind: str, layers: int) -> Path:
     return folder / f"{layers}.safetensors"
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "tied", "checkpoint"])
+@pytest.mark.parametrize(
+    "kind", matrix(["safetensors", "tied", "checkpoint"], usual=["safetensors", "checkpoint"])
+)
 def test_taking_weights_stays_within_the_budget_in_resident_memory(
     tmp_path: Path, kind: str
 ) -> None:
@@ -76,6 +79,7 @@ _READ = """
 import sys
 from pathlib import Path
 from infinity.values.initial.weight_files import WeightFolder
+from tests.support.proof import matrix
 
 def status(name):
     for line in open("/proc/self/status"):

@@ -14,6 +14,7 @@ from torch import nn
 import checkpoint
 import infinity
 from tests.support.models import seeded
+from tests.support.proof import by_turns
 from tests.support.training import WHOLE, default_dtype, least_budget, same_bits, values_of
 
 WIDTH = 144
@@ -90,8 +91,7 @@ def _train(
     return values
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(("name", "optimizer"), by_turns(MODES, [*OPTIMIZERS.values()]))
 def test_training_inside_a_mode_is_training_without(
     name: str, optimizer: Any, nvme: Path, tmp_path: Path
 ) -> None:

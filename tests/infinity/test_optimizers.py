@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from swap.plan.layout import Segment
 from swap.plan.rules import ParameterUpdate
 from tests.support.models import LowGpt as Gpt
 from tests.support.models import Stack, seeded, token_loss, vector_loss
-from tests.support.proof import by_turns
+from tests.support.proof import matrix
 from tests.support.training import (
     WHOLE,
     Plain,
@@ -88,9 +89,14 @@ FACTORIES: dict[str, Factory] = {
 
 
 COMPUTED = (None, torch.bfloat16)
+USUAL = [
+    *product(("SGD momentum", "AdamW fused", "ASGD", "attributes"), COMPUTED[:1]),
+    *product(("Adam", "Adagrad", "Rprop", "Adafactor", "eager state"), COMPUTED[1:]),
+]
+"""Each kind of state once: of zeros, values, scalars, fewer dimensions, or none."""
 
 
-@pytest.mark.parametrize(("name", "dtype"), by_turns(FACTORIES, COMPUTED))
+@pytest.mark.parametrize(("name", "dtype"), matrix(product(FACTORIES, COMPUTED), usual=USUAL))
 def test_optimizers_of_torch_give_their_own_bits(
     name: str, dtype: torch.dtype | None, nvme: Path
 ) -> None:

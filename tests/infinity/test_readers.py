@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from tests.support.models import Stack, seeded, vector_loss, vectors
+from tests.support.proof import by_turns
 from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
 Hold = Callable[[Stack, Callable[[], None]], None]
@@ -138,8 +139,10 @@ def _trained(
     return found, values_of(model)
 
 
-@pytest.mark.parametrize("hold", [_operation, _module, _attribute, _left])
-@pytest.mark.parametrize("read", [_by_forward, _by_operation, _in_forward])
+@pytest.mark.parametrize(
+    ("hold", "read"),
+    by_turns([_operation, _module, _attribute, _left], [_by_forward, _by_operation, _in_forward]),
+)
 def test_what_a_thread_holds_over_a_step_is_not_computed_with_after_it(
     hold: Hold, read: Callable[[Stack], torch.Tensor], nvme: Path
 ) -> None:

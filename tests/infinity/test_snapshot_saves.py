@@ -16,6 +16,7 @@ from infinity.snapshots import points
 from infinity.snapshots.reading import SavedPoint
 from tests.support.damage import flip_every_page
 from tests.support.models import seeded
+from tests.support.proof import by_turns
 from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
 from tests.support.training import WHOLE, least_budget
 
@@ -38,8 +39,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize(("kind", "is_whole"), by_turns(OPTIMIZERS, [True, False]))
 def test_checkpoint_of_a_snapshot_is_that_of_the_moment_it_was_taken(
     kind: str, is_whole: bool, nvme: Path, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from infinity import cli
 from infinity.snapshots import entries, known, points
 from swap.snapshots.folders import Folders
 from tests.support.models import seeded
+from tests.support.proof import by_turns
 from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, save_and_fail, train
 from tests.support.training import least_budget
 
@@ -123,8 +124,9 @@ def _keep(offloaded: infinity.OffloadedModel) -> None:
     offloaded.snapshot("new", keep=1)
 
 
-@pytest.mark.parametrize("unread", [_flipped, _failing, _newer])
-@pytest.mark.parametrize("act", [_drop, _replace, _keep])
+@pytest.mark.parametrize(
+    ("act", "unread"), by_turns([_drop, _replace, _keep], [_flipped, _failing, _newer])
+)
 def test_nothing_is_given_back_of_a_snapshot_that_cannot_be_read(
     act: Callable[[Any], None], unread: Callable[[Path], Any], least: int, nvme: Path
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import infinity
 from tests.support.models import seeded
+from tests.support.proof import by_turns
 from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
 from tests.support.training import WHOLE, least_budget
 
@@ -21,8 +22,7 @@ def least(tmp_path_factory: pytest.TempPathFactory) -> int:
     return least_budget(Net, tmp_path_factory.mktemp("least"), optimizer=ADAMW)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_least", [True, False])
+@pytest.mark.parametrize(("dtype", "is_least"), by_turns(DTYPES, [True, False]))
 def test_restored_state_is_that_of_the_snapshot_and_training_goes_on_from_it(
     dtype: torch.dtype | None, is_least: bool, least: int, nvme: Path
 ) -> None:

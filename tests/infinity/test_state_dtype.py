@@ -12,7 +12,7 @@ import torch
 import checkpoint
 import infinity
 from tests.support.models import Gpt, Stack, seeded, token_loss, vector_loss
-from tests.support.proof import matrix
+from tests.support.proof import by_turns, matrix
 from tests.support.training import (
     assert_same_runs,
     least_budget,
@@ -23,7 +23,7 @@ from tests.support.training import (
 
 DTYPES = [torch.bfloat16, torch.uint8]
 COMPUTED = [*product(DTYPES, (None, torch.bfloat16, torch.float16))]
-USUAL = [(torch.bfloat16, torch.float16), (torch.uint8, None), (torch.uint8, torch.bfloat16)]
+USUAL = [(torch.bfloat16, torch.float16), (torch.uint8, torch.bfloat16)]
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 WIDE = partial(Stack, width=400, depth=6)
 """160000 elements a matrix: no whole number of blocks, and more than the smallest subgroup."""
@@ -59,8 +59,7 @@ def test_fewer_bits_are_fewer_bytes() -> None:
     assert everything[2] == pytest.approx((8 + 2 * 4 / 256) * numel, rel=1e-3)
 
 
-@pytest.mark.parametrize("tiled", [False, True], ids=["whole", "tiled"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "tiled"), by_turns(DTYPES, [True, False]))
 def test_a_checkpoint_brings_every_bit_of_the_state_back(
     dtype: torch.dtype, tiled: bool, nvme: Path, tmp_path: Path
 ) -> None:

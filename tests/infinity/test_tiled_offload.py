@@ -14,6 +14,7 @@ import infinity
 from infinity import TiledLinear
 from infinity.parameters.records import records_of
 from infinity.tiling.layers import Tiling
+from tests.support.proof import by_turns
 from tests.support.training import same_values, values_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -217,8 +218,13 @@ def tile_by_hand(model: Net) -> Net:
     return model
 
 
-@pytest.mark.parametrize("bounds", [(BOUND, None), (None, BOUND), (BOUND, 2 * BOUND)])
-@pytest.mark.parametrize("dtypes", [(None, None), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    ("bounds", "dtypes"),
+    by_turns(
+        [(BOUND, None), (None, BOUND), (BOUND, 2 * BOUND)],
+        [(None, None), (torch.bfloat16, torch.float32)],
+    ),
+)
 def test_checkpoints_load_under_other_tiles(
     bounds: tuple[int | None, int | None], dtypes: Any, tmp_path: Path
 ) -> None:

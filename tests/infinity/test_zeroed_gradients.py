@@ -15,6 +15,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import seeded, vectors
+from tests.support.proof import by_turns
 from tests.support.training import WHOLE, least_budget, same_values, values_of
 
 WIDTH = 256
@@ -49,8 +50,7 @@ def _in_memory(
     return values_of(model)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize(("passes", "is_native"), by_turns([1, 2], [True, False]))
 def test_zeroed_gradients_are_stepped_with_as_in_memory(
     is_native: bool, passes: int, nvme: Path
 ) -> None:

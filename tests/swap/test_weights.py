@@ -15,6 +15,7 @@ from aio import AioError
 from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.tiers import BudgetError
+from tests.support.proof import matrix
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiers import (
     RULE,
@@ -127,7 +128,7 @@ def test_acquiring_more_than_fits_is_a_budget_error_and_pins_nothing(make: Make)
         rig.use(parameter)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", matrix(DEVICES, usual=["seeded"]))
 def test_weights_from_memory_that_nobody_used_give_their_room_back(make: Make, device: str) -> None:
     """Also those that are on their way to the device when they are dropped."""
     rig = make(num=3, room=1, device=DEVICES[device](), state_on_nvme=lambda _: False)
