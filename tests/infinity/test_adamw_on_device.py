@@ -238,7 +238,7 @@ USUAL_FAILURES = [
     ("wait", Stream.DOWN, 2, 3),
     ("copy", Stream.UP, 2, 3),
     ("wait", Stream.UP, 1, 1),
-    ("wait", Stream.UP, 9, 3),
+    ("wait", Stream.UP, 1, 3),
 ]
 
 
