@@ -24,8 +24,9 @@ from infinity.adamw.changes import Changes, Hold
 from infinity.adamw.member import Held, Member, check_distinct, options_of
 from infinity.adamw.members import Members
 from infinity.adamw.names import names_of
-from infinity.adamw.step import MemberUpdate, Step, Updater, take
+from infinity.adamw.step import MemberUpdate, Step, take
 from infinity.adamw.tiers.store import StateStore
+from infinity.adamw.tiers.update import Updater
 from infinity.optim.adamw import AdamRule
 from swap.interruptions.mixture import MixedStateError
 
@@ -45,7 +46,7 @@ class StateEngine:
         self.unfinished: Step | None = None
         self.is_mixed = False
         self.num_steps = 0
-        self._updater = Updater(rule)
+        self._updater = Updater(rule, self.store.links)
         self._changes = Changes()
 
     def check_whole(self) -> None:
@@ -118,10 +119,13 @@ class StateEngine:
         self._look(lambda: None)
 
     def _run(self, taken: Step) -> None:
+        if self.unfinished is None:
+            self._updater.forget()
+        kept = self._updater.kept
         left = [
             update
             for number, update in taken.updates.items()
-            if not taken.left.isdisjoint(self.store.groups_of(number))
+            if number in kept or not taken.left.isdisjoint(self.store.groups_of(number))
         ]
         changed = [update.member.parameter for update in left]
         changed += [update.weight for update in left]  # behind a DTensor
@@ -133,7 +137,7 @@ class StateEngine:
                 update.member.steps = update.update.step
                 update.member.held = Held.VALUES
         try:
-            self.store.sweep(taken.left, partial(self._updater.work, taken))
+            self._carry_out(taken)
         except AioError as error:
             advise(error, _REMEDY)
             raise
@@ -142,6 +146,17 @@ class StateEngine:
             count_changes(changed)  # again, for saves of other threads that began meanwhile
         self.unfinished = None
         self.num_steps += 1
+
+    def _carry_out(self, taken: Step) -> None:
+        updater = self._updater
+        expect = partial(updater.expect, taken) if updater.looks_ahead else None
+        try:
+            updater.finish()  # of a step that was stopped
+            self.store.sweep(taken.left, partial(updater.work, taken), expect)
+            updater.finish()
+        except BaseException:
+            updater.abandon()
+            raise
 
     def _finish(self) -> None:
         self._check_whole()

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from infinity.adamw.member import Held, Member, member_of, spec_of
-from infinity.adamw.step import TRANSFER_BYTES
 from infinity.adamw.tiers.store import StateStore
+from infinity.adamw.tiers.update import TRANSFER_BYTES
+from swap.device.opening import is_separate
 from swap.plan.layout import ParameterSpec
 
 
@@ -55,9 +56,11 @@ class Members:
         for number, parameter in enumerate(parameters, self._store.num_parameters):
             members.append(member_of(parameter, names[id(parameter)], number))
             specs.append(spec_of(members[-1], len(specs)))
-        needs_transfer = any(member.device.type != "cpu" for member in members)
+        devices = {member.device for member in members}
+        linked = {device for device in devices if is_separate(device)}
+        needs_transfer = any(device.type != "cpu" for device in devices - linked)
         transfer = TRANSFER_BYTES if needs_transfer and not self._has_transfer else 0
-        self._store.add(specs, caller_bytes=transfer)
+        self._store.add(specs, caller_bytes=transfer, devices=linked)
         self._has_transfer = self._has_transfer or needs_transfer
         self._members.update({id(member.parameter): member for member in members})
 

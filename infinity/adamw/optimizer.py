@@ -69,9 +69,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     - ``nvme``: a directory, or one for each SSD. Swap files live there until ``close``, the end of
       a ``with`` block, or the end of the optimizer; nothing stays.
     - ``host_memory``: most bytes that the library takes. It does not count parameters and
-      gradients, which are the model's. Default: half of what is free, of which each rank of a
-      ``torch.distributed`` job takes its part as if all of them were on this machine; ranks on
-      several machines may be given more.
+      gradients, which are the model's, but what those on a GPU pass through (2 to 64 MiB).
+      Default: half of what is free, of which each rank of a ``torch.distributed`` job takes its
+      part as if all of them were on this machine; ranks on several machines may be given more.
 
     Of torch's options groups may have ``maximize`` and ``decoupled_weight_decay`` (False: Adam);
     ``amsgrad`` and ``differentiable`` are refused. ``add_param_group`` works at any time; state
@@ -84,8 +84,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     DDP replicas each keep a whole state, the ranks of FSDP2 that of their shards; give each rank an
     ``nvme`` of its own SSDs where you can.
 
-    Raises ``ValueError``, ``TypeError``, ``BudgetError`` (with the least budget that works) or
-    ``OSError``, and leaves nothing behind.
+    Raises ``ValueError``, ``TypeError``, ``BudgetError`` (with the least budget that works),
+    ``OSError`` or, of a GPU, ``RuntimeError``, and leaves nothing behind.
     """
 
     has_own_tiers = True
@@ -123,12 +123,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; all are updated when it returns.
 
-        State is read, worked on and written back at once, a part of it each. An interrupt (Ctrl-C)
-        is raised when the step has ended, or before it has begun.
+        State is read, worked on and written back at once, a part of it each; weights and gradients
+        on a GPU come to the host and go back beside that. An interrupt (Ctrl-C) is raised when the
+        step has ended, or before it has begun.
 
-        Raises ``RuntimeError`` for a sparse gradient, before anything is changed. An ``AioError``
-        leaves the step unfinished: ``flush`` finishes it with the gradients that it was taken
-        with (do not zero them in place before); until then ``step`` raises ``RuntimeError``.
+        Raises ``RuntimeError`` for a sparse gradient, before anything is changed. An ``AioError``,
+        or what a GPU raises, leaves the step unfinished: ``flush`` finishes it with the gradients
+        that it was taken with (do not zero them in place before); until then ``step`` raises
+        ``RuntimeError``.
         """
         self._check_open()
         self._engine.check_ready()

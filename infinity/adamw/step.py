@@ -1,25 +1,20 @@
-"""One step of an ``OffloadedAdamW``: what it depends on, fixed, and how it changes a parameter."""
+"""One step of an ``OffloadedAdamW``: what it depends on, fixed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from infinity.adamw.local_tensors import copy_elements, is_distributed, local
+from infinity.adamw.local_tensors import is_distributed, local
 from infinity.adamw.member import Held, Member
-from swap.plain import check_memory, is_plain, plain
+from swap.plain import check_memory
 from swap.plan.layout import Segment
-from swap.plan.rules import ParameterUpdate, UpdateRule
+from swap.plan.rules import ParameterUpdate
 
-_COMPARED_ELEMENTS = 32 * 1024
-"""Of a master and its weights at once, by copies that leave no holes in the heap."""
-TRANSFER_ELEMENTS = 256 * 1024
-"""Elements of weights and gradients that are brought to the host at once from another device."""
-TRANSFER_BYTES = TRANSFER_ELEMENTS * (4 + 4)
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -158,112 +153,3 @@ def _check_placements(member: Member, gradient: Any) -> None:
             f"the gradient of {member.name} is not sharded as the parameter is; redistribute it "
             "to the parameter's placements first"
         )
-
-
-class Updater:
-    """Applies a rule to weights wherever they are; those of another device in pieces by way of
-    two buffers on the host.
-    """
-
-    def __init__(self, rule: UpdateRule) -> None:
-        self._rule = rule
-        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._ordered: torch.Tensor | None = None
-
-    def end_step(self) -> None:
-        """Give back what a step takes for gradients that lie in another order."""
-        self._ordered = None
-
-    def work(
-        self, step: Step, segments: Sequence[Segment], components: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Update every segment of a subgroup that has an update, from where it was stopped."""
-        for segment in segments:
-            update = step.updates.get(segment.parameter)
-            if update is None:
-                continue
-            stop = segment.offset + segment.length
-            mine = {
-                name: component[segment.offset : stop] for name, component in components.items()
-            }
-            for piece in _pieces(segment, update):
-                if piece.start >= step.done.get(segment, 0):
-                    here = {name: component[piece] for name, component in mine.items()}
-                    self._piece(step, segment, update, piece, here)
-                    step.done[segment] = piece.stop
-
-    def _piece(
-        self,
-        step: Step,
-        segment: Segment,
-        update: MemberUpdate,
-        piece: slice,
-        components: dict[str, torch.Tensor],
-    ) -> None:
-        """All or, where it raises, nothing that matters to a second try; else ``step`` is torn."""
-        part = slice(segment.start + piece.start, segment.start + piece.stop)
-        weight = update.weight[part]
-        here = self._on_host(0, weight)
-        gradient = self._gradient(update.gradient, part)
-        if update.begins:
-            for component in components.values():
-                component.zero_()
-        if "master" in components:
-            follow_weight(components["master"], here)
-        self._rule.apply(segment, update.update, components | {"weight": here}, gradient, 1.0)
-        if here is not weight:
-            step.torn = update.member.name
-            weight.copy_(here)
-            step.torn = None
-
-    def _gradient(self, gradient: torch.Tensor, part: slice) -> torch.Tensor:
-        """Those of its elements, on the host."""
-        if gradient.is_contiguous():
-            return self._on_host(1, gradient.view(-1)[part])
-        if self._ordered is None:  # one for all: many would leave holes in the heap
-            self._ordered = torch.empty(TRANSFER_ELEMENTS * 4, dtype=torch.uint8, device="cpu")
-        out = self._ordered.view(gradient.dtype)[: part.stop - part.start]
-        copy_elements(gradient, part.start, out)
-        return out
-
-    def _on_host(self, which: int, values: torch.Tensor) -> torch.Tensor:
-        """``values`` themselves, or a copy on the host whose bytes are the values."""
-        if values.device.type == "cpu":
-            return plain(values)
-        if self._buffers is None:
-            nbytes = TRANSFER_ELEMENTS * 4
-            self._buffers = (
-                torch.empty(nbytes, dtype=torch.uint8, device="cpu"),
-                torch.empty(nbytes, dtype=torch.uint8, device="cpu"),
-            )
-        buffer = self._buffers[which].view(values.dtype)[: values.numel()]
-        buffer.copy_(values)
-        return buffer
-
-
-def _pieces(segment: Segment, update: MemberUpdate) -> Iterator[slice]:
-    """Of its elements: all at once where nothing is copied. Copies are smaller than what saves are
-    staged in, which is free during a step.
-    """
-    gradient = update.gradient
-    is_copied = not (_is_plain_on_host(update.weight) and _is_plain_on_host(gradient))
-    is_copied = is_copied or not gradient.is_contiguous()
-    size = TRANSFER_ELEMENTS if is_copied else segment.length
-    for start in range(0, segment.length, max(1, size)):
-        yield slice(start, min(start + size, segment.length))
-
-
-def _is_plain_on_host(values: torch.Tensor) -> bool:
-    return values.device.type == "cpu" and is_plain(values)
-
-
-def follow_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Set the elements of ``master`` whose weights were changed by somebody else, exactly.
-
-    The others keep what the master has beyond the weights.
-    """
-    for start in range(0, len(master), _COMPARED_ELEMENTS):
-        part = slice(start, start + _COMPARED_ELEMENTS)
-        ours, theirs = master[part], weight[part]
-        changed = ours.to(theirs.dtype).view(torch.int16) != theirs.view(torch.int16)
-        torch.where(changed, theirs.to(ours.dtype), ours, out=ours)

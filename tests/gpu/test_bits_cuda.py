@@ -32,6 +32,7 @@ def test_offloaded_training_has_the_bits_of_training_in_device_memory(
         device_checks.check_gathered,
         device_checks.check_model_of_the_device,
         device_checks.check_adamw,
+        device_checks.check_adamw_stopped,
     ],
 )
 def test_check_holds_on_a_gpu(check: Callable[[str, Path], None], tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from torch import nn
 
 import infinity
 from infinity import OffloadedAdamW
-from infinity.adamw import step as adamw_step
 from infinity.adamw.local_tensors import copy_elements
-from infinity.adamw.step import TRANSFER_ELEMENTS
+from infinity.adamw.tiers import update as adamw_update
+from infinity.adamw.tiers.update import TRANSFER_ELEMENTS
 
 STRANGE: dict[str, Callable[[], torch.Tensor]] = {
     "one value": lambda: torch.tensor(0.5).expand(48),
@@ -72,7 +72,7 @@ def test_gradients_of_other_strides_are_copied_in_pieces(
         lengths.append(len(out))
         memory.add(out.data_ptr())
 
-    monkeypatch.setattr(adamw_step, "copy_elements", copied)
+    monkeypatch.setattr(adamw_update, "copy_elements", copied)
     with OffloadedAdamW(parameters, nvme=tmp_path, host_memory="64MiB") as optimizer:
         for parameter in parameters:
             parameter.grad = torch.randn(600, 700).t()

@@ -1,6 +1,8 @@
 """OffloadedAdamW over an engine whose transfers end as late as they may, and fail."""
 
 import errno
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,11 @@ from torch import nn
 
 from aio import AioError
 from infinity import OffloadedAdamW
+from infinity.adamw.tiers.loads import LEAST_LINK_BYTES
 from tests.support.adamw_model import AMPLE, DTYPES, SMALL, same
 from tests.support.late_engine import Faults
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.simulated_device.injected import simulated
 from tests.support.tiers import late_engines
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,17 +61,25 @@ def test_writes_that_end_after_their_step_leave_every_bit_as_in_memory(
         with late_engines(seed) as engines:
             assert same(trained(dtype, tmp_path, SMALL), expected)
         assert engines
+        with late_engines(seed), simulated(partial(SimulatedDevice, seed)) as devices:
+            assert same(trained(dtype, tmp_path, SMALL + LEAST_LINK_BYTES), expected)
+        assert devices[0].num_copies
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_late_transfer_that_fails_is_finished_by_flush_exactly(kind: str, tmp_path: Path) -> None:
+def test_late_transfer_that_fails_is_finished_by_flush_exactly(
+    kind: str, on_device: bool, tmp_path: Path
+) -> None:
     expected = trained(torch.float16, tmp_path, AMPLE)
     faults = Faults()
     parameters = make_parameters(torch.float16)
     stopped = 0
+    memory = SMALL + LEAST_LINK_BYTES * on_device
     with (
+        simulated() if on_device else nullcontext(),
         late_engines(1, faults),
-        OffloadedAdamW(parameters, lr=1e-2, nvme=tmp_path, host_memory=SMALL) as optimizer,
+        OffloadedAdamW(parameters, lr=1e-2, nvme=tmp_path, host_memory=memory) as optimizer,
     ):
         for step in range(STEPS):
             give_gradients(parameters, step)

@@ -17,6 +17,7 @@ CHECKS: list[Callable[[str, Path], None]] = [
     device_checks.check_gathered,
     device_checks.check_model_of_the_device,
     device_checks.check_adamw,
+    device_checks.check_adamw_stopped,
     device_checks.check_saves,
     device_checks.check_guarded_save,
     device_checks.check_ranks,

@@ -6,15 +6,20 @@ Each takes the device and an empty folder, and raises ``AssertionError``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import checkpoint
 import infinity
+from swap.device.interface import ComputeDevice, Stream
+from swap.device.opening import DEVICES
 from tests.support.device_runs import (
     AMPLE,
     LR,
@@ -28,6 +33,7 @@ from tests.support.device_runs import (
     train_rank,
 )
 from tests.support.ranks import run_ranks
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.training import Outcome, assert_same_runs, same_values, values_of
 
 BITS: dict[str, dict[str, Any]] = {
@@ -160,19 +166,60 @@ def check_adamw(device: str, folder: Path) -> None:
 
 
 def _with_offloaded_adamw(
-    case: Case, folder: Path, host_memory: int | str
+    case: Case,
+    folder: Path,
+    host_memory: int | str,
+    step: Callable[[infinity.OffloadedAdamW], object] = infinity.OffloadedAdamW.step,
 ) -> dict[str, torch.Tensor]:
     model: nn.Module = case.model(case.device).to(case.dtype)
     parameters = list(model.parameters())
     with infinity.OffloadedAdamW(
         parameters, lr=LR, nvme=folder, host_memory=host_memory
     ) as optimizer:
-        for step in range(case.steps):
-            case.loss(model, step).backward()
-            optimizer.step()
+        for number in range(case.steps):
+            case.loss(model, number).backward()
+            step(optimizer)
             optimizer.zero_grad()
         assert (optimizer.report().nvme_bytes > 0) == (host_memory != "1GiB")
     return {name: value.cpu() for name, value in values_of(model).items()}
+
+
+def check_adamw_stopped(device: str, folder: Path) -> None:
+    """A step of ``OffloadedAdamW`` in which a copy of new weights to the device fails is finished
+    by ``flush`` with the same bits, also on a stream of the program's own.
+    """
+    case = Case(device=device, steps=3)
+    expected = _with_offloaded_adamw(case, folder, "1GiB")
+    kind = torch.device(device).type
+    opened = DEVICES.get(kind, lambda _: SimulatedDevice())
+    num_calls = 0
+
+    def fails_once(given: torch.device) -> ComputeDevice:
+        made = opened(given)
+        copy = made.copy
+
+        def fail(stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+            nonlocal num_calls
+            num_calls += stream is Stream.UP
+            if stream is Stream.UP and num_calls == 3:
+                raise RuntimeError("the device failed")
+            copy(stream, target, source)
+
+        made.copy = fail
+        return made
+
+    def step(optimizer: infinity.OffloadedAdamW) -> None:
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            if str(error) != "the device failed":
+                raise
+            optimizer.flush()
+
+    own = torch.cuda.stream(torch.cuda.Stream(device)) if kind == "cuda" else nullcontext()
+    with patch.dict(DEVICES, {kind: fails_once}), own:
+        assert same_values(_with_offloaded_adamw(case, folder, 12 << 20, step), expected)
+    assert num_calls > 3
 
 
 def check_saves(device: str, folder: Path) -> None:

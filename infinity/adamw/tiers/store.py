@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
-from infinity.adamw.tiers.sweep import StateGroup, Sweeps, Work
+from infinity.adamw.tiers.loads import NUM_SLOTS, link_sizes
+from infinity.adamw.tiers.sweep import Expect, StateGroup, Sweeps, Work
+from swap.device.link import Link
+from swap.device.opening import open_device, register_all
 from swap.interruptions.undo import Undo
 from swap.memory.passage import Passage
 from swap.memory.slabs import slab_of, slab_sizes, slots_of
@@ -19,7 +23,7 @@ from swap.storage.components import ComponentStore
 from swap.storage.drives.bandwidth import shares
 from swap.storage.extents import ExtentStore
 from swap.storage.opening import open_extents
-from swap.tiers import Budget
+from swap.tiers import Budget, BudgetError
 from swap.timeline import Timeline
 from swap.update.staging import Staged, Staging
 
@@ -48,6 +52,8 @@ class StateStore:
         """What is reserved on the SSDs, new versions of what is written included."""
         self.extents: ExtentStore | None = None
         """Where state is on the SSDs; None while all of it is at home in host memory."""
+        self.links: dict[torch.device, Link] = {}
+        """To the devices that parameters are on, where these have memory of their own."""
         self._rule = rule
         self._directories = directories
         self._taken = Taken()
@@ -67,41 +73,68 @@ class StateStore:
         """How many have room; the next one gets this number."""
         return len(self._rooms)
 
-    def add(self, specs: Sequence[ParameterSpec], *, caller_bytes: int = 0) -> None:
+    def add(
+        self,
+        specs: Sequence[ParameterSpec],
+        *,
+        caller_bytes: int = 0,
+        devices: Iterable[torch.device] = (),
+    ) -> None:
         """Make room for the state of more parameters; they get the next numbers, ``specs`` count
         from 0.
 
-        ``caller_bytes`` of host memory are set aside for the caller. Raises ``BudgetError``,
-        ``AioError`` (ENOSPC) and what a directory that cannot be used raises; nothing has changed
-        then.
+        ``caller_bytes`` of host memory are set aside for the caller, and those of a link to each
+        of ``devices`` that has none yet. Raises ``BudgetError``, ``AioError`` (ENOSPC),
+        ``RuntimeError`` of a device, and what a directory that cannot be used raises; nothing has
+        changed then.
         """
+        new = sorted({*devices} - self.links.keys(), key=str)
         taken = replace(self._taken, host_bytes=self._taken.host_bytes + caller_bytes)
-        budget = Budget(host_bytes=self.budget_bytes)
-        placement = place_state(specs, self._rule, budget, taken)
+        placement, taken, link_bytes = self._placed(specs, taken, len(new))
         undo = Undo()
         self._undo.push(undo.__exit__)
         try:
+            links = {device: _opened_link(device, link_bytes, undo) for device in new}
             nbytes = self._take(placement, undo)
         except BaseException:
             undo.close()
             raise
+        self.links.update(links)
         self._taken = Taken(
             host_bytes=taken.host_bytes + nbytes,
             slot_bytes=placement.slot_bytes or taken.slot_bytes,
         )
         self.checkpoint_bytes = placement.checkpoint_bytes
 
+    def _placed(
+        self, specs: Sequence[ParameterSpec], taken: Taken, num_links: int
+    ) -> tuple[Placement, Taken, int]:
+        """A placement, what is taken with new links, and the bytes of each of these: as many as are
+        of use, or else as few as work.
+        """
+
+        def placed(link_bytes: int) -> tuple[Placement, Taken, int]:
+            all_taken = replace(taken, host_bytes=taken.host_bytes + num_links * link_bytes)
+            budget = Budget(host_bytes=self.budget_bytes)
+            return place_state(specs, self._rule, budget, all_taken), all_taken, link_bytes
+
+        wanted, least = link_sizes(self.budget_bytes)
+        with suppress(BudgetError):
+            return placed(wanted)
+        return placed(least)
+
     def groups_of(self, parameter: int) -> tuple[int, ...]:
         """The subgroups that hold the state of ``parameter``, by number."""
         return self._rooms[parameter].groups
 
-    def sweep(self, left: set[int], work: Work) -> None:
+    def sweep(self, left: set[int], work: Work, expect: Expect | None = None) -> None:
         """Call ``work`` with every subgroup of ``left``; each is taken out of it when that returns.
+        ``expect`` hears of each one ahead.
 
-        Raises ``AioError``, and what ``work`` raises; ``left`` then holds those that remain. The
+        Raises ``AioError``, and what both raise; ``left`` then holds those that remain. The
         components of a subgroup hold anything until they are first written to.
         """
-        self._sweeps.sweep([self._groups[number] for number in left], left, work)
+        self._sweeps.sweep([self._groups[number] for number in left], left, work, expect)
 
     def flush(self) -> None:
         """Bring everything home. Raises ``AioError``; a further call tries again."""
@@ -169,3 +202,13 @@ class StateStore:
             _Room(components, spec.index, tuple(first + s for s in layout.subgroups_of(spec.index)))
             for spec in layout.specs
         ]
+
+
+def _opened_link(device: torch.device, nbytes: int, undo: Undo) -> Link:
+    """Until ``undo``, which waits for the streams of the device before it gives memory back."""
+    opened = open_device(device)
+    assert opened is not None
+    slab = slab_of("link", nbytes)
+    undo.callback(slab.close)
+    register_all(opened, [slab], undo)
+    return Link(opened, slab, NUM_SLOTS)

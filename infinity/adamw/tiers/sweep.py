@@ -29,6 +29,8 @@ from swap.update.staging import Staged, Staging
 
 Work = Callable[[Sequence[Segment], Mapping[str, torch.Tensor]], None]
 """Updates the segments of one subgroup; the components are those of the whole subgroup."""
+Expect = Callable[[Sequence[Segment]], object]
+"""Hears of each subgroup before the work on the one before it begins, in the order of the work."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,23 +67,31 @@ class Sweeps:
         self.free_slots.clear()
         self.free_slots.extend(slots)
 
-    def sweep(self, groups: Iterable[StateGroup], left: set[int], work: Work) -> None:
+    def sweep(
+        self,
+        groups: Iterable[StateGroup],
+        left: set[int],
+        work: Work,
+        expect: Expect | None = None,
+    ) -> None:
         """Call ``work`` with each of ``groups``; its number is taken out of ``left`` when that
-        returns. Raises ``AioError``, and what ``work`` raises.
+        returns. With ``expect`` it is settled a subgroup ahead which one comes next. Raises
+        ``AioError``, and what ``work`` and ``expect`` raise.
         """
         order = self._order(groups)
         at_home = deque(group for group in order if group.is_home)
         ahead = deque(group for group in order if not group.is_home)
         reading: deque[StateGroup] = deque()
+        following: StateGroup | None = None
         try:
-            while at_home or ahead or reading:
-                self._start_reads(ahead, reading, wait=not at_home)
-                arrived = next((group for group in reading if group.is_read), None)
-                if arrived is None and at_home:
-                    group = at_home.popleft()
+            while at_home or ahead or reading or following:
+                self._start_reads(ahead, reading, wait=not (at_home or following))
+                group = following or self._choose(at_home, reading, expect)
+                assert group is not None
+                following = self._choose(at_home, reading, expect, now=group) if expect else None
+                if group.is_home:
                     group.staging.start(group.staged)
                 else:
-                    group = arrived or reading[0]
                     self._take(group, reading)
                 self._work(group, left, work)
         finally:
@@ -101,6 +111,24 @@ class Sweeps:
         """Wait for all transfers, whatever comes of them."""
         for group in self._writing:
             group.staging.undo_write(group.staged)
+
+    def _choose(
+        self,
+        at_home: deque[StateGroup],
+        reading: Sequence[StateGroup],
+        expect: Expect | None,
+        now: StateGroup | None = None,
+    ) -> StateGroup | None:
+        """What to work on next, or after ``now``: what has arrived, or else what is at home, or
+        else what was begun first. It stays among ``reading`` until it is worked on.
+        """
+        others = [group for group in reading if group is not now]
+        group = next((group for group in others if group.is_read), None)
+        if group is None:
+            group = at_home.popleft() if at_home else next(iter(others), None)
+        if expect and group is not None:
+            expect(group.segments)
+        return group
 
     def _order(self, groups: Iterable[StateGroup]) -> list[StateGroup]:
         """What is in slots first, then along the direction of this pass."""
