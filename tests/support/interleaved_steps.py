@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from aio import AioError
+from aio import AioError, Engine
 from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.update.stages import Step
@@ -70,13 +70,13 @@ class Counts:
 def run_seed(seed: int, folder: Path) -> Counts:
     """Raises AssertionError where a bit differs, and DeadlockError where nobody can go on."""
     chance, counts, faults = random.Random(seed), Counts(), Faults()
-    TurnEngine.prepare()
     turns = Turns(seed, WATCHED)
 
     def engine(lanes: int, **_: Any) -> TurnEngine:
-        return TurnEngine(lanes, seed=seed, faults=faults)
+        return TurnEngine(lanes, files, seed=seed, faults=faults)
 
     with ExitStack() as stack:
+        files = stack.enter_context(Engine("posix", queue_depth=4))
         stack.enter_context(patch("swap.storage.opening.Engine", engine))
         stack.enter_context(turns.applied())
         is_faulty = chance.random() < 0.4

@@ -6,7 +6,6 @@ So it can be run by ``turns``, which decide who goes on: nothing waits for what 
 from __future__ import annotations
 
 import os
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -16,23 +15,15 @@ from aio import Engine, Request
 from tests.support.late_engine import GARBAGE, Faults, LateEngine
 
 
-@cache
-def _files() -> Engine:
-    """Opens files for all, and moves nothing. It is made before threads take turns."""
-    return Engine("posix", queue_depth=4)
-
-
 class TurnEngine(LateEngine):
-    """Takes the place of ``aio.Engine`` under ``swap``, as ``LateEngine``."""
+    """Takes the place of ``aio.Engine`` under ``swap``, as ``LateEngine``.
 
-    def __init__(self, lanes: int, *, seed: int, faults: Faults) -> None:
-        with patch("tests.support.late_engine.Engine", lambda *_, **__: _files()):
+    ``files`` opens files and moves nothing. It is made, and closed, where no threads take turns.
+    """
+
+    def __init__(self, lanes: int, files: Engine, *, seed: int, faults: Faults) -> None:
+        with patch("tests.support.late_engine.Engine", lambda *_, **__: files):
             super().__init__(lanes, seed=seed, faults=faults)
-
-    @staticmethod
-    def prepare() -> None:
-        """To be called before threads take turns."""
-        _files()
 
     def transfer(self, request: Request, *, failing: bool) -> None:
         given: Any = request.buffer

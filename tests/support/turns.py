@@ -81,9 +81,15 @@ class Turns:
             gc.disable()  # when it runs, and what it ends, is no function of a seed
             self._members[_here()] = self._new_member()
             stack.callback(self._members.clear)
-            stack.callback(sys.settrace, None)
             sys.settrace(self._called)
-            yield
+            try:
+                yield
+            finally:
+                sys.settrace(None)
+                told = self._deadlock
+                self._let_others_end()
+            if self._deadlock is not told:
+                raise DeadlockError(self._deadlock)
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
         import aio.buffers
@@ -142,6 +148,16 @@ class Turns:
             really(thread, timeout)
 
         return join
+
+    def _let_others_end(self) -> None:
+        """Those that nobody joins, too. After a deadlock all of them end by its error."""
+        me = self._members[_here()]
+        while len(self._members) + len(self._coming) > 1:
+            me.is_ready, me.deadline = lambda: len(self._members) + len(self._coming) == 1, None
+            chosen = self._chosen()
+            if chosen is not me:
+                chosen.wake.release()
+                me.wake.acquire()
 
     # Turns.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import queue
 import threading
 from collections.abc import Callable
@@ -109,3 +110,21 @@ def test_waiting_with_a_timeout_takes_no_time_where_nobody_else_goes_on() -> Non
         with pytest.raises(queue.Empty):
             items.get(timeout=3600.0)
     assert turns.now >= 7200.0
+
+
+def test_threads_that_nobody_joins_have_ended_with_the_turns() -> None:
+    before = threading.active_count()
+    for seed in range(20):
+        turns = Turns(seed, (__file__,))
+        ended: list[int] = []
+
+        def work(number: int, turns: Turns = turns, ended: list[int] = ended) -> None:
+            for _ in range(number):
+                turns.pass_on()
+            ended.append(number)
+
+        with turns.applied():
+            for number in range(5):
+                _thread.start_new_thread(work, (number,))
+        assert sorted(ended) == [*range(5)]
+    assert threading.active_count() == before
