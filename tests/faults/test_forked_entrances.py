@@ -20,7 +20,11 @@ from tests.faults.test_forks import in_child
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    # In a child, torch's own operations hang where they would compute on several threads.
+    pytest.mark.usefixtures("one_thread"),
+]
 NAMES_BOTH = "process PARENT cannot be used in process CHILD"
 WORKS = "returned "
 
