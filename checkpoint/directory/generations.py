@@ -199,14 +199,16 @@ def generations(checkpoint: Path) -> list[str]:
 
 def _is_anothers(directory: str) -> bool:
     """Whether a directory with a name like an id, 20261122 for one, holds other things and nothing
-    that a save makes.
+    that a save makes, or nothing yet where no id is like it.
     """
     try:
         with os.scandir(directory) as entries:
             names = [entry.name for entry in entries]
     except OSError:  # whoever uses it is told
         return False
-    return bool(names) and not any(n == STRIPES_NAME or is_data_file_name(n) for n in names)
+    if not names:
+        return Path(directory).name.isdecimal()
+    return not any(name == STRIPES_NAME or is_data_file_name(name) for name in names)
 
 
 def _remove_stripe(folder: Path, stripes: Path) -> None:
