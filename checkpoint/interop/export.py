@@ -208,7 +208,7 @@ def _source(name: str, value: Any) -> Source:
         kind = type(value).__qualname__
         raise TypeError(
             f"cannot write {name!r}: a value of type {kind} is no tensor, array or byte source; "
-            "leave it out"
+            f"{getattr(type(value), 'instead_of_itself', 'leave it out')}"
         )
     try:
         source = source_of(value)

@@ -66,7 +66,7 @@ class OpenCheckpoint(ChunkReader):
         kept_bytes = max(kept_bytes, min(beside, most_kept_bytes))
         self._span: tuple[tuple[str, int, int], Block] | None = None
         self._unpicked = 0
-        self._span_lock = ForkedLock()
+        self._span_lock = ForkedLock(checkpoint)
         super().__init__(manifest, checkpoint, verify=verify, kept_bytes=kept_bytes)
 
     def read(self, record: TensorRecord, start: int, out: memoryview) -> None:
