@@ -26,7 +26,6 @@ from checkpoint.format.datafile import ALIGNMENT, Entry, plan_packed_file
 from checkpoint.format.names import METADATA_KEY, ROOT_NAME, natural_name
 from checkpoint.format.tree import data_nodes
 from checkpoint.interop.shard_folder import ShardFolder
-from checkpoint.loading.manifest_cache import damage_noted
 from checkpoint.loading.opened import open_current
 from checkpoint.plan.selection import Selection
 from checkpoint.plan.state_plan import FilePlan
@@ -94,8 +93,7 @@ def export_safetensors(
             sizes = max_shard_bytes, STAGING_BYTES
             return _write(sources, target, *sizes, NO_DEVICES, cancellation)
 
-    with damage_noted(checkpoint, moved):
-        return sheltered(work, _THREAD)
+    return sheltered(work, _THREAD)
 
 
 def write_safetensors(
