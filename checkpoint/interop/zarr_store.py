@@ -30,7 +30,7 @@ from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.format.tree import data_nodes
 from checkpoint.interop.zarr_layout import GROUP_METADATA, ArrayLayout, array_layout, node_paths
 from checkpoint.loading.opened import open_current
-from checkpoint.tensors.assembly import view_of
+from checkpoint.tensors.assembly import array_dtype, view_of
 from checkpoint.tensors.sources import ByteSource
 
 
@@ -209,7 +209,7 @@ class CheckpointBlobs(Mapping[str, Blob]):
         self._arrays: dict[str, tuple[ByteSource, ArrayLayout]] = {}
         for name, place in node_paths(nodes).items():
             source = self._opened.source(view_of(manifest, *nodes[name]))
-            layout = array_layout(source.dtype, source.shape)
+            layout = array_layout(source.dtype, source.shape, array_dtype(nodes[name][1]))
             self._arrays[place] = source, layout
             for end in [index for index, char in enumerate(place) if char == "/"]:
                 self._metadata[f"{place[:end]}/zarr.json"] = BytesBlob(GROUP_METADATA.encode())
