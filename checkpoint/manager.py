@@ -354,7 +354,7 @@ class Manager:
         A step that is newer than its manifest says (it was saved here last, and one from a host
         whose clock is ahead was copied in) stays with a warning until the next save.
         Damaged checkpoints stay, for somebody to look at; they do not count as kept, nor do those
-        that a load, `verify` or export of this process found so. What cannot be removed is a
+        that anything of this process found so as it read them. What cannot be removed is a
         warning. Of several ranks the first one removes, and nobody waits for it.
         """
         if not self._ranks.rank:

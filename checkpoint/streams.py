@@ -10,8 +10,11 @@ are as they were or as they should be, and a read that it ended can be made agai
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
+import warnings
+import weakref
 from collections import OrderedDict, deque
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,6 +44,11 @@ interrupts it. This one is called without an argument, and is C."""
 
 Block = npt.NDArray[np.uint8]
 
+_watches: dict[int, weakref.ref[_StreamWriter]] = {}
+"""Of streams that are written and not closed, by their ids: each warns when its stream is let go
+of. In a forked child none does: the stream is its parent's."""
+os.register_at_fork(after_in_child=_watches.clear)
+
 
 def open_stream(path: PathLike, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
     """A binary file object over `path`, a file.
@@ -48,7 +56,8 @@ def open_stream(path: PathLike, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
     "wb": what is written is staged in 64 MiB of memory and goes to disk behind the caller.
     `close()` waits until it is durable and only then gives it its name; leaving a `with` block by
     an exception removes it instead. It cannot seek. A file of that name is replaced by one with its
-    owner, as far as that may be, and its permissions. What a killed process leaves has a name of
+    owner, as far as that may be, and its permissions. One that is let go of before it is closed
+    leaves nothing, and a ResourceWarning. What a killed process leaves has a name of
     its own and goes with the next stream to `path`. "rb": a file to read and seek in, read ahead.
     Threads that share a stream have to take turns.
 
@@ -68,7 +77,7 @@ def open_stream(path: PathLike, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
 class _StreamWriter(io.BufferedIOBase):
     """Collects what is written in blocks; a full one is written while the next one fills.
 
-    One that nobody closed is no file: C removes what it holds.
+    One that nobody closed is no file: C removes what it holds, and `warnings` says so.
     """
 
     __del__: Any = _NOTHING
@@ -83,10 +92,17 @@ class _StreamWriter(io.BufferedIOBase):
         self._failed = False
         try:
             sheltered(lambda _: self._create(), _THREAD)
+            self._warn_if_dropped()
         except BaseException:
             self._failed = True
             self.close()
             raise
+
+    def _warn_if_dropped(self) -> None:
+        """As of `aio.File`: the reference to it calls `warnings` and nothing of ours."""
+        what = f"the stream to {self._path} was never closed, and what was written to it is lost"
+        warn = functools.partial(warnings.warn, what, ResourceWarning, 1)
+        _watches[id(self)] = weakref.ref(self, warn)
 
     def _create(self) -> None:
         self._engine = self._held.enter_context(Engine())
@@ -180,6 +196,7 @@ class _StreamWriter(io.BufferedIOBase):
         self._replacement.commit()
 
     def _let_go(self) -> None:
+        _watches.pop(id(self), None)
         for operation, _ in self._in_flight:
             operation.abandon()
         self._in_flight.clear()

@@ -7,12 +7,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 import checkpoint
 import infinity
+from aio import naming
+from aio.process import output
 from checkpoint.directory.locate import read_manifest
 from infinity.commands.contents import printable, tree_lines
 from infinity.commands.foreign.exporting import (
@@ -86,21 +89,28 @@ class _Screen(Console):
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        with naming(output.NAME):
+            super().print(*objects, **options)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code; arguments that make no sense exit with 2."""
     options = _arguments().parse_args(argv)
     run: Run = options.run
+    output.escape_others()
     try:
         code = run(options, _Screen())
-        print(end="", flush=True)  # nothing where stdout is closed
+        with naming(output.NAME):
+            print(end="", flush=True)  # nothing where stdout is closed
         return code
     except BrokenPipeError:  # such as `infinity ls ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        output.give_up_unwritten()
         return UNREAD
     except KeyboardInterrupt:
         return INTERRUPTED
     except (OSError, ValueError) as error:
+        output.give_up_unwritten()
         print(f"infinity {options.command}: {error}", file=sys.stderr)
         return MISUSED if isinstance(error, UsageError) else FAILED
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,13 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from aio import naming
+from aio.process import output
 from checkpoint.bench.conditions.arguments import STDOUT, Options, UsageError, parse_arguments
 from checkpoint.bench.conditions.machine import describe_directory, describe_machine
 from checkpoint.bench.conditions.pagecache import PageCache
 from checkpoint.bench.conditions.scratch import DiskSpaceError, check_space, open_scratch
 from checkpoint.bench.conditions.units import format_size
 from checkpoint.bench.conditions.workload import CheckError, State
-from checkpoint.bench.measure.comparisons import compare
+from checkpoint.bench.measure.comparisons import Comparison, compare
 from checkpoint.bench.measure.measuring import (
     REHEARSAL_BYTES,
     Measurement,
@@ -30,7 +31,7 @@ from checkpoint.bench.measure.measuring import (
     needed_bytes,
     old_objects_set_aside,
 )
-from checkpoint.bench.measure.results import Results, recommend, summarize
+from checkpoint.bench.measure.results import Recommendation, Results, recommend, summarize
 from checkpoint.bench.measure.schedule import Schedule, limit_directories, plan_schedule
 from checkpoint.bench.output.files import write_output
 from checkpoint.bench.output.plot import draw
@@ -43,6 +44,7 @@ from checkpoint.bench.output.table import (
 )
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
+_STDERR = "standard error"
 _MAX_WIDTH = 400
 
 
@@ -58,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, 1 if measuring failed, 2 for arguments, 128 and the signal's number after one."""
     console = Console(stderr=True)
     _log_once_to(console)
+    output.escape_others()
     try:
         options = parse_arguments(argv)
         schedule = plan_schedule(options)
@@ -70,12 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _signals_end():
             code = _Bench(options, schedule, console).run()
-        print(end="", flush=True)  # nothing where stdout is closed
+        with naming(output.NAME):
+            print(end="", flush=True)  # nothing where it is closed
         return code
     except BrokenPipeError:  # whoever read the results has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        output.give_up_unwritten()
         return EXIT_FAILED
     except (OSError, ValueError, CheckError, DiskSpaceError) as error:
+        output.give_up_unwritten()
         return _complain(console, error, EXIT_FAILED)
     except _EndedError as ended:
         return 128 + ended.number
@@ -204,10 +209,31 @@ class _Bench:
             return
         recommendation = recommend(results)
         comparisons = compare(results, recommendation, options.workloads)
-        screen = Console(stderr=options.json == STDOUT)
-        if partial:
-            screen.print(f"Ended after {results.num_runs} of {options.runs} runs:")
-        _print_whole(screen, results_table(results, options.workloads))
+        text = to_json(results, recommendation, comparisons, options.workloads, about)
+        with ExitStack() as files:  # written whatever becomes of what is shown
+            if options.plot is not None:
+                files.callback(draw, results, options.workloads, options.plot)
+            if options.json not in (STDOUT, None):
+                files.callback(write_output, options.json, (text + "\n").encode())
+            screen = Console(stderr=options.json == STDOUT)
+            with naming(_STDERR if screen.stderr else output.NAME):
+                if partial:
+                    screen.print(f"Ended after {results.num_runs} of {options.runs} runs:")
+                self._print(screen, results, comparisons, recommendation)
+            if options.json == STDOUT:
+                with naming(output.NAME):
+                    print(text)
+
+    def _print(
+        self,
+        screen: Console,
+        results: Results,
+        comparisons: Sequence[Comparison],
+        recommendation: Recommendation | None,
+    ) -> None:
+        options = self._options
+        mark = "±" if screen.stderr or output.has_character("±") else "+-"
+        _print_whole(screen, results_table(results, options.workloads, plus_minus=mark))
         if comparisons:
             _print_whole(screen, comparison_table(comparisons))
         for note in closing_notes(results, self._schedule.skipped, self._cache.describe()):
@@ -215,13 +241,6 @@ class _Bench:
         if recommendation is not None:
             for part in recommendation_text(recommendation, num_directories=max(options.stripes)):
                 screen.print(part)
-        text = to_json(results, recommendation, comparisons, options.workloads, about)
-        if options.json == STDOUT:
-            print(text)
-        elif options.json is not None:
-            write_output(options.json, (text + "\n").encode())
-        if options.plot is not None:
-            draw(results, options.workloads, options.plot)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint.dcp.tree import entry_name, is_blob
+from checkpoint.dcp.tree import entry_name, is_blob, may_be_of_torch
 from checkpoint.format.names import Path
 from checkpoint.format.records import ChunkRecord, Manifest, TensorRecord
 from checkpoint.format.tree import DataNode, decode_tree
@@ -134,11 +134,16 @@ class Contents:
             return [((0,) * len(view.shape), view.shape, view)]
         return [(chunk.start, chunk.shape, StoredChunk(record, chunk)) for chunk in record.chunks]
 
-    def serialised(self, name: str, opened: OpenCheckpoint) -> io.BytesIO:
-        """A value as DCP reads it: as DCP wrote it, or what torch.save makes of it."""
+    def serialised(self, name: str, opened: OpenCheckpoint, *, is_torchs: bool) -> io.BytesIO:
+        """A value as DCP reads it: as DCP wrote it, or what torch.save makes of it. `is_torchs`:
+        by torch.load, which reads nothing else. An array of dtype V1 that a program saved is known
+        by that.
+        """
         _, value = self._listed[name] if name in self._listed else self._others[name]
         if isinstance(value, _Data) and is_blob(value.node):
-            return io.BytesIO(_read(value.view, opened).tobytes())
+            written = _read(value.view, opened).tobytes()
+            if may_be_of_torch(written) or not is_torchs:
+                return io.BytesIO(written)
         stream = io.BytesIO()
         torch.save(_resolved(value, opened), stream)
         stream.seek(0)

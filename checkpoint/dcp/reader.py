@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
@@ -169,7 +170,8 @@ class StorageReader(TorchStorageReader):
         with OpenCheckpoint(manifest, self.path, verify=self._options.verify) as opened:
             for item in items:
                 if item.type == LoadItemType.BYTE_IO:
-                    value = contents.serialised(item.storage_index.fqn, opened)
+                    name = item.storage_index.fqn
+                    value = contents.serialised(name, opened, is_torchs=_is_torchs(planner))
                     with outside():
                         planner.load_bytes(item, value)
                     continue
@@ -199,6 +201,11 @@ def _uuid_at(path: Path) -> str | None:
         return read_manifest(path).uuid
     except (CorruptCheckpointError, IncompleteCheckpointError, OSError):
         return None
+
+
+def _is_torchs(planner: LoadPlanner) -> bool:
+    """Whether a planner takes values as torch's own does."""
+    return getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
 
 
 def _saved_over(path: Path) -> RuntimeError:

@@ -2,7 +2,7 @@
 
 A tree that DCP flattened is put together again by the paths that its planner kept, where they give
 back the same names; without them it stays a flat dict. A value that no state tree holds is an array
-of dtype V1, a kind that no other state holds: the bytes that DCP made of it.
+of dtype V1, a kind that next to no other state holds: the bytes that DCP made of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from checkpoint.format.names import ROOT_NAME, Path
 from checkpoint.format.scalars import Node
 
 BLOB_DTYPE = "|V1"
+_OF_TORCH = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
+"""Zip files, and the number that what was saved without one begins with."""
 
 
 def entry_name(path: Path) -> str:
@@ -26,6 +28,11 @@ def entry_name(path: Path) -> str:
 def is_blob(node: Node) -> bool:
     """Whether a node stands for bytes that DCP made."""
     return isinstance(node, dict) and "array" in node and node.get("dtype") == BLOB_DTYPE
+
+
+def may_be_of_torch(data: bytes) -> bool:
+    """Whether bytes begin as those do that torch.save makes, of which ever version."""
+    return data.startswith(_OF_TORCH)
 
 
 def build_tree(leaves: Mapping[str, Node], paths: Mapping[str, Any] | None) -> Node:

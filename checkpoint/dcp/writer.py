@@ -28,7 +28,13 @@ from torch.futures import Future
 from aio import sync_directory
 from checkpoint.dcp.items import Items
 from checkpoint.dcp.tree import build_tree
-from checkpoint.directory.destination import Destination, PathLike, checkpoint_path, stripe_paths
+from checkpoint.directory.destination import (
+    Destination,
+    PathLike,
+    checkpoint_path,
+    new_uuid,
+    stripe_paths,
+)
 from checkpoint.directory.generations import generations
 from checkpoint.directory.locate import read_manifest
 from checkpoint.directory.lock import end_given_up
@@ -169,7 +175,8 @@ class StorageWriter(TorchStorageWriter):
 
         Raises OSError; BlockingIOError while another save to this checkpoint is running.
         """
-        destination = Destination(self._path_here(), secrets.token_hex(4), self._stripes)
+        path = self._path_here()
+        destination = Destination(path, new_uuid(path), self._stripes)
         save = self._claim(_Save(destination))
         try:
             end_given_up(destination.path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,13 @@ class Destination:
         """Where a data file is, from its root."""
         folder = f"{self.path.name}.{self.uuid}" if self.stripes else self.uuid
         return f"{folder}/r{rank}-{number}.safetensors"
+
+
+def new_uuid(path: Path) -> str:
+    """The id of a save to a path. It has a letter: folders that are named after dates are none."""
+    while (uuid := secrets.token_hex(4)).isdecimal() or (path / uuid).exists():
+        continue
+    return uuid
 
 
 def checkpoint_path(path: PathLike, name: str = "path") -> Path:

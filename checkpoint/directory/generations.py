@@ -18,10 +18,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from aio import sync_directory
+from aio.process.descriptors import Descriptor
 from checkpoint.directory.locate import is_finished, read_head, read_manifest
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.owners import OWNER_NAME, opened_directory, owner_at, read_owner
 from checkpoint.directory.relocation import folders_of
+from checkpoint.directory.replacing import PRIVATE, give_attributes
 from checkpoint.directory.stripe_list import STRIPES_NAME, encode_stripes, listed_stripes
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
@@ -55,16 +57,22 @@ def create_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path]) -> l
     return [*stripes, *sorted({stripe.parent for stripe in stripes})]
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Creates a file with this content and syncs it; its name is the caller's to sync.
+def write_durably(path: Path, data: bytes, replaced: os.stat_result | None = None) -> None:
+    """Creates a file with this content and syncs it; its name is the caller's to sync. It has the
+    attributes of the file that it is going to replace, if there is one.
 
     Raises OSError that names the file.
     """
+    flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if replaced is None else PRIVATE
     try:
-        with path.open("xb") as file:
+        with (
+            Descriptor(path, flags, mode) as made,
+            open(made.number, "wb", closefd=False) as file,
+        ):
+            give_attributes(made.number, replaced)
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(made.number)
     except OSError as error:
         raise OSError(error.errno, f"cannot write: {error.strerror}", str(path)) from error
 
@@ -191,14 +199,16 @@ def generations(checkpoint: Path) -> list[str]:
 
 def _is_anothers(directory: str) -> bool:
     """Whether a directory with a name like an id, 20261122 for one, holds other things and nothing
-    that a save makes.
+    that a save makes, or nothing yet where no id is like it.
     """
     try:
         with os.scandir(directory) as entries:
             names = [entry.name for entry in entries]
     except OSError:  # whoever uses it is told
         return False
-    return bool(names) and not any(n == STRIPES_NAME or is_data_file_name(n) for n in names)
+    if not names:
+        return Path(directory).name.isdecimal()
+    return not any(name == STRIPES_NAME or is_data_file_name(name) for name in names)
 
 
 def _remove_stripe(folder: Path, stripes: Path) -> None:

@@ -107,6 +107,30 @@ def with_current_manifest(
     raise AssertionError("the last attempt returns or raises")
 
 
+def check_still_there(manifest: Manifest, checkpoint: Path) -> None:
+    """Raises FileNotFoundError where another save than that of a manifest, or none, is at a path by
+    now: what is missing went with it, and is no damage.
+    """
+    try:
+        found = read_manifest(checkpoint).uuid
+    except (FileNotFoundError, NotADirectoryError, IncompleteCheckpointError):
+        raise replaced(manifest.uuid, None, checkpoint) from None
+    except (OSError, CorruptCheckpointError):
+        return
+    if found != manifest.uuid:
+        raise replaced(manifest.uuid, found, checkpoint)
+
+
+def replaced(uuid: str, by: str | None, checkpoint: Path) -> FileNotFoundError:
+    """The error of a save that was opened and is not there any more, but perhaps another."""
+    what = f"save {uuid}, which was opened, is not there any more"
+    if by is not None:
+        what = (
+            f"save {uuid}, which was opened, has been replaced by {by}; open the checkpoint again"
+        )
+    return FileNotFoundError(errno.ENOENT, what, str(checkpoint))
+
+
 def peek_saved(checkpoint: Path) -> int | None:
     """When the checkpoint at a path was saved, from the beginning of its manifest, unchecked.
 

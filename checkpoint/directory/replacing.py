@@ -1,6 +1,8 @@
-"""Files that take the place of others: beside them, under their own names, until they are whole.
+"""Files that take the place of others: beside them, under their own names, until they are whole,
+with their permissions, and their owner as far as that may be.
 
-Invariant: who writes one holds a `flock` on it, so that what killed processes left can be told.
+Invariants: who writes a `Replacement` holds a `flock` on it, so that what killed processes left can
+be told; who may not read an old file does not read the new one either, not while it is written.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ import secrets
 import stat
 from pathlib import Path
 
-from aio import naming, sync_directory
+from aio import Engine, File, naming, sync_directory
 from aio.process.descriptors import Descriptor, Temporary
 
 _MAX_NAME_BYTES = 220
 """Of a name that is part of another one, which may have 255."""
+
+
+PRIVATE = 0o600
+"""Of a file that is to take over what another one has, until it does."""
 
 
 class Replacement:
@@ -35,14 +41,13 @@ class Replacement:
         self.path = path
         self._replaced = _status_of_replaced(path)
         _remove_abandoned(path)
-        # Nobody who may not read the old file reads the new one while it is written.
-        mode = 0o666 if self._replaced is None else 0o600
+        mode = 0o666 if self._replaced is None else PRIVATE
         self.temporary, self._file = _create(path, mode)
 
     def commit(self) -> None:
         """Durably, if the content is. Raises OSError."""
         with naming(self.temporary):
-            _give_attributes(self._file.number, self._replaced)
+            give_attributes(self._file.number, self._replaced)
         self.temporary.replace(self.path)
         self._file.close()
         sync_directory(self.path.parent)
@@ -94,13 +99,6 @@ def _create(path: Path, mode: int) -> tuple[Path, Temporary]:
         file.discard()
 
 
-def _give_attributes(descriptor: int, replaced: os.stat_result | None) -> None:
-    if replaced is not None:
-        with contextlib.suppress(PermissionError):
-            os.fchown(descriptor, replaced.st_uid, replaced.st_gid)
-        os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode) & 0o777)
-
-
 def _remove_abandoned(path: Path) -> None:
     """Removes what killed processes left that were to replace the file at `path`."""
     pattern = re.compile(re.escape(f".{_stem(path)}.") + r"[0-9a-f]{8}\.tmp")
@@ -122,3 +120,30 @@ def _remove_if_unlocked(path: Path) -> None:
 
 def _stem(path: Path) -> str:
     return os.fsdecode(os.fsencode(path.name)[:_MAX_NAME_BYTES])
+
+
+def give_attributes(descriptor: int, replaced: os.stat_result | None) -> None:
+    """Raises OSError. Whose file it is stays where this process may not change that."""
+    if replaced is not None:
+        with contextlib.suppress(PermissionError):
+            os.fchown(descriptor, replaced.st_uid, replaced.st_gid)
+        os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode) & 0o777)
+
+
+def open_new(engine: Engine, path: Path, nbytes: int, replaced: os.stat_result | None) -> File:
+    """A new file of this size; without one to replace it has what the process gives new files.
+
+    Raises what `Engine.open` does; a file that is there then is for the caller to remove.
+    """
+    if replaced is None:
+        return engine.open(path, "x", size=nbytes)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with Descriptor(path, flags, PRIVATE) as made:
+        file = engine.open(path, "w", size=nbytes)
+        try:
+            with naming(path):
+                give_attributes(made.number, replaced)
+        except BaseException:
+            file.close()
+            raise
+    return file

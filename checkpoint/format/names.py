@@ -85,3 +85,8 @@ def closest(name: str, names: Iterable[str]) -> list[str]:
     import difflib
 
     return difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+
+
+def kind_of(value: object) -> str:
+    """The full name of a value's type."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.format.names import Path, natural_name, render, unique_names
+from checkpoint.format.names import Path, kind_of, natural_name, render, unique_names
 from checkpoint.format.scalars import (
     Node,
     decode_scalar,
@@ -184,13 +184,8 @@ _CONTAINERS: dict[type, Callable[[_Encoder, Path, Any], Node]] = {
 def _refusal(path: Path, value: object) -> str:
     return (
         f"cannot save {render(path)}: {kind_of(value)} is not a type that checkpoints hold; "
-        f"{_remedy(value)}"
+        f"{remedy_for(value)}"
     )
-
-
-def kind_of(value: object) -> str:
-    """The full name of a value's type."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def has_state_dict(value: object) -> bool:
@@ -198,8 +193,10 @@ def has_state_dict(value: object) -> bool:
     return not isinstance(value, type) and callable(getattr(value, "state_dict", None))
 
 
-def _remedy(value: object) -> str:
-    """What to give instead of a value."""
+def remedy_for(value: object) -> str:
+    """What to give instead of a value. What stands for values elsewhere says so itself."""
+    if isinstance(instead := getattr(type(value), "instead_of_itself", None), str):
+        return instead
     if has_state_dict(value):
         return "give what its state_dict() returns"
     if isinstance(value, Mapping):

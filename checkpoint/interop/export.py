@@ -8,6 +8,7 @@ Invariant: one export at a time writes to a folder.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,18 +20,18 @@ from aio import Engine
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.relocation import StripeDirs, relocation
+from checkpoint.directory.replacing import open_new
 from checkpoint.format import elements
 from checkpoint.format.datafile import ALIGNMENT, Entry, plan_packed_file
 from checkpoint.format.names import METADATA_KEY, ROOT_NAME, natural_name
 from checkpoint.format.tree import data_nodes
 from checkpoint.interop.shard_folder import ShardFolder
-from checkpoint.loading.manifest_cache import damage_noted
 from checkpoint.loading.opened import open_current
 from checkpoint.plan.selection import Selection
 from checkpoint.plan.state_plan import FilePlan
 from checkpoint.plan.striping import Shard
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
-from checkpoint.saving.generation import make_directory
+from checkpoint.saving.generation import made_directory
 from checkpoint.saving.rank_plan import check_held
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import array_dtype, view_of
@@ -92,8 +93,7 @@ def export_safetensors(
             sizes = max_shard_bytes, STAGING_BYTES
             return _write(sources, target, *sizes, NO_DEVICES, cancellation)
 
-    with damage_noted(checkpoint, moved):
-        return sheltered(work, _THREAD)
+    return sheltered(work, _THREAD)
 
 
 def write_safetensors(
@@ -111,6 +111,8 @@ def write_safetensors(
     names are replaced, and other files of an earlier export to this folder are removed, when the
     new ones are durable: the folder holds the old tensors or the new ones, to readers that go by
     the index and to those that take `model.safetensors` where it is, also if the process is killed.
+    A file that takes the place of another one has its permissions, and its owner as far as that may
+    be; a shard of a new name those of the replaced one that the fewest may read.
     Where the file system has no hard links, the index may then name files that are missing until
     the next export.
 
@@ -123,7 +125,8 @@ def write_safetensors(
     `model.safetensors` of somebody else, which readers would take instead, and BlockingIOError
     while another export to this folder runs: of several ranks, one makes it. Raises OSError naming
     the file, and ChangedTensorError naming a tensor that was changed meanwhile; the files of a call
-    that fails before the new tensors count are removed, as they are after an interrupt.
+    that fails before the new tensors count are removed, as they are after an interrupt, and so is
+    a folder that was made for them.
     """
     target = checkpoint_path(folder, "folder")
     check_staging_bytes(staging_bytes)
@@ -173,14 +176,14 @@ def _write(
     shard_of = {name: number for number, names in enumerate(shards) for name in names}
     total_bytes = sum(source.nbytes for source in sources.values())
     versions = Versions(sources.items())
-    make_directory(folder)
-    with Lock(folder, by="export to this folder"):
+    with made_directory(folder), Lock(folder, make=True, by="export to this folder"):
         target = ShardFolder(folder, len(shards))
         try:
             with Engine() as engine:
-                for file, names in zip(target.temporaries, shards, strict=True):
+                places = zip(target.temporaries, target.replaced, strict=True)
+                for place, names in zip(places, shards, strict=True):
                     own = _in_order({name: sources[name] for name in names})
-                    _write_shard(engine, file, own, staging_bytes, copier, cancellation)
+                    _write_shard(engine, place, own, staging_bytes, copier, cancellation)
             versions.check()
             versions.check_ended()
             cancellation.check()
@@ -203,7 +206,7 @@ def _source(name: str, value: Any) -> Source:
         kind = type(value).__qualname__
         raise TypeError(
             f"cannot write {name!r}: a value of type {kind} is no tensor, array or byte source; "
-            "leave it out"
+            f"{getattr(type(value), 'instead_of_itself', 'leave it out')}"
         )
     try:
         source = source_of(value)
@@ -270,7 +273,7 @@ def _in_order(sources: Mapping[str, Source]) -> dict[str, Source]:
 
 def _write_shard(
     engine: Engine,
-    path: Path,
+    place: tuple[Path, os.stat_result | None],
     sources: Mapping[str, Source],
     staging_bytes: int,
     copier: Copier,
@@ -282,7 +285,8 @@ def _write_shard(
         Shard(index, (0,) * len(source.shape), source.shape, 0, source.nbytes)
         for index, source in enumerate(sources.values())
     ]
-    with engine.open(path, "x", size=layout.nbytes) as file:
+    path, replaced = place
+    with open_new(engine, path, layout.nbytes, replaced) as file:
         plan = FilePlan(0, tuple(shards), layout, tuple(sources))
         filler = Filler(plan, list(sources.values()), copier)
         slots = filler.slots(staging_bytes)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from aio import sync_directory
+from checkpoint.absence import status_of
 from checkpoint.directory.generations import write_durably
 from checkpoint.directory.locate import open_regular_file
 
@@ -64,6 +65,8 @@ class ShardFolder:
         _check_whole(path, {*self.names, *made})
         self._stale = sorted(made - set(self.names))
         self.discard()
+        self.replaced = _replaced(path, self.names, made)
+        """What each of `temporaries` takes the attributes of."""
         mark = f"model-export-{secrets.token_hex(4)}"
         self._interim = [name.replace("model", mark, 1) for name in self.names]
         self.temporaries = [path / f"{name}.tmp" for name in self._interim]
@@ -95,7 +98,8 @@ class ShardFolder:
         weight_map = {name: files[shard] for name, shard in shard_of.items()}
         index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
         temporary = self.path / f"{INDEX_NAME}.tmp"
-        write_durably(temporary, (index + "\n").encode())
+        replaced = status_of(self.path / INDEX_NAME)
+        write_durably(temporary, (index + "\n").encode(), replaced)
         temporary.replace(self.path / INDEX_NAME)
         sync_directory(self.path)
 
@@ -119,6 +123,18 @@ class ShardFolder:
             is_interim = _INTERIM.fullmatch(file.name) and file.name not in named
             if is_interim or _TEMPORARY.fullmatch(file.name):
                 file.unlink(missing_ok=True)
+
+
+def _replaced(
+    folder: Path, names: Sequence[str], made: Iterable[str]
+) -> list[os.stat_result | None]:
+    """The file of each name; where there is none, of those that are `made` before, which are
+    replaced together, the one that the fewest may read.
+    """
+    found = {name: status_of(folder / name) for name in {*names, *made}}
+    there = [status for status in found.values() if status is not None]
+    least = min(there, key=lambda status: (status.st_mode & 0o777).bit_count(), default=None)
+    return [found[name] or least for name in names]
 
 
 def _check_replaceable(files: Sequence[Path]) -> None:

@@ -24,9 +24,10 @@ from checkpoint.interop.zarr_layout import (
 )
 from checkpoint.loading.opened import OpenCheckpoint, open_current
 from checkpoint.sheltered import Cancellation, sheltered
-from checkpoint.tensors.assembly import TensorView, view_of
+from checkpoint.tensors.assembly import TensorView, array_dtype, view_of
 
 if TYPE_CHECKING:
+    import numpy as np
     import zarr
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,13 @@ def open_zarr(
 
     Nothing is read but the manifest until an array is indexed; then grains or checksum blocks are
     read and verified, unless `verify` is false. Types that zarr lacks (bfloat16, float8) appear as
-    unsigned integers of their size, with torch's name of the type in the attribute `dtype`. The
-    group stands for the save that it was opened of: another one at the same path does not change
-    it, and a copy that was pickled raises FileNotFoundError if another save has come. `stripe_dirs`
-    is as in `load`. A child process that was forked opens a group of its own.
+    unsigned integers of their size, with torch's name of the type in the attribute `dtype`. Arrays
+    of numpy of a type that torch lacks (dates, texts, records, bytes in another order) appear as
+    bytes, with a dimension more, and have numpy's description of the type there, as files of
+    `numpy.save` do ("<M8[D]"). The group stands for the save that it was opened of: another one at
+    the same path does not change it, and a copy that was pickled raises FileNotFoundError if
+    another save has come. `stripe_dirs` is as in `load`. A child process that was forked opens a
+    group of its own.
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint; indexing raises
     CorruptCheckpointError. Needs zarr 3.
@@ -101,7 +105,7 @@ def _references(opened: OpenCheckpoint, cancellation: Cancellation) -> dict[str,
         view = view_of(manifest, *nodes[name])
         if not view.is_row_major:
             continue
-        layout = _layout(manifest, view)
+        layout = _layout(manifest, view, array_dtype(nodes[name][1]))
         if layout is None:
             logger.warning("%s: %s lies in uneven boxes and is not in the references", path, name)
             continue
@@ -114,9 +118,11 @@ def _references(opened: OpenCheckpoint, cancellation: Cancellation) -> dict[str,
     return references
 
 
-def _layout(manifest: Manifest, view: TensorView) -> ArrayLayout | None:
+def _layout(
+    manifest: Manifest, view: TensorView, array: np.dtype[Any] | None
+) -> ArrayLayout | None:
     """How a leaf is cut; None if it lies in boxes of which no array is made up."""
-    layout, record = array_layout(view.dtype, view.shape), manifest.tensors[view.tensor]
+    layout, record = array_layout(view.dtype, view.shape, array), manifest.tensors[view.tensor]
     if not is_in_boxes(record):
         return layout
     if view.shape != record.shape:

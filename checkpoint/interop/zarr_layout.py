@@ -13,7 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from checkpoint.format.elements import BY_TORCH, ElementType
+import numpy as np
+
+from checkpoint.format.elements import BY_TORCH, ElementType, of_numpy
+from checkpoint.format.scalars import Node, encode_dtype
 from checkpoint.format.slices import Shape
 from checkpoint.plan.striping import quantum_rows
 
@@ -43,8 +46,8 @@ class ArrayLayout:
     itemsize: int
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
-    dtype: str
-    """What torch calls the elements."""
+    dtype: Node
+    """What torch calls the elements, or how numpy describes those that torch lacks."""
 
     @property
     def chunk_nbytes(self) -> int:
@@ -79,7 +82,9 @@ class ArrayLayout:
         return first * self.itemsize, count * self.itemsize
 
     def metadata(self) -> str:
-        """The text of the array's zarr.json. `dtype` is an attribute where zarr lacks the type."""
+        """The text of the array's zarr.json. `dtype` is an attribute where `data_type` is another
+        one.
+        """
         attributes = {} if self.data_type == self.dtype else {"dtype": self.dtype}
         document: dict[str, Any] = {
             "zarr_format": 3,
@@ -108,16 +113,24 @@ _LEAST_CHUNK_BYTES = 4096
 GROUP_METADATA = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}})
 
 
-def array_layout(dtype: Any, shape: tuple[int, ...]) -> ArrayLayout:
-    """The zarr array for a tensor: types that zarr lacks become unsigned integers of their size."""
+def array_layout(
+    dtype: Any, shape: tuple[int, ...], array: np.dtype[Any] | None = None
+) -> ArrayLayout:
+    """The zarr array for a tensor, or for an `array` of numpy of this dtype: types that zarr lacks
+    become unsigned integers of their size, those that torch lacks the bytes that they are stored
+    as, with a dimension more.
+    """
     element: ElementType = BY_TORCH[dtype]
+    name: Node = element.name
+    if array is not None and of_numpy(array)[1]:
+        name = encode_dtype(array)
     if element.name in _ZARR_TYPES:
         data_type, itemsize, full = element.name, element.itemsize, shape
     elif element.name == "complex32":
         data_type, itemsize, full = "float16", 2, (*shape, 2)
     else:
         data_type, itemsize, full = f"uint{8 * element.itemsize}", element.itemsize, shape
-    return ArrayLayout(data_type, itemsize, full, _chunk_shape(full, itemsize), element.name)
+    return ArrayLayout(data_type, itemsize, full, _chunk_shape(full, itemsize), name)
 
 
 def layout_in_boxes(

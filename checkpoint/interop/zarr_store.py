@@ -8,7 +8,6 @@ in an array that is not listed. Importing this imports zarr.
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
@@ -26,11 +25,12 @@ from zarr.abc.store import (
 )
 from zarr.core.buffer import Buffer, BufferPrototype
 
+from checkpoint.directory.locate import replaced
 from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.format.tree import data_nodes
 from checkpoint.interop.zarr_layout import GROUP_METADATA, ArrayLayout, array_layout, node_paths
 from checkpoint.loading.opened import open_current
-from checkpoint.tensors.assembly import view_of
+from checkpoint.tensors.assembly import array_dtype, view_of
 from checkpoint.tensors.sources import ByteSource
 
 
@@ -201,20 +201,15 @@ class CheckpointBlobs(Mapping[str, Blob]):
         self._moved = moved
         self._opened = open_current(path, moved, verify=verify)
         manifest = self._opened.manifest
-        if uuid not in (None, manifest.uuid):
+        if uuid is not None and uuid != manifest.uuid:
             self._opened.close()
-            raise FileNotFoundError(
-                errno.ENOENT,
-                f"save {uuid}, which was opened, has been replaced by {manifest.uuid}; open the "
-                "checkpoint again",
-                str(path),
-            )
+            raise replaced(uuid, manifest.uuid, path)
         nodes = data_nodes(manifest.tree)
         self._metadata: dict[str, Blob] = {"zarr.json": BytesBlob(GROUP_METADATA.encode())}
         self._arrays: dict[str, tuple[ByteSource, ArrayLayout]] = {}
         for name, place in node_paths(nodes).items():
             source = self._opened.source(view_of(manifest, *nodes[name]))
-            layout = array_layout(source.dtype, source.shape)
+            layout = array_layout(source.dtype, source.shape, array_dtype(nodes[name][1]))
             self._arrays[place] = source, layout
             for end in [index for index, char in enumerate(place) if char == "/"]:
                 self._metadata[f"{place[:end]}/zarr.json"] = BytesBlob(GROUP_METADATA.encode())

@@ -18,7 +18,7 @@ import numpy as np
 
 from aio import Engine, File, Operation
 from checkpoint.directory.headers import check_header
-from checkpoint.directory.locate import check_data_file
+from checkpoint.directory.locate import check_data_file, check_still_there
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.checksum import CRC_BLOCK_BYTES, block_crcs, crc32c
 from checkpoint.format.datafile import ALIGNMENT
@@ -53,12 +53,23 @@ class ForkedLock:
     come between that and the body, and nobody would let go of it.
     """
 
-    def __init__(self) -> None:
-        self._of_process: dict[int, threading.Lock] = {}
+    def __init__(self, path: Path) -> None:
+        """Of the checkpoint at a path."""
+        self._path = path
+        self._of_process: dict[int, threading.RLock] = {}
 
-    def here(self) -> threading.Lock:
-        """The lock of this process."""
-        return self._of_process.setdefault(os.getpid(), threading.Lock())
+    def here(self) -> threading.RLock:
+        """The lock of this process. Raises RuntimeError where this thread has it, by what a handler
+        of a signal has interrupted: that is half-way through a change, and goes on behind it.
+        """
+        lock = self._of_process.setdefault(os.getpid(), threading.RLock())
+        if lock._is_owned():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{self._path} is read in a handler of a signal (or a finalizer) that has come in "
+                "the midst of a read of the same open checkpoint on this thread; open it anew "
+                "there, or set a flag and read it later"
+            )
+        return lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +100,7 @@ class ChunkReader:
         self._engine = Engine(lanes=1)
         self._files: OrderedDict[int, File] = OrderedDict()
         self._blocks = KeptBlocks(kept_bytes)
-        self._lock = ForkedLock()
+        self._lock = ForkedLock(checkpoint)
         try:
             for number in range(len(manifest.files)):
                 self._file(number)
@@ -282,14 +293,20 @@ class ChunkReader:
                 )
 
     def _file(self, number: int) -> File:
-        """An open data file, the one that was saved. The caller holds the lock."""
+        """An open data file, the one that was saved. The caller holds the lock. Raises
+        FileNotFoundError where it went with its save.
+        """
         file = self._files.get(number)
         if file is None:
             while len(self._files) >= MAX_OPEN_FILES:
                 self._files.popitem(last=False)[1].close()
             record = self.manifest.files[number]
-            path = check_data_file(self.manifest, self._checkpoint, record)
-            file = self._files[number] = self._engine.open(path)
+            try:
+                path = check_data_file(self.manifest, self._checkpoint, record)
+                file = self._files[number] = self._engine.open(path)
+            except (FileNotFoundError, CorruptCheckpointError):
+                check_still_there(self.manifest, self._checkpoint)
+                raise
             file.leave_open()  # C closes it, wherever this is forgotten
             check_header(self._engine, file, record)
         self._files.move_to_end(number)

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from checkpoint.format import elements
-from checkpoint.format.names import Path, natural_name, render
+from checkpoint.format.names import Path, kind_of, natural_name, render
 from checkpoint.format.records import Manifest
 from checkpoint.format.slices import may_overlap_itself
-from checkpoint.format.tree import EncodedTree, Leaf, encode_tree, has_state_dict, kind_of
+from checkpoint.format.tree import EncodedTree, Leaf, encode_tree, has_state_dict
 from checkpoint.loading.reading import TensorRead
 from checkpoint.loading.saved_leaves import SavedLeaves
 from checkpoint.outside import carrying, outside

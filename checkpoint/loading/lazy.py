@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ def open_lazily(
     """Opens a checkpoint without reading any of its tensors: `open(path)["model.h.0.weight"][:8]`.
 
     It stands for the save that was there when it was opened, also when another one takes its place:
-    data files that are gone then are read where they are open, as the 64 are that were used last.
+    data files that are gone then are read where they are open, as the 64 are that were used last;
+    to read of others is a FileNotFoundError.
     `verify=False` skips the checksums of data; `stripe_dirs` is as in `load`.
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint.
@@ -38,12 +39,97 @@ def open_lazily(
     )
 
 
-class LazyCheckpoint(Mapping[str, "LazyTensor"]):
+class _Unread:
+    """For torch something like a tensor, so that its functions ask, and are refused by name."""
+
+    __slots__ = ()
+
+    instead_of_itself: ClassVar[str]
+    """What gives the values."""
+
+    def refused(self, what: str) -> TypeError:
+        """The error of `what`, which is done with values."""
+        return TypeError(f"{what} of {self!r}, which is not read yet; {self.instead_of_itself}")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        given = [*arguments, *(options or {}).values()]
+        what = f"torch's {getattr(function, '__name__', function)}"
+        raise next(_unread(given)).refused(what)
+
+
+def _unread(values: Sequence[Any]) -> Iterator[_Unread]:
+    """Of values, and of what is in lists of them."""
+    for value in values:
+        if isinstance(value, _Unread):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _unread(value)
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    def refuse(self: _Unread, *_: object) -> NoReturn:
+        raise self.refused(f"`{what}`")
+
+    return refuse
+
+
+class _UnreadTensor(_Unread):
+    """Has neither the operators nor the other attributes that tensors and arrays have."""
+
+    __slots__ = ()
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        """Of what is read; what is not is itself alone."""
+        if isinstance(other, torch.Tensor | np.ndarray):
+            raise self.refused("`==`")
+        return self is other
+
+    if not TYPE_CHECKING:  # where a program is checked, it has none of these
+        __add__ = __radd__ = _refusing("+")
+        __sub__ = __rsub__ = __neg__ = _refusing("-")
+        __mul__ = __rmul__ = _refusing("*")
+        __truediv__ = __rtruediv__ = _refusing("/")
+        __floordiv__ = __rfloordiv__ = _refusing("//")
+        __mod__ = __rmod__ = _refusing("%")
+        __pow__ = __rpow__ = _refusing("**")
+        __matmul__ = __rmatmul__ = _refusing("@")
+        __and__ = __rand__ = _refusing("&")
+        __or__ = __ror__ = _refusing("|")
+        __xor__ = __rxor__ = _refusing("^")
+        __invert__ = _refusing("~")
+        __abs__ = _refusing("abs")
+        __lt__, __le__ = _refusing("<"), _refusing("<=")
+        __gt__, __ge__ = _refusing(">"), _refusing(">=")
+        __int__, __float__, __complex__ = map(_refusing, ("int", "float", "complex"))
+        __setitem__ = _refusing("a change")
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if not hasattr(torch.Tensor, name) and not hasattr(np.ndarray, name):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(
+                f"{name!r} of {self!r}, which is not read yet; {self.instead_of_itself}"
+            )
+
+
+class LazyCheckpoint(_Unread, Mapping[str, "LazyTensor"]):
     """The tensors and arrays of one save, by the names that `list_tensors` gives, in its order.
 
     Closed by `close`, at the end of a `with`, or when it is forgotten. It may be used from several
     threads at once, but not in a forked child, and is not pickled: open it there again.
     """
+
+    instead_of_itself: ClassVar[str] = (
+        "index it by a name, and what that gives by `[...]`; checkpoint.load reads all of it"
+    )
 
     def __init__(self, opened: OpenCheckpoint) -> None:
         self._opened: OpenCheckpoint | None = opened
@@ -106,7 +192,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class LazyTensor:
+class LazyTensor(_UnreadTensor):
     """One tensor or array of a checkpoint: its shape and dtype at once, its values by indexing.
 
     Integers, slices and `...` give a new tensor on the CPU, without gradients, or a new array for
@@ -115,6 +201,8 @@ class LazyTensor:
     verified before anybody sees a byte of it; in memory are, beside the result, the last of them
     (64 MiB). With a step it is the whole range that the steps lead through.
     """
+
+    instead_of_itself: ClassVar[str] = "index it: `[...]` gives all of it, in memory"
 
     name: str
     _checkpoint: LazyCheckpoint
@@ -158,13 +246,17 @@ class LazyTensor:
     def __repr__(self) -> str:
         return f"<{self.name!r}, {self.dtype} of shape {self.shape}>"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise self.refused("a pickle or a copy")
+
     def __getitem__(self, index: Index) -> Any:
         """The values at `index`.
 
         Raises IndexError for an integer out of range and for too many of them, TypeError for what
         is neither integer nor slice nor `...`, ValueError for a step below one and for a closed
-        checkpoint, RuntimeError under FakeTensorMode, CorruptCheckpointError naming file, tensor
-        and extent, AioError.
+        checkpoint, RuntimeError under FakeTensorMode and in the handler of a signal that came in
+        the midst of another read of this checkpoint, CorruptCheckpointError naming file, tensor and
+        extent, FileNotFoundError for data that went with their save, AioError.
         """
         box = indexed_box(self.shape, index, repr(self.name))
         start = box.start + (0,) * len(self._carried)

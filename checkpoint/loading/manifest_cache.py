@@ -136,6 +136,20 @@ def note_damage(checkpoint: Path, moved: Relocation) -> None:
     KnownManifests(moved).note_damage(checkpoint)
 
 
+def note_damage_of(checkpoint: Path, manifest: Manifest) -> None:
+    """As `note_damage`, of data of the save that had this manifest as it was opened, with its files
+    where they are: another one may have taken its place since, and that is none of its damage.
+    """
+    stamp = _stamp(checkpoint)
+    if stamp in _damaged:
+        return
+    with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
+        if read_manifest(checkpoint).uuid == manifest.uuid:
+            for file in manifest.files:
+                check_data_file(manifest, checkpoint, file)
+            _note(stamp)
+
+
 @contextmanager
 def damage_noted(checkpoint: Path, moved: Relocation, *, reads_all: bool = False) -> Iterator[None]:
     """Around what reads data of a checkpoint, or all of them."""

@@ -1,7 +1,8 @@
 """A checkpoint held open for reading pieces of its tensors, as stores and exports do.
 
 Bytes are verified block by block before anybody sees them; the blocks read last are kept, so that
-pieces of one block cost one read. Thread-safe.
+pieces of one block cost one read. Damage is noted, so that no manager counts the checkpoint as one
+that is kept. Thread-safe.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from checkpoint.directory.locate import with_current_manifest
 from checkpoint.directory.relocation import AS_SAVED, Relocation
+from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.checksum import CRC_BLOCK_BYTES
 from checkpoint.format.records import ChunkRecord, Manifest, TensorRecord
 from checkpoint.format.slices import (
@@ -32,6 +34,7 @@ from checkpoint.format.slices import (
     span_elements,
 )
 from checkpoint.loading.chunks import ChunkReader, ForkedLock
+from checkpoint.loading.manifest_cache import damage_noted, note_damage_of
 from checkpoint.plan.windows import goes_forward, windows
 from checkpoint.tensors.assembly import TensorView
 from checkpoint.tensors.sources import ByteSource, integer_view, tensor_source
@@ -66,7 +69,7 @@ class OpenCheckpoint(ChunkReader):
         kept_bytes = max(kept_bytes, min(beside, most_kept_bytes))
         self._span: tuple[tuple[str, int, int], Block] | None = None
         self._unpicked = 0
-        self._span_lock = ForkedLock()
+        self._span_lock = ForkedLock(checkpoint)
         super().__init__(manifest, checkpoint, verify=verify, kept_bytes=kept_bytes)
 
     def read(self, record: TensorRecord, start: int, out: memoryview) -> None:
@@ -84,6 +87,26 @@ class OpenCheckpoint(ChunkReader):
             high = min(start + len(out), base + chunk.nbytes)
             if low < high:
                 self.read_chunk(record, chunk, low - base, out[low - start : high - start])
+
+    def read_chunk(
+        self, record: TensorRecord, chunk: ChunkRecord, first: int, out: memoryview
+    ) -> None:
+        """As of `ChunkReader`; what is found of damage is noted."""
+        try:
+            super().read_chunk(record, chunk, first, out)
+        except CorruptCheckpointError:
+            note_damage_of(self.path, self.manifest)
+            raise
+
+    def read_part(
+        self, record: TensorRecord, chunk: ChunkRecord, whole: Shape, start: Shape, out: Block
+    ) -> None:
+        """As of `ChunkReader`; what is found of damage is noted."""
+        try:
+            super().read_part(record, chunk, whole, start, out)
+        except CorruptCheckpointError:
+            note_damage_of(self.path, self.manifest)
+            raise
 
     def _read_box(
         self, record: TensorRecord, chunk: ChunkRecord, start: int, out: memoryview
@@ -218,7 +241,8 @@ def open_current(
             most_kept_bytes=most_kept_bytes,
         )
 
-    return with_current_manifest(checkpoint, attempt, moved)
+    with damage_noted(checkpoint, moved):
+        return with_current_manifest(checkpoint, attempt, moved)
 
 
 def _blocks_beside(tensors: Iterable[TensorRecord]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,13 @@ from typing import Any
 
 from aio import Engine
 from checkpoint.collector import paused_collector
-from checkpoint.directory.destination import Destination, PathLike, checkpoint_path, stripe_paths
+from checkpoint.directory.destination import (
+    Destination,
+    PathLike,
+    checkpoint_path,
+    new_uuid,
+    stripe_paths,
+)
 from checkpoint.format.checksum import GRAIN_SIZES
 from checkpoint.format.manifest import check_limits
 from checkpoint.format.records import Manifest, SaveInfo
@@ -90,7 +95,8 @@ def save(
 ) -> SaveInfo:
     """Saves a state tree at `path`, a directory, and returns when it is durable.
 
-    A checkpoint that is there already stays whole until the new one takes its place at once. With
+    A checkpoint that is there already stays whole until the new one takes its place at once; files
+    of the new one have the permissions of its manifest, and its owner as far as that may be. With
     `stripe_dirs` (which must exist, one per SSD) the data goes there, evenly by bytes. `engine` is
     used and left open; without one, an engine with a lane per stripe lives for the call.
 
@@ -272,7 +278,7 @@ def plan_save(
     if coordinator.world_size == 1:
         target, stripes, state_plan = _checked(request, copier)
         check_whole(state_plan)
-        uuid, weights = _new_uuid(target), [1.0] * max(len(stripes), 1)
+        uuid, weights = new_uuid(target), [1.0] * max(len(stripes), 1)
         saved = time_of_save(request.path, uuid)
         least = request.least_grain_nbytes
         files = plan_files(state_plan, uuid=uuid, rank=0, weights=weights, least_grain_nbytes=least)
@@ -292,7 +298,7 @@ def plan_save(
 
     def check() -> dict[str, Any]:
         target, stripes, state_plan = _checked(request, copier)
-        uuid = _new_uuid(target) if is_first else None
+        uuid = new_uuid(target) if is_first else None
         saved = 0 if uuid is None else time_of_save(request.path, uuid)
         found.append((target, stripes, state_plan, saved))
         return account_of(state_plan, target, stripes, uuid)
@@ -377,9 +383,3 @@ def _check_name(target: Path) -> None:
     if len(os.fsencode(target.name)) > _MAX_NAME_BYTES:
         what = f"with stripes a name has at most {_MAX_NAME_BYTES} bytes"
         raise OSError(errno.ENAMETOOLONG, what, str(target))
-
-
-def _new_uuid(target: Path) -> str:
-    while (target / (uuid := secrets.token_hex(4))).exists():
-        continue
-    return uuid

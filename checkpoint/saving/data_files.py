@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from aio import Engine, File
+from checkpoint.absence import status_of
 from checkpoint.directory.destination import Destination
+from checkpoint.directory.replacing import open_new
 from checkpoint.directory.space import check_space
 from checkpoint.format.checksum import CRC_BLOCK_BYTES, crc32c
+from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import ChunkRecord, FileRecord
 from checkpoint.plan.write_runs import Slots
 from checkpoint.sheltered import Cancellation
@@ -50,12 +53,15 @@ class RankFiles:
         )
 
     def create(self, engine: Engine, undo: ExitStack) -> None:
-        """Makes the files at their full size. `undo` closes them, and removes none."""
+        """Makes the files at their full size, to be read by those who may read the manifest that
+        there was before. `undo` closes them, and removes none.
+        """
+        replaced = status_of(self._destination.path / MANIFEST_NAME)
         for filler in self._fillers:
             number = filler.plan.number
             relative = self._destination.relative_path(self._rank, number)
             path = self._destination.root(number) / relative
-            file = engine.open(path, "x", size=filler.plan.layout.nbytes)
+            file = open_new(engine, path, filler.plan.layout.nbytes, replaced)
             undo.callback(file.close)
             self._files.append(file)
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from aio import read_regular_file, sync_directory
+from checkpoint.absence import status_of
 from checkpoint.directory.destination import Destination
 from checkpoint.directory.generations import (
     clear_orphans,
@@ -51,7 +53,11 @@ class Generation:
         path = self.destination.path
         self._missing = missing_directories(path)
         make_directory(path)
-        self._lock.enter_context(Lock(path, make=True))
+        try:
+            self._lock.enter_context(Lock(path, make=True))
+        except BlockingIOError:
+            self._missing = []  # another save is about to use them
+            raise
         if holder is not None:
             hold(path, holder)
         check_replaceable(path)
@@ -72,7 +78,7 @@ class Generation:
         path, uuid = self.destination.path, self.destination.uuid
         # 8. The manifest, durable, under a name that nobody reads.
         temporary = temporary_manifest(path, uuid)
-        write_durably(temporary, raw)
+        write_durably(temporary, raw, status_of(path / MANIFEST_NAME))
         # 9. The switch.
         temporary.replace(path / MANIFEST_NAME)
         self._undo.pop_all()
@@ -93,15 +99,11 @@ class Generation:
         try:
             self._undo.close()
         finally:
-            self._lock.close()
             missing, self._missing = self._missing, []
-            for directory in missing:
-                try:
-                    directory.rmdir()
-                except FileNotFoundError:  # it was never made
-                    continue
-                except OSError:  # there is a checkpoint in it
-                    break
+            try:
+                _remove_empty(missing)  # with the lock: who takes it next makes them again
+            finally:
+                self._lock.close()
 
     def __enter__(self) -> Generation:
         return self
@@ -120,6 +122,33 @@ def make_directory(path: Path) -> None:
     for directory in reversed(missing_directories(path)):
         directory.mkdir(exist_ok=True)
         sync_directory(directory.parent)
+
+
+@contextmanager
+def made_directory(path: Path) -> Iterator[None]:
+    """As `make_directory`; those that it made go again after an error, if nothing is in them. An
+    error that says that another process is about to use them leaves them to it.
+    """
+    missing = missing_directories(path)
+    try:
+        make_directory(path)
+        yield
+    except BlockingIOError:
+        raise
+    except BaseException:
+        _remove_empty(missing)
+        raise
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """Of directories, each in the one behind it, those that hold nothing."""
+    for directory in directories:
+        try:
+            directory.rmdir()
+        except FileNotFoundError:  # it was never made
+            continue
+        except OSError:  # there is something in it
+            break
 
 
 def check_replaceable(checkpoint: Path) -> None:

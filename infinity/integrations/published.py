@@ -21,7 +21,7 @@ from pathlib import Path
 
 from aio import naming, sync_directory
 from checkpoint.directory.lock import Lock
-from checkpoint.saving.generation import make_directory
+from checkpoint.saving.generation import made_directory
 
 _WRITING = re.compile(r"\.saving-[0-9a-f]{8}")
 _WRITTEN = ".saved"
@@ -38,10 +38,10 @@ def replaced_of(final: Path) -> Path:
 @contextmanager
 def staging(folder: Path) -> Iterator[Path]:
     """A new folder in ``folder`` that is nobody else's until the end, when it is removed."""
-    make_directory(folder)
-    remove_abandoned(folder)
-    with ExitStack() as stack:
-        yield _staged_in(folder, stack)
+    with made_directory(folder):
+        remove_abandoned(folder)
+        with ExitStack() as stack:
+            yield _staged_in(folder, stack)
 
 
 def _staged_in(folder: Path, stack: ExitStack) -> Path:

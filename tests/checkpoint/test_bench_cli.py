@@ -284,6 +284,45 @@ def test_bench_as_a_process_ends_at_a_signal_and_leaves_nothing(directories: lis
     assert left_in(directories) == []
 
 
+def as_a_process(directories: list[Path], *words: str, **options: Any) -> Any:
+    command = [sys.executable, "-m", "checkpoint.bench.cli", "--dir", str(directories[0])]
+    command += [*SMALL, "--runs", "2", *words]
+    return subprocess.run(
+        command, cwd=ROOT, check=False, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_bench_whose_output_is_full_names_it_and_writes_what_it_can(
+    directories: list[Path], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    out = tmp_path / "out.json"
+    with Path("/dev/full").open("w") as full:
+        done = as_a_process(directories, *(words or ("--json", str(out))), stdout=full)
+    assert done.returncode == 1
+    *_, last = done.stderr.strip().splitlines()
+    assert last == "ckpt-bench: [Errno 28] No space left on device: 'standard output'"
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert words or json.loads(out.read_text())["num_runs"] == 2
+    assert left_in(directories) == []
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_bench_shows_its_table_in_the_characters_that_there_are(
+    directories: list[Path], encoding: str
+) -> None:
+    named = directories[0].with_name("\N{GREEK SMALL LETTER ALPHA}")
+    named.mkdir()
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = as_a_process([named], env=environment, stdout=subprocess.PIPE, encoding=encoding)
+    assert done.returncode == 0, done.stderr
+    mark = "+-" if encoding == "ascii" else "\N{PLUS-MINUS SIGN}"
+    assert f"median {mark} half the range" in done.stdout
+    name = str(named) if encoding == "utf-8" else str(named).replace(named.name, r"\u03b1")
+    assert name in done.stdout.replace("\n", "")
+
+
 def test_bench_is_a_command_of_the_distribution() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["ckpt-bench"].partition(":")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fractions
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,45 @@ def test_arrays_keep_their_shapes(tmp_path: Path, by_dcp: bool) -> None:
     for name, array in load(blank(ARRAYS), tmp_path / "step").items():
         assert array.shape == ARRAYS[name].shape, name
         assert array.tolist() == ARRAYS[name].tolist(), name
+
+
+BYTES = {
+    "row": np.array([b"\x01", b"\x02", b"\x80"]).view("V1"),
+    "table": np.zeros((2, 3), "V1"),
+    "none": np.zeros(0, "V1"),
+    "one": np.zeros((), "V1"),
+}
+
+
+@pytest.mark.parametrize("by_dcp", [True, False])
+def test_arrays_of_the_dtype_that_dcps_bytes_have_load_as_arrays(
+    tmp_path: Path, by_dcp: bool
+) -> None:
+    if by_dcp:
+        save(dict(BYTES), tmp_path / "step")
+    else:
+        checkpoint.save(BYTES, tmp_path / "step")
+    assert_same(BYTES, load(blank(BYTES), tmp_path / "step"))
+
+
+def test_what_dcp_made_of_a_value_loads_from_a_copy_of_the_checkpoint(tmp_path: Path) -> None:
+    save({"own": fractions.Fraction(1, 3)}, tmp_path / "step")
+    checkpoint.save(checkpoint.load(tmp_path / "step"), tmp_path / "copy")
+    assert load({"own": 0}, tmp_path / "copy") == {"own": fractions.Fraction(1, 3)}
+
+
+def test_bytes_of_a_planner_of_its_own_come_back_to_it(tmp_path: Path) -> None:
+    class Saving(DefaultSavePlanner):
+        def transform_object(self, write_item: Any, value: Any) -> Any:
+            return io.BytesIO(f"own:{value}".encode()) if value == 7 else value
+
+    class Loading(DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            self.original_state_dict[read_item.dest_index.fqn] = value.getvalue()
+
+    save({"seven": 7}, tmp_path / "step", planner=Saving())
+    live = load({"seven": 0}, tmp_path / "step", planner=Loading())
+    assert live == {"seven": b"own:7"}
 
 
 def test_empty_tensors_within_values_load(tmp_path: Path) -> None:

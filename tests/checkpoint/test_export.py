@@ -86,7 +86,7 @@ def test_a_prefix_selects_and_is_taken_off(tmp_path: Path, state: dict[str, Any]
     assert not (tmp_path / "x").exists()
 
 
-def test_damage_stops_an_export_and_leaves_no_file(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_damage_stops_an_export_and_leaves_nothing(tmp_path: Path, state: dict[str, Any]) -> None:
     checkpoint.save(state, tmp_path / "step")
     (file,) = (tmp_path / "step").rglob("*.safetensors")
     with file.open("r+b") as opened:
@@ -94,7 +94,7 @@ def test_damage_stops_an_export_and_leaves_no_file(tmp_path: Path, state: dict[s
         opened.write(b"damage")
     with pytest.raises(checkpoint.CorruptCheckpointError, match="CRC"):
         checkpoint.export_safetensors(tmp_path / "step", tmp_path / "hf")
-    assert list((tmp_path / "hf").iterdir()) == []
+    assert not (tmp_path / "hf").exists()
 
 
 def test_tensors_arrays_and_sources_are_written_as_shards(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def data_file_of_the_document() -> bytes:
 def test_a_save_makes_the_bytes_of_the_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("checkpoint.saving.api._new_uuid", lambda target: "00c0ffee")
+    monkeypatch.setattr("checkpoint.saving.api.new_uuid", lambda target: "00c0ffee")
     monkeypatch.setattr("time.time_ns", lambda: 1_700_000_000_000_000_000)
     checkpoint.save(EXAMPLE, tmp_path / "step")
     data = (tmp_path / "step" / "00c0ffee" / "r0-0.safetensors").read_bytes()

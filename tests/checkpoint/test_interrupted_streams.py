@@ -92,6 +92,7 @@ def test_a_stream_goes_on_behind_a_read_that_was_interrupted(tmp_path: Path) -> 
     assert target > 50
 
 
+@pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")  # before it is in a `with`
 def test_writing_that_is_interrupted_at_any_line_leaves_the_old_file_or_the_new_one(
     tmp_path: Path,
 ) -> None:

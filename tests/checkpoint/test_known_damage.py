@@ -34,11 +34,23 @@ def _from_dcp(path: Path) -> None:
     dcp_load(state, storage_reader=StorageReader(path))
 
 
+def _from_open(path: Path) -> None:
+    with checkpoint.open(path) as opened:
+        opened["w"][1:]
+
+
+def _from_zarr(path: Path) -> None:
+    array: Any = checkpoint.open_zarr(path)["w"]
+    array[...]
+
+
 WAYS: dict[str, Callable[[Path], object]] = {
     "another manager": lambda path: checkpoint.Manager(path.parent).load(),
     "another manager, by number": lambda path: checkpoint.Manager(path.parent).load(2),
     "load": checkpoint.load,
     "verify": checkpoint.verify,
+    "open": _from_open,
+    "zarr": _from_zarr,
     "export": lambda path: checkpoint.export_safetensors(path, path.parent.parent / "out"),
     "torch.distributed": _from_dcp,
 }
@@ -52,6 +64,27 @@ def test_damage_that_is_found_by_any_way_keeps_the_sound_step(root: Path, way: s
     manager = checkpoint.Manager(root, keep=2)
     manager.save(3, {"w": torch.zeros(4)})
     assert manager.steps() == [1, 2, 3]
+
+
+def test_damage_that_is_found_while_a_header_is_read_keeps_the_sound_step(root: Path) -> None:
+    (file,) = (root / "step-2").rglob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(40)
+        opened.write(b"x")
+    with pytest.raises(checkpoint.CorruptCheckpointError, match="header"):
+        checkpoint.open(root / "step-2")
+    checkpoint.Manager(root, keep=2).save(3, {"w": torch.zeros(4)})
+    assert checkpoint.Manager(root).steps() == [1, 2, 3]
+
+
+def test_damage_of_a_save_that_was_replaced_is_none_of_what_replaced_it(root: Path) -> None:
+    manager = checkpoint.Manager(root, keep=2)
+    with checkpoint.open(root / "step-2") as opened:
+        manager.save(2, {"w": torch.full((4,), 2.0)})
+        with pytest.raises(checkpoint.CorruptCheckpointError, match="CRC-32C"):
+            opened["w"][...]
+    manager.save(3, {"w": torch.zeros(4)})
+    assert manager.steps() == [2, 3]
 
 
 def test_step_that_is_saved_again_counts_as_any_other(root: Path) -> None:

@@ -27,6 +27,28 @@ def test_folders_named_after_dates_are_not_taken_for_orphans(
     assert sum(entry.is_dir() for entry in path.iterdir()) == 3
 
 
+def test_empty_folders_named_after_dates_are_not_taken_for_orphans(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    (path / "20260101").mkdir(parents=True)
+    for _ in range(2):
+        checkpoint.save(STATE, path)
+    assert (path / "20260101").is_dir()
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    (manager.path(1) / "20260102").mkdir(parents=True)
+    manager.save(1, STATE)
+    manager.save(2, STATE)
+    assert [entry.name for entry in manager.path(1).iterdir()] == ["20260102"]
+
+
+def test_no_save_has_an_id_that_a_date_could_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = iter(["20260101", "12345678", "1234567a", "20260101", "aaaaaaaa"])
+    monkeypatch.setattr("secrets.token_hex", lambda _: next(drawn))
+    assert checkpoint.save(STATE, tmp_path / "run").uuid == "1234567a"
+    assert checkpoint.save(STATE, tmp_path / "run").uuid == "aaaaaaaa"
+
+
 def test_an_orphan_with_something_else_in_it_is_told_once_by_each_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 import checkpoint
 from aio import Engine, Operation
+from tests.aio.conftest import run_python
 from tests.checkpoint.trees import assert_same
 from tests.support.examples import examples
 from tests.support.scripts import Script
@@ -112,10 +114,48 @@ def test_a_stream_that_nobody_closed_is_no_file(tmp_path: Path) -> None:
     stream.write(b"text")
     assert len(names(tmp_path)) == 1
     assert run_while_dropped([stream]) == []
-    del stream
+    with pytest.warns(ResourceWarning, match=f"stream to {tmp_path / 'file'} was never closed"):
+        del stream
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("ends", ["closed", "failed", "read"])
+def test_a_stream_that_was_ended_gives_no_warning(tmp_path: Path, ends: str) -> None:
+    with checkpoint.open_stream(tmp_path / "file", "wb") as first:
+        first.write(b"text")
+    stream = checkpoint.open_stream(tmp_path / "file", "rb" if ends == "read" else "wb")
+    if ends == "closed":
+        stream.close()
+    elif ends == "failed":
+        with pytest.raises(RuntimeError, match="in the middle"), stream:
+            raise RuntimeError("in the middle")
+    del stream, first
+    with pytest.raises(FileNotFoundError):
+        checkpoint.open_stream(tmp_path / "none" / "file", "wb")
+    gc.collect()
+
+
+def test_a_forked_child_does_not_tell_of_its_parents_streams(tmp_path: Path) -> None:
+    script = """
+        import os, sys, warnings
+        import checkpoint
+
+        warnings.simplefilter("always")
+        stream = checkpoint.open_stream(sys.argv[1], "wb")
+        stream.write(b"text")
+        if os.fork() == 0:
+            with warnings.catch_warnings(record=True) as told:
+                del stream
+                print(len(told), flush=True)
+            os._exit(0)
+        os.wait()
+        stream.close()
+    """
+    assert run_python(script, str(tmp_path / "file")) == ["0"]
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")
 def test_letting_go_of_a_stream_runs_no_python(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"text" * 10_000)
     for mode in ("rb", "wb"):

@@ -166,6 +166,48 @@ def test_types_that_zarr_lacks_are_integers_with_their_name(path: Path) -> None:
     assert dict(group["complex"].attrs) == {}
 
 
+LACKING: dict[str, Any] = {
+    "big": np.arange(6, dtype=">f4").reshape(2, 3),
+    "days": np.array(["2020-01-01", "NaT"], "M8[D]"),
+    "texts": np.array(["ab", "c"]),
+    "bytes": np.array([b"a", b"bc"]),
+    "records": np.array([(1, 2.0)], dtype=[("a", "<i4"), ("b", "<f8", (2,))]),
+    "raw": np.zeros(3, "V1"),
+}
+
+
+def as_it_was(array: Any, dtype: Any) -> Any:
+    """An array of a type that torch lacks, of the bytes and the attribute that zarr shows."""
+    fields = [tuple(map(_tuple, field)) for field in dtype] if isinstance(dtype, list) else dtype
+    described = np.lib.format.descr_to_dtype(fields)
+    return np.ascontiguousarray(np.asarray(array[...])).view(described)[..., 0]
+
+
+def _tuple(part: Any) -> Any:
+    return tuple(part) if isinstance(part, list) else part
+
+
+@pytest.mark.parametrize("as_references", [False, True])
+def test_types_that_torch_lacks_are_bytes_with_numpys_description(
+    tmp_path: Path, as_references: bool
+) -> None:
+    checkpoint.save({**LACKING, "plain": np.arange(3)}, tmp_path / "step")
+    group = checkpoint.open_zarr(tmp_path / "step")
+    if as_references:
+        checkpoint.write_references(tmp_path / "step", tmp_path / "references.json")
+        files = fsspec.filesystem(
+            "reference", fo=str(tmp_path / "references.json"), asynchronous=True
+        )
+        group = zarr.open_group(FsspecStore(files, read_only=True), mode="r", zarr_format=3)
+    for name, expected in LACKING.items():
+        found = array(group, name)
+        assert str(found.dtype) == "uint8", name
+        restored = as_it_was(found, found.attrs["dtype"])
+        assert restored.dtype == expected.dtype, name
+        assert restored.tobytes() == expected.tobytes(), name
+    assert dict(group["plain"].attrs) == {}
+
+
 def test_nothing_can_be_written(path: Path) -> None:
     group = checkpoint.open_zarr(path)
     with pytest.raises(ValueError, match="read-only"):

@@ -24,8 +24,12 @@ from checkpoint.bench.measure.results import (
 _GB = 1e9
 
 
-def results_table(results: Results, workloads: Sequence[Workload]) -> Table:
-    """A row for every contestant; columns of settings only where they differ."""
+def results_table(
+    results: Results, workloads: Sequence[Workload], *, plus_minus: str = "±"
+) -> Table:
+    """A row for every contestant; columns of settings only where they differ. `plus_minus` is that
+    sign, or what stands for it.
+    """
     settings = [
         one.row.contestant.setting
         for one in results.figures
@@ -33,7 +37,9 @@ def results_table(results: Results, workloads: Sequence[Workload]) -> Table:
     ]
     varying = varying_fields(settings)
     disks = list(results.limits)
-    table = Table(caption=_caption(results), caption_justify="left", box=SIMPLE, pad_edge=False)
+    table = Table(
+        caption=_caption(results, plus_minus), caption_justify="left", box=SIMPLE, pad_edge=False
+    )
     table.add_column("system", no_wrap=True)
     table.add_column("dirs", justify="right", no_wrap=True)
     if len(workloads) > 1:
@@ -47,7 +53,7 @@ def results_table(results: Results, workloads: Sequence[Workload]) -> Table:
     for role in ("limit", "raw", "infinity", "peer"):
         for figures in results.figures:
             if figures.row.contestant.role == role:
-                cells = _cells(figures, workloads, varying)
+                cells = _cells(figures, workloads, varying, plus_minus)
                 if role == "limit":
                     number = disks.index(figures.row.contestant.directories[0]) + 1
                     cells[0] = f"disk {number} alone"
@@ -56,15 +62,17 @@ def results_table(results: Results, workloads: Sequence[Workload]) -> Table:
     return table
 
 
-def _caption(results: Results) -> str:
-    runs = (
-        "1 run" if results.num_runs == 1 else f"median ± half the range of {results.num_runs} runs"
-    )
+def _caption(results: Results, plus_minus: str) -> str:
+    runs = "1 run"
+    if results.num_runs > 1:
+        runs = f"median {plus_minus} half the range of {results.num_runs} runs"
     disks = [f"disk {number} is {path}" for number, path in enumerate(results.limits, 1)]
     return "\n".join([f"{runs}; the limit is what each disk gives alone, added up", *disks])
 
 
-def _cells(figures: Figures, workloads: Sequence[Workload], varying: Sequence[str]) -> list[str]:
+def _cells(
+    figures: Figures, workloads: Sequence[Workload], varying: Sequence[str], plus_minus: str
+) -> list[str]:
     contestant = figures.row.contestant
     cells = [contestant.system.name, str(len(contestant.directories))]
     if len(workloads) > 1:
@@ -75,10 +83,10 @@ def _cells(figures: Figures, workloads: Sequence[Workload], varying: Sequence[st
     return [
         *cells,
         f"{figures.returned_seconds.median:.3f}",
-        _spread(figures.durable_seconds),
+        _spread(figures.durable_seconds, plus_minus),
         f"{figures.speed['save'].median / _GB:.2f}",
         _share(figures, "save"),
-        _spread(figures.load_seconds),
+        _spread(figures.load_seconds, plus_minus),
         f"{figures.speed['load'].median / _GB:.2f}",
         _share(figures, "load"),
     ]
@@ -88,10 +96,10 @@ def _setting_texts(setting: Setting | None, *, shown: bool) -> dict[str, str]:
     return setting.texts() if setting is not None and shown else {}
 
 
-def _spread(values: Spread) -> str:
+def _spread(values: Spread, plus_minus: str) -> str:
     """The median, and how far the runs lie apart: half of it, as a part of the median."""
     half = (values.high - values.low) / 2 / values.median
-    return f"{values.median:.3f} ±{half:3.0%}"
+    return f"{values.median:.3f} {plus_minus}{half:3.0%}"
 
 
 def _share(figures: Figures, way: Direction) -> str:

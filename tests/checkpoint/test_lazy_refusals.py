@@ -1,0 +1,243 @@
+"""What an open checkpoint refuses by name, with what to do: being taken for tensors in memory, and
+being read in the midst of a read of the same thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+from checkpoint.loading import chunks
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
+
+STATE: dict[str, Any] = {
+    "weight": torch.arange(12.0).reshape(3, 4),
+    "bias": torch.ones(3),
+    "scalar": torch.tensor(2.5),
+    "array": np.arange(5),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    checkpoint.save(STATE, tmp_path / "step")
+    return tmp_path / "step"
+
+
+@pytest.fixture
+def lazy(path: Path) -> Iterator[checkpoint.LazyCheckpoint]:
+    with checkpoint.open(path) as opened:
+        yield opened
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "add": lambda lazy: torch.add(lazy["weight"], 1),
+    "keyword": lambda lazy: torch.add(torch.ones(3), other=lazy["bias"]),
+    "list": lambda lazy: torch.stack([torch.ones(3), lazy["bias"]]),
+    "method": lambda lazy: torch.empty(3).copy_(lazy["bias"]),
+    "plus": lambda lazy: lazy["weight"] + 1,
+    "right": lambda lazy: torch.ones(3) * lazy["bias"],
+    "matmul": lambda lazy: lazy["weight"] @ torch.ones(4),
+    "compare": lambda lazy: lazy["weight"] > 1,
+    "equal": lambda lazy: lazy["bias"] == torch.ones(3),
+    "minus": lambda lazy: -lazy["bias"],
+    "float": lambda lazy: float(lazy["scalar"]),
+    "attribute": lambda lazy: lazy["weight"].to(torch.float64),
+    "array": lambda lazy: lazy["array"].astype("f4"),
+    "parameter": lambda lazy: torch.nn.Parameter(lazy["weight"]),
+    "change": lambda lazy: lazy["weight"].__setitem__(0, 1),
+    "module": lambda lazy: torch.nn.Linear(4, 3).load_state_dict(lazy, strict=False),
+    "on meta": lambda lazy: torch.nn.Linear(4, 3, device="meta").load_state_dict(
+        lazy, strict=False
+    ),
+    "pickle": lambda lazy: pickle.dumps(lazy["weight"]),
+    "copy": lambda lazy: copy.deepcopy(dict(lazy)),
+    "torch.save": lambda lazy: torch.save(dict(lazy), io.BytesIO()),
+    "write": lambda lazy: checkpoint.write_safetensors(lazy, "unused"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_tensor_that_is_not_read_yet_says_so_where_values_are_wanted(
+    lazy: checkpoint.LazyCheckpoint, use: str
+) -> None:
+    with pytest.raises((TypeError, AttributeError, RuntimeError), match=r"index it: `\[...\]`"):
+        USES[use](lazy)
+
+
+def test_a_save_of_what_is_not_read_says_what_to_give(
+    lazy: checkpoint.LazyCheckpoint, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=r"cannot save state\['weight'\].*index it: `\[...\]`"):
+        checkpoint.save(dict(lazy), tmp_path / "other")
+    with pytest.raises(TypeError, match=r"cannot save state: .*index it by a name"):
+        checkpoint.save(lazy, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_open_checkpoint_is_no_tensor_to_torch(lazy: checkpoint.LazyCheckpoint) -> None:
+    with pytest.raises(TypeError, match=r"add of <checkpoint .*index it by a name"):
+        torch.add(lazy, 1)  # type: ignore[call-overload]
+
+
+def test_attributes_that_no_tensor_has_are_missing_as_of_any_object(
+    lazy: checkpoint.LazyCheckpoint,
+) -> None:
+    with pytest.raises(AttributeError, match="'LazyTensor' object has no attribute 'nonsense'"):
+        _ = lazy["weight"].nonsense  # type: ignore[attr-defined]
+    bias = lazy["bias"]
+    assert bias in {bias}
+    assert bias != lazy["bias"]
+    assert np.asarray(lazy["weight"]).tolist() == STATE["weight"].tolist()
+
+
+class Broken:
+    """Does something at each line of the reading, as the handler of a signal would that comes
+    there, and keeps what became of it.
+    """
+
+    def __init__(self, handler: Callable[[], object]) -> None:
+        self._handler = handler
+        self._is_inside = False
+        self.results: list[object] = []
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(str(Path(chunks.__file__).parent)):
+            return None
+        if event == "line" and not self._is_inside:
+            self._is_inside = True
+            try:
+                self.results.append(self._handler())
+            except RuntimeError as error:
+                self.results.append(error)
+            finally:
+                self._is_inside = False
+        return self
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_handler_reads_the_checkpoint_that_it_broke_into_or_is_refused_by_name(
+    path: Path, verify: bool
+) -> None:
+    with checkpoint.open(path, verify=verify) as lazy:
+        came = Broken(lambda: lazy["bias"][...])
+        before = sys.gettrace()
+        sys.settrace(came)
+        try:
+            found = lazy["weight"][1]
+        finally:
+            sys.settrace(before)
+        assert torch.equal(found, STATE["weight"][1])
+        refused = [one for one in came.results if isinstance(one, RuntimeError)]
+        assert 0 < len(refused) < len(came.results)
+        for one in came.results:
+            if isinstance(one, RuntimeError):
+                assert str(one).startswith(f"{path} is read in a handler of a signal")
+                assert "open it anew there" in str(one)
+            else:
+                assert isinstance(one, torch.Tensor)
+                assert torch.equal(one, STATE["bias"])
+        assert torch.equal(lazy["weight"][...], STATE["weight"])
+
+
+def test_a_handler_that_opens_the_checkpoint_anew_reads_it(path: Path) -> None:
+    def anew() -> object:
+        with checkpoint.open(path) as again:
+            return again["bias"][...]
+
+    with checkpoint.open(path) as lazy:
+        came = Broken(anew)
+        before = sys.gettrace()
+        sys.settrace(came)
+        try:
+            found = lazy["weight"][1]
+        finally:
+            sys.settrace(before)
+    assert torch.equal(found, STATE["weight"][1])
+    assert came.results
+    assert all(isinstance(one, torch.Tensor) for one in came.results)
+
+
+def _vanish(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def _become_a_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("text")
+
+
+def _lose_its_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def _be_saved_over(path: Path) -> None:
+    checkpoint.save({"other": torch.zeros(1)}, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (_vanish, FileNotFoundError, "there is no checkpoint"),
+        (_become_a_file, NotADirectoryError, "this is a file"),
+        (_lose_its_manifest, checkpoint.IncompleteCheckpointError, "holds no manifest.json"),
+    ],
+)
+def test_a_path_that_changes_meanwhile_is_an_error_by_name(
+    path: Path, change: Callable[[Path], None], error: type[Exception], words: str
+) -> None:
+    with checkpoint.open(path) as lazy:
+        change(path)
+        assert torch.equal(lazy["weight"][...], STATE["weight"]), "its files are open"
+        for way in (checkpoint.load, checkpoint.open, checkpoint.verify):
+            with pytest.raises(error, match=words):
+                way(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_vanish, "is not there any more"),
+        (_become_a_file, "is not there any more"),
+        (_be_saved_over, "has been replaced by .*; open the checkpoint again"),
+    ],
+)
+def test_data_that_went_with_their_save_are_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], words: str
+) -> None:
+    """Of more files than are kept open."""
+    path, stripes = tmp_path / "step", [tmp_path / name for name in "ab"]
+    for stripe in stripes:
+        stripe.mkdir()
+    checkpoint.save({"w": torch.zeros(1 << 20), "v": torch.ones(1 << 20)}, path, stripes)
+    monkeypatch.setattr(chunks, "MAX_OPEN_FILES", 1)
+    with checkpoint.open(path) as lazy:
+        change(path)
+        for stripe in stripes:
+            shutil.rmtree(stripe)
+        with pytest.raises(FileNotFoundError, match=words) as caught:
+            torch.cat([lazy[name][...] for name in ("w", "v", "w")])
+    assert caught.value.filename == str(path)
+
+
+def test_data_that_went_while_their_save_is_there_are_damage(path: Path) -> None:
+    with checkpoint.open(path) as lazy:
+        (file,) = path.rglob("*.safetensors")
+        lazy.opened._files.clear()
+        file.unlink()
+        with pytest.raises(checkpoint.CorruptCheckpointError, match="data file is missing"):
+            lazy["bias"][...]
