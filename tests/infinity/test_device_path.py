@@ -34,7 +34,7 @@ _DEVICE_BYTES = 3 << 20
 MOMENTS: dict[str, Make] = {
     "latest": SimulatedDevice,
     "earliest": lambda: SimulatedDevice(eager=True),
-    **{f"seed {seed}": partial(SimulatedDevice, seed) for seed in range(4)},
+    **{f"seed {seed}": partial(SimulatedDevice, seed) for seed in range(2)},
 }
 
 
@@ -173,7 +173,7 @@ def _fail_in_forward(model: nn.Module) -> None:
     ("dtype", "moment"),
     matrix(
         [*product((torch.bfloat16, torch.float32), MOMENTS)],
-        usual=[(torch.float32, "seed 3")],
+        usual=[(torch.float32, "seed 1")],
     ),
 )
 def test_programs_on_a_separate_device_see_the_same_bits(
