@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from aio.process import unasked
 
-pytest_plugins = ["tests.support.skips", "tests.support.counts"]
+pytest_plugins = ["tests.support.skips", "tests.support.counts", "tests.support.parts"]
 
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 settings.register_profile("test", deadline=None, max_examples=25)

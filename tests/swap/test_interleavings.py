@@ -16,7 +16,7 @@ from tests.support.interleaved_steps import Counts, run_seed
 from tests.support.turns import DeadlockError, Turns
 
 _USUAL = 8
-_PARTS, _SEEDS = 4, 350
+_PARTS, _SEEDS = 6, 350
 
 
 def _run(seeds: range, folder: Path) -> Counts:
