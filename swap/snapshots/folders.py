@@ -214,9 +214,13 @@ class Folders:
         is lost from sight, and the folder that is missing is an error to who looks into it.
         """
         points = _folder(*self._held) / _POINTS
-        stores = [_folder(root, self._held[1]) for root in self._roots]
-        if not points.exists() and not any(name for store in stores for name in _kept_files(store)):
+        if not points.exists() and not self._keeps_files():
             points.mkdir(mode=0o700)
+
+    def _keeps_files(self) -> bool:
+        return any(
+            name for root in self._roots for name in _kept_files(_folder(root, self._held[1]))
+        )
 
     def _try_to_lock(self, place: tuple[Path, str]) -> bool:
         path = _folder(*place) / _LOCK
@@ -229,11 +233,12 @@ class Folders:
         return True
 
     def _remove(self) -> None:
+        """While a file is kept anywhere, what the primary has stays, by which it will be found."""
         primary, name = self._held
         for root in self._roots:
             folder = _folder(root, name)
             with suppress(OSError):  # files of a process that lives, or other things
-                if root == primary and not any(_kept_files(folder)):
+                if root == primary and not self._keeps_files():
                     with suppress(FileNotFoundError):  # which a killed process may have removed
                         (folder / _POINTS).rmdir()
                     (folder / _LOCK).unlink()
