@@ -19,10 +19,11 @@ from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import Manifest
 from checkpoint.outside import raised_as_they_are
 
-_Stamp = tuple[int, ...]
-_damaged: dict[_Stamp, None] = {}
-"""Manifests, by what tells their files, of checkpoints that this process found damaged as it read
-their data, by whichever manager or none; the last of them."""
+_Stamp = tuple[int, int, int, int, int]
+_damaged: dict[tuple[int, int], str] = {}
+"""Saves that this process found damaged as it read their data, by whichever manager or none; the
+last of them. By device and inode number of their manifests, which stay where permissions, owners,
+times or links of those change; a file that takes their place later is of another save."""
 _MOST_DAMAGED = 10_000
 T = TypeVar("T")
 
@@ -92,8 +93,7 @@ class KnownManifests:
         for as long as it is so.
         """
         with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
-            self.check(checkpoint)
-            _note(_stamp(checkpoint))
+            _note(checkpoint, self.check(checkpoint).uuid)
 
     def noting(
         self,
@@ -116,8 +116,16 @@ class KnownManifests:
         return [path(step) for step in steps if self.was_damaged(path(step))]
 
     def was_damaged(self, checkpoint: Path) -> bool:
-        """Whether a load found damage in what is there still."""
-        return _stamp(checkpoint) in _damaged
+        """Whether a load found damage in what is there still, or in what may be there still, where
+        the manifest cannot be read.
+        """
+        uuid = _damaged_at(checkpoint)
+        if uuid is None:
+            return False
+        try:
+            return self._valid(checkpoint, _stamp(checkpoint)).uuid == uuid
+        except (OSError, CorruptCheckpointError, IncompleteCheckpointError):
+            return True
 
     def forget(self, checkpoint: Path) -> None:
         """The checkpoint is gone."""
@@ -126,9 +134,9 @@ class KnownManifests:
 
 def note_whole(checkpoint: Path) -> None:
     """All of a checkpoint was read, and is as it was saved."""
-    stamp = _stamp(checkpoint)
-    if stamp is not None:
-        _damaged.pop(stamp, None)
+    place = _place(checkpoint)
+    if place is not None:
+        _damaged.pop(place, None)
 
 
 def note_damage(checkpoint: Path, moved: Relocation) -> None:
@@ -140,14 +148,13 @@ def note_damage_of(checkpoint: Path, manifest: Manifest) -> None:
     """As `note_damage`, of data of the save that had this manifest as it was opened, with its files
     where they are: another one may have taken its place since, and that is none of its damage.
     """
-    stamp = _stamp(checkpoint)
-    if stamp in _damaged:
+    if _damaged_at(checkpoint) == manifest.uuid:
         return
     with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
         if read_manifest(checkpoint).uuid == manifest.uuid:
             for file in manifest.files:
                 check_data_file(manifest, checkpoint, file)
-            _note(stamp)
+            _note(checkpoint, manifest.uuid)
 
 
 @contextmanager
@@ -162,12 +169,25 @@ def damage_noted(checkpoint: Path, moved: Relocation, *, reads_all: bool = False
         note_whole(checkpoint)
 
 
-def _note(stamp: _Stamp | None) -> None:
-    if stamp is None:
+def _note(checkpoint: Path, uuid: str) -> None:
+    place = _place(checkpoint)
+    if place is None:
         return
-    _damaged[stamp] = None
+    _damaged[place] = uuid
     while len(_damaged) > _MOST_DAMAGED:
         _damaged.pop(next(iter(_damaged)), None)
+
+
+def _damaged_at(checkpoint: Path) -> str | None:
+    """The save that was found damaged when the file that is the manifest now was that of it."""
+    place = _place(checkpoint)
+    return None if place is None else _damaged.get(place)
+
+
+def _place(checkpoint: Path) -> tuple[int, int] | None:
+    """Device and inode number of the manifest; None if there is none."""
+    stamp = _stamp(checkpoint)
+    return None if stamp is None else stamp[:2]
 
 
 def _files_of(manifest: Manifest) -> Manifest:
@@ -176,7 +196,9 @@ def _files_of(manifest: Manifest) -> Manifest:
 
 
 def _stamp(checkpoint: Path) -> _Stamp | None:
-    """Tells a manifest from one that is put in its place or written over; None if there is none."""
+    """Tells a manifest from one that is put in its place or written over, and from itself with
+    other permissions; None if there is none.
+    """
     try:
         status = (checkpoint / MANIFEST_NAME).stat()
     except OSError:  # reading it will say why

@@ -1,5 +1,8 @@
 """What anything of this process finds damaged does not count as kept, for any manager."""
 
+import errno
+import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +14,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import checkpoint
 from checkpoint.dcp import StorageReader
+from checkpoint.loading import manifest_cache
+from checkpoint.loading.manifest_cache import KnownManifests
 from tests.support.memory import folder_in_memory
 
 tmp_path = folder_in_memory()
@@ -64,6 +69,54 @@ def test_damage_that_is_found_by_any_way_keeps_the_sound_step(root: Path, way: s
     manager = checkpoint.Manager(root, keep=2)
     manager.save(3, {"w": torch.zeros(4)})
     assert manager.steps() == [1, 2, 3]
+
+
+def _link(path: Path) -> None:
+    shutil.copytree(path, path.parent.parent / "copy", copy_function=os.link)
+
+
+TOUCHES: dict[str, Callable[[Path], object]] = {
+    "permissions": lambda path: (path / "manifest.json").chmod(0o600),
+    "owner": lambda path: os.chown(path / "manifest.json", os.getuid(), os.getgid()),
+    "links": _link,
+    "times": lambda path: os.utime(path / "manifest.json"),
+    "name of the series": lambda path: path.parent.rename(path.parent.parent / "moved"),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_damage_is_known_still_when_attributes_of_the_manifest_have_changed(
+    root: Path, touch: str
+) -> None:
+    assert checkpoint.Manager(root, keep=2).load()["w"][0] == 1
+    TOUCHES[touch](root / "step-2")
+    root = next(path for path in (root, root.parent / "moved") if path.exists())
+    manager = checkpoint.Manager(root, keep=2)
+    manager.save(3, {"w": torch.zeros(4)})
+    assert manager.steps() == [1, 2, 3]
+
+
+def test_damage_is_known_still_while_the_manifest_cannot_be_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not checkpoint.verify(root / "step-2")
+
+    def broken(path: Path) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest_cache, "read_manifest", broken)
+        assert KnownManifests().was_damaged(root / "step-2")
+    assert KnownManifests().was_damaged(root / "step-2")
+
+
+def test_damage_is_not_that_of_another_save_in_the_same_file(root: Path) -> None:
+    assert not checkpoint.verify(root / "step-2")
+    other = checkpoint.save({"w": torch.zeros(4)}, root / "other").uuid
+    text = (root / "other" / "manifest.json").read_bytes()
+    (root / "other" / other).rename(root / "step-2" / other)
+    (root / "step-2" / "manifest.json").write_bytes(text)
+    assert not KnownManifests().was_damaged(root / "step-2")
 
 
 def test_damage_that_is_found_while_a_header_is_read_keeps_the_sound_step(root: Path) -> None:
