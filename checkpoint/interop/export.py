@@ -8,7 +8,6 @@ Invariant: one export at a time writes to a folder.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from aio import Engine
+from checkpoint.directory.attributes import Attributes
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.relocation import StripeDirs, relocation
@@ -112,7 +112,7 @@ def write_safetensors(
     new ones are durable: the folder holds the old tensors or the new ones, to readers that go by
     the index and to those that take `model.safetensors` where it is, also if the process is killed.
     A file that takes the place of another one has its permissions, and its owner as far as that may
-    be; a shard of a new name those of the replaced one that the fewest may read.
+    be; a shard of a new name those that all have that it may have something of.
     Where the file system has no hard links, the index may then name files that are missing until
     the next export.
 
@@ -273,7 +273,7 @@ def _in_order(sources: Mapping[str, Source]) -> dict[str, Source]:
 
 def _write_shard(
     engine: Engine,
-    place: tuple[Path, os.stat_result | None],
+    place: tuple[Path, Attributes | None],
     sources: Mapping[str, Source],
     staging_bytes: int,
     copier: Copier,

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from aio import read_regular_file, sync_directory
-from checkpoint.absence import status_of
+from checkpoint.directory.attributes import attributes_at
 from checkpoint.directory.destination import Destination
 from checkpoint.directory.generations import (
     clear_orphans,
@@ -78,7 +78,7 @@ class Generation:
         path, uuid = self.destination.path, self.destination.uuid
         # 8. The manifest, durable, under a name that nobody reads.
         temporary = temporary_manifest(path, uuid)
-        write_durably(temporary, raw, status_of(path / MANIFEST_NAME))
+        write_durably(temporary, raw, attributes_at(path / MANIFEST_NAME))
         # 9. The switch.
         temporary.replace(path / MANIFEST_NAME)
         self._undo.pop_all()
