@@ -241,8 +241,8 @@ def open_current(
             most_kept_bytes=most_kept_bytes,
         )
 
-    with damage_noted(checkpoint, moved):
-        return with_current_manifest(checkpoint, attempt, moved)
+    with damage_noted(checkpoint) as read:
+        return with_current_manifest(checkpoint, read.by(attempt), moved)
 
 
 def _blocks_beside(tensors: Iterable[TensorRecord]) -> int:
