@@ -258,3 +258,21 @@ def test_a_step_that_could_not_be_read_counts_when_all_of_it_was_read(
     manager.load(2)
     manager.save(4, {"w": torch.zeros(4)})
     assert manager.steps() == [3, 4]
+
+
+def test_damage_of_a_file_that_was_replaced_by_a_sound_one_is_known_no_more(root: Path) -> None:
+    path = root / "step-1"
+    (file,) = path.rglob("*.safetensors")
+    with checkpoint.open(path) as opened:
+        sound = file.read_bytes()
+        with file.open("r+b") as damaged:
+            damaged.seek(4096)
+            damaged.write(b"x")
+        (root / "sound").write_bytes(sound)
+        (root / "sound").replace(file)
+        assert checkpoint.verify(path)
+        with pytest.raises(checkpoint.CorruptCheckpointError, match="CRC-32C"):
+            opened["w"][...]
+        with pytest.raises(checkpoint.CorruptCheckpointError, match="CRC-32C"):
+            opened["w"][1:]
+    assert not KnownManifests().was_damaged(path)
