@@ -97,8 +97,9 @@ def give_attributes(descriptor: int, replaced: Attributes | None, path: Path) ->
         while len(_told) > _MOST_TOLD:
             _told.pop(next(iter(_told)), None)
         logger.warning(
-            "%s: a new file has permissions %04o, and what it replaces had %04o: this process may not "
-            "give it %s; set them with chmod and chgrp, or save as the owner or a member of the group",
+            "%s: a new file has permissions %04o, and what it replaces had %04o: this process "
+            "may not give it %s; set them with chmod and chgrp, or save as the owner or as a member "
+            "of the group",
             path.parent,  # its own name may not be the last
             mode,
             replaced.mode,
