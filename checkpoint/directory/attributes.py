@@ -98,7 +98,7 @@ def give_attributes(descriptor: int, replaced: Attributes | None, path: Path) ->
             _told.pop(next(iter(_told)), None)
         logger.warning(
             "%s: a new file has permissions %04o, and what it replaces had %04o: this process "
-            "may not give it %s; set them with chmod and chgrp, or save as the owner or as a member "
+            "may not give it %s; set them with chmod and chgrp, or save as the owner or as one "
             "of the group",
             path.parent,  # its own name may not be the last
             mode,
