@@ -191,6 +191,7 @@ class _StreamWriter(io.BufferedIOBase):
             self._submit()
         while self._in_flight:
             self._reap()
+        self._replacement.give_attributes()
         self._file.sync()
         self._file.close()
         self._replacement.commit()

@@ -188,7 +188,11 @@ class _Bench:
 
     @contextmanager
     def _progress(self) -> Iterator[OnStep]:
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TimeRemainingColumn(),
+        )
         quiet = self._options.quiet or not self._console.is_terminal
         contestants = self._schedule.contestants
         once = sum(self._options.workloads[one.workload].nbytes for one in contestants)

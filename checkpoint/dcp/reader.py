@@ -35,7 +35,7 @@ from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.format.records import Manifest
 from checkpoint.format.slices import Shape
-from checkpoint.loading.manifest_cache import damage_noted
+from checkpoint.loading.manifest_cache import note_damage_of
 from checkpoint.loading.opened import OpenCheckpoint
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.outside import carrying, entrance, outside
@@ -110,12 +110,13 @@ class StorageReader(TorchStorageReader):
         """
         manifest = self._known_manifest()
         try:
-            with damage_noted(self.path, self._moved):
-                self._read(manifest, plan, planner)
+            self._read(manifest, plan, planner)
         except (CorruptCheckpointError, OSError) as error:
-            if _uuid_at(self.path) in (manifest.uuid, None):
-                raise
-            raise _saved_over(self.path) from error
+            if _uuid_at(self.path) not in (manifest.uuid, None):
+                raise _saved_over(self.path) from error
+            if isinstance(error, CorruptCheckpointError):
+                note_damage_of(self.path, manifest)
+            raise
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from aio import sync_directory
 from aio.process.descriptors import Descriptor
+from checkpoint.directory.attributes import PRIVATE, Attributes, give_attributes
 from checkpoint.directory.locate import is_finished, read_head, read_manifest
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.owners import OWNER_NAME, opened_directory, owner_at, read_owner
 from checkpoint.directory.relocation import folders_of
-from checkpoint.directory.replacing import PRIVATE, give_attributes
 from checkpoint.directory.stripe_list import STRIPES_NAME, encode_stripes, listed_stripes
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
@@ -57,7 +57,7 @@ def create_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path]) -> l
     return [*stripes, *sorted({stripe.parent for stripe in stripes})]
 
 
-def write_durably(path: Path, data: bytes, replaced: os.stat_result | None = None) -> None:
+def write_durably(path: Path, data: bytes, replaced: Attributes | None = None) -> None:
     """Creates a file with this content and syncs it; its name is the caller's to sync. It has the
     attributes of the file that it is going to replace, if there is one.
 
@@ -69,7 +69,7 @@ def write_durably(path: Path, data: bytes, replaced: os.stat_result | None = Non
             Descriptor(path, flags, mode) as made,
             open(made.number, "wb", closefd=False) as file,
         ):
-            give_attributes(made.number, replaced)
+            give_attributes(made.number, replaced, path)
             file.write(data)
             file.flush()
             os.fsync(made.number)

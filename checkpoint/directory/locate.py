@@ -24,6 +24,7 @@ _MAX_RETRIES = 20
 """Saves in a row that may each take the place of the checkpoint between a look at its manifest and
 the opening of its files. On a busy machine a few of them did."""
 _SAVED = re.compile(rb'^"saved":([0-9]{1,19}),$', re.MULTILINE)
+_UUID = re.compile(rb'"uuid":"([0-9a-f]{1,64})"')
 
 
 def read_manifest(checkpoint: Path, moved: Relocation = AS_SAVED) -> Manifest:
@@ -142,6 +143,18 @@ def peek_saved(checkpoint: Path) -> int | None:
     except (OSError, CorruptCheckpointError):
         return None
     return None if match is None else int(match[1])
+
+
+def peek_uuid(checkpoint: Path) -> str | None:
+    """The id of the save at a path, from the beginning of its manifest, unchecked.
+
+    None where nothing of the kind can be read.
+    """
+    try:
+        match = _UUID.search(read_head(checkpoint / MANIFEST_NAME))
+    except (OSError, CorruptCheckpointError):
+        return None
+    return None if match is None else match[1].decode()
 
 
 def _read_regular_file(path: Path, limit: int) -> bytes:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from aio import naming, sync_directory
+from aio import naming
 from aio.process.descriptors import Descriptor
+from checkpoint.directory.making import deepest_first, make_directory, remove_empty
 
 _MOST_OPENINGS = 20
 """Of a directory, while children are forked during each."""
@@ -140,7 +141,8 @@ class Lock:
     """Keeps a second save to the same place away, of this process or another, inside a `with`. One
     that is let go of is open again, and runs no Python as it goes.
 
-    The directory may be removed before the lock on it is had; with `make` it is made again then.
+    With `make` the directory is made, and those above it, also where it is removed before the lock
+    on it is had.
     Entering raises BlockingIOError if another one, which `by` calls what it is, has the lock, and
     FileNotFoundError without `make`.
     """
@@ -150,6 +152,16 @@ class Lock:
     ) -> None:
         self._path, self._make, self._by = path, make, by
         self._descriptor = Descriptor()
+        self._made: set[Path] = set()
+
+    def remove_made(self) -> None:
+        """Removes the directories that were made for this lock, and hold nothing: to be called
+        while it is had. Who takes it next makes them again, and who comes without it would have
+        the directory of the next holder go. In a forked child it does nothing.
+        """
+        made, self._made = self._made, set()
+        if self._descriptor.number >= 0:
+            remove_empty(deepest_first(made))
 
     def __enter__(self) -> None:
         try:
@@ -172,8 +184,7 @@ class Lock:
         except FileNotFoundError:
             if not self._make:
                 raise
-            self._path.mkdir(exist_ok=True)
-            sync_directory(self._path.parent)
+            self._made.update(make_directory(self._path))
             return False
         _lock(self._descriptor.number, self._path, self._by)
         return _is_at(self._descriptor.number, self._path)

@@ -18,13 +18,10 @@ from pathlib import Path
 
 from aio import Engine, File, naming, sync_directory
 from aio.process.descriptors import Descriptor, Temporary
+from checkpoint.directory.attributes import PRIVATE, Attributes, give_attributes
 
 _MAX_NAME_BYTES = 220
 """Of a name that is part of another one, which may have 255."""
-
-
-PRIVATE = 0o600
-"""Of a file that is to take over what another one has, until it does."""
 
 
 class Replacement:
@@ -39,15 +36,19 @@ class Replacement:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._replaced = _status_of_replaced(path)
+        self._replaced = _attributes_of_replaced(path)
         _remove_abandoned(path)
         mode = 0o666 if self._replaced is None else PRIVATE
         self.temporary, self._file = _create(path, mode)
 
+    def give_attributes(self) -> None:
+        """Those of the file that it replaces; to be called when it needs not be opened any more,
+        and before it is synced.
+        """
+        give_attributes(self._file.number, self._replaced, self.path)
+
     def commit(self) -> None:
         """Durably, if the content is. Raises OSError."""
-        with naming(self.temporary):
-            give_attributes(self._file.number, self._replaced)
         self.temporary.replace(self.path)
         self._file.close()
         sync_directory(self.path.parent)
@@ -64,6 +65,7 @@ def replace_durably(path: Path, data: bytes) -> None:
         with replacement.temporary.open("wb") as file:
             file.write(data)
             file.flush()
+            replacement.give_attributes()
             os.fsync(file.fileno())
         replacement.commit()
     except OSError as error:
@@ -73,7 +75,7 @@ def replace_durably(path: Path, data: bytes) -> None:
         replacement.discard()
 
 
-def _status_of_replaced(path: Path) -> os.stat_result | None:
+def _attributes_of_replaced(path: Path) -> Attributes | None:
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -83,7 +85,7 @@ def _status_of_replaced(path: Path) -> os.stat_result | None:
     if not stat.S_ISREG(status.st_mode):
         what = "a device or a pipe is not replaced by a file; open it with open()"
         raise OSError(errno.EINVAL, what, str(path))
-    return status
+    return Attributes.of(status)
 
 
 def _create(path: Path, mode: int) -> tuple[Path, Temporary]:
@@ -122,15 +124,7 @@ def _stem(path: Path) -> str:
     return os.fsdecode(os.fsencode(path.name)[:_MAX_NAME_BYTES])
 
 
-def give_attributes(descriptor: int, replaced: os.stat_result | None) -> None:
-    """Raises OSError. Whose file it is stays where this process may not change that."""
-    if replaced is not None:
-        with contextlib.suppress(PermissionError):
-            os.fchown(descriptor, replaced.st_uid, replaced.st_gid)
-        os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode) & 0o777)
-
-
-def open_new(engine: Engine, path: Path, nbytes: int, replaced: os.stat_result | None) -> File:
+def open_new(engine: Engine, path: Path, nbytes: int, replaced: Attributes | None) -> File:
     """A new file of this size; without one to replace it has what the process gives new files.
 
     Raises what `Engine.open` does; a file that is there then is for the caller to remove.
@@ -141,8 +135,7 @@ def open_new(engine: Engine, path: Path, nbytes: int, replaced: os.stat_result |
     with Descriptor(path, flags, PRIVATE) as made:
         file = engine.open(path, "w", size=nbytes)
         try:
-            with naming(path):
-                give_attributes(made.number, replaced)
+            give_attributes(made.number, replaced, path)
         except BaseException:
             file.close()
             raise

@@ -8,15 +8,15 @@ Invariant: one export at a time writes to a folder.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from aio import Engine
+from checkpoint.directory.attributes import Attributes
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.relocation import StripeDirs, relocation
@@ -31,7 +31,6 @@ from checkpoint.plan.selection import Selection
 from checkpoint.plan.state_plan import FilePlan
 from checkpoint.plan.striping import Shard
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
-from checkpoint.saving.generation import made_directory
 from checkpoint.saving.rank_plan import check_held
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import array_dtype, view_of
@@ -112,7 +111,7 @@ def write_safetensors(
     new ones are durable: the folder holds the old tensors or the new ones, to readers that go by
     the index and to those that take `model.safetensors` where it is, also if the process is killed.
     A file that takes the place of another one has its permissions, and its owner as far as that may
-    be; a shard of a new name those of the replaced one that the fewest may read.
+    be; a shard of a new name those that all have that it may have something of.
     Where the file system has no hard links, the index may then name files that are missing until
     the next export.
 
@@ -176,7 +175,8 @@ def _write(
     shard_of = {name: number for number, names in enumerate(shards) for name in names}
     total_bytes = sum(source.nbytes for source in sources.values())
     versions = Versions(sources.items())
-    with made_directory(folder), Lock(folder, make=True, by="export to this folder"):
+    lock = Lock(folder, make=True, by="export to this folder")
+    with lock, _removing_made(lock):
         target = ShardFolder(folder, len(shards))
         try:
             with Engine() as engine:
@@ -191,6 +191,16 @@ def _write(
         except BaseException:
             target.discard()
             raise
+
+
+@contextmanager
+def _removing_made(lock: Lock) -> Iterator[None]:
+    """After an error, while the lock is had: another export may have it next."""
+    try:
+        yield
+    except BaseException:
+        lock.remove_made()
+        raise
 
 
 def _check_shard_bytes(max_shard_bytes: object) -> None:
@@ -273,7 +283,7 @@ def _in_order(sources: Mapping[str, Source]) -> dict[str, Source]:
 
 def _write_shard(
     engine: Engine,
-    place: tuple[Path, os.stat_result | None],
+    place: tuple[Path, Attributes | None],
     sources: Mapping[str, Source],
     staging_bytes: int,
     copier: Copier,

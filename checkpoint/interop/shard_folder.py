@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from aio import sync_directory
-from checkpoint.absence import status_of
+from checkpoint.directory.attributes import Attributes, attributes_at, shared_attributes
 from checkpoint.directory.generations import write_durably
 from checkpoint.directory.locate import open_regular_file
 
@@ -98,7 +98,7 @@ class ShardFolder:
         weight_map = {name: files[shard] for name, shard in shard_of.items()}
         index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
         temporary = self.path / f"{INDEX_NAME}.tmp"
-        replaced = status_of(self.path / INDEX_NAME)
+        replaced = attributes_at(self.path / INDEX_NAME)
         write_durably(temporary, (index + "\n").encode(), replaced)
         temporary.replace(self.path / INDEX_NAME)
         sync_directory(self.path)
@@ -125,16 +125,13 @@ class ShardFolder:
                 file.unlink(missing_ok=True)
 
 
-def _replaced(
-    folder: Path, names: Sequence[str], made: Iterable[str]
-) -> list[os.stat_result | None]:
-    """The file of each name; where there is none, of those that are `made` before, which are
-    replaced together, the one that the fewest may read.
+def _replaced(folder: Path, names: Sequence[str], made: Iterable[str]) -> list[Attributes | None]:
+    """Of the file of each name; where there is none, what those have in common that are `made`
+    before, which are replaced together.
     """
-    found = {name: status_of(folder / name) for name in {*names, *made}}
-    there = [status for status in found.values() if status is not None]
-    least = min(there, key=lambda status: (status.st_mode & 0o777).bit_count(), default=None)
-    return [found[name] or least for name in names]
+    found = {name: attributes_at(folder / name) for name in {*names, *made}}
+    shared = shared_attributes([one for one in found.values() if one is not None])
+    return [found[name] or shared for name in names]
 
 
 def _check_replaceable(files: Sequence[Path]) -> None:

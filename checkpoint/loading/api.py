@@ -100,10 +100,11 @@ def load(
         kind = _load_new if into is None else partial(_load_into, into=into)
         attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=own)
         with closing(copier), torch.inference_mode(is_inference), copier.as_caller():
-            return with_current_manifest(checkpoint, attempt, moved)
+            return with_current_manifest(checkpoint, read.by(attempt), moved)
 
     copier.finish_caller()
-    with damage_noted(checkpoint, moved, reads_all=only is None and into is None and verify):
+    is_all = only is None and into is None and verify
+    with damage_noted(checkpoint, reads_all=is_all) as read:
         return sheltered(work, "checkpoint-load")
 
 

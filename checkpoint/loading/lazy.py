@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -40,7 +40,7 @@ def open_lazily(
 
 
 class _Unread:
-    """For torch something like a tensor, so that its functions ask, and are refused by name."""
+    """Nothing like a tensor to torch: what is, modules take for a buffer without a look at it."""
 
     __slots__ = ()
 
@@ -51,46 +51,41 @@ class _Unread:
         """The error of `what`, which is done with values."""
         return TypeError(f"{what} of {self!r}, which is not read yet; {self.instead_of_itself}")
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        arguments: Sequence[Any] = (),
-        options: Mapping[str, Any] | None = None,
-    ) -> NoReturn:
-        given = [*arguments, *(options or {}).values()]
-        what = f"torch's {getattr(function, '__name__', function)}"
-        raise next(_unread(given)).refused(what)
-
-
-def _unread(values: Sequence[Any]) -> Iterator[_Unread]:
-    """Of values, and of what is in lists of them."""
-    for value in values:
-        if isinstance(value, _Unread):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _unread(value)
-
 
 def _refusing(what: str) -> Callable[..., NoReturn]:
-    def refuse(self: _Unread, *_: object) -> NoReturn:
+    def refuse(self: _Unread, *_: object, **__: object) -> NoReturn:
         raise self.refused(f"`{what}`")
 
     return refuse
 
 
+class _Named(type):
+    """Of a class that says what to do where an error names the class of what was given, as that of
+    `load_state_dict` does.
+    """
+
+    def __repr__(cls) -> str:
+        return f"{super().__repr__()}, which is not read yet ({vars(cls)['instead_of_itself']})"
+
+
 class _UnreadTensor(_Unread):
-    """Has neither the operators nor the other attributes that tensors and arrays have."""
+    """Has neither the operators nor the other attributes that tensors and arrays have. It is equal
+    to itself alone, and compared with nothing that may be values.
+    """
 
     __slots__ = ()
 
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
-        """Of what is read; what is not is itself alone."""
-        if isinstance(other, torch.Tensor | np.ndarray):
-            raise self.refused("`==`")
+        return self._is(other, "==")
+
+    def __ne__(self, other: object) -> bool:
+        return not self._is(other, "!=")
+
+    def _is(self, other: object, what: str) -> bool:
+        if other is not None and not isinstance(other, _Unread):
+            raise self.refused(f"`{what}`")
         return self is other
 
     if not TYPE_CHECKING:  # where a program is checked, it has none of these
@@ -110,6 +105,22 @@ class _UnreadTensor(_Unread):
         __lt__, __le__ = _refusing("<"), _refusing("<=")
         __gt__, __ge__ = _refusing(">"), _refusing(">=")
         __int__, __float__, __complex__ = map(_refusing, ("int", "float", "complex"))
+        __bool__, __index__ = _refusing("bool"), _refusing("use as an index")
+        __round__, __divmod__, __rdivmod__ = map(_refusing, ("round", "divmod", "divmod"))
+        __lshift__ = __rlshift__ = _refusing("<<")
+        __rshift__ = __rrshift__ = _refusing(">>")
+        __array__ = _refusing("numpy.asarray")
+
+        def __len__(self) -> NoReturn:
+            """With a length torch would take what indexes a tensor for a tuple of indices."""
+            raise TypeError(f"{self.refused('`len`')}; its rows are `shape[0]`")
+
+        def __array_ufunc__(self, function: object, *_: object, **__: object) -> NoReturn:
+            raise self.refused(f"numpy's {getattr(function, '__name__', function)}")
+
+        def __array_function__(self, function: object, *_: object) -> NoReturn:
+            raise self.refused(f"numpy's {getattr(function, '__name__', function)}")
+
         __setitem__ = _refusing("a change")
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -192,7 +203,7 @@ class LazyCheckpoint(_Unread, Mapping[str, "LazyTensor"]):
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class LazyTensor(_UnreadTensor):
+class LazyTensor(_UnreadTensor, metaclass=_Named):
     """One tensor or array of a checkpoint: its shape and dtype at once, its values by indexing.
 
     Integers, slices and `...` give a new tensor on the CPU, without gradients, or a new array for
@@ -200,6 +211,9 @@ class LazyTensor(_UnreadTensor):
     where there is very much), or checksum blocks of 16 MiB where a checkpoint has none, each
     verified before anybody sees a byte of it; in memory are, beside the result, the last of them
     (64 MiB). With a step it is the whole range that the steps lead through.
+
+    It is no tensor, and no array: `len`, `bool`, operators, `==` and conversions are refused by a
+    TypeError that says so; `shape[0]` is what `len` would give.
     """
 
     instead_of_itself: ClassVar[str] = "index it: `[...]` gives all of it, in memory"
@@ -235,13 +249,11 @@ class LazyTensor(_UnreadTensor):
         array = array_dtype(self._node)
         return () if array is None else elements.of_numpy(array)[1]
 
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError(f"{self!r} has no dimension to count along; its value is at [()]")
-        return self.shape[0]
-
     def __iter__(self) -> Iterator[Any]:
-        return (self[row] for row in range(len(self)))
+        """Rows, each read as it comes. Raises TypeError without dimensions."""
+        if not self.shape:
+            raise TypeError(f"{self!r} has no dimension to go along; its value is at [()]")
+        return (self[row] for row in range(self.shape[0]))
 
     def __repr__(self) -> str:
         return f"<{self.name!r}, {self.dtype} of shape {self.shape}>"

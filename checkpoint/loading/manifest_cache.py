@@ -6,23 +6,23 @@ changed would take the interpreter from the training beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from checkpoint.directory.locate import check_data_file, peek_saved, read_manifest
+from checkpoint.directory.locate import check_data_file, peek_saved, peek_uuid, read_manifest
 from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import Manifest
-from checkpoint.outside import raised_as_they_are
 
-_Stamp = tuple[int, ...]
-_damaged: dict[_Stamp, None] = {}
-"""Manifests, by what tells their files, of checkpoints that this process found damaged as it read
-their data, by whichever manager or none; the last of them."""
+_Stamp = tuple[int, int, int, int, int]
+_damaged: dict[tuple[int, int], str] = {}
+"""Saves that this process found damaged as it read their data, by whichever manager or none; the
+last of them. By device and inode number of their manifests, which stay where permissions, owners,
+times or links of those change; a file that takes their place later is of another save."""
 _MOST_DAMAGED = 10_000
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ class KnownManifests:
     def __init__(self, moved: Relocation = AS_SAVED) -> None:
         self._moved = moved
         self._known: dict[Path, tuple[_Stamp, Manifest]] = {}
+        self._before: dict[Path, str | None] = {}
 
     def add(self, checkpoint: Path, manifest: Manifest) -> None:
         """This process has just written the manifest of a checkpoint."""
@@ -82,92 +83,113 @@ class KnownManifests:
                 return self.check(checkpoint).saved
         return saved
 
-    def note_whole(self, checkpoint: Path, options: Mapping[str, object]) -> None:
-        """A load with these `options` found no damage, and looked at everything."""
-        if not options.keys() & {"only", "into", "verify"}:
-            note_whole(checkpoint)
+    def look_before(self, checkpoint: Path) -> None:
+        """A load begins, of the save that is there now."""
+        self._before[checkpoint] = peek_uuid(checkpoint)
 
     def note_damage(self, checkpoint: Path) -> None:
-        """A load found some. What a look at the files finds as well (a disk is away) is found again
-        for as long as it is so.
+        """Of the save that was there when the load began: another rank found some, or it cannot be
+        read, which is damage until all of it was read. What a look at the files finds as well (a
+        disk is away) is found again for as long as it is so.
         """
+        uuid = self._before.pop(checkpoint, None)
         with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
-            self.check(checkpoint)
-            _note(_stamp(checkpoint))
-
-    def noting(
-        self,
-        checkpoint: Path,
-        load: Callable[[Path, dict[str, Any]], T],
-        options: dict[str, Any],
-    ) -> T:
-        """What ``load`` gives of a checkpoint; what it finds of damage is noted."""
-        with raised_as_they_are():
-            try:
-                found = load(checkpoint, options)
-            except CorruptCheckpointError:
-                self.note_damage(checkpoint)
-                raise
-        self.note_whole(checkpoint, options)
-        return found
+            if uuid is not None and self.check(checkpoint).uuid == uuid:
+                _note(checkpoint, uuid)
 
     def damaged_of(self, steps: Iterable[int], path: Callable[[int], Path]) -> list[Path]:
         """Of steps that a load passed over, those of which it may have read something."""
         return [path(step) for step in steps if self.was_damaged(path(step))]
 
     def was_damaged(self, checkpoint: Path) -> bool:
-        """Whether a load found damage in what is there still."""
-        return _stamp(checkpoint) in _damaged
+        """Whether a load found damage in what is there still, or in what may be there still, where
+        the manifest cannot be read.
+        """
+        uuid = _damaged_at(checkpoint)
+        if uuid is None:
+            return False
+        try:
+            return self._valid(checkpoint, _stamp(checkpoint)).uuid == uuid
+        except (OSError, CorruptCheckpointError, IncompleteCheckpointError):
+            return True
 
     def forget(self, checkpoint: Path) -> None:
         """The checkpoint is gone."""
         self._known.pop(checkpoint, None)
-
-
-def note_whole(checkpoint: Path) -> None:
-    """All of a checkpoint was read, and is as it was saved."""
-    stamp = _stamp(checkpoint)
-    if stamp is not None:
-        _damaged.pop(stamp, None)
-
-
-def note_damage(checkpoint: Path, moved: Relocation) -> None:
-    """As `KnownManifests.note_damage`, by what knows no series."""
-    KnownManifests(moved).note_damage(checkpoint)
+        self._before.pop(checkpoint, None)
 
 
 def note_damage_of(checkpoint: Path, manifest: Manifest) -> None:
-    """As `note_damage`, of data of the save that had this manifest as it was opened, with its files
-    where they are: another one may have taken its place since, and that is none of its damage.
+    """Data of the save that had this manifest as it was opened, with its files where they are, are
+    damaged: another one may have taken its place since, and that is none of its damage.
     """
-    stamp = _stamp(checkpoint)
-    if stamp in _damaged:
+    if _damaged_at(checkpoint) == manifest.uuid:
         return
     with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
         if read_manifest(checkpoint).uuid == manifest.uuid:
             for file in manifest.files:
                 check_data_file(manifest, checkpoint, file)
-            _note(stamp)
+            _note(checkpoint, manifest.uuid)
+
+
+class Read:
+    """By which manifest a checkpoint is read, as it is found: the last one that was tried."""
+
+    def __init__(self) -> None:
+        self.manifest: Manifest | None = None
+
+    def by(self, attempt: Callable[[Manifest], T]) -> Callable[[Manifest], T]:
+        """What is to be done with a manifest, which is remembered."""
+
+        def remembering(manifest: Manifest) -> T:
+            self.manifest = _files_of(manifest)
+            return attempt(manifest)
+
+        return remembering
 
 
 @contextmanager
-def damage_noted(checkpoint: Path, moved: Relocation, *, reads_all: bool = False) -> Iterator[None]:
-    """Around what reads data of a checkpoint, or all of them."""
+def damage_noted(checkpoint: Path, *, reads_all: bool = False) -> Iterator[Read]:
+    """Around what reads data of a checkpoint, or all of them. Damage, or that there is none, is
+    that of the save whose manifest was read; damage of a manifest is found again by whoever looks.
+    """
+    read = Read()
     try:
-        yield
+        yield read
     except CorruptCheckpointError:
-        note_damage(checkpoint, moved)
+        if read.manifest is not None:
+            note_damage_of(checkpoint, read.manifest)
         raise
-    if reads_all:
-        note_whole(checkpoint)
+    if reads_all and read.manifest is not None:
+        _note_whole(checkpoint, read.manifest.uuid)
 
 
-def _note(stamp: _Stamp | None) -> None:
-    if stamp is None:
+def _note(checkpoint: Path, uuid: str) -> None:
+    place = _place(checkpoint)
+    if place is None:
         return
-    _damaged[stamp] = None
+    _damaged[place] = uuid
     while len(_damaged) > _MOST_DAMAGED:
         _damaged.pop(next(iter(_damaged)), None)
+
+
+def _note_whole(checkpoint: Path, uuid: str) -> None:
+    """All of a save was read, and is as it was saved."""
+    place = _place(checkpoint)
+    if place is not None and _damaged.get(place) == uuid:
+        _damaged.pop(place, None)
+
+
+def _damaged_at(checkpoint: Path) -> str | None:
+    """The save that was found damaged when the file that is the manifest now was that of it."""
+    place = _place(checkpoint)
+    return None if place is None else _damaged.get(place)
+
+
+def _place(checkpoint: Path) -> tuple[int, int] | None:
+    """Device and inode number of the manifest; None if there is none."""
+    stamp = _stamp(checkpoint)
+    return None if stamp is None else stamp[:2]
 
 
 def _files_of(manifest: Manifest) -> Manifest:
@@ -176,7 +198,9 @@ def _files_of(manifest: Manifest) -> Manifest:
 
 
 def _stamp(checkpoint: Path) -> _Stamp | None:
-    """Tells a manifest from one that is put in its place or written over; None if there is none."""
+    """Tells a manifest from one that is put in its place or written over, and from itself with
+    other permissions; None if there is none.
+    """
     try:
         status = (checkpoint / MANIFEST_NAME).stat()
     except OSError:  # reading it will say why

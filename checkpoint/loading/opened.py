@@ -33,7 +33,7 @@ from checkpoint.format.slices import (
     shared_box,
     span_elements,
 )
-from checkpoint.loading.chunks import ChunkReader, ForkedLock
+from checkpoint.loading.chunks import MAX_OPEN_FILES, ChunkReader, ForkedLock
 from checkpoint.loading.manifest_cache import damage_noted, note_damage_of
 from checkpoint.plan.windows import goes_forward, windows
 from checkpoint.tensors.assembly import TensorView
@@ -71,6 +71,11 @@ class OpenCheckpoint(ChunkReader):
         self._unpicked = 0
         self._span_lock = ForkedLock(checkpoint)
         super().__init__(manifest, checkpoint, verify=verify, kept_bytes=kept_bytes)
+        numbers = range(len(manifest.files))
+        # Of more, what is read is what is at the path by then.
+        kept = numbers if len(numbers) <= MAX_OPEN_FILES else ()
+        self._opened = {number: _identity(self._path_of(number)) for number in kept}
+        """What tells the data files that are kept open from those that take their places."""
 
     def read(self, record: TensorRecord, start: int, out: memoryview) -> None:
         """Fills `out` with bytes [start, start + len(out)) of a row-major tensor.
@@ -95,7 +100,7 @@ class OpenCheckpoint(ChunkReader):
         try:
             super().read_chunk(record, chunk, first, out)
         except CorruptCheckpointError:
-            note_damage_of(self.path, self.manifest)
+            self._note_damage(chunk.file)
             raise
 
     def read_part(
@@ -105,8 +110,16 @@ class OpenCheckpoint(ChunkReader):
         try:
             super().read_part(record, chunk, whole, start, out)
         except CorruptCheckpointError:
-            note_damage_of(self.path, self.manifest)
+            self._note_damage(chunk.file)
             raise
+
+    def _note_damage(self, file: int) -> None:
+        """Of a data file, unless another one has taken its place, from a backup as a rule."""
+        if self._opened.get(file) in (None, _identity(self._path_of(file))):
+            note_damage_of(self.path, self.manifest)
+
+    def _path_of(self, file: int) -> Path:
+        return self.manifest.file_path(self.path, self.manifest.files[file])
 
     def _read_box(
         self, record: TensorRecord, chunk: ChunkRecord, start: int, out: memoryview
@@ -241,8 +254,17 @@ def open_current(
             most_kept_bytes=most_kept_bytes,
         )
 
-    with damage_noted(checkpoint, moved):
-        return with_current_manifest(checkpoint, attempt, moved)
+    with damage_noted(checkpoint) as read:
+        return with_current_manifest(checkpoint, read.by(attempt), moved)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode number of a file; None where that cannot be told."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _blocks_beside(tensors: Iterable[TensorRecord]) -> int:

@@ -86,10 +86,10 @@ def verify(
                 raise problem  # only damage if the same manifest is there still
             return reports[0]
 
-        return with_current_manifest(checkpoint, attempt, moved)
+        return with_current_manifest(checkpoint, read.by(attempt), moved)
 
     try:
-        with damage_noted(checkpoint, moved, reads_all=True):
+        with damage_noted(checkpoint, reads_all=True) as read:
             return sheltered(work, "checkpoint-verify")
     except CorruptCheckpointError as error:
         return reports[0] if reports else VerifyReport(checkpoint, "", 0, 0, (error,))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aio import Engine, File
-from checkpoint.absence import status_of
+from checkpoint.directory.attributes import attributes_at
 from checkpoint.directory.destination import Destination
 from checkpoint.directory.replacing import open_new
 from checkpoint.directory.space import check_space
@@ -56,7 +56,7 @@ class RankFiles:
         """Makes the files at their full size, to be read by those who may read the manifest that
         there was before. `undo` closes them, and removes none.
         """
-        replaced = status_of(self._destination.path / MANIFEST_NAME)
+        replaced = attributes_at(self._destination.path / MANIFEST_NAME)
         for filler in self._fillers:
             number = filler.plan.number
             relative = self._destination.relative_path(self._rank, number)

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from aio import read_regular_file, sync_directory
-from checkpoint.absence import status_of
+from checkpoint.directory.attributes import attributes_at
 from checkpoint.directory.destination import Destination
 from checkpoint.directory.generations import (
     clear_orphans,
@@ -37,7 +36,8 @@ class Generation:
         self.unsynced: list[Path] = []
         """Directories with names that are not durable yet."""
         self._process = os.getpid()
-        self._missing: list[Path] = []
+        self._made: Lock | None = None
+        """With the directories that were made for this save, until it counts."""
         self._left: set[str] = set()
         """Saves of which a warning has said that what they left cannot be removed."""
         self._lock = ExitStack()
@@ -51,13 +51,9 @@ class Generation:
         this one was given up.
         """
         path = self.destination.path
-        self._missing = missing_directories(path)
-        make_directory(path)
-        try:
-            self._lock.enter_context(Lock(path, make=True))
-        except BlockingIOError:
-            self._missing = []  # another save is about to use them
-            raise
+        lock = Lock(path, make=True)
+        self._lock.enter_context(lock)
+        self._made = lock
         if holder is not None:
             hold(path, holder)
         check_replaceable(path)
@@ -78,11 +74,11 @@ class Generation:
         path, uuid = self.destination.path, self.destination.uuid
         # 8. The manifest, durable, under a name that nobody reads.
         temporary = temporary_manifest(path, uuid)
-        write_durably(temporary, raw, status_of(path / MANIFEST_NAME))
+        write_durably(temporary, raw, attributes_at(path / MANIFEST_NAME))
         # 9. The switch.
         temporary.replace(path / MANIFEST_NAME)
         self._undo.pop_all()
-        self._missing = []
+        self._made = None
         # 10. The switch durable.
         sync_directory(path)
         if read_regular_file(path / MANIFEST_NAME) != raw:
@@ -99,9 +95,10 @@ class Generation:
         try:
             self._undo.close()
         finally:
-            missing, self._missing = self._missing, []
+            lock, self._made = self._made, None
             try:
-                _remove_empty(missing)  # with the lock: who takes it next makes them again
+                if lock is not None:
+                    lock.remove_made()
             finally:
                 self._lock.close()
 
@@ -110,45 +107,6 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-
-def missing_directories(path: Path) -> list[Path]:
-    """What would have to be made for a directory to exist, itself first."""
-    return [parent for parent in [path, *path.parents] if not parent.exists()]
-
-
-def make_directory(path: Path) -> None:
-    """Makes a directory and those above it, durably."""
-    for directory in reversed(missing_directories(path)):
-        directory.mkdir(exist_ok=True)
-        sync_directory(directory.parent)
-
-
-@contextmanager
-def made_directory(path: Path) -> Iterator[None]:
-    """As `make_directory`; those that it made go again after an error, if nothing is in them. An
-    error that says that another process is about to use them leaves them to it.
-    """
-    missing = missing_directories(path)
-    try:
-        make_directory(path)
-        yield
-    except BlockingIOError:
-        raise
-    except BaseException:
-        _remove_empty(missing)
-        raise
-
-
-def _remove_empty(directories: Sequence[Path]) -> None:
-    """Of directories, each in the one behind it, those that hold nothing."""
-    for directory in directories:
-        try:
-            directory.rmdir()
-        except FileNotFoundError:  # it was never made
-            continue
-        except OSError:  # there is something in it
-            break
 
 
 def check_replaceable(checkpoint: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from aio import naming, sync_directory
 from checkpoint.directory.lock import Lock
-from checkpoint.saving.generation import made_directory
+from checkpoint.directory.making import made_directory, make_directory
 
 _WRITING = re.compile(r"\.saving-[0-9a-f]{8}")
 _WRITTEN = ".saved"
@@ -48,7 +48,8 @@ def _staged_in(folder: Path, stack: ExitStack) -> Path:
     while True:
         staged = folder / f".saving-{secrets.token_hex(4)}"
         stack.callback(_remove_staged, staged)  # before there is something to remove
-        staged.mkdir()
+        # Another writer that failed may have removed the folder, which was empty.
+        make_directory(staged)
         # Until it is locked another process may take it for abandoned.
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             stack.enter_context(Lock(staged))
@@ -67,7 +68,8 @@ def _remove_staged(staged: Path) -> None:
 def remove_abandoned(folder: Path) -> None:
     """Remove what killed processes were writing in ``folder``."""
     entries: list[Path] = []
-    with contextlib.suppress(PermissionError):  # where files may be made and not listed
+    # Where files may be made and not listed; or another writer that failed has removed it.
+    with contextlib.suppress(PermissionError, FileNotFoundError):
         entries.extend(folder.iterdir())
     for entry in entries:
         if _WRITING.fullmatch(entry.name):

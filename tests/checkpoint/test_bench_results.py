@@ -11,9 +11,16 @@ from rich.console import Console
 
 from checkpoint.bench.conditions.settings import Setting
 from checkpoint.bench.conditions.workload import equal_workload
-from checkpoint.bench.measure.comparisons import compare
+from checkpoint.bench.measure.comparisons import Comparison, compare
 from checkpoint.bench.measure.measuring import Row, Sample
-from checkpoint.bench.measure.results import Results, Spread, recommend, spread, summarize
+from checkpoint.bench.measure.results import (
+    DIRECTIONS,
+    Results,
+    Spread,
+    recommend,
+    spread,
+    summarize,
+)
 from checkpoint.bench.measure.schedule import Contestant, Role
 from checkpoint.bench.output.plot import draw
 from checkpoint.bench.output.report import to_json
@@ -214,6 +221,21 @@ def test_table_shows_every_row_with_seconds_speed_and_share() -> None:
     ]
     assert "disk 2 is /ssd/b" in text
     assert "depth" not in text
+
+
+@pytest.mark.parametrize("name", ["x[/b]", "x[bold]", "x:smile:", "[link=a]x"])
+def test_table_shows_paths_and_names_as_they_are(name: str) -> None:
+    folder, system = Path("/tmp") / name, type("Named", (TorchSave,), {"name": name})()
+    results = summary(
+        row("limit", [(1.0, 0.5)], directories=(folder,)),
+        row("infinity", [(1.0, 0.5)], directories=(folder,), setting=Setting()),
+        row("peer", [(1.0, 0.5)], directories=(folder,), system=system),
+    )
+    text = rendered(results_table(results, WORKLOADS[:1]))
+    assert f"disk 1 is /tmp/{name}" in text
+    assert any(line.startswith((f" {name} ", name)) for line in text.splitlines())
+    ratio = dict.fromkeys(DIRECTIONS, Spread(1.0, 1.0, 1.0))
+    assert name in rendered(comparison_table([Comparison(name, "other", ratio)]))
 
 
 def test_table_of_a_sweep_shows_what_differs() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoint
 from checkpoint.dcp import StorageReader, StorageWriter
-from checkpoint.saving.generation import make_directory
+from checkpoint.directory.making import make_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -195,12 +195,12 @@ def test_a_refused_save_of_the_same_writer_leaves_the_one_alone_that_begins(
     writer = StorageWriter(tmp_path / "s")
     reached, go_on = threading.Event(), threading.Event()
 
-    def waits(path: Path) -> None:
+    def waits(path: Path) -> list[Path]:
         reached.set()
         go_on.wait()
-        make_directory(path)
+        return make_directory(path)
 
-    monkeypatch.setattr("checkpoint.saving.generation.make_directory", waits)
+    monkeypatch.setattr("checkpoint.directory.lock.make_directory", waits)
     thread = threading.Thread(target=lambda: dcp_save(state(1), storage_writer=writer))
     thread.start()
     reached.wait()

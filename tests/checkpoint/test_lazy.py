@@ -155,11 +155,10 @@ def test_an_open_checkpoint_is_itself_alone(path: Path, lazy: checkpoint.LazyChe
         assert lazy != other
 
 
-def test_rows_are_counted_and_gone_through_as_of_a_tensor(lazy: checkpoint.LazyCheckpoint) -> None:
-    assert len(lazy["whole"]) == 6
+def test_rows_are_gone_through_as_of_a_tensor(lazy: checkpoint.LazyCheckpoint) -> None:
     assert torch.equal(torch.stack(list(lazy["whole"])), STATE["whole"])
     with pytest.raises(TypeError, match="no dimension"):
-        len(lazy["scalar"])
+        iter(lazy["scalar"])
 
 
 def test_what_is_closed_refuses_to_read_and_keeps_what_was_read(path: Path) -> None:

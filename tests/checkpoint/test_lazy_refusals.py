@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import pickle
 import shutil
 import sys
@@ -45,15 +46,39 @@ def lazy(path: Path) -> Iterator[checkpoint.LazyCheckpoint]:
 
 
 USES: dict[str, Callable[[Any], object]] = {
-    "add": lambda lazy: torch.add(lazy["weight"], 1),
-    "keyword": lambda lazy: torch.add(torch.ones(3), other=lazy["bias"]),
-    "list": lambda lazy: torch.stack([torch.ones(3), lazy["bias"]]),
-    "method": lambda lazy: torch.empty(3).copy_(lazy["bias"]),
     "plus": lambda lazy: lazy["weight"] + 1,
     "right": lambda lazy: torch.ones(3) * lazy["bias"],
     "matmul": lambda lazy: lazy["weight"] @ torch.ones(4),
     "compare": lambda lazy: lazy["weight"] > 1,
     "equal": lambda lazy: lazy["bias"] == torch.ones(3),
+    "equal, right": lambda lazy: torch.ones(3) == lazy["bias"],
+    "equal to an array, right": lambda lazy: np.arange(5) == lazy["array"],
+    "equal to a number": lambda lazy: lazy["scalar"] == 2.5,
+    "equal to a number, right": lambda lazy: operator.eq(2.5, lazy["scalar"]),
+    "unequal to a number": lambda lazy: lazy["scalar"] != 2.5,
+    "equal to a list": lambda lazy: lazy["bias"] == [1, 1, 1],
+    "truth": lambda lazy: bool(lazy["scalar"]),
+    "truth of a row": lambda lazy: bool(lazy["bias"]),
+    "length": lambda lazy: len(lazy["bias"]),
+    "range": lambda lazy: range(lazy["scalar"]),
+    "round": lambda lazy: round(lazy["scalar"]),
+    "shift": lambda lazy: 1 << lazy["array"],
+    "index of a tensor": lambda lazy: torch.ones(9, 9)[lazy["array"]],
+    "index of a tensor that is set": lambda lazy: torch.ones(9, 9).__setitem__(lazy["array"], 1),
+    "index of a tensor, of several": lambda lazy: torch.ones(9, 9)[lazy["array"], 0],
+    "index of an array": lambda lazy: np.ones((9, 9))[lazy["array"]],
+    "index of a list": lambda lazy: [1, 2][lazy["array"]],
+    "torch.tensor": lambda lazy: torch.tensor(lazy["bias"]),
+    "torch.tensor, no dimension": lambda lazy: torch.tensor(lazy["scalar"]),
+    "torch.as_tensor": lambda lazy: torch.as_tensor(lazy["weight"]),
+    "torch.asarray": lambda lazy: torch.asarray(lazy["bias"]),
+    "numpy.asarray": lambda lazy: np.asarray(lazy["weight"]),
+    "numpy.asarray, no dimension": lambda lazy: np.asarray(lazy["scalar"]),
+    "numpy.asarray, no copy": lambda lazy: np.asarray(lazy["array"], "f4", copy=False),
+    "numpy.array of several": lambda lazy: np.array([lazy["bias"], lazy["bias"]]),
+    "function of numpy": lambda lazy: np.dot(lazy["bias"], lazy["bias"]),
+    "ufunc of numpy": lambda lazy: np.add(lazy["array"], 1),
+    "array, plus": lambda lazy: np.arange(5) + lazy["array"],
     "minus": lambda lazy: -lazy["bias"],
     "float": lambda lazy: float(lazy["scalar"]),
     "attribute": lambda lazy: lazy["weight"].to(torch.float64),
@@ -63,6 +88,9 @@ USES: dict[str, Callable[[Any], object]] = {
     "module": lambda lazy: torch.nn.Linear(4, 3).load_state_dict(lazy, strict=False),
     "on meta": lambda lazy: torch.nn.Linear(4, 3, device="meta").load_state_dict(
         lazy, strict=False
+    ),
+    "module, assigned": lambda lazy: torch.nn.BatchNorm1d(3).load_state_dict(
+        {"running_mean": lazy["bias"]}, strict=False, assign=True
     ),
     "pickle": lambda lazy: pickle.dumps(lazy["weight"]),
     "copy": lambda lazy: copy.deepcopy(dict(lazy)),
@@ -89,9 +117,29 @@ def test_a_save_of_what_is_not_read_says_what_to_give(
     assert not (tmp_path / "other").exists()
 
 
-def test_an_open_checkpoint_is_no_tensor_to_torch(lazy: checkpoint.LazyCheckpoint) -> None:
-    with pytest.raises(TypeError, match=r"add of <checkpoint .*index it by a name"):
-        torch.add(lazy, 1)  # type: ignore[call-overload]
+FUNCTIONS: dict[str, Callable[[Any], object]] = {
+    "add": lambda value: torch.add(value, 1),
+    "keyword": lambda value: torch.add(torch.ones(3), other=value),
+    "list": lambda value: torch.stack([torch.ones(3), value]),
+    "method": lambda value: torch.empty(3).copy_(value),
+    "masked": lambda value: torch.ones(3).masked_fill(value, 0),
+    "full": lambda value: torch.full((2,), value),
+    "buffer": lambda value: torch.nn.Module().register_buffer("it", value),
+    "parameter": lambda value: torch.nn.Module().register_parameter("it", value),
+    "buffer, assigned": lambda value: setattr(torch.nn.BatchNorm1d(3), "running_mean", value),
+    "parameter, assigned": lambda value: setattr(torch.nn.BatchNorm1d(3), "weight", value),
+}
+
+
+@pytest.mark.parametrize("use", FUNCTIONS)
+def test_nothing_that_is_not_read_is_a_tensor_to_torch(
+    lazy: checkpoint.LazyCheckpoint, use: str
+) -> None:
+    """Whose errors name its class; and modules take it for no buffer."""
+    with pytest.raises(TypeError, match="LazyTensor"):
+        FUNCTIONS[use](lazy["bias"])
+    with pytest.raises(TypeError, match="LazyCheckpoint"):
+        FUNCTIONS[use](lazy)
 
 
 def test_attributes_that_no_tensor_has_are_missing_as_of_any_object(
@@ -101,8 +149,10 @@ def test_attributes_that_no_tensor_has_are_missing_as_of_any_object(
         _ = lazy["weight"].nonsense  # type: ignore[attr-defined]
     bias = lazy["bias"]
     assert bias in {bias}
-    assert bias != lazy["bias"]
-    assert np.asarray(lazy["weight"]).tolist() == STATE["weight"].tolist()
+    others: list[object] = [bias, lazy["bias"], None]
+    assert [bias == other for other in others] == [True, False, False]
+    assert [bias != other for other in others] == [False, True, True]
+    assert {bias: 1}[bias] == 1
 
 
 class Broken:

@@ -1,4 +1,6 @@
-"""Results as a table for a terminal, and the sentences below it."""
+"""Results as a table for a terminal, and the sentences below it. Paths and names are shown as they
+are: to rich a `[` in a `str` may be markup.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,14 @@ def results_table(
     ]
     varying = varying_fields(settings)
     disks = list(results.limits)
-    table = Table(
-        caption=_caption(results, plus_minus), caption_justify="left", box=SIMPLE, pad_edge=False
-    )
+    caption = Text(_caption(results, plus_minus), style="table.caption")
+    table = Table(caption=caption, caption_justify="left", box=SIMPLE, pad_edge=False)
     table.add_column("system", no_wrap=True)
     table.add_column("dirs", justify="right", no_wrap=True)
     if len(workloads) > 1:
         table.add_column("state", no_wrap=True)
     for name in varying:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(Text(name), justify="right", no_wrap=True)
     for title in ("returned\ns", "durable\ns", "save\nGB/s", "of\nlimit"):
         table.add_column(title, justify="right", no_wrap=True)
     for title in ("loaded\ns", "load\nGB/s", "of\nlimit"):
@@ -57,7 +58,7 @@ def results_table(
                 if role == "limit":
                     number = disks.index(figures.row.contestant.directories[0]) + 1
                     cells[0] = f"disk {number} alone"
-                table.add_row(*cells)
+                table.add_row(*map(Text, cells))
         table.add_section()
     return table
 
@@ -114,7 +115,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
         table.add_column(title, no_wrap=True)
     for one in comparisons:
         ratios = [_ratio(one.ratio[way]) for way in DIRECTIONS]
-        table.add_row(one.subject, one.reference, *ratios)
+        table.add_row(*map(Text, [one.subject, one.reference, *ratios]))
     return table
 
 
