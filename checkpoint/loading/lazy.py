@@ -109,7 +109,6 @@ class _UnreadTensor(_Unread):
         __round__, __divmod__, __rdivmod__ = map(_refusing, ("round", "divmod", "divmod"))
         __lshift__ = __rlshift__ = _refusing("<<")
         __rshift__ = __rrshift__ = _refusing(">>")
-        __array__ = _refusing("numpy.asarray")
 
         def __len__(self) -> NoReturn:
             """With a length torch would take what indexes a tensor for a tuple of indices."""
@@ -212,8 +211,9 @@ class LazyTensor(_UnreadTensor, metaclass=_Named):
     verified before anybody sees a byte of it; in memory are, beside the result, the last of them
     (64 MiB). With a step it is the whole range that the steps lead through.
 
-    It is no tensor, and no array: `len`, `bool`, operators, `==` and conversions are refused by a
-    TypeError that says so; `shape[0]` is what `len` would give.
+    `numpy.asarray` reads all of it. Otherwise it is no tensor, and no array: `len`, `bool`,
+    operators, `==` and functions of numpy are refused by a TypeError that says so; `shape[0]` is
+    what `len` would give.
     """
 
     instead_of_itself: ClassVar[str] = "index it: `[...]` gives all of it, in memory"
@@ -248,6 +248,16 @@ class LazyTensor(_UnreadTensor, metaclass=_Named):
         """Trailing sizes of what is stored that are one element of an array."""
         array = array_dtype(self._node)
         return () if array is None else elements.of_numpy(array)[1]
+
+    def __array__(
+        self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
+    ) -> np.ndarray[Any, Any]:
+        """All of it, in memory. Raises what indexing does, and TypeError for a dtype of torch that
+        numpy lacks.
+        """
+        if copy is False:
+            raise ValueError(f"{self!r} is not read yet, and cannot be had without a copy")
+        return np.asarray(self[...], dtype=dtype)
 
     def __iter__(self) -> Iterator[Any]:
         """Rows, each read as it comes. Raises TypeError without dimensions."""

@@ -281,3 +281,22 @@ def test_an_index_of_an_array_gives_an_array_also_of_one_element(tmp_path: Path)
             assert isinstance(found, np.ndarray)
             assert (found.dtype, found.shape) == (expected.dtype, ())
             assert found == expected
+
+
+def test_numpy_takes_all_of_one(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "matrix": torch.arange(6.0).view(2, 3),
+        "scalar": torch.tensor(2.5),
+        "array": np.arange(5, dtype=">i2"),
+    }
+    checkpoint.save(state, tmp_path / "step")
+    with checkpoint.open(tmp_path / "step") as lazy:
+        for name, value in state.items():
+            found = np.asarray(lazy[name])
+            assert (found.dtype, found.shape) == (np.asarray(value).dtype, tuple(value.shape))
+            assert np.array_equal(found, np.asarray(value))
+            with pytest.raises(ValueError, match="not read yet"):
+                np.array(lazy[name], copy=False)
+        assert np.asarray(lazy["matrix"], dtype="i4").dtype == np.int32
+        assert np.array_equal(np.array([lazy["array"]] * 2), np.array([state["array"]] * 2))
+        assert np.array_equal(np.arange(9)[lazy["array"]], state["array"])
