@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,6 +15,10 @@ from swap.plain import check_memory
 from swap.plan.layout import Segment
 from swap.plan.rules import ParameterUpdate
 
+Versions: TypeAlias = tuple[int, ...]
+"""How often a tensor and, of a DTensor, the shard behind it were changed in place: FSDP2 adds to the
+shard of a gradient, of which its DTensor knows nothing.
+"""
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,14 +34,14 @@ class MemberUpdate:
     weight: torch.Tensor
     gradient: torch.Tensor
     source: torch.Tensor
-    version: int
+    versions: Versions
     update: ParameterUpdate
     begins: bool
     """Whether the store holds no values of the parameter yet."""
 
-    def check_unchanged(self) -> None:
+    def check_gradient(self) -> None:
         """Raises ``RuntimeError`` if the gradient was changed in place since the step was taken."""
-        if _version_of(self.source) != self.version:
+        if _versions_of(self.source, self.gradient) != self.versions:
             raise RuntimeError(
                 f"the gradient of {self.member.name} was changed before the step that an error had "
                 "stopped was finished; load the last checkpoint"
@@ -97,7 +101,7 @@ class Step:
                 "last checkpoint, of the model too"
             )
         for update in self.updates.values():
-            update.check_unchanged()
+            update.check_gradient()
 
 
 def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
@@ -130,7 +134,7 @@ def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
         weight=weight,
         gradient=gradient.permute(member.layout),
         source=source,
-        version=_version_of(source),
+        versions=_versions_of(source, gradient),
         update=ParameterUpdate(
             parameter=member.number, step=member.steps + 1, shape=member.shape, options=options
         ),
@@ -138,9 +142,9 @@ def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
     )
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    """How often it was changed in place, which nobody counts for tensors of the inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
+def _versions_of(*tensors: torch.Tensor) -> Versions:
+    """Nobody counts changes for tensors of the inference mode."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _check_placements(member: Member, gradient: Any) -> None:
