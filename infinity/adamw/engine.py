@@ -144,6 +144,7 @@ class StateEngine:
         finally:
             self._updater.end_step()
             count_changes(changed)  # again, for saves of other threads that began meanwhile
+            taken.note_stop()
         self.unfinished = None
         self.num_steps += 1
 

@@ -129,8 +129,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         Raises ``RuntimeError`` for a sparse gradient, before anything is changed. An ``AioError``,
         or what a GPU raises, leaves the step unfinished: ``flush`` finishes it with the gradients
-        that it was taken with (do not zero them in place before); until then ``step`` raises
-        ``RuntimeError``.
+        that it was taken with; until then ``step`` raises ``RuntimeError``. A part of the weights
+        is new then: leave weights and gradients as they are, and where they are, before.
         """
         self._check_open()
         self._engine.check_ready()
@@ -147,7 +147,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Finish a step that an error stopped, and bring all state to where it is at home.
 
         As a step, it waits for the saves that the optimizer guards. Raises ``AioError`` when that
-        fails again; a further call tries again.
+        fails again; a further call tries again. Raises ``RuntimeError`` naming a parameter of that
+        step that has other memory by now, which can be put back, or whose weights or gradient were
+        changed in place, as torch counts it, or freed: ``load`` gives the step up then.
         """
         self._wait_for_turn()
         self._engine.finish()

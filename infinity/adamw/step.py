@@ -11,12 +11,12 @@ import torch
 
 from infinity.adamw.local_tensors import is_distributed, local
 from infinity.adamw.member import Held, Member
-from swap.plain import check_memory
+from swap.plain import check_memory, is_same_view, memory_fault
 from swap.plan.layout import Segment
 from swap.plan.rules import ParameterUpdate
 
 Versions: TypeAlias = tuple[int, ...]
-"""How often a tensor and, of a DTensor, the shard behind it were changed in place: FSDP2 adds to the
+"""How often a tensor was changed in place and, of a DTensor, the shard behind it: FSDP2 adds to the
 shard of a gradient, of which its DTensor knows nothing.
 """
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,6 +46,30 @@ class MemberUpdate:
                 f"the gradient of {self.member.name} was changed before the step that an error had "
                 "stopped was finished; load the last checkpoint"
             )
+        if (fault := memory_fault(self.gradient)) is not None:
+            raise RuntimeError(
+                f"the gradient of {self.member.name} {fault}, before the step that an error had "
+                "stopped was finished; load the last checkpoint"
+            )
+
+    def check_place(self) -> None:
+        """Raises ``RuntimeError`` if the weights are not where they were when the step was taken.
+        They may be put back there.
+        """
+        try:
+            is_same = is_same_view(self.member.weight(), self.weight)
+            why = "is in other memory"
+        except (RuntimeError, ValueError) as error:
+            is_same, why = False, str(error).removeprefix(f"{self.member.name} ")
+        if not is_same:
+            raise RuntimeError(
+                f"{self.member.name} {why}: the step that an error had stopped has changed a part "
+                "of the weights that were there; put these back (parameter.data = ...) and call "
+                "optimizer.flush() again, or load the last checkpoint, of the model too"
+            )
+
+    def weight_versions(self) -> Versions:
+        return _versions_of(self.member.parameter, self.weight)
 
 
 def makes_state_only(updates: Iterable[MemberUpdate]) -> bool:
@@ -85,13 +109,18 @@ class Step:
     elements are finished of the segments of those that an error interrupted.
 
     ``torn`` names a parameter whose state went on and whose weights may not have: nothing can
-    finish that step.
+    finish that step. ``left_weights`` are the versions of all weights when the step was stopped.
     """
 
     updates: Mapping[int, MemberUpdate]
     left: set[int]
     done: dict[Segment, int] = field(default_factory=dict)
     torn: str | None = None
+    left_weights: dict[int, Versions] = field(default_factory=dict)
+
+    def note_stop(self) -> None:
+        """From now on nobody else may change its weights."""
+        self.left_weights = {n: update.weight_versions() for n, update in self.updates.items()}
 
     def check_repeatable(self) -> None:
         """Raises ``RuntimeError`` if the step cannot be finished as it was taken."""
@@ -100,8 +129,15 @@ class Step:
                 f"the step was stopped between the state and the weights of {self.torn}; load the "
                 "last checkpoint, of the model too"
             )
-        for update in self.updates.values():
+        for number, update in self.updates.items():
             update.check_gradient()
+            update.check_place()
+            if update.weight_versions() != self.left_weights[number]:
+                raise RuntimeError(
+                    f"{update.member.name} was changed before the step that an error had stopped "
+                    "was finished: a part of it is from before that step; load the last "
+                    "checkpoint, of the model too"
+                )
 
 
 def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:

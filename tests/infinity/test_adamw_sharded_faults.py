@@ -6,9 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -16,7 +14,7 @@ from aio import AioError, Engine
 from aio.backends import MemoryBackend
 from infinity import OffloadedAdamW
 from swap.storage import opening
-from tests.support.adamw_model import SMALL, backward, make_model
+from tests.support.adamw_model import SMALL, backward, batch, make_model
 from tests.support.ranks import run_ranks
 
 
@@ -31,6 +29,9 @@ def accumulate_before_flush(rank: int, folder: Path) -> None:
         backward(model, 0)
         with pytest.raises(AioError):
             optimizer.step()
+        model(batch(1))  # which gathers and lets go of the weights, and changes none
+        with pytest.raises(AioError):
+            optimizer.flush()
         backward(model, 1)  # adds to the shards that are behind the gradients
         with pytest.raises(RuntimeError, match="load the last checkpoint"):
             optimizer.flush()
