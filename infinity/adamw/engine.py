@@ -119,8 +119,6 @@ class StateEngine:
         self._look(lambda: None)
 
     def _run(self, taken: Step) -> None:
-        if self.unfinished is None:
-            self._updater.forget()
         kept = self._updater.kept
         left = [
             update
@@ -206,6 +204,7 @@ class StateEngine:
 
     def _begin_loading(self, hold: Hold) -> None:
         self.store.flush()
+        self._updater.forget()  # of an unfinished step, which nothing can finish from here on
         self._changes.begin(hold)
         self.is_mixed = True
 

@@ -109,3 +109,41 @@ def test_step_is_finished_when_its_memory_was_put_back(run: Run, tmp_path: Path)
     run.parameter.data = before
     run.optimizer.flush()
     assert same(values(run.model), after_two(tmp_path))
+
+
+WAITS = [
+    (stream, first, times)
+    for stream in (Stream.UP, Stream.DOWN)
+    for first in (1, 3)
+    for times in (3, 9)
+]
+
+
+@pytest.mark.parametrize(("stream", "first", "times"), WAITS)
+def test_nothing_of_a_step_that_load_gave_up_is_under_way(
+    stream: Stream, first: int, times: int, run: Run, tmp_path: Path
+) -> None:
+    run.optimizer.save(tmp_path / "saved")
+    saved = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.stop("wait", stream, first, times)
+    run.model.zero_grad()
+    run.optimizer.load(tmp_path / "saved")
+    run.model.load_state_dict(saved)
+    assert not run.device._queues[Stream.UP].items
+    assert not run.device._queues[Stream.DOWN].items
+    for one in Stream:
+        run.device.record(one).wait()
+    assert same(values(run.model), [*saved.values()])
+    train(run.model, run.optimizer, range(1, 2))
+    assert same(values(run.model), after_two(tmp_path))
+
+
+def test_load_is_refused_while_nobody_can_wait_for_the_device(run: Run, tmp_path: Path) -> None:
+    """What is under way could be written over what is loaded; the step can be finished still."""
+    run.optimizer.save(tmp_path / "saved")
+    run.stop("wait", Stream.UP, 3, 100)
+    run.device.fail("wait", Stream.UP, 1, 1)
+    with pytest.raises(RuntimeError, match="the device failed"):
+        run.optimizer.load(tmp_path / "saved")
+    run.optimizer.flush()
+    assert same(values(run.model), after_two(tmp_path))
