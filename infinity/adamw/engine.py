@@ -21,9 +21,11 @@ from aio.errors import AioError, advise
 from checkpoint.tensors.changes import count_changes
 from infinity.adamw import state as offloaded_state
 from infinity.adamw.changes import Changes, Hold
+from infinity.adamw.local_tensors import local
 from infinity.adamw.member import Held, Member, check_distinct, options_of
 from infinity.adamw.members import Members
 from infinity.adamw.names import names_of
+from infinity.adamw.sharing import check_parameters, check_updates
 from infinity.adamw.step import MemberUpdate, Step, take
 from infinity.adamw.tiers.store import StateStore
 from infinity.adamw.tiers.update import Updater
@@ -81,6 +83,9 @@ class StateEngine:
         self.members.rename(names)
         new = {id(p): p for p in parameters if p not in self.members}
         if new:
+            trained = (p for group in groups for p in group["params"] if p.requires_grad)
+            every = {id(p): p for p in trained} | new
+            check_parameters((names[key], local(p)) for key, p in every.items())
             self._changes.make(partial(self.members.place, new.values(), names))
 
     # Steps.
@@ -111,6 +116,7 @@ class StateEngine:
                 if parameter.grad is not None:
                     update = take(self.members.of(parameter), options)
                     updates[update.member.number] = update
+        check_updates(updates.values())
         left = {group for number in updates for group in self.store.groups_of(number)}
         return Step(updates=updates, left=left)
 

@@ -81,6 +81,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     ``save``. The functions of ``torch.distributed.checkpoint.state_dict`` work as with torch's own
     AdamW, and change nothing when they come before the first step.
 
+    Two parameters over the same memory, and a gradient in the memory of other weights, are refused
+    wherever they are: what comes out would depend on which of them comes first.
+
     DDP replicas each keep a whole state, the ranks of FSDP2 that of their shards; give each rank an
     ``nvme`` of its own SSDs where you can.
 
@@ -127,7 +130,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         on a GPU come to the host and go back beside that. An interrupt (Ctrl-C) is raised when the
         step has ended, or before it has begun.
 
-        Raises ``RuntimeError`` for a sparse gradient, before anything is changed. An ``AioError``,
+        Raises ``RuntimeError`` for a sparse gradient, and ``ValueError`` for one in the memory of
+        weights, before anything is changed. An ``AioError``,
         or what a GPU raises, leaves the step unfinished: ``flush`` finishes it with the gradients
         that it was taken with; until then ``step`` raises ``RuntimeError``. A part of the weights
         is new then: leave weights and gradients as they are, and where they are, before.
