@@ -239,8 +239,12 @@ class StateEngine:
     # The end.
 
     def end(self, close: Callable[[], object]) -> None:
-        """Close, once no change runs any more."""
-        self._changes.make(close)
+        """Close, once no change runs any more, and let go of all that belongs to the program."""
+        self._changes.make(partial(self._end, close))
+
+    def _end(self, close: Callable[[], object]) -> None:
+        close()
+        self.unfinished = None
 
     def _make(self, change: Callable[[], T]) -> T:
         """A change that may have to do with weights on other devices."""

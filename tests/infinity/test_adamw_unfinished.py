@@ -1,5 +1,7 @@
 """A step of OffloadedAdamW that a device stopped, and what the program does before it is over."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -147,3 +149,28 @@ def test_load_is_refused_while_nobody_can_wait_for_the_device(run: Run, tmp_path
         run.optimizer.load(tmp_path / "saved")
     run.optimizer.flush()
     assert same(values(run.model), after_two(tmp_path))
+
+
+@pytest.mark.parametrize("end", ["flush", "load", "load_state_dict", "close"])
+@pytest.mark.parametrize("kind", ["copy", "wait"])
+def test_nothing_of_the_program_is_held_when_a_step_has_ended(
+    kind: str, end: str, run: Run, tmp_path: Path
+) -> None:
+    run.optimizer.save(tmp_path / "saved")
+    state = run.optimizer.state_dict()
+    run.stop(kind, Stream.UP, 3, 100)
+    gradients = [weakref.ref(gradient_of(parameter)) for parameter in run.model.parameters()]
+    addresses = {gradient_of(parameter).data_ptr() for parameter in run.model.parameters()}
+    assert held(addresses)
+    arguments = {"load": (tmp_path / "saved",), "load_state_dict": (state,)}
+    getattr(run.optimizer, end)(*arguments.get(end, ()))
+    run.model.zero_grad()
+    gc.collect()
+    assert not any(gradient() is not None for gradient in gradients)
+    assert not held(addresses)
+
+
+def held(addresses: set[int]) -> list[torch.Tensor]:
+    """Tensors over that memory, or parts of it that begin there."""
+    tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.numel()]
+    return [tensor for tensor in tensors if tensor.data_ptr() in addresses]

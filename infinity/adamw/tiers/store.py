@@ -165,6 +165,7 @@ class StateStore:
         """Remove the swap files. Idempotent; raises nothing that happened in the background."""
         self._sweeps.let_end()
         self._undo.close()
+        self.links.clear()  # which may hold weights and gradients of a step that was stopped
 
     # Making room.
 
