@@ -25,11 +25,11 @@ from infinity.adamw.local_tensors import local
 from infinity.adamw.member import Held, Member, check_distinct, options_of
 from infinity.adamw.members import Members
 from infinity.adamw.names import names_of
-from infinity.adamw.sharing import check_parameters, check_updates
 from infinity.adamw.step import MemberUpdate, Step, take
 from infinity.adamw.tiers.store import StateStore
 from infinity.adamw.tiers.update import Updater
 from infinity.optim.adamw import AdamRule
+from infinity.parameters.weights_apart import check_parameters, check_updates
 from swap.interruptions.mixture import MixedStateError
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class StateEngine:
                 if parameter.grad is not None:
                     update = take(self.members.of(parameter), options)
                     updates[update.member.number] = update
-        check_updates(updates.values())
+        check_updates([(u.member.name, u.weight, u.gradient) for u in updates.values()])
         left = {group for number in updates for group in self.store.groups_of(number)}
         return Step(updates=updates, left=left)
 

@@ -1,7 +1,7 @@
-"""Memory that two parameters share, or a parameter and a gradient: refused.
+"""Memory that two parameters in memory share, or a parameter and a gradient: refused.
 
 torch updates parameters one after the other, each whole, so that one sees what became of the one
-before it. Here they are updated piece by piece, in an order that goes by where their state is, and
+before it. ``OffloadedAdamW`` updates them piece by piece, in an order that goes by where their state is, and
 some while others are on their way to and from a device: what came out would depend on the budget.
 
 A gradient may be the weights of its own parameter, and gradients may share what they like: each
@@ -17,7 +17,6 @@ from itertools import pairwise
 
 import torch
 
-from infinity.adamw.step import MemberUpdate
 from swap.plain import has_bytes, is_same_view, reach_bytes, share_bytes
 
 
@@ -37,18 +36,17 @@ def check_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         _check_apart(spans)
 
 
-def check_updates(updates: Iterable[MemberUpdate]) -> None:
+def check_updates(updates: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
     """Raises ``ValueError`` naming a parameter whose weights are in memory of another one, or of a
-    gradient; before anything is changed.
+    gradient. ``updates`` are name, weights, flat, and gradient of each.
     """
-    updates = list(updates)
-    weights = _by_device((update.member.name, update.weight) for update in updates)
+    weights = _by_device((name, weight) for name, weight, _ in updates)
     for spans in weights:
         _check_apart(spans)
     on = {spans[0].tensor.device: spans for spans in weights}
-    for update in updates:
-        if has_bytes(update.gradient):
-            _check_gradient(update, on.get(update.gradient.device, []))
+    for name, weight, gradient in updates:
+        if has_bytes(gradient):
+            _check_gradient(name, weight, gradient, on.get(gradient.device, []))
 
 
 def _by_device(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[_Span]]:
@@ -73,18 +71,19 @@ def _check_apart(spans: Sequence[_Span]) -> None:
             )
 
 
-def _check_gradient(update: MemberUpdate, weights: Sequence[_Span]) -> None:
+def _check_gradient(
+    name: str, weight: torch.Tensor, gradient: torch.Tensor, weights: Sequence[_Span]
+) -> None:
     """``weights`` have no bytes in common, so they end in the order in which they begin."""
-    gradient = update.gradient
     start = gradient.data_ptr()
     first = bisect_right(weights, start, key=lambda span: span.end)
     last = bisect_left(weights, start + reach_bytes(gradient), key=lambda span: span.start)
     for span in weights[first:last]:
-        is_own = span.tensor is update.weight
+        is_own = span.tensor is weight
         if is_own and gradient.is_contiguous() and is_same_view(gradient.view(-1), span.tensor):
             continue
         if share_bytes(span.tensor, gradient):
             raise ValueError(
-                f"the gradient of {update.member.name} shares memory with the weights of "
+                f"the gradient of {name} shares memory with the weights of "
                 f"{span.name}, which the step changes; make the gradient a clone"
             )
