@@ -1,8 +1,9 @@
 """Memory that two parameters in memory share, or a parameter and a gradient: refused.
 
 torch updates parameters one after the other, each whole, so that one sees what became of the one
-before it. ``OffloadedAdamW`` updates them piece by piece, in an order that goes by where their state is, and
-some while others are on their way to and from a device: what came out would depend on the budget.
+before it. ``OffloadedAdamW`` updates them piece by piece, in an order that goes by where their
+state is, and some while others are on their way to and from a device: what came out would depend on
+the budget.
 
 A gradient may be the weights of its own parameter, and gradients may share what they like: each
 element is read before it is written, and gradients are never written.
