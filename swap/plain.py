@@ -73,6 +73,28 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return first < second + reach_bytes(other) and second < first + reach_bytes(one)
 
 
+def share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether a byte belongs to both, of which the memory between the first and the last byte has
+    bytes in common.
+    """
+    if all(torch.ops.aten.is_non_overlapping_and_dense(tensor) for tensor in (first, second)):
+        return True
+    if second.data_ptr() < first.data_ptr():
+        first, second = second, first
+    offset = second.data_ptr() - first.data_ptr()
+    nbytes = max(reach_bytes(first), offset + reach_bytes(second))
+    of_first = torch.zeros(nbytes, dtype=torch.bool, device="cpu")
+    _bytes_in(of_first, first, 0).fill_(True)
+    return bool(_bytes_in(of_first, second, offset).any())
+
+
+def _bytes_in(memory: torch.Tensor, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """What ``memory``, a byte for each byte, has for those of ``tensor``, which is there."""
+    size = tensor.element_size()
+    dims = [(n, step * size) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
+    return memory.as_strided([*(n for n, _ in dims), size], [*(s for _, s in dims), 1], offset)
+
+
 def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors that lie in memory are one but for their names."""
 

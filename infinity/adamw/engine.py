@@ -21,6 +21,7 @@ from aio.errors import AioError, advise
 from checkpoint.tensors.changes import count_changes
 from infinity.adamw import state as offloaded_state
 from infinity.adamw.changes import Changes, Hold
+from infinity.adamw.local_tensors import local
 from infinity.adamw.member import Held, Member, check_distinct, options_of
 from infinity.adamw.members import Members
 from infinity.adamw.names import names_of
@@ -28,6 +29,7 @@ from infinity.adamw.step import MemberUpdate, Step, take
 from infinity.adamw.tiers.store import StateStore
 from infinity.adamw.tiers.update import Updater
 from infinity.optim.adamw import AdamRule
+from infinity.parameters.weights_apart import check_parameters, check_updates
 from swap.interruptions.mixture import MixedStateError
 
 T = TypeVar("T")
@@ -81,6 +83,9 @@ class StateEngine:
         self.members.rename(names)
         new = {id(p): p for p in parameters if p not in self.members}
         if new:
+            trained = (p for group in groups for p in group["params"] if p.requires_grad)
+            every = {id(p): p for p in trained} | new
+            check_parameters((names[key], local(p)) for key, p in every.items())
             self._changes.make(partial(self.members.place, new.values(), names))
 
     # Steps.
@@ -111,6 +116,7 @@ class StateEngine:
                 if parameter.grad is not None:
                     update = take(self.members.of(parameter), options)
                     updates[update.member.number] = update
+        check_updates([(u.member.name, u.weight, u.gradient) for u in updates.values()])
         left = {group for number in updates for group in self.store.groups_of(number)}
         return Step(updates=updates, left=left)
 
@@ -119,8 +125,6 @@ class StateEngine:
         self._look(lambda: None)
 
     def _run(self, taken: Step) -> None:
-        if self.unfinished is None:
-            self._updater.forget()
         kept = self._updater.kept
         left = [
             update
@@ -144,6 +148,7 @@ class StateEngine:
         finally:
             self._updater.end_step()
             count_changes(changed)  # again, for saves of other threads that began meanwhile
+            taken.note_stop()
         self.unfinished = None
         self.num_steps += 1
 
@@ -205,6 +210,7 @@ class StateEngine:
 
     def _begin_loading(self, hold: Hold) -> None:
         self.store.flush()
+        self._updater.forget()  # of an unfinished step, which nothing can finish from here on
         self._changes.begin(hold)
         self.is_mixed = True
 
@@ -233,8 +239,12 @@ class StateEngine:
     # The end.
 
     def end(self, close: Callable[[], object]) -> None:
-        """Close, once no change runs any more."""
-        self._changes.make(close)
+        """Close, once no change runs any more, and let go of all that belongs to the program."""
+        self._changes.make(partial(self._end, close))
+
+    def _end(self, close: Callable[[], object]) -> None:
+        close()
+        self.unfinished = None
 
     def _make(self, change: Callable[[], T]) -> T:
         """A change that may have to do with weights on other devices."""

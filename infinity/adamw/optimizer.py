@@ -81,6 +81,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     ``save``. The functions of ``torch.distributed.checkpoint.state_dict`` work as with torch's own
     AdamW, and change nothing when they come before the first step.
 
+    Two parameters over the same memory, and a gradient in the memory of other weights, are refused
+    wherever they are: what comes out would depend on which of them comes first.
+
     DDP replicas each keep a whole state, the ranks of FSDP2 that of their shards; give each rank an
     ``nvme`` of its own SSDs where you can.
 
@@ -127,10 +130,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         on a GPU come to the host and go back beside that. An interrupt (Ctrl-C) is raised when the
         step has ended, or before it has begun.
 
-        Raises ``RuntimeError`` for a sparse gradient, before anything is changed. An ``AioError``,
+        Raises ``RuntimeError`` for a sparse gradient, and ``ValueError`` for one in the memory of
+        weights, before anything is changed. An ``AioError``,
         or what a GPU raises, leaves the step unfinished: ``flush`` finishes it with the gradients
-        that it was taken with (do not zero them in place before); until then ``step`` raises
-        ``RuntimeError``.
+        that it was taken with; until then ``step`` raises ``RuntimeError``. A part of the weights
+        is new then: leave weights and gradients as they are, and where they are, before.
         """
         self._check_open()
         self._engine.check_ready()
@@ -147,7 +151,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Finish a step that an error stopped, and bring all state to where it is at home.
 
         As a step, it waits for the saves that the optimizer guards. Raises ``AioError`` when that
-        fails again; a further call tries again.
+        fails again; a further call tries again. Raises ``RuntimeError`` naming a parameter of that
+        step that has other memory by now, which can be put back, or whose weights or gradient were
+        changed in place, as torch counts it, or freed: ``load`` gives the step up then.
         """
         self._wait_for_turn()
         self._engine.finish()

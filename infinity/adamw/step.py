@@ -5,16 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from infinity.adamw.local_tensors import is_distributed, local
 from infinity.adamw.member import Held, Member
-from swap.plain import check_memory
+from swap.plain import check_memory, is_same_view, memory_fault
 from swap.plan.layout import Segment
 from swap.plan.rules import ParameterUpdate
 
+Versions: TypeAlias = tuple[int, ...]
+"""How often a tensor was changed in place and, of a DTensor, the shard behind it: FSDP2 adds to the
+shard of a gradient, of which its DTensor knows nothing.
+"""
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,18 +34,42 @@ class MemberUpdate:
     weight: torch.Tensor
     gradient: torch.Tensor
     source: torch.Tensor
-    version: int
+    versions: Versions
     update: ParameterUpdate
     begins: bool
     """Whether the store holds no values of the parameter yet."""
 
-    def check_unchanged(self) -> None:
+    def check_gradient(self) -> None:
         """Raises ``RuntimeError`` if the gradient was changed in place since the step was taken."""
-        if _version_of(self.source) != self.version:
+        if _versions_of(self.source, self.gradient) != self.versions:
             raise RuntimeError(
                 f"the gradient of {self.member.name} was changed before the step that an error had "
                 "stopped was finished; load the last checkpoint"
             )
+        if (fault := memory_fault(self.gradient)) is not None:
+            raise RuntimeError(
+                f"the gradient of {self.member.name} {fault}, before the step that an error had "
+                "stopped was finished; load the last checkpoint"
+            )
+
+    def check_place(self) -> None:
+        """Raises ``RuntimeError`` if the weights are not where they were when the step was taken.
+        They may be put back there.
+        """
+        try:
+            is_same = is_same_view(self.member.weight(), self.weight)
+            why = "is in other memory"
+        except (RuntimeError, ValueError) as error:
+            is_same, why = False, str(error).removeprefix(f"{self.member.name} ")
+        if not is_same:
+            raise RuntimeError(
+                f"{self.member.name} {why}: the step that an error had stopped has changed a part "
+                "of the weights that were there; put these back (parameter.data = ...) and call "
+                "optimizer.flush() again, or load the last checkpoint, of the model too"
+            )
+
+    def weight_versions(self) -> Versions:
+        return _versions_of(self.member.parameter, self.weight)
 
 
 def makes_state_only(updates: Iterable[MemberUpdate]) -> bool:
@@ -81,13 +109,18 @@ class Step:
     elements are finished of the segments of those that an error interrupted.
 
     ``torn`` names a parameter whose state went on and whose weights may not have: nothing can
-    finish that step.
+    finish that step. ``left_weights`` are the versions of all weights when the step was stopped.
     """
 
     updates: Mapping[int, MemberUpdate]
     left: set[int]
     done: dict[Segment, int] = field(default_factory=dict)
     torn: str | None = None
+    left_weights: dict[int, Versions] = field(default_factory=dict)
+
+    def note_stop(self) -> None:
+        """From now on nobody else may change its weights."""
+        self.left_weights = {n: update.weight_versions() for n, update in self.updates.items()}
 
     def check_repeatable(self) -> None:
         """Raises ``RuntimeError`` if the step cannot be finished as it was taken."""
@@ -96,8 +129,15 @@ class Step:
                 f"the step was stopped between the state and the weights of {self.torn}; load the "
                 "last checkpoint, of the model too"
             )
-        for update in self.updates.values():
-            update.check_unchanged()
+        for number, update in self.updates.items():
+            update.check_gradient()
+            update.check_place()
+            if update.weight_versions() != self.left_weights[number]:
+                raise RuntimeError(
+                    f"{update.member.name} was changed before the step that an error had stopped "
+                    "was finished: a part of it is from before that step; load the last "
+                    "checkpoint, of the model too"
+                )
 
 
 def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
@@ -130,7 +170,7 @@ def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
         weight=weight,
         gradient=gradient.permute(member.layout),
         source=source,
-        version=_version_of(source),
+        versions=_versions_of(source, gradient),
         update=ParameterUpdate(
             parameter=member.number, step=member.steps + 1, shape=member.shape, options=options
         ),
@@ -138,9 +178,9 @@ def take(member: Member, options: Mapping[str, Any]) -> MemberUpdate:
     )
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    """How often it was changed in place, which nobody counts for tensors of the inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
+def _versions_of(*tensors: torch.Tensor) -> Versions:
+    """Nobody counts changes for tensors of the inference mode."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _check_placements(member: Member, gradient: Any) -> None:

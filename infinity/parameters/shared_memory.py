@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from swap.plain import has_bytes, reach_bytes
+from swap.plain import has_bytes, reach_bytes, share_bytes
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -48,7 +48,7 @@ def check_sharing(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -
         reaching = [other for other in reaching if other.end > span.start]
         for other in reaching:
             refusal = _refusal(other, span)
-            if refusal and _share_bytes(other.tensor, span.tensor):
+            if refusal and share_bytes(other.tensor, span.tensor):
                 raise ValueError(refusal)
         reaching.append(span)
 
@@ -105,21 +105,3 @@ def _refusal(first: _Span, second: _Span) -> str | None:
         f"{instead}, or call requires_grad_(False) on the parameter if it is not to be trained "
         "(with optimizer=None, say)"
     )
-
-
-def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether a byte belongs to both, which begin in this order and reach into one another."""
-    if all(torch.ops.aten.is_non_overlapping_and_dense(tensor) for tensor in (first, second)):
-        return True
-    offset = second.data_ptr() - first.data_ptr()
-    nbytes = max(reach_bytes(first), offset + reach_bytes(second))
-    of_first = torch.zeros(nbytes, dtype=torch.bool, device="cpu")
-    _bytes_in(of_first, first, 0).fill_(True)
-    return bool(_bytes_in(of_first, second, offset).any())
-
-
-def _bytes_in(memory: torch.Tensor, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """What ``memory``, a byte for each byte, has for those of ``tensor``, which is there."""
-    size = tensor.element_size()
-    dims = [(n, step * size) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
-    return memory.as_strided([*(n for n, _ in dims), size], [*(s for _, s in dims), 1], offset)

@@ -9,8 +9,12 @@ Invariants:
 - What is copied comes behind all that the calling thread computes at the time, in both directions.
 - From the change of a value until its copy up is over, a slot is its only place. The load is *kept*
   until then: a copy that failed is made again by ``finish``.
-- A slot is used again when the host has seen the end of its copies. Nothing is on its way when
-  ``finish`` or ``abandon`` has returned, so the program may let go of what was copied.
+- A slot is used again when the host has seen the end of its copies, by a wait that succeeded.
+  Until then the load is held, and with it both ends of the copies, so that neither is given to
+  anybody else: also where nothing is wanted of it any more (it is *ending*).
+- Nothing is on its way when ``finish`` or ``settle`` has returned, so the program may let go of
+  what was copied, and write to it. ``abandon`` tries to wait for that, too, and may fail to; what
+  the program computes later on the device comes behind the copies all the same.
 """
 
 from __future__ import annotations
@@ -94,6 +98,7 @@ class Link:
         self._arriving: deque[Load] = deque()
         self._at_work: deque[Load] = deque()
         self._leaving: deque[Load] = deque()
+        self._ending: deque[Load] = deque()
 
     @property
     def kept(self) -> set[int]:
@@ -128,9 +133,10 @@ class Link:
         self._start()
 
     def finish(self) -> None:
-        """Wait until all that was changed is on the device; what could not be copied before is
-        copied again. What fails is kept, for a further call.
+        """Wait until all that was changed is on the device, and nothing is on its way; what could
+        not be copied before is copied again. What fails is kept, for a further call.
         """
+        self._end()
         for load in self._leaving:
             if load.event is None:
                 self._send(load)
@@ -142,31 +148,42 @@ class Link:
         way up. What does not get there is kept, and fails again in ``finish``.
         """
         self._coming.clear()
-        for wait in (self._end_arriving, self.finish, self._end_leaving):
+        self._ending.extend(self._arriving)
+        self._arriving.clear()
+        for load in self._at_work:
+            load.event = None
+        self._leaving.extend(self._at_work)
+        self._at_work.clear()
+        for wait in (self._end, self.finish, self._order, self.settle):
             with suppress(Exception):  # the first failure is the one that is reported
                 wait()
 
+    def settle(self) -> None:
+        """Wait until nothing is on its way; after ``abandon``. Of any load that is still held, some
+        copies may have been started.
+        """
+        if self._leaving or self._ending:
+            for stream in (Stream.DOWN, Stream.UP):
+                self._device.record(stream).wait()
+
     def forget(self) -> None:
-        """Nobody wants any more what is kept; after ``abandon``."""
-        while self._leaving:
-            self._release(self._leaving.popleft())
+        """Nobody wants any more what is kept. Right after ``settle``: raises nothing."""
+        for loads in (self._leaving, self._ending):
+            while loads:
+                self._release(loads.popleft())
 
-    def _end_leaving(self) -> None:
-        """Of a load that could not be sent, some copies may be on their way."""
-        if self._leaving:
-            self._device.record(Stream.UP).wait()
+    def _end(self) -> None:
+        """Give back the slots of what nobody wants any more."""
+        if self._ending:
+            self.settle()
+        while self._ending:
+            self._release(self._ending.popleft())
 
-    def _end_arriving(self) -> None:
-        try:
-            if self._arriving:
-                self._device.record(Stream.DOWN).wait()
-        finally:
-            while self._arriving:
-                self._release(self._arriving.popleft())
-            while self._at_work:
-                load = self._at_work.popleft()
-                load.event = None
-                self._leaving.append(load)
+    def _order(self) -> None:
+        """What is computed from now on comes behind what is on its way."""
+        if self._leaving or self._ending:
+            for stream in (Stream.DOWN, Stream.UP):
+                self._device.wait_for(Stream.COMPUTE, self._device.record(stream))
 
     def _start(self) -> None:
         """As many as there are slots for."""

@@ -17,7 +17,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
@@ -142,6 +142,9 @@ class Closing:
         self._close = close
         self._process = os.getpid()
         self._turn = threading.RLock()
+        self._owner = weakref.ref(owner)
+        self._when_gone: weakref.finalize[..., Any] | None = None
+        # Others find it from here on: an interrupt below leaves something whole.
         _left.add(self)
         self._when_gone = weakref.finalize(owner, _thread.start_new_thread, self.now, ())
         self._when_gone.atexit = False
@@ -149,7 +152,7 @@ class Closing:
     @property
     def is_due(self) -> bool:
         """Whether the owner is gone."""
-        return not self._when_gone.alive
+        return self._owner() is None
 
     def now(self) -> None:
         """Closes, and waits for another thread that does. Idempotent."""
@@ -158,7 +161,8 @@ class Closing:
                 if not self.is_done:
                     self._close()
                 self.is_done = True
-        self._when_gone.detach()
+        if self._when_gone is not None:
+            self._when_gone.detach()
         _left.discard(self)
 
 
@@ -166,13 +170,18 @@ _left: set[Closing] = set()
 
 
 def close_gone() -> None:
-    """Closes that of which the owner is gone, unless another thread has; waits for that."""
-    for closing in list(_left):
-        if closing.is_due:
-            closing.now()
+    """Closes that of which the owner is gone, unless another thread has; waits for that. All are
+    tried, whatever one of them raises; then that is raised, and it is left for the next call.
+    """
+    _close(closing for closing in list(_left) if closing.is_due)
 
 
 @atexit.register
 def _close_all() -> None:
-    for closing in list(_left):
-        closing.now()
+    _close(list(_left))
+
+
+def _close(closings: Iterable[Closing]) -> None:
+    with Undo() as undo:
+        for closing in closings:
+            undo.callback(closing.now)

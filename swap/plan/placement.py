@@ -259,8 +259,8 @@ def _too_small(budget: Budget, least: int, arena_for: str, whole: int) -> Budget
     return BudgetError(
         f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
         f"least {format_bytes(least)} ({least} bytes): {arena_for}, the rest for staging the "
-        f"optimizer and for small parameters; {format_bytes(whole)} would hold everything in "
-        "memory",
+        f"optimizer and for small parameters; {format_bytes(whole)} ({whole} bytes) would hold "
+        "everything in memory",
         least_host_bytes=least,
     )
 

@@ -79,7 +79,7 @@ def place_state(
             f"{format_bytes(least)} ({least} bytes) are needed for the optimizer state to pass "
             f"through and to be saved, of which {format_bytes(taken.host_bytes)} are given out "
             "(also to parameters that have left the groups: their state is kept); "
-            f"{format_bytes(whole)} would hold all of it",
+            f"{format_bytes(whole)} ({whole} bytes) would hold all of it",
             least_host_bytes=least,
         )
     aside = checkpoint_bytes(budget.host_bytes, taken.host_bytes + needed)

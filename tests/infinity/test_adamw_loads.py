@@ -1,10 +1,13 @@
 """What of weights and gradients passes a link at once, and how much memory that takes."""
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from infinity import OffloadedAdamW
 from infinity.adamw.tiers.loads import (
@@ -124,3 +127,22 @@ def test_link_takes_what_is_enough_where_more_would_not_fit(tmp_path: Path) -> N
         taken = budget - store.checkpoint_bytes - LEAST_LINK_BYTES - store._taken.host_bytes
         store.add([], caller_bytes=taken, devices=[device])
         assert store.links[device].slot_bytes * NUM_SLOTS == LEAST_LINK_BYTES
+
+
+def test_what_is_said_to_hold_all_of_the_state_does_and_so_does_more(tmp_path: Path) -> None:
+    """The link takes less there: with that, no step moves any state."""
+    parameters = [nn.Parameter(torch.zeros(1_000_000)) for _ in range(16)]
+
+    def nvme_bytes(host_memory: int) -> int:
+        with OffloadedAdamW(parameters, nvme=tmp_path, host_memory=host_memory) as optimizer:
+            assert optimizer.report().host_bytes <= host_memory
+            return optimizer.report().nvme_bytes
+
+    with simulated():
+        with pytest.raises(BudgetError, match="would hold all of it") as error:
+            nvme_bytes(1)
+        told = re.search(r"\((\d+) bytes\) would hold all", str(error.value))
+        assert told is not None
+        whole = int(told[1])
+        assert nvme_bytes(whole - 1) > 0
+        assert [nvme_bytes(whole + more) for more in (0, 1, 4 * MIB, 16 * MIB)] == [0] * 4

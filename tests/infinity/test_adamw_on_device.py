@@ -30,7 +30,8 @@ from tests.support.adamw_model import (
 from tests.support.interrupts import interrupt, sampled
 from tests.support.memory import folder_in_memory
 from tests.support.proof import matrix
-from tests.support.simulated_device import OrderError, SimulatedDevice, SimulatedEvent
+from tests.support.simulated_device import OrderError, SimulatedDevice
+from tests.support.simulated_device.failing import Failing, succeeds
 from tests.support.simulated_device.faults import (
     GradientBeforeComputed,
     GradientTakenEarly,
@@ -204,34 +205,6 @@ def test_parameters_come_and_go_beside_a_link(tmp_path: Path) -> None:
 # What fails.
 
 
-class Failing(SimulatedDevice):
-    """Fails as ``fail`` says: at the ``first`` call of a kind for a stream, counted from 1, and
-    those behind it, ``times`` in all.
-    """
-
-    def __init__(self, *way: Any) -> None:
-        super().__init__()
-        self.fail(*way or ("", Stream.UP, 0, 0))
-
-    def fail(self, kind: str, stream: Stream, first: int, times: int) -> None:
-        self.kind, self.stream, self.calls = kind, stream, range(first, first + times)
-        self.num_calls = 0
-
-    def _count(self, kind: str, stream: Stream) -> None:
-        if (kind, stream) == (self.kind, self.stream):
-            self.num_calls += 1
-            if self.num_calls in self.calls:
-                raise RuntimeError("the device failed")
-
-    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._count("copy", stream)
-        super().copy(stream, target, source)
-
-    def wait(self, event: SimulatedEvent) -> None:
-        self._count("wait", event.stream)
-        super().wait(event)
-
-
 FAILURES = [*product(("copy", "wait"), (Stream.DOWN, Stream.UP), (1, 2, 9, 23, 40), (1, 3))]
 USUAL_FAILURES = [
     ("copy", Stream.DOWN, 9, 1),
@@ -266,17 +239,6 @@ def test_step_that_a_device_stopped_is_finished_by_flush_exactly(
             optimizer.zero_grad()
         assert same(outcome(model, optimizer), expected)
     assert stopped >= 1
-
-
-def succeeds(call: Callable[[], object]) -> bool:
-    """False where the device failed."""
-    try:
-        call()
-    except RuntimeError as error:
-        if str(error) == "the device failed":
-            return False
-        raise
-    return True
 
 
 def test_step_that_a_device_stopped_is_given_up_by_load(tmp_path: Path) -> None:

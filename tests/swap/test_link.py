@@ -213,22 +213,86 @@ def test_what_cannot_be_taken_back_is_kept_until_it_can(monkeypatch: pytest.Monk
     program.check([program.expected[0], *program.before[1:]])
 
 
+def refuse(*_: Any) -> SimulatedEvent:
+    raise RuntimeError("the device failed")
+
+
 def test_what_is_forgotten_is_not_taken_back_and_its_slot_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = SimulatedDevice()
     program = Program(device)
-
-    def fail(*_: Any) -> SimulatedEvent:
-        raise RuntimeError("the device failed")
-
-    monkeypatch.setattr(device, "wait", fail)
+    monkeypatch.setattr(device, "wait", refuse)
     program.link.expect(loads := program.loads())
     with pytest.raises(RuntimeError, match="the device failed"):
         program.work(loads[0])
     program.link.abandon()
-    program.link.forget()
     monkeypatch.undo()
+    program.link.settle()
+    program.link.forget()
     assert program.link.kept == set()
     program.pass_all()
     program.check(program.expected)
+
+
+class Deaf(SimulatedDevice):
+    """A device that nobody can wait for, on a stream or on the host, while it ``is_deaf``."""
+
+    is_deaf = False
+
+    def wait(self, event: SimulatedEvent) -> None:
+        if self.is_deaf:
+            raise RuntimeError("the device failed")
+        super().wait(event)
+
+    def wait_for(self, stream: Stream, event: Any) -> None:
+        if self.is_deaf and stream is Stream.COMPUTE:
+            raise RuntimeError("the device failed")
+        super().wait_for(stream, event)
+
+
+@pytest.mark.parametrize("num_worked", range(4))
+def test_slot_is_held_with_both_ends_of_its_copies_until_a_wait_has_succeeded(
+    num_worked: int,
+) -> None:
+    device = Deaf()
+    program = Program(device)
+    loads = program.loads()
+    program.link.expect(loads)
+    for load in loads[:num_worked]:
+        program.work(load)
+    device.is_deaf = True
+    with pytest.raises(RuntimeError, match="the device failed"):
+        program.work(loads[num_worked])
+    program.link.abandon()
+    for wait in (program.link.settle, program.link.finish):
+        with pytest.raises(RuntimeError, match="the device failed"):
+            wait()
+    held = {load.slot.data_ptr() for load in loads if load.slot is not None}
+    free = {slot.data_ptr() for slot in program.link._free}
+    assert held.isdisjoint(free)
+    assert len(held | free) == NUM_SLOTS
+    program.gradients, gradients = [g.clone() for g in program.gradients], program.gradients
+    del gradients  # those that may be read still have other owners
+    device.is_deaf = False
+    program.link.finish()
+    assert len(program.link._free) == NUM_SLOTS
+    program.check([*program.expected[:num_worked], *program.before[num_worked:]])
+    program.pass_all(program.loads()[num_worked:])
+    program.check(program.expected)
+
+
+def test_what_is_under_way_when_nobody_could_wait_does_not_overtake_what_is_computed() -> None:
+    device = Failing("wait", Stream.UP, 0)
+    program = Program(device)
+    loads = program.loads()
+    program.link.expect(loads)
+    program.work(loads[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "wait", refuse)
+        program.link.abandon()
+    with torch.no_grad():
+        program.weights[0].fill_(3.0)  # the program loads others
+    program.link.settle()
+    program.link.forget()
+    assert bool((program.weights[0] == 3.0).all())

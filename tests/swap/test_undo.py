@@ -1,9 +1,15 @@
 """Undoing: all of it, in reverse order, whatever entries raise and whenever Ctrl-C comes."""
 
+import _thread
+import gc
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from swap.interruptions.undo import Leave, Undo
-from tests.support.interrupts import interrupt
+from swap.interruptions import undo as module
+from swap.interruptions.undo import Closing, Leave, Undo, close_gone
+from tests.support.interrupts import interrupt, interrupt_behind_call
 
 
 class Work:
@@ -126,3 +132,72 @@ def test_forgotten_entries_are_not_called() -> None:
         undo.callback(called.append, 0)
         undo.forget()
     assert called == []
+
+
+# Closing what nobody closed.
+
+
+class Owner:
+    pass
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What was closed, where no others are left."""
+    monkeypatch.setattr(module, "_left", set())
+    return []
+
+
+def _closing(number: int, closed: list[int]) -> Owner:
+    owner = Owner()
+    Closing(owner, lambda: closed.append(number))
+    return owner
+
+
+@pytest.mark.parametrize("interrupt_at", [interrupt, interrupt_behind_call])
+@pytest.mark.parametrize("end", [close_gone, module._close_all])
+def test_interrupt_as_a_closing_is_made_keeps_no_other_from_being_closed(
+    interrupt_at: Callable[..., Any], end: Callable[[], None], closed: list[int]
+) -> None:
+    lines = interrupt_at(lambda: _closing(0, closed), None).seen
+    assert lines >= 5
+    for number in range(lines):
+        end()
+        closed.clear()
+        before = _closing(1, closed)
+        interrupt_at(lambda: _closing(0, closed), number)
+        after = _closing(2, closed)
+        del before, after
+        gc.collect()
+        end()
+        assert {1, 2} <= {*closed}
+        assert closed.count(0) <= 1
+        assert module._left == set()
+
+
+@pytest.mark.parametrize("end", [close_gone, module._close_all])
+def test_closing_that_fails_keeps_no_other_from_being_closed(
+    end: Callable[[], None], closed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        if is_broken:
+            raise OSError("cannot close")
+        closed.append(9)
+
+    is_broken = True
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)  # that nobody else closes
+    owners = [_closing(number, closed) for number in range(4)]
+    owner = Owner()
+    closing = Closing(owner, fail)
+    owners += [_closing(number, closed) for number in range(4, 8)]
+    assert not any(one.is_due for one in module._left)
+    owners.clear()
+    del owner
+    with pytest.raises(OSError, match="cannot close"):
+        end()
+    assert sorted(closed) == [*range(8)]
+    assert module._left == {closing}
+    is_broken = False
+    end()
+    assert closed[-1] == 9
+    assert module._left == set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,7 +109,8 @@ class StateStore:
         self, specs: Sequence[ParameterSpec], taken: Taken, num_links: int
     ) -> tuple[Placement, Taken, int]:
         """A placement, what is taken with new links, and the bytes of each of these: as many as are
-        of use, or else as few as work.
+        of use; or as few as work, where there is no room for more or they spare all traffic with
+        the SSDs, which costs more than small loads do.
         """
 
         def placed(link_bytes: int) -> tuple[Placement, Taken, int]:
@@ -119,9 +119,13 @@ class StateStore:
             return place_state(specs, self._rule, budget, all_taken), all_taken, link_bytes
 
         wanted, least = link_sizes(self.budget_bytes)
-        with suppress(BudgetError):
-            return placed(wanted)
-        return placed(least)
+        with_least = placed(least)
+        try:
+            with_wanted = placed(wanted)
+        except BudgetError:
+            return with_least
+        spares_all = with_wanted[0].nvme_bytes > 0 and not with_least[0].nvme_bytes
+        return with_least if spares_all else with_wanted
 
     def groups_of(self, parameter: int) -> tuple[int, ...]:
         """The subgroups that hold the state of ``parameter``, by number."""
@@ -161,6 +165,7 @@ class StateStore:
         """Remove the swap files. Idempotent; raises nothing that happened in the background."""
         self._sweeps.let_end()
         self._undo.close()
+        self.links.clear()  # which may hold weights and gradients of a step that was stopped
 
     # Making room.
 

@@ -63,13 +63,19 @@ class Updater:
             link.finish()
 
     def abandon(self) -> None:
-        """After an error, which is on its way: nothing is under way any more."""
+        """After an error, which is on its way: nothing is under way any more, as far as devices
+        say so.
+        """
         self._expected.clear()
         for link in self._links.values():
             link.abandon()
 
     def forget(self) -> None:
-        """The step is given up for which something is ``kept``."""
+        """The step is given up for which something is ``kept``: when this returns nothing of it is
+        under way, and nothing is held. Raises what devices raise; all is kept still then.
+        """
+        for link in self._links.values():
+            link.settle()
         for link in self._links.values():
             link.forget()
 
