@@ -135,10 +135,11 @@ class Hardware:
 
 @dataclass(slots=True, eq=False)
 class Moment:
-    """An event of a stream."""
+    """An event of a stream; ``at`` is when it came."""
 
     hardware: Hardware
     has_come: bool = False
+    at: float = 0.0
     _then: list[Callable[[], object]] = field(default_factory=list)
 
     def done(self) -> bool:
@@ -148,7 +149,7 @@ class Moment:
         self.hardware.wait(lambda: self.has_come)
 
     def come(self) -> None:
-        self.has_come = True
+        self.has_come, self.at = True, self.hardware.now
         for call in self._then:
             call()
         self._then.clear()
