@@ -248,7 +248,12 @@ class UpdatePipeline:
         coming = (*work.first_waiting, *(job.subgroup for job in work.reading))
         first = min(map(self._first_use, coming), default=None)
         while work.held and (first is None or self._first_use(work.held[0].subgroup) < first):
-            self._stages.publish(work.held[0])
+            job = work.held[0]
+            self._stages.insert_weights(job)
+            if self._stages.is_written(job):
+                self._stages.publish(job)
+            else:
+                work.writing.append(job)
             work.held.popleft()
 
     def _start_reads(self, work: Pass) -> None:

@@ -59,6 +59,21 @@ def test_state_on_a_device_takes_the_end_of_the_update_away() -> None:
     assert on_device.step - on_device.compute < (without.step - without.compute) / 2
 
 
+def test_updates_are_hidden_where_what_is_used_first_is_at_home_on_the_device() -> None:
+    """The program is ahead of the device as the step is taken: nothing of it waits for that."""
+    budget = Budget(host_bytes=60 * GIB, device_bytes=8 * GIB)
+    outcome = simulate(Llama(layers=8), Machine(), budget, tokens=TOKENS, steps=4)
+    assert outcome.seen_of_update < 0.02
+
+
+def test_disks_do_not_stand_still_for_a_device_that_is_behind() -> None:
+    """New weights wait for memory of old ones, with which the device has still to compute."""
+    budget = Budget(host_bytes=3 * GIB, device_bytes=6 * GIB)
+    outcome = simulate(SMALL, Machine(), budget, tokens=2 * TOKENS, steps=4)
+    assert outcome.disk > 0
+    assert outcome.over_the_larger < 1.1
+
+
 def test_a_step_with_state_on_nvme_takes_what_the_disks_do() -> None:
     """And not much longer: of two layers the ends, at which disks are idle, are a large part."""
     budget = Budget(host_bytes=3 * GIB, device_bytes=WEIGHTS)

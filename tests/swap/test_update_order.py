@@ -43,7 +43,8 @@ class Weights:
 class Stages:
     """Notes what begins and what is published. ``slow`` subgroups are not written before
     ``release`` is set, and what is read from ``late`` ones is not there; nothing is read before
-    ``opened`` is. Subgroups ``in_memory`` need no slot.
+    ``opened`` is. Subgroups ``in_memory`` need no slot. Weights of ``copied`` ones are passed on to
+    a device, which has them when ``release`` is set.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Stages:
         slow: set[int] | None = None,
         late: set[int] | None = None,
         in_memory: set[int] | None = None,
+        copied: set[int] | None = None,
     ) -> None:
         self.log: list[tuple[str, int]] = []
         self.changed = threading.Condition()
@@ -59,6 +61,7 @@ class Stages:
         self.opened = threading.Event()
         self._slow, self._late = slow or set(), late or set()
         self._in_memory = in_memory or set()
+        self._copied = copied or set()
         self._free = slots
 
     def note(self, what: str, group: Subgroup) -> None:
@@ -93,7 +96,9 @@ class Stages:
             assert self.release.wait(TIMEOUT)
         self.note("kernel", job.subgroup)
 
-    def insert_weights(self, job: Job) -> None: ...
+    def insert_weights(self, job: Job) -> None:
+        if job.subgroup.index in self._copied:
+            self._slow.add(job.subgroup.index)
 
     def start_write(self, job: Job) -> None: ...
 
@@ -184,3 +189,17 @@ def test_what_has_been_read_is_updated_before_what_is_in_memory(run: Any) -> Non
     stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 4)
     assert stages.of("kernel")[0] == 2
     assert sorted(stages.of("kernel")) == list(range(4))
+
+
+def test_nothing_waits_for_a_device_that_is_behind_with_copies_of_what_was_held(run: Any) -> None:
+    stages, all_groups = Stages(slots=8, copied={0}), groups(5)
+    pipeline = run(stages, list(range(5)))
+    pipeline.speculate(STEP)
+    stages.opened.set()
+    pipeline.feed(all_groups[:3])
+    stages.wait_for(lambda log: sum(kind == "kernel" for kind, _ in log) == 3)
+    assert pipeline.validate(STEP, all_groups[:3], all_groups[3:])
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 4)
+    assert sorted(stages.of("published")) == [1, 2, 3, 4]
+    stages.release.set()
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 5)
