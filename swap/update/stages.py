@@ -131,6 +131,10 @@ class Stages(Staging[Job]):
             self._copies = self._insert(job, job.components["weight"])
             job.writes += self._copies
 
+    def waits_for_device(self, job: Job) -> bool:
+        """Whether its new weights are on their way there, which may take longer than writes."""
+        return any(copy in job.writes and not copy.done() for copy in self._copies)
+
     def _insert(self, job: Job, weight: torch.Tensor) -> list[Transfer]:
         copies = []
         for segment, _ in _updated(job.subgroup, job.step):

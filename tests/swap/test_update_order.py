@@ -20,9 +20,9 @@ STEP = Step(updates={}, gradient_scale=1.0)
 TIMEOUT = 10.0
 
 
-def groups(count: int) -> list[Subgroup]:
-    """One parameter each."""
-    return list(pack(specs_of([PIECE] * count), PIECE).subgroups)
+def groups(count: int, *, parts: int = 1) -> list[Subgroup]:
+    """Of parameters in so many parts."""
+    return list(pack(specs_of([parts * PIECE] * count), PIECE).subgroups)
 
 
 class Weights:
@@ -63,6 +63,7 @@ class Stages:
         self._in_memory = in_memory or set()
         self._copied = copied or set()
         self._free = slots
+        self._written: list[Job] = []
 
     def note(self, what: str, group: Subgroup) -> None:
         with self.changed:
@@ -108,7 +109,12 @@ class Stages:
     def finish_write(self, job: Job) -> None:
         if job.subgroup.index in self._slow:
             assert self.release.wait(TIMEOUT)
-        self._free += self.needs_slot(job.subgroup)
+        if job not in self._written:  # held or not, it needs its slot no more
+            self._written.append(job)
+            self._free += self.needs_slot(job.subgroup)
+
+    def waits_for_device(self, job: Job) -> bool:
+        return job.subgroup.index in self._copied and not self.release.is_set()
 
     def release_slot(self, job: Job) -> None: ...
 
@@ -159,6 +165,22 @@ def test_of_what_the_backward_pass_has_completed_the_first_layer_comes_next(run:
     # One more may have been chosen before the others came.
     assert begun[2:] == sorted(begun[2:])
     assert sorted(begun) == list(range(6))
+
+
+def test_a_parameter_that_is_begun_is_finished_before_an_earlier_one_of_the_model(run: Any) -> None:
+    stages, all_groups = Stages(slots=1, late={4}), groups(2, parts=4)
+    pipeline = run(stages, [0, 1])
+    stages.opened.set()
+    pipeline.speculate(STEP)
+    pipeline.feed(all_groups[4:])
+    stages.wait_for(lambda log: ("read", 4) in log)
+    pipeline.feed(all_groups[:4])
+    stages.release.set()
+    stages.wait_for(lambda log: sum(kind == "kernel" for kind, _ in log) == 8)
+    assert stages.of("read") == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert pipeline.validate(STEP, all_groups, [])
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 8)
+    assert stages.of("published") == list(range(8))
 
 
 def test_what_is_at_home_in_memory_is_not_kept_waiting_by_a_slow_ssd(run: Any) -> None:

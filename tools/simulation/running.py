@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from simulation.disks import SimulatedEngine
 from simulation.hardware import Hardware, Resource
 from simulation.model import SCALE, Llama, in_small, placed
 from swap.device.interface import Stream
+from swap.gradients.inbox import _BATCH_BYTES, MOST_COMING_BYTES, GradientInbox
 from swap.plan.layout import Segment
 from swap.plan.placement import Placement
 from swap.plan.rules import ParameterUpdate
@@ -32,6 +34,8 @@ OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 LEARNING = 2
 """Steps that the library learns the order of uses and the number of gradients from."""
 _MOST_TIMEOUTS = 100_000_000
+_INBOX = partial(GradientInbox, most_coming_bytes=MOST_COMING_BYTES // SCALE)
+"""What is under way at once is small as all memories are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +177,8 @@ class _Run:
             engine = self._engine
             stack.enter_context(patch("swap.storage.opening.Engine", lambda **_: engine))
             stack.enter_context(patch("swap.storage.blocks.copy_values", self._copy))
+            stack.enter_context(patch("swap.tiered.GradientInbox", _INBOX))
+            stack.enter_context(patch("swap.gradients.inbox._BATCH_BYTES", _BATCH_BYTES // SCALE))
             state = TieredState(small, rule, [folder], device=self._device)
             stack.callback(state.close)
             taken = 0
