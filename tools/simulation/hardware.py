@@ -155,8 +155,11 @@ class Moment:
         self._then.clear()
 
     def then(self, call: Callable[[], object]) -> None:
-        """``call`` when it comes; it has not yet."""
-        self._then.append(call)
+        """``call`` when it comes, at once if it has."""
+        if self.has_come:
+            call()
+        else:
+            self._then.append(call)
 
 
 class Queue:

@@ -184,15 +184,15 @@ class _Run:
             taken = 0
             state.speculation.expect_step = lambda: self._step(taken + 1)
             ends = [self._device.record(Stream.COMPUTE)]
+            moved: list[list[float]] = []
             for taken in range(steps):
-                if taken == LEARNING:
-                    moved = [resource.amount for resource in self._disks]
                 self._pass(state, forward=True)
                 self._pass(state, forward=False)
                 ends.append(self._device.record(Stream.COMPUTE))
+                ends[-1].then(lambda: moved.append([disk.amount for disk in self._disks]))
                 state.step(self._step(taken + 1).updates, 1.0)
             ends[-1].wait()
-            per_step = self._per_step(moved, steps)
+            per_step = _means(moved[LEARNING - 1 :])
             state.flush()
         return Outcome(
             steps=tuple(end.at - start.at for start, end in pairwise(ends)),
@@ -213,10 +213,6 @@ class _Run:
         """Within host memory: of new weights home."""
         moved = _MOVED_BY_COPY * source.nbytes * SCALE
         self._hardware.spend(self._processors, "update", moved / _MOVED_BY_KERNEL)
-
-    def _per_step(self, before: Sequence[float], steps: int) -> list[float]:
-        moved = zip(self._disks, before, strict=True)
-        return [(resource.amount - amount) / (steps - LEARNING) for resource, amount in moved]
 
     def _seconds(self, module: int) -> float:
         return self._model.flops(module, self._tokens) / self._machine.flops
@@ -254,3 +250,9 @@ class _Run:
             },
             gradient_scale=1.0,
         )
+
+
+def _means(amounts: Sequence[Sequence[float]]) -> list[float]:
+    """What is added to each from one time to the next."""
+    pairs = zip(amounts[0], amounts[-1], strict=True)
+    return [(after - before) / (len(amounts) - 1) for before, after in pairs]
