@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         adam=options.adam,
         disk_read=options.disk_read,
         disk_write=options.disk_write,
+        memory=options.memory,
     )
     rows = []
     for state in options.state:
@@ -85,6 +86,7 @@ def _arguments() -> argparse.ArgumentParser:
     for name, help_ in (
         ("flops", "operations of the device"),
         ("link", "bytes each way between host and device"),
+        ("memory", "bytes that the device reads and writes in its memory"),
         ("adam", "parameters that the processors update"),
         ("disk-read", "bytes"),
         ("disk-write", "bytes"),

@@ -85,11 +85,15 @@ class Arena(Protocol):
     def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
         """Copy host ``values`` to elements from ``start``; they must stay until ``ready``."""
 
-    def put(self, entry: Entry, start: int, values: torch.Tensor) -> None:
-        """As ``fill``, but ``values`` may be reused after ``wait_for_puts``."""
+    def put(self, entry: Entry, start: int, values: torch.Tensor) -> Transfer | None:
+        """As ``fill``; ``values`` may be reused when what is returned is done, at once if that is
+        None.
+        """
 
-    def wait_for_puts(self) -> None:
-        """Wait until what was put so far is copied."""
+    def note_released(self) -> None:
+        """Entries were let go of: what comes in their place waits for no more than what is computed
+        until now.
+        """
 
     def arrived(self, entry: Entry) -> None:
         """All reads of ``entry`` are finished."""
@@ -142,8 +146,8 @@ class HostArena:
     def put(self, entry: Entry, start: int, values: torch.Tensor) -> None:
         self.fill(entry, start, values)
 
-    def wait_for_puts(self) -> None:
-        """They are copied when they return."""
+    def note_released(self) -> None:
+        """What was computed here is done."""
 
     def arrived(self, entry: Entry) -> None:
         """Nothing is left to do: the bytes are where they are computed with."""

@@ -31,8 +31,7 @@ class DeviceArena:
         self._memory = memory
         self._landing = landing
         self._uploads: deque[tuple[Event, torch.Tensor]] = deque()
-        self._last_put: Event | None = None
-        self._lock = threading.RLock()  # guards the two above
+        self._lock = threading.RLock()  # guards them
 
     @property
     def pace_bytes(self) -> int:
@@ -60,15 +59,12 @@ class DeviceArena:
     def fill(self, entry: Entry, start: int, values: torch.Tensor) -> None:
         entry.event = self._upload(entry, start, values)
 
-    def put(self, entry: Entry, start: int, values: torch.Tensor) -> None:
-        self._last_put = entry.event = self._upload(entry, start, values)
+    def put(self, entry: Entry, start: int, values: torch.Tensor) -> Transfer:
+        entry.event = event = self._upload(entry, start, values)
+        return DeviceCopy(event)
 
-    def wait_for_puts(self) -> None:
-        last = self._last_put
-        if last is not None:
-            last.wait()
-            if self._last_put is last:
-                self._last_put = None
+    def note_released(self) -> None:
+        self._memory.collect()
 
     def arrived(self, entry: Entry) -> None:
         landing, entry.landing = entry.landing, None
@@ -101,7 +97,7 @@ class DeviceArena:
         if entry.event is not None:
             self._device.wait_for(Stream.BACK, entry.event)
         self._device.copy(Stream.BACK, out, entry.weight[start : start + out.numel()])
-        return Download(self._device.record(Stream.BACK))
+        return DeviceCopy(self._device.record(Stream.BACK))
 
     def wait_for_release(self, timeout: float) -> bool:
         if self._finish_upload() or (self._landing and self._landing.wait_for_release(0.0)):
@@ -136,8 +132,8 @@ class DeviceArena:
             self._uploads.popleft()
 
 
-class Download:
-    """A copy to host memory, which is waited for as a read is."""
+class DeviceCopy:
+    """A copy from or to host memory, which is waited for as a read or a write is."""
 
     def __init__(self, event: Event) -> None:
         self._event = event

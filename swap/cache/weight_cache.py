@@ -141,16 +141,17 @@ class WeightCache:
             for parameter, subgroups in parts.items():
                 self._pending[parameter] = set(subgroups)
                 entry = self._entries.get(parameter)
-                if entry is None:
-                    continue
-                if parameter not in updated:
+                if entry is not None and parameter not in updated:
                     wait_for(entry)
-                    continue
-                del self._entries[parameter]
-                # What comes in the place of one waits for all that is computed until it goes.
-                is_at_home = self._components.arrays.weight(parameter, on_host=True) is not None
-                if not (entry.missing or is_at_home or taken.issuperset(subgroups)):
-                    self._stale[parameter] = entry
+                elif entry is not None:
+                    del self._entries[parameter]
+                    is_at_home = self._components.arrays.weight(parameter, on_host=True) is not None
+                    if not (entry.missing or is_at_home or taken.issuperset(subgroups)):
+                        self._stale[parameter] = entry
+                del entry
+            # What comes in the place of one waits for all that is computed until it goes: now.
+            if self._arena is not None:
+                self._arena.note_released()
 
     def take_old(self, segment: Segment, out: torch.Tensor, coming: list[Transfer]) -> bool:
         """Copy the old weights of ``segment`` into ``out`` if the arena has them. A copy that is
@@ -177,29 +178,28 @@ class WeightCache:
                 self._stale.pop(parameter, None)
         return True
 
-    def insert(self, segment: Segment, weight: torch.Tensor) -> None:
-        """New weights of ``segment``: keep a copy if there is room that is not needed sooner."""
-        if self.at_home(segment.parameter) is not None:
-            return
-        with self._workers.working():
-            self._insert(segment, weight)
+    def insert(self, segment: Segment, weight: torch.Tensor) -> Transfer | None:
+        """New weights of ``segment``: keep a copy if there is room that is not needed sooner.
 
-    def _insert(self, segment: Segment, weight: torch.Tensor) -> None:
+        ``weight`` stays until what is returned is done; None if nothing is copied any more.
+        """
+        if self.at_home(segment.parameter) is not None:
+            return None
+        with self._workers.working():
+            return self._insert(segment, weight)
+
+    def _insert(self, segment: Segment, weight: torch.Tensor) -> Transfer | None:
         with self._lock:
             entry = self._entries.get(segment.parameter)
             if entry is None and segment.start == 0:
                 entry = self._open_for_refresh(segment.parameter)
         if entry is None or segment.subgroup not in entry.missing:
-            return
-        self._cached.arena.put(entry, segment.start, weight)
+            return None
+        copy = self._cached.arena.put(entry, segment.start, weight)
         with self._lock:
             entry.missing.discard(segment.subgroup)
             self._changes.tell()
-
-    def wait_for_inserts(self) -> None:
-        """Wait until what new weights were passed on from may be used again."""
-        if self._arena is not None:
-            self._arena.wait_for_puts()
+        return copy
 
     def published(self, parameter: int, subgroup: int) -> None:
         """The new values of ``parameter`` in ``subgroup`` are at home."""

@@ -4,6 +4,10 @@ On a device with memory of its own, a byte of weights that are cached spares two
 step, and two reads if it is at home on an SSD. State there spares less for a byte: at most one read
 and one write of each, and the copies of what of it are weights and gradients. So room for all
 weights comes first, and state after it. Frozen weights take as much at home as in the cache.
+
+Of state, that of what is used first is worth most: its gradients come last in a backward pass, and
+the next forward pass begins with it, so that nothing else hides its update. The order of uses is
+not known yet; parameters are in the order of their modules, a tied one where it comes first.
 """
 
 from __future__ import annotations

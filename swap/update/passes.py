@@ -14,8 +14,8 @@ from swap.update.stages import Job, Step
 class Pass:
     """One step on its way. ``ahead``: not started, through a slot; ``in_memory``: not started, and
     nothing to read; ``reading``: before the kernel; ``writing``: after it; ``held``: written, and
-    waiting for the step to be validated. The first two are sorted by first use, and change under
-    the pipeline's lock.
+    waiting for the step to be validated. The first two are sorted by first use, behind what is
+    ``begun`` (parameters, before the step is validated), and change under the pipeline's lock.
     """
 
     step: Step
@@ -29,6 +29,7 @@ class Pass:
     writing: deque[Job] = field(default_factory=deque)
     held: deque[Job] = field(default_factory=deque)
     is_held_in_order: bool = False
+    begun: set[int] = field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:
@@ -38,6 +39,15 @@ class Pass:
     def waiting(self) -> list[Subgroup]:
         """What is not started."""
         return [*self.ahead, *self.in_memory]
+
+    def begin(self, group: Subgroup) -> None:
+        """It goes on its way through a slot."""
+        if not self.is_validated:
+            self.begun.update(segment.parameter for segment in group.segments)
+
+    def is_not_begun(self, group: Subgroup) -> bool:
+        """Unless other parts of its parameters are on their way, for a step that is not taken."""
+        return self.begun.isdisjoint(segment.parameter for segment in group.segments)
 
     @property
     def first_waiting(self) -> list[Subgroup]:

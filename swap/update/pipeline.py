@@ -152,6 +152,7 @@ class UpdatePipeline:
             taken = frozenset(job.subgroup.index for job in (*work.held, *work.writing))
             self._weights.begin_update(parts_of([*fed, *rest]), step.updates, taken)
             work.step = step
+            work.begun.clear()
             self._add(work, rest)
             work.is_validated = work.is_complete = True
             self._changes.tell()
@@ -180,10 +181,12 @@ class UpdatePipeline:
         """What the next forward pass wants first is updated first.
 
         The backward pass ends with the first layers, so of those that are complete the latest one
-        comes next; what is left when the step is taken lies behind, and has the forward pass up to
-        there to be done in.
+        comes next, once the parameter that is begun is finished: those that are begun after the
+        step is taken go to the arena whole, and nothing of them is read again. What is left then
+        lies behind, and has the forward pass up to there to be done in.
         """
         known = sorted([*work.waiting, *subgroups], key=self._first_use)
+        known.sort(key=work.is_not_begun)
         moving = {group.index for group in known if self._stages.needs_slot(group)}
         work.ahead = deque(group for group in known if group.index in moving)
         work.in_memory = deque(group for group in known if group.index not in moving)
@@ -237,8 +240,8 @@ class UpdatePipeline:
             change.wait(LOOK_SECONDS)
 
     def _publish_held(self, work: Pass) -> None:
-        """What was held back, when the step is taken, in the order of the next forward pass; but
-        first comes what that wants before, and is still to be updated.
+        """What was held back, when the step is taken, in the order of the next forward pass; what
+        that wants before, and is still to be updated, comes first.
         """
         if not work.is_validated or not work.held:
             return
@@ -248,7 +251,8 @@ class UpdatePipeline:
         coming = (*work.first_waiting, *(job.subgroup for job in work.reading))
         first = min(map(self._first_use, coming), default=None)
         while work.held and (first is None or self._first_use(work.held[0].subgroup) < first):
-            self._stages.publish(work.held[0])
+            if not self._is_published(work.held[0]):
+                work.writing.append(work.held[0])
             work.held.popleft()
 
     def _start_reads(self, work: Pass) -> None:
@@ -275,6 +279,7 @@ class UpdatePipeline:
                 if idle is None:
                     return None
                 self._stages.release_slot(idle)
+            work.begin(work.ahead[0])
             return work.ahead.popleft()
 
     def _advance(self, work: Pass) -> bool:
@@ -315,14 +320,22 @@ class UpdatePipeline:
             wait = True
         finished = [job for job in work.writing if self._stages.is_written(job)]
         if wait and not finished:
-            finished = list(work.writing)[:1]
+            finished = sorted(work.writing, key=self._stages.waits_for_device)[:1]
         for job in finished:
-            if work.is_validated:
-                self._stages.publish(job)
-            else:
-                self._stages.finish_write(job)
+            self._stages.finish_write(job)
+            if not work.is_validated:
                 work.held.append(job)
+            elif not self._is_published(job):
+                continue
             work.writing.remove(job)
+
+    def _is_published(self, job: Job) -> bool:
+        """Publish a job that is written, unless its new weights are on their way to a device."""
+        self._stages.insert_weights(job)
+        if not self._stages.is_written(job):
+            return False
+        self._stages.publish(job)
+        return True
 
     def _abandon(self, work: Pass) -> None:
         for job in (*work.held, *work.writing, *work.reading):

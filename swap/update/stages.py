@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from swap.cache.arena import Transfer
 from swap.cache.weight_cache import WeightCache
 from swap.gradients.store import GradientStore
 from swap.kernels import copy_values
@@ -24,7 +25,7 @@ from swap.storage.components import ComponentStore
 from swap.storage.extents import Extent
 from swap.timeline import Timeline
 from swap.update.runs import Part
-from swap.update.staging import Staged, Staging
+from swap.update.staging import Staged, Staging, are_done
 
 
 class RuleError(Exception):
@@ -74,6 +75,8 @@ class Stages(Staging[Job]):
         self._gradients = gradients
         self._weights = weights
         self._rule = rule
+        self._copies: list[Transfer] = []
+        """Of new weights, out of the slot of one job."""
 
     def update_now(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
         """Update subgroups that are arrays, with their gradients, before returning; those on a
@@ -91,7 +94,6 @@ class Stages(Staging[Job]):
     def _updated_in_place(self, step: Step, subgroup: Subgroup) -> Job:
         job = self.start_read(step, subgroup)
         self.run_kernel(job)
-        self.insert_weights(job)
         return job
 
     def start_read(self, step: Step, subgroup: Subgroup, *, is_aside: bool = False) -> Job:
@@ -116,22 +118,42 @@ class Stages(Staging[Job]):
                 self._apply(job, segment, update, part)
 
     def insert_weights(self, job: Job) -> None:
-        """Pass the new weights on to the arena, once, if the job still has them in its slot."""
-        if job.inserted or not job.components:
+        """Pass the new weights on to the arena, once, if the job still has them in its slot. They
+        are copied from there as they are written, behind what is computed with what they replace.
+
+        Out of one slot at a time: a device that is behind would have all of them, and disks would
+        stand still. What is not passed on now is read again when it is used.
+        """
+        if job.inserted or not job.components or self._components.is_array(job.subgroup.index):
             return
         job.inserted = True
+        if are_done(self._copies):
+            self._copies = self._insert(job, job.components["weight"])
+            job.writes += self._copies
+
+    def waits_for_device(self, job: Job) -> bool:
+        """Whether its new weights are on their way there, which may take longer than writes."""
+        return any(copy in job.writes and not copy.done() for copy in self._copies)
+
+    def _insert(self, job: Job, weight: torch.Tensor) -> list[Transfer]:
+        copies = []
         for segment, _ in _updated(job.subgroup, job.step):
-            stop = segment.offset + segment.length
-            self._weights.insert(segment, job.components["weight"][segment.offset : stop])
+            part = weight[segment.offset : segment.offset + segment.length]
+            copy = self._weights.insert(segment, part)
+            if copy is not None:
+                copies.append(copy)
+        return copies
 
     def publish(self, job: Job) -> None:
         """Wait for the writes; then the new extents replace the old ones, and slot and gradients
-        are free.
+        are free. Nothing waits for copies of arrays, which are made of what is at home: that stays
+        until the next update, which comes behind what is computed with them.
         """
         self.insert_weights(job)
-        self._weights.wait_for_inserts()
         super().publish(job)
         group = job.subgroup
+        if self._components.is_array(group.index):
+            self._insert(job, self._components.arrays.of(group.index, "weight"))
         self._gradients.release(group.index)
         for segment in group.segments:
             self._weights.published(segment.parameter, group.index)

@@ -88,7 +88,7 @@ class Staging(Generic[S]):
             raise
 
     def is_read(self, staged: S) -> bool:
-        return _are_done(staged.reads)
+        return are_done(staged.reads)
 
     def finish_read(self, staged: S) -> None:
         """Wait for the reads; raises ``AioError``."""
@@ -110,7 +110,7 @@ class Staging(Generic[S]):
         self._begin(staged, staged.writes, self._components.nvme.write, parts)
 
     def is_written(self, staged: S) -> bool:
-        return _are_done(staged.writes)
+        return are_done(staged.writes)
 
     def finish_write(self, staged: S) -> None:
         """Wait until the new extents are written; raises ``AioError``."""
@@ -223,7 +223,7 @@ class Staging(Generic[S]):
             noted.append(self._timeline.watch(operation, label, purpose=run.purposes))
 
 
-def _are_done(operations: Iterable[Transfer]) -> bool:
+def are_done(operations: Iterable[Transfer]) -> bool:
     """Asked of every subgroup on its way, again and again."""
     for operation in operations:  # noqa: SIM110
         if not operation.done():

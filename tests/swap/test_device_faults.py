@@ -100,7 +100,7 @@ FAULTS: dict[type[SimulatedDevice], tuple[Scene, str]] = {
     GradientBeforeComputed: (_train, "does not wait for what was computed"),
     ReadBackBeforeCome: (_roomy, "back reads .* does not wait for up"),
     LandingReleasedEarly: (_train, "let go of while up may still read"),
-    SlotReusedEarly: (_roomy, "was changed before the copy out of it was over"),
+    SlotReusedEarly: (_roomy, "let go of while up may still read"),
     GradientTakenEarly: (_train, "let go of while down may still write"),
     Unregistered: (_train, "no registered slab"),
 }

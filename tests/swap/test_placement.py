@@ -326,6 +326,20 @@ def test_state_goes_to_the_device_when_it_has_room_for_all_weights() -> None:
     assert {*homes(2048 * MIB, 300 * MIB)} == {Tier.DEVICE, Tier.HOST}
 
 
+def test_of_state_that_of_what_is_used_first_is_at_home_on_the_device() -> None:
+    """A table of embeddings, of which the gradient comes last, and not the head, which is as large
+    and comes first.
+    """
+    specs = specs_of([16 * MIB, *[8 * MIB] * 4, 16 * MIB])
+    weights_of_others, largest = 4 * 48 * MIB, 4 * 16 * MIB
+    state_and_gradients = (4 + 8 + 4) * 16 * MIB
+    room = weights_of_others + 2 * largest + state_and_gradients + 32 * MIB
+    budget = Budget(host_bytes=4096 * MIB, device_bytes=room)
+    placement = place(specs, AdamRule(), budget, least_arena_bytes=8 * MIB, separate_device=True)
+    there = [g for g in placement.layout.subgroups if placement.state_home[g.index] is Tier.DEVICE]
+    assert _parameters(there) == {0}
+
+
 @pytest.mark.parametrize("more", [0, 1, 1 << 20])
 def test_scales_of_many_small_parameters_are_within_the_budget(more: int) -> None:
     """Each subgroup of them takes whole pages for its own."""

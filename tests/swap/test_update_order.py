@@ -20,9 +20,9 @@ STEP = Step(updates={}, gradient_scale=1.0)
 TIMEOUT = 10.0
 
 
-def groups(count: int) -> list[Subgroup]:
-    """One parameter each."""
-    return list(pack(specs_of([PIECE] * count), PIECE).subgroups)
+def groups(count: int, *, parts: int = 1) -> list[Subgroup]:
+    """Of parameters in so many parts."""
+    return list(pack(specs_of([parts * PIECE] * count), PIECE).subgroups)
 
 
 class Weights:
@@ -43,7 +43,8 @@ class Weights:
 class Stages:
     """Notes what begins and what is published. ``slow`` subgroups are not written before
     ``release`` is set, and what is read from ``late`` ones is not there; nothing is read before
-    ``opened`` is. Subgroups ``in_memory`` need no slot.
+    ``opened`` is. Subgroups ``in_memory`` need no slot. Weights of ``copied`` ones are passed on to
+    a device, which has them when ``release`` is set.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Stages:
         slow: set[int] | None = None,
         late: set[int] | None = None,
         in_memory: set[int] | None = None,
+        copied: set[int] | None = None,
     ) -> None:
         self.log: list[tuple[str, int]] = []
         self.changed = threading.Condition()
@@ -59,7 +61,9 @@ class Stages:
         self.opened = threading.Event()
         self._slow, self._late = slow or set(), late or set()
         self._in_memory = in_memory or set()
+        self._copied = copied or set()
         self._free = slots
+        self._written: list[Job] = []
 
     def note(self, what: str, group: Subgroup) -> None:
         with self.changed:
@@ -93,7 +97,9 @@ class Stages:
             assert self.release.wait(TIMEOUT)
         self.note("kernel", job.subgroup)
 
-    def insert_weights(self, job: Job) -> None: ...
+    def insert_weights(self, job: Job) -> None:
+        if job.subgroup.index in self._copied:
+            self._slow.add(job.subgroup.index)
 
     def start_write(self, job: Job) -> None: ...
 
@@ -103,7 +109,12 @@ class Stages:
     def finish_write(self, job: Job) -> None:
         if job.subgroup.index in self._slow:
             assert self.release.wait(TIMEOUT)
-        self._free += self.needs_slot(job.subgroup)
+        if job not in self._written:  # held or not, it needs its slot no more
+            self._written.append(job)
+            self._free += self.needs_slot(job.subgroup)
+
+    def waits_for_device(self, job: Job) -> bool:
+        return job.subgroup.index in self._copied and not self.release.is_set()
 
     def release_slot(self, job: Job) -> None: ...
 
@@ -156,6 +167,22 @@ def test_of_what_the_backward_pass_has_completed_the_first_layer_comes_next(run:
     assert sorted(begun) == list(range(6))
 
 
+def test_a_parameter_that_is_begun_is_finished_before_an_earlier_one_of_the_model(run: Any) -> None:
+    stages, all_groups = Stages(slots=1, late={4}), groups(2, parts=4)
+    pipeline = run(stages, [0, 1])
+    stages.opened.set()
+    pipeline.speculate(STEP)
+    pipeline.feed(all_groups[4:])
+    stages.wait_for(lambda log: ("read", 4) in log)
+    pipeline.feed(all_groups[:4])
+    stages.release.set()
+    stages.wait_for(lambda log: sum(kind == "kernel" for kind, _ in log) == 8)
+    assert stages.of("read") == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert pipeline.validate(STEP, all_groups, [])
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 8)
+    assert stages.of("published") == list(range(8))
+
+
 def test_what_is_at_home_in_memory_is_not_kept_waiting_by_a_slow_ssd(run: Any) -> None:
     stages, all_groups = Stages(slots=8, slow={0, 2}), groups(5)
     stages.opened.set()
@@ -184,3 +211,17 @@ def test_what_has_been_read_is_updated_before_what_is_in_memory(run: Any) -> Non
     stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 4)
     assert stages.of("kernel")[0] == 2
     assert sorted(stages.of("kernel")) == list(range(4))
+
+
+def test_nothing_waits_for_a_device_that_is_behind_with_copies_of_what_was_held(run: Any) -> None:
+    stages, all_groups = Stages(slots=8, copied={0}), groups(5)
+    pipeline = run(stages, list(range(5)))
+    pipeline.speculate(STEP)
+    stages.opened.set()
+    pipeline.feed(all_groups[:3])
+    stages.wait_for(lambda log: sum(kind == "kernel" for kind, _ in log) == 3)
+    assert pipeline.validate(STEP, all_groups[:3], all_groups[3:])
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 4)
+    assert sorted(stages.of("published")) == [1, 2, 3, 4]
+    stages.release.set()
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 5)

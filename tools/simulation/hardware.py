@@ -135,10 +135,11 @@ class Hardware:
 
 @dataclass(slots=True, eq=False)
 class Moment:
-    """An event of a stream."""
+    """An event of a stream; ``at`` is when it came."""
 
     hardware: Hardware
     has_come: bool = False
+    at: float = 0.0
     _then: list[Callable[[], object]] = field(default_factory=list)
 
     def done(self) -> bool:
@@ -148,14 +149,17 @@ class Moment:
         self.hardware.wait(lambda: self.has_come)
 
     def come(self) -> None:
-        self.has_come = True
+        self.has_come, self.at = True, self.hardware.now
         for call in self._then:
             call()
         self._then.clear()
 
     def then(self, call: Callable[[], object]) -> None:
-        """``call`` when it comes; it has not yet."""
-        self._then.append(call)
+        """``call`` when it comes, at once if it has."""
+        if self.has_come:
+            call()
+        else:
+            self._then.append(call)
 
 
 class Queue:

@@ -88,6 +88,8 @@ def in_small(placement: Placement, rule: UpdateRule) -> Placement:
         "state_host_bytes": states[Tier.HOST],
         "spare_bytes": sum(state_bytes(layout.subgroups[one], rule) for one in placement.spared),
         "state_nvme_bytes": states[Tier.NVME],
+        "state_device_bytes": states[Tier.DEVICE],
+        "gradient_device_bytes": kept[Tier.DEVICE],
         "gradient_host_bytes": kept[Tier.HOST],
         "gradient_nvme_bytes": kept[Tier.NVME],
     }

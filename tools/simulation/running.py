@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +20,8 @@ from simulation.devices import SimulatedDevice
 from simulation.disks import SimulatedEngine
 from simulation.hardware import Hardware, Resource
 from simulation.model import SCALE, Llama, in_small, placed
+from swap.device.interface import Stream
+from swap.gradients.inbox import _BATCH_BYTES, MOST_COMING_BYTES, GradientInbox
 from swap.plan.layout import Segment
 from swap.plan.placement import Placement
 from swap.plan.rules import ParameterUpdate
@@ -30,6 +34,8 @@ OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 LEARNING = 2
 """Steps that the library learns the order of uses and the number of gradients from."""
 _MOST_TIMEOUTS = 100_000_000
+_INBOX = partial(GradientInbox, most_coming_bytes=MOST_COMING_BYTES // SCALE)
+"""What is under way at once is small as all memories are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +47,15 @@ class Machine:
     adam: float = 4e9
     disk_read: float = 6e9
     disk_write: float = 6e9
+    memory: float = 3e12
+    """Of the device, bytes read and written: what updates of state at home there are bound by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Seconds of each step, from the beginning of its forward pass to that of the next one's; what
-    computing, and the update, take alone; what the disks take for what is moved.
+    """Seconds of each step, from the end of the backward pass before, as the device comes to it, to
+    that of its own; what computing, and the update where its state is, take alone; what the disks
+    take for what is moved.
     """
 
     steps: tuple[float, ...]
@@ -76,24 +85,23 @@ _MOVED_BY_KERNEL = 26
 """Bytes that the kernel reads and writes for a parameter, gradient included: as fast as memory."""
 _MOVED_BY_COPY = 3
 """Times the bytes of a copy: they are read, and what they replace is read before it is written."""
+_MOVED_BY_KEEPING = 3
+"""Times the bytes of a gradient that stays on the device: copied, and read again for its norm."""
 _TIMES_ASIDE = 1.31
 """What an update from values that stay takes of one in place, where the processors share it, by
 tools/bench_adam.py. (One thread alone, which memory does not hold up, takes 1.66.)
 """
 
 
-class _HostRule(AdamRule):
-    """Has no state at home on the device, whose updates are not simulated."""
-
-    updates_on_device = False
-
-
-class _TimedRule(_HostRule):
+class _TimedRule(AdamRule):
     """Takes as long as the kernel does, and changes nothing."""
 
-    def __init__(self, hardware: Hardware, processors: Resource) -> None:
+    def __init__(
+        self, hardware: Hardware, processors: Resource, device: SimulatedDevice, memory: float
+    ) -> None:
         super().__init__()
         self._hardware, self._processors = hardware, processors
+        self._device, self._memory = device, memory
 
     def apply(
         self,
@@ -117,10 +125,20 @@ class _TimedRule(_HostRule):
         amount = _TIMES_ASIDE * segment.length * SCALE
         self._hardware.spend(self._processors, "update", amount)
 
+    def apply_on_device(
+        self,
+        segment: Segment,
+        update: ParameterUpdate,
+        components: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_scale: float,
+    ) -> None:
+        self._device.update(_MOVED_BY_KERNEL * segment.length * SCALE / self._memory)
+
 
 def simulate(model: Llama, machine: Machine, budget: Budget, *, tokens: int, steps: int) -> Outcome:
     """``steps`` steps of ``tokens`` tokens each. Raises ``BudgetError`` and ``ValueError``."""
-    placement = placed(model, _HostRule(), budget)
+    placement = placed(model, AdamRule(), budget)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         real = stack.enter_context(Engine("posix", queue_depth=4))
@@ -153,44 +171,48 @@ class _Run:
         ]
 
     def steps(self, placement: Placement, folder: Path, steps: int) -> Outcome:
-        rule = _TimedRule(self._hardware, self._processors)
+        rule = _TimedRule(self._hardware, self._processors, self._device, self._machine.memory)
         small = in_small(placement, rule)
         with ExitStack() as stack:
             engine = self._engine
             stack.enter_context(patch("swap.storage.opening.Engine", lambda **_: engine))
             stack.enter_context(patch("swap.storage.blocks.copy_values", self._copy))
+            stack.enter_context(patch("swap.tiered.GradientInbox", _INBOX))
+            stack.enter_context(patch("swap.gradients.inbox._BATCH_BYTES", _BATCH_BYTES // SCALE))
             state = TieredState(small, rule, [folder], device=self._device)
             stack.callback(state.close)
             taken = 0
             state.speculation.expect_step = lambda: self._step(taken + 1)
-            seconds = []
+            ends = [self._device.record(Stream.COMPUTE)]
+            moved: list[list[float]] = []
             for taken in range(steps):
-                before = self._hardware.now
-                if taken == LEARNING:
-                    moved = [resource.amount for resource in self._disks]
                 self._pass(state, forward=True)
                 self._pass(state, forward=False)
+                ends.append(self._device.record(Stream.COMPUTE))
+                ends[-1].then(lambda: moved.append([disk.amount for disk in self._disks]))
                 state.step(self._step(taken + 1).updates, 1.0)
-                seconds.append(self._hardware.now - before)
-            per_step = self._per_step(moved, steps)
+            ends[-1].wait()
+            per_step = _means(moved[LEARNING - 1 :])
             state.flush()
         return Outcome(
-            steps=tuple(seconds),
+            steps=tuple(end.at - start.at for start, end in pairwise(ends)),
             compute=3 * sum(map(self._seconds, range(len(self._parameters)))),
-            update=self._model.num_parameters / self._machine.adam,
+            update=self._update_seconds(placement),
             read=per_step[0],
             written=per_step[1],
             disk=max(n / resource.rate for n, resource in zip(per_step, self._disks, strict=True)),
         )
 
+    def _update_seconds(self, placement: Placement) -> float:
+        """By the processors, and by the device of what is at home there."""
+        there = sum(unit.numel for unit in placement.units_on_device)
+        on_device = _MOVED_BY_KERNEL * there / self._machine.memory
+        return (self._model.num_parameters - there) / self._machine.adam + on_device
+
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Within host memory: of new weights home."""
         moved = _MOVED_BY_COPY * source.nbytes * SCALE
         self._hardware.spend(self._processors, "update", moved / _MOVED_BY_KERNEL)
-
-    def _per_step(self, before: Sequence[float], steps: int) -> list[float]:
-        moved = zip(self._disks, before, strict=True)
-        return [(resource.amount - amount) / (steps - LEARNING) for resource, amount in moved]
 
     def _seconds(self, module: int) -> float:
         return self._model.flops(module, self._tokens) / self._machine.flops
@@ -212,6 +234,9 @@ class _Run:
         for parameter in reversed(self._parameters[module]):
             spec = state.layout.specs[parameter]
             self._device.compute(seconds * spec.numel * SCALE)
+            if state.gradients.is_on_device(parameter):
+                moved = _MOVED_BY_KEEPING * spec.weight_bytes * SCALE
+                self._device.compute(moved / self._machine.memory)
             state.add_gradient(parameter, torch.zeros(spec.numel, dtype=spec.dtype))
 
     def _step(self, number: int) -> Step:
@@ -225,3 +250,9 @@ class _Run:
             },
             gradient_scale=1.0,
         )
+
+
+def _means(amounts: Sequence[Sequence[float]]) -> list[float]:
+    """What is added to each from one time to the next."""
+    pairs = zip(amounts[0], amounts[-1], strict=True)
+    return [(after - before) / (len(amounts) - 1) for before, after in pairs]

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from aio import Slab
 from swap.device.interface import Stream
 from tests.support.simulated_device.device import SimulatedDevice
@@ -58,10 +60,22 @@ class LandingReleasedEarly(SimulatedDevice):
 
 
 class SlotReusedEarly(SimulatedDevice):
-    """Nobody waits until new weights have left their staging slot."""
+    """Nobody waits until new weights have left their staging slot. (Where all weights fit, nothing
+    lands any more once there are gradients.)
+    """
+
+    _is_trained = False
+
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._is_trained |= stream is Stream.DOWN
+        super().copy(stream, target, source)
+
+    def is_done(self, event: SimulatedEvent) -> bool:
+        is_new = self._is_trained and event.stream is Stream.UP
+        return is_new or super().is_done(event)
 
     def wait(self, event: SimulatedEvent) -> None:
-        if event.stream is not Stream.UP:
+        if not self.is_done(event):
             super().wait(event)
 
 
