@@ -27,7 +27,7 @@ import numpy.typing as npt
 from aio import AioError, Engine, Operation, read_regular_file
 from checkpoint._native import ffi
 from checkpoint.directory.destination import PathLike, checkpoint_path
-from checkpoint.directory.replacing import Replacement
+from checkpoint.directory.files.replacing import Replacement
 from checkpoint.format.checksum import copy_ranges
 from checkpoint.sheltered import sheltered
 from checkpoint.transfer.memory import staging_slab

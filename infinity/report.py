@@ -12,7 +12,7 @@ from typing import Any
 
 from aio import naming
 from checkpoint.directory.destination import check_place
-from checkpoint.directory.replacing import replace_durably
+from checkpoint.directory.files.replacing import replace_durably
 from infinity.activations.offloading import Activations
 from swap.plan.traffic import traffic_of
 from swap.storage.drives.endurance import DRIVE_ENDURANCE, Wear, endurance_of

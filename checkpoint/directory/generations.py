@@ -19,7 +19,7 @@ from pathlib import Path
 
 from aio import sync_directory
 from aio.process.descriptors import Descriptor
-from checkpoint.directory.attributes import PRIVATE, Attributes, give_attributes
+from checkpoint.directory.files.attributes import PRIVATE, Attributes, give_attributes
 from checkpoint.directory.locate import is_finished, read_head, read_manifest
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.owners import OWNER_NAME, opened_directory, owner_at, read_owner

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from aio import naming
 from aio.process.descriptors import Descriptor
-from checkpoint.directory.making import deepest_first, make_directory, remove_empty
+from checkpoint.directory.files.making import deepest_first, make_directory, remove_empty
 
 _MOST_OPENINGS = 20
 """Of a directory, while children are forked during each."""

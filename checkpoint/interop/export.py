@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from aio import Engine
-from checkpoint.directory.attributes import Attributes
 from checkpoint.directory.destination import PathLike, checkpoint_path
+from checkpoint.directory.files.attributes import Attributes
+from checkpoint.directory.files.replacing import open_new
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.relocation import StripeDirs, relocation
-from checkpoint.directory.replacing import open_new
 from checkpoint.format import elements
 from checkpoint.format.datafile import ALIGNMENT, Entry, plan_packed_file
 from checkpoint.format.names import METADATA_KEY, ROOT_NAME, natural_name

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from aio import sync_directory
-from checkpoint.directory.attributes import Attributes, attributes_at, shared_attributes
+from checkpoint.directory.files.attributes import Attributes, attributes_at, shared_attributes
 from checkpoint.directory.generations import write_durably
 from checkpoint.directory.locate import open_regular_file
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from aio.errors import check_flag
 from checkpoint.directory.destination import PathLike, checkpoint_path
+from checkpoint.directory.files.replacing import replace_durably
 from checkpoint.directory.relocation import Relocation, StripeDirs, relocation
-from checkpoint.directory.replacing import replace_durably
 from checkpoint.format.records import Manifest, TensorRecord
 from checkpoint.format.slices import contiguous_strides, flat_first, offset_of
 from checkpoint.format.tree import data_nodes

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aio import Engine, File
-from checkpoint.directory.attributes import attributes_at
 from checkpoint.directory.destination import Destination
-from checkpoint.directory.replacing import open_new
-from checkpoint.directory.space import check_space
+from checkpoint.directory.files.attributes import attributes_at
+from checkpoint.directory.files.replacing import open_new
+from checkpoint.directory.files.space import check_space
 from checkpoint.format.checksum import CRC_BLOCK_BYTES, crc32c
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import ChunkRecord, FileRecord

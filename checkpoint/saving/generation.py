@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from aio import read_regular_file, sync_directory
-from checkpoint.directory.attributes import attributes_at
 from checkpoint.directory.destination import Destination
+from checkpoint.directory.files.attributes import attributes_at
 from checkpoint.directory.generations import (
     clear_orphans,
     create_generation,

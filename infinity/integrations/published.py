@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from aio import naming, sync_directory
+from checkpoint.directory.files.making import made_directory, make_directory
 from checkpoint.directory.lock import Lock
-from checkpoint.directory.making import made_directory, make_directory
 
 _WRITING = re.compile(r"\.saving-[0-9a-f]{8}")
 _WRITTEN = ".saved"

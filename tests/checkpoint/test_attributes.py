@@ -15,9 +15,9 @@ import torch
 
 import checkpoint
 from aio import File
-from checkpoint.directory import attributes
-from checkpoint.directory.attributes import Attributes, shared_attributes
-from checkpoint.directory.replacing import replace_durably
+from checkpoint.directory.files import attributes
+from checkpoint.directory.files.attributes import Attributes, shared_attributes
+from checkpoint.directory.files.replacing import replace_durably
 from tests.support.memory import folder_in_memory
 
 tmp_path = folder_in_memory()

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoint
 from checkpoint.dcp import StorageReader, StorageWriter
-from checkpoint.directory.making import make_directory
+from checkpoint.directory.files.making import make_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

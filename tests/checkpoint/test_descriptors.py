@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.directory.files.replacing import replace_durably
 from checkpoint.directory.generations import remove_generation, write_durably
 from checkpoint.directory.locate import read_head
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.owners import OWNER_NAME, opened_directory, read_owner
-from checkpoint.directory.replacing import replace_durably
 from tests.aio.conftest import open_descriptors
 from tests.support.interrupts import interrupt_behind_call
 

@@ -157,6 +157,6 @@ def test_directories_made_for_an_export_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr("checkpoint.saving.generation.sync_directory", synced.append)
+    monkeypatch.setattr("checkpoint.directory.files.making.sync_directory", synced.append)
     export(tmp_path / "x" / "y", 1.0, 1)
     assert synced == [tmp_path, tmp_path / "x"]

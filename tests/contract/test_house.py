@@ -19,7 +19,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("storage.drives", "storage", "snapshots", "cache", "gradients", "update"),
     ),
     "checkpoint": (
-        *("format", "ranks", "directory", "tensors", "plan", "transfer"),
+        *("format", "ranks", "directory.files", "directory", "tensors", "plan", "transfer"),
         *("saving", "loading", "interop", "dcp", "bench"),
     ),
     "checkpoint.bench": ("conditions", "systems", "measure", "output"),

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 from aio.errors import naming
-from checkpoint.directory.replacing import replace_durably
+from checkpoint.directory.files.replacing import replace_durably
 
 _NO_PLACE_BESIDE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
 """What a file may be written to in spite of: its folder is not, or it is mounted alone."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from aio import Engine, File, naming, sync_directory
 from aio.process.descriptors import Descriptor, Temporary
-from checkpoint.directory.attributes import PRIVATE, Attributes, give_attributes
+from checkpoint.directory.files.attributes import PRIVATE, Attributes, give_attributes
 
 _MAX_NAME_BYTES = 220
 """Of a name that is part of another one, which may have 255."""
