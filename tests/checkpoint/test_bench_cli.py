@@ -24,6 +24,7 @@ from checkpoint.bench.conditions.scratch import PREFIX
 from checkpoint.bench.output.files import write_output
 from checkpoint.bench.systems.peers import TorchSave
 from checkpoint.bench.systems.system import Infinity
+from tests.support.proof import matrix
 from tests.support.rig import ssd_fixture
 from tests.support.scripts import Script
 
@@ -292,7 +293,7 @@ def as_a_process(directories: list[Path], *words: str, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("words", [(), ("--json",)])
+@pytest.mark.parametrize("words", matrix([[], ["--json"]], usual=[["--json"]]))
 def test_bench_whose_output_is_full_names_it_and_writes_what_it_can(
     directories: list[Path], tmp_path: Path, words: tuple[str, ...]
 ) -> None:
@@ -308,7 +309,7 @@ def test_bench_whose_output_is_full_names_it_and_writes_what_it_can(
     assert left_in(directories) == []
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("encoding", matrix(["ascii", "latin-1", "utf-8"], usual=["ascii"]))
 def test_bench_shows_its_table_in_the_characters_that_there_are(
     directories: list[Path], encoding: str
 ) -> None:

@@ -14,6 +14,7 @@ from infinity import OffloadedAdamW
 from infinity.adamw.tiers.loads import LEAST_LINK_BYTES
 from tests.support.adamw_model import AMPLE, DTYPES, SMALL, same
 from tests.support.late_engine import Faults
+from tests.support.proof import matrix
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.simulated_device.injected import simulated
 from tests.support.tiers import late_engines
@@ -52,7 +53,7 @@ def trained(dtype: torch.dtype, nvme: Path, memory: int | str) -> list[torch.Ten
         return outcome(parameters, optimizer)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", matrix(DTYPES, usual=[torch.bfloat16]))
 def test_writes_that_end_after_their_step_leave_every_bit_as_in_memory(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:

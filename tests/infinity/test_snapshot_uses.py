@@ -18,6 +18,7 @@ import infinity
 from infinity.model import training_of
 from infinity.snapshots import points
 from tests.support.models import seeded
+from tests.support.proof import matrix
 from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, train
 from tests.support.training import WHOLE, least_budget, same_values, values_of
 
@@ -70,15 +71,21 @@ def test_values_that_are_overwritten_after_a_snapshot_are_not_those_of_the_snaps
         offloaded.drop_snapshot("a")
 
 
+_TILED = {"max_parameter_bytes": "256KiB"}
+
+
 @pytest.mark.parametrize(
     ("taken", "restored"),
-    [
-        ({}, {"host_memory": WHOLE}),
-        ({"host_memory": WHOLE}, {}),
-        ({}, {"max_parameter_bytes": "256KiB"}),
-        ({"max_parameter_bytes": "256KiB"}, {"host_memory": WHOLE}),
-        ({"max_parameter_bytes": "256KiB"}, {"max_parameter_bytes": "256KiB"}),
-    ],
+    matrix(
+        [
+            ({}, {"host_memory": WHOLE}),
+            ({"host_memory": WHOLE}, {}),
+            ({}, _TILED),
+            (_TILED, {"host_memory": WHOLE}),
+            (_TILED, _TILED),
+        ],
+        usual=[({"host_memory": WHOLE}, {}), (_TILED, {"host_memory": WHOLE})],
+    ),
 )
 def test_snapshot_is_restored_under_other_budgets_and_tiles(
     taken: dict[str, Any], restored: dict[str, Any], least: int, nvme: Path, tmp_path: Path

@@ -3,6 +3,7 @@
 import _thread
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from swap.interruptions import undo as module
 from swap.interruptions.undo import Closing, Leave, Undo, close_gone
 from tests.support.interrupts import interrupt, interrupt_behind_call
+from tests.support.proof import matrix
 
 
 class Work:
@@ -154,8 +156,13 @@ def _closing(number: int, closed: list[int]) -> Owner:
     return owner
 
 
-@pytest.mark.parametrize("interrupt_at", [interrupt, interrupt_behind_call])
-@pytest.mark.parametrize("end", [close_gone, module._close_all])
+@pytest.mark.parametrize(
+    ("interrupt_at", "end"),
+    matrix(
+        product([interrupt, interrupt_behind_call], [close_gone, module._close_all]),
+        usual=[(interrupt_behind_call, close_gone)],
+    ),
+)
 def test_interrupt_as_a_closing_is_made_keeps_no_other_from_being_closed(
     interrupt_at: Callable[..., Any], end: Callable[[], None], closed: list[int]
 ) -> None:
