@@ -92,8 +92,11 @@ class Arena(Protocol):
 
     def note_released(self) -> None:
         """Entries were let go of: what comes in their place waits for no more than what is computed
-        until now.
+        until now. Raises nothing: what cannot be noted is told where room is wanted.
         """
+
+    def wait_for_copies_from(self, values: torch.Tensor) -> None:
+        """Wait until no entry is to be copied from ``values`` any more, which are to change."""
 
     def arrived(self, entry: Entry) -> None:
         """All reads of ``entry`` are finished."""
@@ -148,6 +151,9 @@ class HostArena:
 
     def note_released(self) -> None:
         """What was computed here is done."""
+
+    def wait_for_copies_from(self, values: torch.Tensor) -> None:
+        """They are over when they return."""
 
     def arrived(self, entry: Entry) -> None:
         """Nothing is left to do: the bytes are where they are computed with."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 
 import torch
 
@@ -64,7 +65,15 @@ class DeviceArena:
         return DeviceCopy(event)
 
     def note_released(self) -> None:
-        self._memory.collect()
+        with suppress(RuntimeError):  # of the device: it is asked again where room is wanted
+            self._memory.collect()
+
+    def wait_for_copies_from(self, values: torch.Tensor) -> None:
+        """What a pass between the last gradient and the step computes with may be among them."""
+        with self._lock:
+            copies = [event for event, source in self._uploads if _overlap(source, values)]
+        for event in copies[-1:]:  # they come one after the other
+            event.wait()
 
     def arrived(self, entry: Entry) -> None:
         landing, entry.landing = entry.landing, None
@@ -130,6 +139,12 @@ class DeviceArena:
     def _drop_finished_uploads(self) -> None:
         while self._uploads and self._uploads[0][0].done():
             self._uploads.popleft()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of memory in a row."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
 
 
 class DeviceCopy:

@@ -48,7 +48,7 @@ class WeightCache:
         self.hits = self.misses = 0
         self._specs = components.layout.specs
         self._components = components
-        self._arena = arena
+        self.arena = arena
         self._reads = None if arena is None else WeightReads(components, arena, timeline)
         self._timeline = timeline
         self._prefetch = prefetch
@@ -150,8 +150,8 @@ class WeightCache:
                         self._stale[parameter] = entry
                 del entry
             # What comes in the place of one waits for all that is computed until it goes: now.
-            if self._arena is not None:
-                self._arena.note_released()
+            if self.arena is not None:
+                self.arena.note_released()
 
     def take_old(self, segment: Segment, out: torch.Tensor, coming: list[Transfer]) -> bool:
         """Copy the old weights of ``segment`` into ``out`` if the arena has them. A copy that is
@@ -241,7 +241,7 @@ class WeightCache:
 
     def at_home(self, parameter: int) -> torch.Tensor | None:
         """The weights of ``parameter``, flat, if they are computed with where they live."""
-        on_host = self._arena is None or self._arena.uses_home
+        on_host = self.arena is None or self.arena.uses_home
         return self._components.arrays.weight(parameter, on_host=on_host)
 
     def wait_until_updated(self, parameter: int) -> None:
@@ -350,7 +350,7 @@ class WeightCache:
 
     def _prefetch_ahead(self, used_bytes: int) -> None:
         """Start reads along the schedule for as long as there is room that is not needed sooner."""
-        if self._arena is None or self._reads is None or not self.schedule.plan:
+        if self.arena is None or self._reads is None or not self.schedule.plan:
             return
         ahead_bytes = 0
         with self._lock:
@@ -361,7 +361,7 @@ class WeightCache:
                 if self.at_home(parameter) is not None:
                     continue  # it takes no room here
                 ahead_bytes += self._specs[parameter].weight_bytes
-                if ahead_bytes > self._arena.nbytes:
+                if ahead_bytes > self.arena.nbytes:
                     return
                 is_absent = self._is_absent(parameter)
                 if is_absent and self._start_read(parameter, ahead=True) is None:

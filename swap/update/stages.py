@@ -56,6 +56,7 @@ class Job(Staged):
 
     step: Step = field(kw_only=True)
     inserted: bool = False
+    is_published: bool = False
     gradient: torch.Tensor | None = None
 
 
@@ -111,6 +112,8 @@ class Stages(Staging[Job]):
         gradient = job.gradient
         assert gradient is not None
         updating = self._components.arrays.updating(group.index, gradient)
+        if not job.is_aside:
+            self._wait_for_copies_of(group)
         with self._timeline.span("kernel", label=f"subgroup {group.index}"), updating:
             self._keep_others(job)
             for segment, update in _updated(group, job.step):
@@ -146,17 +149,32 @@ class Stages(Staging[Job]):
 
     def publish(self, job: Job) -> None:
         """Wait for the writes; then the new extents replace the old ones, and slot and gradients
-        are free. Nothing waits for copies of arrays, which are made of what is at home: that stays
-        until the next update, which comes behind what is computed with them.
+        are free. Nothing waits for copies of arrays, which are made of what is at home: the next
+        update does. What is published stays so, also if a device refuses its weights: a second
+        call does nothing.
         """
+        if job.is_published:
+            return
         self.insert_weights(job)
-        super().publish(job)
         group = job.subgroup
-        if self._components.is_array(group.index):
-            self._insert(job, self._components.arrays.of(group.index, "weight"))
-        self._gradients.release(group.index)
-        for segment in group.segments:
-            self._weights.published(segment.parameter, group.index)
+        if job.is_aside:
+            self._wait_for_copies_of(group)
+        super().publish(job)
+        job.is_published = True
+        try:
+            if self._components.is_array(group.index):
+                self._insert(job, self._components.arrays.of(group.index, "weight"))
+        finally:
+            self._gradients.release(group.index)
+            for segment in group.segments:
+                self._weights.published(segment.parameter, group.index)
+
+    def _wait_for_copies_of(self, group: Subgroup) -> None:
+        """Its weights at home are to change, which a device may not have copied yet."""
+        if self._weights.arena is not None and self._components.is_array(group.index):
+            self._weights.arena.wait_for_copies_from(
+                self._components.arrays.of(group.index, "weight")
+            )
 
     def release_slot(self, job: Job) -> None:
         super().release_slot(job)

@@ -1,0 +1,188 @@
+"""New weights of what is at home in host memory, on their way to a device that is late or fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from swap.device.interface import Stream
+from swap.interruptions.mixture import MixedStateError
+from swap.kernels import copy_values
+from swap.plan.layout import PIECE, pack
+from swap.storage import blocks
+from swap.update.stages import Step
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.simulated_device.failing import Failing
+from tests.support.tiers import (
+    RULE,
+    TieredRig,
+    add_to_both,
+    assert_same,
+    fill_both,
+    placement_of,
+    same_bits,
+    specs_of,
+    step_both,
+)
+
+NUM = 4
+PAGE = 4 * PIECE
+
+
+class Noting(SimulatedDevice):
+    """Copies up are over when the host has waited for them, and no sooner; notes their sources."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[tuple[int, int, int]] = []
+
+    def is_done(self, event: Any) -> bool:
+        if event.stream is Stream.UP:
+            return bool(self._host.get(Stream.UP, 0) >= event.clock[Stream.UP])
+        return super().is_done(event)
+
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        super().copy(stream, target, source)
+        if stream is Stream.UP:
+            first = source.data_ptr()
+            self.sources.append((first, first + source.nbytes, self._clocks[stream][stream]))
+
+    def is_copied_still(self, values: torch.Tensor) -> bool:
+        first, end = values.data_ptr(), values.data_ptr() + values.nbytes
+        is_over = self._host.get(Stream.UP, 0)
+        return any(a < end and first < b and at > is_over for a, b, at in self.sources)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def made(
+    stack: ExitStack,
+    folder: Path,
+    device: SimulatedDevice,
+    *,
+    room: int,
+    spared: bool = True,
+    is_speculative: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> TieredRig:
+    placement = placement_of(
+        pack(specs_of([PIECE] * NUM, dtype), PIECE),
+        arena_bytes=2 * PAGE,
+        inbox_bytes=4 * PAGE,
+        device_bytes=room * PAGE,
+        state_on_nvme=lambda _: False,
+        gradient_on_nvme=lambda _: False,
+        spared=lambda _: spared,
+    )
+    rig = TieredRig(stack, folder, placement, device=device)
+    fill_both(rig.state, rig.plain)
+    if is_speculative:
+        rig.state.speculation.expect_step = lambda: Step(
+            updates=rig.plain.updates(range(NUM)), gradient_scale=1.0
+        )
+    return rig
+
+
+def use(rig: TieredRig, parameter: int) -> None:
+    (weight,) = rig.state.weights.acquire([parameter], "test")
+    assert same_bits(weight, rig.plain.weight(parameter))
+    rig.state.weights.release("test")
+
+
+def passes(rig: TieredRig, number: int) -> None:
+    for parameter in range(NUM):
+        use(rig, parameter)
+    for parameter in reversed(range(NUM)):
+        use(rig, parameter)
+        add_to_both(rig.state, rig.plain, parameter, seed=10 * number + parameter)
+
+
+@pytest.mark.parametrize("spared", [True, False])
+@pytest.mark.parametrize("is_speculative", [True, False])
+def test_weights_at_home_change_when_a_device_has_copied_them(
+    stack: ExitStack, tmp_path: Path, is_speculative: bool, spared: bool
+) -> None:
+    """Also for a pass behind the last gradient, of which no gradient says that it is over."""
+    device, found = Noting(), []
+    rig = made(stack, tmp_path, device, room=2, spared=spared, is_speculative=is_speculative)
+    apply = type(RULE).apply
+
+    def noted_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+        found.append(device.is_copied_still(target))
+        copy_values(source, target)
+
+    def noted_apply(self: Any, segment: Any, update: Any, components: Any, *rest: Any) -> None:
+        found.append(device.is_copied_still(components["weight"]))
+        apply(self, segment, update, components, *rest)
+
+    stack.enter_context(patch.object(blocks, "copy_values", noted_copy))
+    for number in range(3):
+        passes(rig, number)
+        for parameter in range(NUM):
+            use(rig, parameter)
+        with patch.object(type(RULE), "apply", noted_apply):
+            rig.state.step(rig.plain.updates(range(NUM)), 1.0)
+            rig.state.pipeline.join()
+        rig.plain.step(rig.plain.updates(range(NUM)), 1.0)
+    assert found
+    assert not any(found)
+    assert_same(rig.state, rig.plain)
+
+
+@pytest.mark.parametrize("after", range(1, NUM + 1))
+def test_what_a_device_refuses_is_published_once(
+    stack: ExitStack, tmp_path: Path, after: int
+) -> None:
+    """Each parameter is whole, and the error names those that are as before the step."""
+    device = Failing()
+    rig = made(stack, tmp_path, device, room=NUM, dtype=torch.bfloat16)
+    for number in range(2):
+        passes(rig, number)
+        step_both(rig.state, rig.plain, range(NUM))
+        rig.state.flush()
+    passes(rig, 2)
+    old = {p: {n: v.clone() for n, v in rig.plain.components[p].items()} for p in range(NUM)}
+    device.fail("copy", Stream.UP, after, 1)
+    told = ""
+    try:
+        step_both(rig.state, rig.plain, range(NUM))
+        rig.state.flush()
+    except MixedStateError as error:
+        told = str(error)
+    for parameter, before in old.items():
+        is_named = f"p{parameter}" in told.partition(" may be as before")[0]
+        wanted = before if is_named else rig.plain.components[parameter]
+        for name, values in wanted.items():
+            read = torch.empty(values.numel(), dtype=values.dtype)
+            rig.state.components.read(parameter, name, 0, read)
+            assert same_bits(read, values), (parameter, name, told)
+
+
+@pytest.mark.parametrize("is_speculative", [True, False])
+def test_step_goes_on_where_a_device_cannot_note_what_was_let_go_of(
+    stack: ExitStack, tmp_path: Path, is_speculative: bool
+) -> None:
+    rig = made(stack, tmp_path, SimulatedDevice(), room=NUM, is_speculative=is_speculative)
+    begin = rig.state.weights.begin_update
+    arena: Any = rig.state.weights.arena
+
+    def failing(*arguments: Any) -> None:
+        with patch.object(arena._memory, "collect", side_effect=RuntimeError("it failed")):
+            begin(*arguments)
+
+    for number in range(2):
+        passes(rig, number)
+        with patch.object(rig.state.weights, "begin_update", failing):
+            step_both(rig.state, rig.plain, range(NUM))
+        rig.state.flush()
+    assert_same(rig.state, rig.plain)
