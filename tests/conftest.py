@@ -4,7 +4,9 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,6 +26,16 @@ def no_errors_of_others() -> Iterator[None]:
     """What a test left without asking for its result is told in that test."""
     yield
     unasked.tell()
+
+
+@pytest.fixture(autouse=True)
+def no_modes_left() -> Iterator[None]:
+    """A test that leaves autograd off fails, and not those behind it."""
+    yield
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail("autograd was left off")
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 from weakref import finalize
 
-from handler_points import runs_handler
+from handler_points import catcher, runs_handler
 
 from tests.support.tiers import Leftovers
 
@@ -186,27 +185,7 @@ class _Boundaries:
         if last_code is not code or not runs_handler(frame):
             return False
         is_open = dis.opname[code.co_code[before]] in _OPENS
-        return is_open and _catcher(code, before) == _catcher(code, at)
-
-
-@cache
-def _catcher(code: CodeType, at: int) -> int | None:
-    """Where an exception goes that comes up at an instruction; None where it leaves the function.
-
-    The table has numbers of 6 bits a byte, the highest first; where 0x40 is set the number goes on.
-    Four of them are a range of code, its start, length and target in units of two bytes, and the
-    stack there.
-    """
-    numbers, number = [], 0
-    for byte in code.co_exceptiontable:
-        number = number << 6 | byte & 0x3F
-        if not byte & 0x40:  # else there is more of it
-            numbers.append(number)
-            number = 0
-    for start, length, target, _ in zip(*[iter(numbers)] * 4, strict=True):
-        if 2 * start <= at < 2 * (start + length):
-            return 2 * target
-    return None
+        return is_open and catcher(code, before) == catcher(code, at)
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:
