@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -45,9 +46,15 @@ class Keyboard:
 
 @contextmanager
 def keyboard_of(*numbers: signal.Signals) -> Iterator[Keyboard]:
-    """Its handler is that of these signals."""
+    """Its handler is that of these signals. Of what others have run as garbage is collected (as
+    hypothesis does), nothing is run: Python swallows an interrupt that comes in there.
+    """
     made = Keyboard()
+    callbacks, gc.callbacks[:] = [*gc.callbacks], []
     before = {number: signal.signal(number, made.handle) for number in numbers}
-    yield made
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    try:
+        yield made
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        gc.callbacks[:] = callbacks
