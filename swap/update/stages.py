@@ -76,8 +76,19 @@ class Stages(Staging[Job]):
         self._gradients = gradients
         self._weights = weights
         self._rule = rule
+        self._num_slots = len(slots)
         self._copies: list[Transfer] = []
         """Of new weights, out of the slot of one job."""
+
+    def can_start(self, subgroup: Subgroup) -> bool:
+        """Raises ``RuntimeError`` where no slot will ever be free."""
+        num_lost = sum(slot is not None for slot, _ in self._lost)
+        if self.needs_slot(subgroup) and num_lost == self._num_slots:
+            raise RuntimeError(
+                "the device does not tell the end of its copies any more, so that there is no "
+                "memory to update in; leave the block, or begin anew from a checkpoint or snapshot"
+            )
+        return super().can_start(subgroup)
 
     def update_now(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
         """Update subgroups that are arrays, with their gradients, before returning; those on a

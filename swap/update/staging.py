@@ -65,6 +65,8 @@ class Staging(Generic[S]):
         self._components = components
         self._slots = slots
         self._timeline = timeline
+        self._lost: list[tuple[np.ndarray | None, dict[str, torch.Tensor]]] = []
+        """What a device has not let go of: slots, or what is at home."""
 
     @property
     def mixture(self) -> Mixture:
@@ -133,9 +135,13 @@ class Staging(Generic[S]):
         self.release_slot(staged)
 
     def undo_write(self, staged: S) -> None:
-        """Let transfers end and give the new extents back. The slot keeps what it holds."""
-        for operation in (*staged.reads, *staged.writes):
-            _let_end(operation)
+        """Let transfers end and give the new extents back. The slot keeps what it holds; one that a
+        device has not let go of, as its waits fail, is nobody's any more.
+        """
+        ended = [_has_ended(operation) for operation in (*staged.reads, *staged.writes)]
+        if not all(ended):
+            self._lost.append((staged.slot, staged.components))
+            staged.slot = None
         staged.reads.clear()
         staged.writes.clear()
         for extent in staged.extents.values():
@@ -231,11 +237,14 @@ def are_done(operations: Iterable[Transfer]) -> bool:
     return True
 
 
-def _let_end(operation: Transfer) -> None:
+def _has_ended(operation: Transfer) -> bool:
     """Wait for a transfer whose outcome no longer matters: its failure has been, or will be,
-    reported by another.
+    reported by another. False where nobody knows, as a device cannot be waited for.
     """
     try:
         operation.result()
     except AioError:
-        return
+        return True
+    except Exception:  # of a device, which may be at it still
+        return False
+    return True

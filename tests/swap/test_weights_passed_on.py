@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -74,13 +75,14 @@ def made(
     spared: bool = True,
     is_speculative: bool = True,
     dtype: torch.dtype = torch.float32,
+    on_nvme: bool = False,
 ) -> TieredRig:
     placement = placement_of(
         pack(specs_of([PIECE] * NUM, dtype), PIECE),
         arena_bytes=2 * PAGE,
         inbox_bytes=4 * PAGE,
         device_bytes=room * PAGE,
-        state_on_nvme=lambda _: False,
+        state_on_nvme=lambda _: on_nvme,
         gradient_on_nvme=lambda _: False,
         spared=lambda _: spared,
     )
@@ -186,3 +188,36 @@ def test_step_goes_on_where_a_device_cannot_note_what_was_let_go_of(
             step_both(rig.state, rig.plain, range(NUM))
         rig.state.flush()
     assert_same(rig.state, rig.plain)
+
+
+@pytest.mark.parametrize("stream", [Stream.UP, Stream.BACK])
+@pytest.mark.parametrize("times", [2, 1 << 30])
+@pytest.mark.parametrize("is_speculative", [True, False])
+def test_step_on_a_device_that_goes_on_failing_ends(
+    stack: ExitStack, tmp_path: Path, is_speculative: bool, times: int, stream: Stream
+) -> None:
+    """By an error, or as it should: nobody waits for a thread that an error has ended."""
+    device = Failing()
+    rig = made(stack, tmp_path, device, room=NUM, is_speculative=is_speculative, on_nvme=True)
+    for number in range(2):
+        passes(rig, number)
+        step_both(rig.state, rig.plain, range(NUM))
+        rig.state.flush()
+    passes(rig, 2)
+    device.fail("wait", stream, 1, times)
+    errors: list[BaseException] = []
+
+    def step() -> None:
+        for call in (lambda: step_both(rig.state, rig.plain, range(NUM)), rig.state.flush) * 2:
+            try:
+                call()
+            except Exception as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert not thread.is_alive()
+    device.fail("", stream, 0, 0)
+    if not errors:
+        assert_same(rig.state, rig.plain)
