@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _weakrefset
 import gc
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,6 +21,9 @@ class Keyboard:
         self._handled = threading.Semaphore(0)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
+        """Nothing is raised where Python swallows it; whoever presses presses again."""
+        if any(_is_a_finalizer(part) for part in _stack(frame)):
+            return
         self._handled.release()
         raise KeyboardInterrupt
 
@@ -36,12 +41,26 @@ class Keyboard:
         signal.pthread_kill(main, number)
 
     def _wait(self, number: signal.Signals) -> None:
-        """Python does not see a signal that comes just before a wait begins; another wakes it."""
+        """Python does not see a signal that comes just before a wait begins, and the handler
+        passes one that comes into a finalizer; another follows.
+        """
         for _ in range(int(PATIENCE_SECONDS)):
             if self._handled.acquire(timeout=1.0):
                 return
             self._send(number)
         raise AssertionError(f"{number.name} was not handled")
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_a_finalizer(frame: FrameType) -> bool:
+    """As sets of weak references have them, of which Python and torch hold many."""
+    code = frame.f_code
+    return code.co_name == "__del__" or code.co_filename in (_weakrefset.__file__, weakref.__file__)
 
 
 @contextmanager
