@@ -21,13 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from swap.plan.homes import (
-    BRIDGE_BYTES,
-    NONE_ON_DEVICE,
-    DeviceHomes,
-    homes_beside,
-    homes_of,
-)
+from swap.plan.homes import BRIDGE_BYTES, NONE_ON_DEVICE, DeviceHomes, homes_beside, homes_of
 from swap.plan.layout import PASSAGE_BYTES, PIECE, Layout, ParameterSpec, Unit, pack
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import (
@@ -197,7 +191,7 @@ def place(
     inbox = apart.inbox_bytes if apart else 0
     everything = pack(specs, capacity_for_whole(specs))
     total = total_bytes(everything, rule) + inbox
-    sums = 2 * checksum_bytes(total) if verifies else 0
+    sums = _least_checksum_bytes(specs, rule) if verifies else 0
     at_work = min(total, _least_host_bytes(specs, rule, least_arena) + inbox + sums)
     least = at_work + MIN_CHECKPOINT_BYTES
     room = budget.device_bytes if apart and budget.host_bytes >= least + BRIDGE_BYTES else None
@@ -221,24 +215,23 @@ def place(
     bridge = BRIDGE_BYTES if room else 0
     at_work += bridge
     aside = checkpoint_bytes(budget.host_bytes, at_work)
-    # Memory is taken by pages: an arena of what is left must not be rounded up beyond the budget.
-    beside = inbox + sums + PASSAGE_BYTES + bridge
-    host_bytes = (budget.host_bytes - aside - beside) // PIECE * PIECE
-    layout = pack(specs, subgroup_elements(specs, rule, host_bytes - least_arena))
-    spare = host_bytes + beside - at_work
     most = apart.most_landing_bytes if apart else math.inf
-    placement = _fill(layout, rule, host_bytes, least_arena, spare, most, homes_in(layout))
+    while True:
+        # Memory is taken by pages: an arena of what is left is not rounded up beyond the budget.
+        beside = inbox + sums + PASSAGE_BYTES + bridge
+        host_bytes = (budget.host_bytes - aside - beside) // PIECE * PIECE
+        layout = pack(specs, subgroup_elements(specs, rule, host_bytes - least_arena))
+        spare = host_bytes + beside - at_work
+        filled = _fill(layout, rule, host_bytes, least_arena, spare, most, homes_in(layout))
+        placement = replace(filled, verifies=verifies)
+        if placement.checksum_bytes <= sums:
+            break
+        sums = placement.checksum_bytes  # of more in flight, where more is staged than the least
     if budget.device_bytes is not None and not separate_device:
         # On a CPU the arena is the device.
         arena = max(least_arena, min(placement.arena_bytes, budget.device_bytes))
         placement = replace(placement, arena_bytes=arena)
-    return replace(
-        placement,
-        least_host_bytes=least,
-        checkpoint_bytes=aside,
-        inbox_bytes=inbox,
-        verifies=verifies,
-    )
+    return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
 
 
 def _with_spares(
@@ -305,6 +298,14 @@ def _least_host_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule, least_ar
     staging = least_staging_bytes(specs, rule)
     spill = SPILL_CHUNKS * MIN_SPILL_CHUNK_BYTES
     return fixed_bytes(specs, rule) + staging + spill + least_arena + PASSAGE_BYTES
+
+
+def _least_checksum_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
+    """For swap files of the least budget: all in the smallest subgroups, the old and the new state
+    of a step at once, and copies in flight.
+    """
+    finest = total_bytes(pack(specs, least_elements(specs, rule)), rule)
+    return checksum_bytes(2 * (finest + least_staging_bytes(specs, rule)))
 
 
 def least_staging_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:

@@ -43,6 +43,7 @@ class Case:
     rule: UpdateRule
     least_arena_bytes: int
     separate_device: bool
+    verifies: bool = False
 
     def place(self, host_bytes: int) -> Placement:
         return place(
@@ -51,6 +52,7 @@ class Case:
             Budget(host_bytes=host_bytes),
             least_arena_bytes=self.least_arena_bytes,
             separate_device=self.separate_device,
+            verifies=self.verifies,
         )
 
     def least_passing_bytes(self) -> int:
@@ -95,7 +97,7 @@ def cases(draw: st.DrawFn) -> Case:
     moving = [s.padded_numel * s.dtype.itemsize for s in specs if not s.always_on_host]
     largest = max(moving, default=0)
     arena = draw(st.integers(largest, 3 * largest + draw(st.sampled_from([0, 1, 5000]))))
-    return Case(specs, RULES[rule], arena, draw(st.booleans()))
+    return Case(specs, RULES[rule], arena, draw(st.booleans()), draw(st.booleans()))
 
 
 @st.composite
@@ -128,6 +130,27 @@ def test_budget_is_never_exceeded(placed: tuple[Case, int, Placement]) -> None:
     taken = sum(slab_sizes(placement).values())
     assert taken + placement.scratch_bytes + placement.checkpoint_bytes <= budget
     assert placement.checkpoint_bytes >= MIN_CHECKPOINT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("rule", "sizes"),
+    [
+        ("adam", [17_921, 1_075_445]),
+        ("whole", [3_869_710, 3_623_804, 4_095_970, 3_848_669, 886_970, 1_502_003, 1_819_178]),
+    ],
+)
+@pytest.mark.parametrize("separate_device", [False, True])
+@pytest.mark.parametrize("more", [0, 2_000, 9_000_000])
+def test_checksums_of_what_is_in_flight_are_within_the_budget(
+    rule: str, sizes: list[int], separate_device: bool, more: int
+) -> None:
+    """Of few parameters much is in flight beside what is stored."""
+    specs = specs_of(sizes)
+    largest = max(spec.padded_numel * spec.dtype.itemsize for spec in specs)
+    case = Case(specs, RULES[rule], 2 * largest, separate_device, verifies=True)
+    budget = case.least() + more
+    placement = case.place(budget)
+    assert placement.host_bytes <= budget
 
 
 @settings(max_examples=examples(200), deadline=None)
