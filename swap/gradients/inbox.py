@@ -94,6 +94,10 @@ class GradientInbox:
 
     ``_coming`` and ``_pending`` are the only records of what is under way, their heads being what
     the thread works on: an interrupt has no moment in which a gradient is counted and not there.
+
+    A piece whose copy nobody could wait for gives its room back, though it may still be written to:
+    nothing but copies of one stream ever writes to ``slab``, so what is read of the next piece
+    there came behind, and values that are lost may come from memory that is used anew.
     """
 
     def __init__(

@@ -106,3 +106,17 @@ def test_measuring_takes_no_more_room_than_there_is(
         measure([tmp_path])
     assert caught.value.errno == errno.EDQUOT
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_permissions_is_measured_and_offloaded_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(bandwidth, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(os, "fchmod", refuse)
+    least = infinity.plan(Stack(), host_memory=1).least_host_bytes
+    with infinity.offload(Stack(), tmp_path, host_memory=least):
+        pass
+    assert measure_and_keep(tmp_path) == kept(tmp_path)

@@ -25,7 +25,7 @@ from aio import (
 from aio.errors import is_no_room
 from aio.process.descriptors import Descriptor
 from swap.interruptions.undo import Undo
-from swap.storage.drives.directory import FOLDER, SwapDirectory, make_shared
+from swap.storage.drives.directory import FOLDER, SwapDirectory, make_shared, open_to_others
 
 _PROBE_BYTES = 256 * 1024 * 1024
 _REQUEST_BYTES = 8 * 1024 * 1024
@@ -110,7 +110,7 @@ def _replace(folder: int, content: bytes) -> None:
     made = Descriptor()
     try:
         made.open(part, flags, 0o644, exact=True, dir_fd=folder)
-        os.fchmod(made.number, 0o644)  # whatever the umask: all users of the disk read it
+        open_to_others(made, 0o644)  # all users of the disk read it
         with open(made.number, "wb", closefd=False) as opened:
             opened.write(content)
         os.fsync(made.number)  # what has the name is whole, also behind a power cut

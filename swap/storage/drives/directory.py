@@ -262,7 +262,15 @@ def make_shared(folder: Path) -> None:
         status = os.fstat(made.number)
         if status.st_uid == os.geteuid():
             shared = parent.st_mode & (stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO)
-            os.fchmod(made.number, shared | (status.st_mode & stat.S_ISGID) | stat.S_ISVTX)
+            open_to_others(made, shared | (status.st_mode & stat.S_ISGID) | stat.S_ISVTX)
+
+
+def open_to_others(made: Descriptor, mode: int) -> None:
+    """Whatever the umask, as far as the file system has permissions: some (FAT, shares of a
+    network) refuse any change of theirs. What is there serves its user in any case.
+    """
+    with suppress(OSError):
+        os.fchmod(made.number, mode)
 
 
 def _reclaim(root: Path) -> list[Path]:
