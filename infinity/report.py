@@ -193,8 +193,10 @@ def _of(events: list[Event], *kinds: str) -> list[Event]:
 def resident_bytes(state: TieredState) -> dict[str, int]:
     """Bytes in use in each tier now; the arena counts as DEVICE."""
     cached = 0 if state.arena is None else state.arena.used_bytes
+    at_home = 0 if state.homes is None else state.homes.nbytes
+    visits = 0 if state.visits is None else state.visits.nbytes
     return {
-        Tier.DEVICE.value: cached + (0 if state.homes is None else state.homes.nbytes),
+        Tier.DEVICE.value: cached + at_home + visits,
         Tier.HOST.value: state.used_host_bytes,
         Tier.NVME.value: 0 if state.extents is None else state.extents.used_bytes,
     }
@@ -214,6 +216,7 @@ def planned_bytes(state: TieredState) -> dict[str, int]:
         "gradients from the device": placement.inbox_bytes,
         "passage": placement.passage_bytes,
         "bridge to the device": placement.bridge_bytes,
+        "updates on the device": placement.visit_bytes,
         "checksums": placement.checksum_bytes,
         "checkpoint staging": placement.checkpoint_bytes,
         "state on nvme": placement.state_nvme_bytes,

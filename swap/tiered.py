@@ -21,7 +21,7 @@ from swap.cache.arena import Arena, HostArena
 from swap.cache.device_arena import DeviceArena
 from swap.cache.weight_cache import WeightCache
 from swap.device.interface import ComputeDevice
-from swap.device.opening import open_homes, open_memory, register_all
+from swap.device.opening import open_homes, open_memory, open_visits, register_all
 from swap.gradients.inbox import GradientInbox
 from swap.gradients.store import GradientStore
 from swap.interruptions.apart import run_apart
@@ -128,8 +128,9 @@ class TieredState:
         self.weights = WeightCache(self.components, self.arena, self.timeline, prefetch=overlap)
         staging = self.slabs.get("staging")
         slots = deque(() if staging is None else slots_of(staging, placement))
+        self.visits = open_visits(self.compute, placement, self._undo)
         self.stages = Stages(
-            self.components, self.gradients, self.weights, rule, slots, self.timeline
+            self.components, self.gradients, self.weights, rule, slots, self.timeline, self.visits
         )
         self.pipeline = UpdatePipeline(self.stages, self.weights, overlap=overlap)
         self._undo.callback(self.pipeline.close)

@@ -13,8 +13,10 @@ from swap.device.cuda import CudaDevice
 from swap.device.homes import DeviceHomes
 from swap.device.interface import ComputeDevice
 from swap.device.memory import DeviceMemory
+from swap.device.visits import Visits
 from swap.interruptions.undo import Undo
 from swap.plan.placement import Placement
+from swap.plan.spares import NUM_VISITS
 
 DEVICES: dict[str, Callable[[torch.device], ComputeDevice]] = {"cuda": CudaDevice}
 """By type of device. What is not here computes in host memory."""
@@ -57,3 +59,12 @@ def open_homes(
     homes = DeviceHomes(device, placement.device_home_bytes, bridge)
     undo.callback(homes.close)
     return homes
+
+
+def open_visits(device: ComputeDevice | None, placement: Placement, undo: Undo) -> Visits | None:
+    """Memory for updates of what is at home in host memory, until ``undo``; None for none."""
+    if device is None or not placement.visit_bytes:
+        return None
+    visits = Visits(device, placement.visit_bytes // NUM_VISITS, NUM_VISITS)
+    undo.callback(visits.close)
+    return visits

@@ -25,8 +25,11 @@ from swap.plan.homes import BRIDGE_BYTES, NONE_ON_DEVICE, DeviceHomes, homes_bes
 from swap.plan.layout import PASSAGE_BYTES, PIECE, Layout, ParameterSpec, Unit, pack
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import (
+    DEVICE_SCRATCH_BYTES,
     MAX_SUBGROUP_ELEMENTS,
+    MIN_CHECKPOINT_BYTES,
     capacity_for_whole,
+    checkpoint_bytes,
     checksum_bytes,
     choose_evenly,
     choose_first,
@@ -41,7 +44,7 @@ from swap.plan.sizes import (
     total_bytes,
     unit_state_bytes,
 )
-from swap.plan.spares import choose_spares, hidden_elements
+from swap.plan.spares import choose_spares, hidden_elements, visit_bytes
 from swap.tiers import Budget, BudgetError, Tier, format_bytes
 
 MIN_SLOTS = 3
@@ -50,8 +53,6 @@ MAX_SLOTS = 4
 SPILL_CHUNKS = 4
 MIN_SPILL_CHUNK_BYTES = 256 * 1024
 MAX_SPILL_CHUNK_BYTES = 4 * 1024 * 1024
-MIN_CHECKPOINT_BYTES = 4 * 1024 * 1024
-MAX_CHECKPOINT_BYTES = 256 * 1024 * 1024
 STAGING_SHARE = 0.25
 ARENA_SHARE = 0.35
 
@@ -60,7 +61,8 @@ ARENA_SHARE = 0.35
 class Placement:
     """The homes of all bytes. Sizes in bytes; tuples are indexed by subgroup. ``device_bytes``: of
     a device with memory of its own, for weights that are at home elsewhere; ``verifies``: with
-    checksums of what is on NVMe; ``spared``: subgroups in host memory with a second block.
+    checksums of what is on NVMe; ``spared``: subgroups in host memory with a second block;
+    ``visit_bytes``: of a device, for updates of these.
     """
 
     layout: Layout
@@ -80,6 +82,7 @@ class Placement:
     verifies: bool = False
     spared: frozenset[int] = frozenset()
     spare_bytes: int = 0
+    visit_bytes: int = 0
     state_host_bytes: int
     gradient_host_bytes: int
     state_nvme_bytes: int
@@ -205,8 +208,16 @@ def place(
         placement = all_in_host(everything, rule, at_home)
         if hides_updates:
             finer = pack(specs, hidden_elements(specs, rule))
-            others = all_in_host(finer, rule, homes_in(finer))
-            placement = _with_spares(placement, others, rule, budget.host_bytes - inbox - aside)
+            visits = visit_bytes(finer, rule, room)
+            taken = visits + DEVICE_SCRATCH_BYTES if visits else 0
+            fewer = homes_in(finer, device_bytes=room and room - taken)
+            placement = _with_spares(
+                replace(all_in_host(finer, rule, fewer), visit_bytes=visits),
+                all_in_host(finer, rule, homes_in(finer)),
+                placement,
+                rule=rule,
+                host_bytes=budget.host_bytes - inbox - aside,
+            )
         return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
     if budget.host_bytes < least:
         of_weights = "on their way to the device" if apart else "of the largest block at work"
@@ -234,18 +245,18 @@ def place(
     return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
 
 
-def _with_spares(
-    placement: Placement, finer: Placement, rule: UpdateRule, host_bytes: int
-) -> Placement:
-    """Nothing on NVMe, with spare blocks in what is left of ``host_bytes``; of ``finer`` subgroups
-    where they fit.
+def _with_spares(*placements: Placement, rule: UpdateRule, host_bytes: int) -> Placement:
+    """The first of these that fits, or the last one, which does: nothing on NVMe, and spare blocks
+    in what is left of ``host_bytes``.
     """
-    if finer.host_bytes <= host_bytes:
-        placement = finer
+    fitting = (one for one in placements[:-1] if one.host_bytes <= host_bytes)
+    placement = next(fitting, placements[-1])
     there = {unit.index for unit in placement.units_on_device}
     free_bytes = host_bytes - placement.host_bytes
     spares = choose_spares(placement.layout, rule, free_bytes, on_device=there)
-    return replace(placement, spared=frozenset(spares), spare_bytes=sum(spares.values()))
+    visits = placement.visit_bytes if spares else 0
+    nbytes = sum(spares.values())
+    return replace(placement, spared=frozenset(spares), spare_bytes=nbytes, visit_bytes=visits)
 
 
 def _too_small(budget: Budget, least: int, arena_for: str, whole: int) -> BudgetError:
@@ -256,12 +267,6 @@ def _too_small(budget: Budget, least: int, arena_for: str, whole: int) -> Budget
         "everything in memory",
         least_host_bytes=least,
     )
-
-
-def checkpoint_bytes(host_bytes: int, needed: int) -> int:
-    """What a save or a load may stage in: a sixteenth of the budget, if ``needed`` leaves that."""
-    aside = min(host_bytes // 16, MAX_CHECKPOINT_BYTES, host_bytes - needed)
-    return max(MIN_CHECKPOINT_BYTES, aside // PIECE * PIECE)
 
 
 def _whole_pages(nbytes: int) -> int:

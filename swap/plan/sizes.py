@@ -41,6 +41,8 @@ copies before them may wait for the device.
 MAX_INBOX_BYTES = 64 * 1024 * 1024
 """A gradient goes in pieces; so many bytes are copied in less time than it takes to store them."""
 
+MIN_CHECKPOINT_BYTES = 4 * 1024 * 1024
+MAX_CHECKPOINT_BYTES = 256 * 1024 * 1024
 _SUM_BYTES = 8
 DEVICE_SCRATCH_BYTES = 25 * 1024 * 1024
 """Of updates on a device, where they are not one kernel."""
@@ -164,6 +166,12 @@ def capacity_for_whole(specs: Sequence[ParameterSpec]) -> int:
 def checksum_bytes(nbytes: int) -> int:
     """What the checksums of so many bytes of swap files take."""
     return -(-nbytes // PAGE) * CHECKSUM_BYTES
+
+
+def checkpoint_bytes(host_bytes: int, needed: int) -> int:
+    """What a save or a load may stage in: a sixteenth of the budget, if ``needed`` leaves that."""
+    aside = min(host_bytes // 16, MAX_CHECKPOINT_BYTES, host_bytes - needed)
+    return max(MIN_CHECKPOINT_BYTES, aside // PIECE * PIECE)
 
 
 def device_sum_bytes(unit: Unit) -> int:

@@ -31,7 +31,7 @@ from collections.abc import Sequence, Set
 
 from swap.plan.layout import PIECE, Layout, ParameterSpec
 from swap.plan.rules import UpdateRule
-from swap.plan.sizes import choose_evenly, state_bytes
+from swap.plan.sizes import DEVICE_SCRATCH_BYTES, choose_evenly, slot_bytes_of, state_bytes
 
 LEAST_ELEMENTS = 64 * 1024
 MOST_ELEMENTS = 8 * 1024 * 1024
@@ -40,6 +40,12 @@ of that. What waits for an update waits for a whole subgroup.
 """
 _SUBGROUPS = 32
 """So many at least, unless they would be smaller than the least."""
+NUM_VISITS = 3
+"""Subgroups that a device updates at once, for their home: one comes, one goes, and one waits for
+the thread that sends them, which may be in a kernel.
+"""
+_VISIT_SHARE = 1 / 16
+"""No more of the device's memory than this is taken for them: state at home there is worth more."""
 
 
 def hidden_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
@@ -75,3 +81,14 @@ def choose_spares(
         for group in layout.subgroups
         if group.index in chosen | others
     }
+
+
+def visit_bytes(layout: Layout, rule: UpdateRule, device_bytes: int | None) -> int:
+    """Of a device's memory, for ``NUM_VISITS`` of the largest subgroups, beside what updates there
+    may take; 0 where it has no ``device_bytes`` to spare for that, or does not update.
+    """
+    if device_bytes is None or not rule.updates_on_device:
+        return 0
+    moving = [unit for unit in layout.units if unit.trainable and not unit.always_on_host]
+    nbytes = NUM_VISITS * max((slot_bytes_of(unit, rule) for unit in moving), default=0)
+    return nbytes if nbytes + DEVICE_SCRATCH_BYTES <= device_bytes * _VISIT_SHARE else 0

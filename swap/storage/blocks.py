@@ -48,6 +48,7 @@ class Blocks:
         self._components = components
         self._allocate = allocate
         self._blocks: dict[int, _Pair] = {}
+        self._lost: list[Block] = []
         for unit in layout.units:
             groups = layout.subgroups[unit.first : unit.first + unit.num_subgroups]
             at_home = [group for group in groups if group.index in subgroups]
@@ -85,6 +86,13 @@ class Blocks:
         spare = self._blocks[subgroup].spare
         assert spare is not None
         return spare
+
+    def lose_spare(self, subgroup: int) -> None:
+        """Somebody may still write to it: nobody uses it any more, and its memory stays taken."""
+        blocks = self._blocks[subgroup]
+        if blocks.spare is not None:
+            self._lost.append(blocks.spare)
+            self._blocks[subgroup] = _Pair(blocks.home)
 
     def publish(self, subgroup: int) -> None:
         """What the spare block has is at home from now on."""

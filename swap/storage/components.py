@@ -23,7 +23,7 @@ from swap.plain import check_plain
 from swap.plan.layout import PAGE, Component, Segment, Subgroup, parameters_at
 from swap.plan.placement import Placement
 from swap.plan.rules import UpdateRule
-from swap.plan.sizes import components_of
+from swap.plan.sizes import components_of, nbytes_of
 from swap.storage.arrays import Arrays
 from swap.storage.extents import Extent, ExtentStore
 from swap.storage.joined import run_together
@@ -104,6 +104,11 @@ class ComponentStore:
 
     def component(self, subgroup: int, name: str) -> Component:
         return next(component for component in self._components[subgroup] if component.name == name)
+
+    def nbytes(self, subgroup: int) -> int:
+        """What all components of a subgroup take, in whole pages each."""
+        numel = self.layout.subgroups[subgroup].numel
+        return nbytes_of(self._components[subgroup], numel)
 
     def is_array(self, subgroup: int) -> bool:
         """Whether its components are arrays, see ``arrays``; else they are on NVMe."""

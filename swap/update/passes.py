@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -39,6 +40,25 @@ class Pass:
     def waiting(self) -> list[Subgroup]:
         """What is not started."""
         return [*self.ahead, *self.in_memory]
+
+    def add(
+        self,
+        subgroups: Iterable[Subgroup],
+        first_use: Callable[[Subgroup], tuple[int, int]],
+        needs_slot: Callable[[Subgroup], bool],
+    ) -> None:
+        """What the next forward pass wants first is updated first.
+
+        The backward pass ends with the first layers, so of those that are complete the latest one
+        comes next, once the parameter that is begun is finished: those that are begun after the
+        step is taken go to the arena whole, and nothing of them is read again. What is left then
+        lies behind, and has the forward pass up to there to be done in.
+        """
+        known = sorted([*self.waiting, *subgroups], key=first_use)
+        known.sort(key=self.is_not_begun)
+        moving = {group.index for group in known if needs_slot(group)}
+        self.ahead = deque(group for group in known if group.index in moving)
+        self.in_memory = deque(group for group in known if group.index not in moving)
 
     def begin(self, group: Subgroup) -> None:
         """It goes on its way through a slot."""

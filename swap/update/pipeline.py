@@ -178,18 +178,7 @@ class UpdatePipeline:
     # The thread.
 
     def _add(self, work: Pass, subgroups: Iterable[Subgroup]) -> None:
-        """What the next forward pass wants first is updated first.
-
-        The backward pass ends with the first layers, so of those that are complete the latest one
-        comes next, once the parameter that is begun is finished: those that are begun after the
-        step is taken go to the arena whole, and nothing of them is read again. What is left then
-        lies behind, and has the forward pass up to there to be done in.
-        """
-        known = sorted([*work.waiting, *subgroups], key=self._first_use)
-        known.sort(key=work.is_not_begun)
-        moving = {group.index for group in known if self._stages.needs_slot(group)}
-        work.ahead = deque(group for group in known if group.index in moving)
-        work.in_memory = deque(group for group in known if group.index not in moving)
+        work.add(subgroups, self._first_use, self._stages.needs_slot)
 
     def _first_use(self, group: Subgroup) -> tuple[int, int]:
         """Parts of one parameter have the same first use."""
@@ -266,8 +255,9 @@ class UpdatePipeline:
                 work.ahead.appendleft(group)
                 raise
 
-    def _started(self, work: Pass, group: Subgroup) -> Job:
-        return self._stages.start_read(work.step, group, is_aside=not work.is_validated)
+    def _started(self, work: Pass, group: Subgroup, *, visits: bool = False) -> Job:
+        is_ahead = not work.is_validated
+        return self._stages.start_read(work.step, group, is_ahead=is_ahead, is_aside=visits)
 
     def _take_next(self, work: Pass) -> Subgroup | None:
         """The next subgroup, if it can start; held jobs keep their slots until that is needed."""
@@ -286,6 +276,7 @@ class UpdatePipeline:
         """Run a kernel: of the oldest job whose bytes are there, or of what is in memory, or else
         of the oldest. False if there is none.
         """
+        self._start_visits(work)
         job = next((job for job in work.reading if self._stages.is_read(job)), None)
         job = job or self._start_in_memory(work) or next(iter(work.reading), None)
         if job is None:
@@ -298,14 +289,22 @@ class UpdatePipeline:
         work.writing.append(job)
         return True
 
-    def _start_in_memory(self, work: Pass) -> Job | None:
-        """The next one that has nothing to read, if there is one."""
+    def _start_visits(self, work: Pass) -> None:
+        """Of what has nothing to read, what a device has done sooner is left to it."""
+        while self._overlap and (job := self._start_in_memory(work, visits=True)) is not None:
+            self._stages.start_visit(job)
+            work.reading.remove(job)
+            work.writing.append(job)
+
+    def _start_in_memory(self, work: Pass, *, visits: bool = False) -> Job | None:
+        """The next one that has nothing to read, if there is one, and if it ``visits`` a device."""
         with self._lock:
-            if not work.in_memory:
+            waiting = work.in_memory
+            if not waiting or (visits and not self._stages.is_sooner_on_device(waiting)):
                 return None
-            group = work.in_memory.popleft()
+            group = waiting.popleft()
         try:
-            work.reading.append(job := self._started(work, group))
+            work.reading.append(job := self._started(work, group, visits=visits))
         except BaseException:
             work.in_memory.appendleft(group)
             raise
@@ -322,6 +321,7 @@ class UpdatePipeline:
         if wait and not finished:
             finished = sorted(work.writing, key=self._stages.waits_for_device)[:1]
         for job in finished:
+            job.is_ahead = not work.is_validated
             self._stages.finish_write(job)
             if not work.is_validated:
                 work.held.append(job)

@@ -7,15 +7,20 @@ of subgroups is that of ``pipeline``.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
 
 from swap.cache.arena import Transfer
 from swap.cache.weight_cache import WeightCache
+from swap.device.visits import Visit, Visits
 from swap.gradients.store import GradientStore
 from swap.kernels import copy_values
 from swap.plan.layout import Segment, Subgroup, pad
@@ -26,6 +31,9 @@ from swap.storage.extents import Extent
 from swap.timeline import Timeline
 from swap.update.runs import Part
 from swap.update.staging import Staged, Staging, are_done
+
+_ENOUGH = 64
+"""Subgroups: processors that have more of them waiting are behind a device in any case."""
 
 
 class RuleError(Exception):
@@ -57,6 +65,8 @@ class Job(Staged):
     step: Step = field(kw_only=True)
     inserted: bool = False
     is_published: bool = False
+    is_ahead: bool = False
+    """For a step that was not taken when it was started."""
     gradient: torch.Tensor | None = None
 
 
@@ -71,8 +81,10 @@ class Stages(Staging[Job]):
         rule: UpdateRule,
         slots: deque[np.ndarray],
         timeline: Timeline,
+        visits: Visits | None = None,
     ) -> None:
         super().__init__(components, slots, timeline)
+        self._visits = visits
         self._gradients = gradients
         self._weights = weights
         self._rule = rule
@@ -108,11 +120,13 @@ class Stages(Staging[Job]):
         self.run_kernel(job)
         return job
 
-    def start_read(self, step: Step, subgroup: Subgroup, *, is_aside: bool = False) -> Job:
-        """Take a slot and start the reads that the kernel needs. ``is_aside``: for a step that is
-        not taken yet, so that what is at home has to stay as it is.
+    def start_read(
+        self, step: Step, subgroup: Subgroup, *, is_ahead: bool = False, is_aside: bool = False
+    ) -> Job:
+        """Take a slot and start the reads that the kernel needs. ``is_ahead``: for a step that is
+        not taken yet, so that what is at home has to stay as it is; ``is_aside``: it is to, anyway.
         """
-        job = Job(subgroup, step=step, is_aside=is_aside)
+        job = Job(subgroup, step=step, is_aside=is_aside or is_ahead, is_ahead=is_ahead)
         self.start(job)
         return job
 
@@ -125,11 +139,79 @@ class Stages(Staging[Job]):
         updating = self._components.arrays.updating(group.index, gradient)
         if not job.is_aside:
             self._wait_for_copies_of(group)
+        began = time.monotonic()
         with self._timeline.span("kernel", label=f"subgroup {group.index}"), updating:
             self._keep_others(job)
             for segment, update in _updated(group, job.step):
                 part = gradient[segment.offset : segment.offset + segment.length]
                 self._apply(job, segment, update, part)
+        if self._visits is not None and self._components.arrays.on_host.has_spare(group.index):
+            self._visits.pace.took_here(group.numel, time.monotonic() - began)
+
+    def is_sooner_on_device(self, waiting: deque[Subgroup]) -> bool:
+        """Whether a device has the first of these updated before processors are done with all."""
+        group = waiting[0]
+        if self._visits is None or not self._components.arrays.on_host.has_spare(group.index):
+            return False
+        nbytes = self._components.nbytes(group.index) + group.numel * group.dtype.itemsize
+        elements = sum(one.numel for one in islice(waiting, _ENOUGH))
+        is_sooner = self._visits.pace.is_sooner_there(group.numel, elements)
+        return is_sooner and self._visits.can_begin(nbytes)
+
+    def start_visit(self, job: Job) -> None:
+        """Have a device update a subgroup aside, of which there is nothing to read: it is written
+        when its new values are in the spare block.
+        """
+        assert self._visits is not None
+        assert job.gradient is not None
+        visit = self._visits.new(job.subgroup.numel)
+        job.writes.append(visit)
+        home = self._components.arrays.on_host.block(job.subgroup.index)
+        update = partial(self._update_on_device, job)
+        try:
+            self._visits.begin(visit, home, job.gradient, job.components, update)
+        except RuleError:
+            raise
+        except Exception as failure:
+            self._update_here(job, failure)
+
+    def finish_write(self, job: Job) -> None:
+        """As of any subgroup; what a device has failed to bring back is updated here."""
+        is_away = any(isinstance(one, Visit) for one in job.writes)
+        try:
+            super().finish_write(job)
+        except Exception as failure:
+            if not is_away:
+                raise
+            self._update_here(job, failure)
+
+    def _update_here(self, job: Job, failure: Exception) -> None:
+        """In place of a visit that failed: what is at home is as it was."""
+        assert self._visits is not None
+        self._visits.turn_off(failure)
+        failed = list(job.writes)
+        self.undo_write(job)
+        if not self._components.arrays.on_host.has_spare(job.subgroup.index):
+            if job.is_ahead:  # what is at home may not change yet
+                job.writes += failed
+                raise failure
+            job.is_aside, job.components = False, {}
+            self._lay_out(job)
+        self.run_kernel(job)
+
+    def _update_on_device(
+        self, job: Job, components: Mapping[str, torch.Tensor], gradient: torch.Tensor
+    ) -> None:
+        for segment, update in _updated(job.subgroup, job.step):
+            part = gradient[segment.offset : segment.offset + segment.length]
+            with self._named(segment):
+                self._rule.apply_on_device(
+                    segment,
+                    update,
+                    self._parts(segment, components),
+                    part,
+                    job.step.gradient_scale,
+                )
 
     def insert_weights(self, job: Job) -> None:
         """Pass the new weights on to the arena, once, if the job still has them in its slot. They
@@ -187,6 +269,13 @@ class Stages(Staging[Job]):
                 self._components.arrays.of(group.index, "weight")
             )
 
+    def undo_write(self, job: Job) -> None:
+        """A spare block that a device may still write to is nobody's any more."""
+        visits = [one for one in job.writes if isinstance(one, Visit)]
+        super().undo_write(job)
+        if any(visit.lost_by for visit in visits):
+            self._components.arrays.on_host.lose_spare(job.subgroup.index)
+
     def release_slot(self, job: Job) -> None:
         super().release_slot(job)
         job.gradient = None
@@ -237,7 +326,7 @@ class Stages(Staging[Job]):
     ) -> None:
         new, scale = self._parts(segment, job.components), job.step.gradient_scale
         index, rule = segment.subgroup, self._rule
-        try:
+        with self._named(segment):
             if self._is_beside_home(job):
                 old = self._parts(segment, self._components.arrays.on_host.block(index))
                 rule.apply_aside(segment, update, old, new, gradient, scale)
@@ -245,6 +334,12 @@ class Stages(Staging[Job]):
                 rule.apply_on_device(segment, update, new, gradient, scale)
             else:
                 rule.apply(segment, update, new, gradient, scale)
+
+    @contextmanager
+    def _named(self, segment: Segment) -> Iterator[None]:
+        """What a rule raises inside says what it updated."""
+        try:
+            yield
         except Exception as failure:  # whatever somebody's optimizer raises
             name = self._components.layout.specs[segment.parameter].name
             raise RuleError(f"the optimizer raised {failure!r} as it updated {name}") from failure

@@ -27,6 +27,7 @@ def test_offloaded_training_has_the_bits_of_training_in_device_memory(
     "check",
     [
         device_checks.check_bits_of_torch,
+        device_checks.check_visits,
         device_checks.check_runs_go_on_elsewhere,
         device_checks.check_snapshots,
         device_checks.check_gathered,

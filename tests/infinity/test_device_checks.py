@@ -1,6 +1,7 @@
 """The checks of ``tests/gpu`` on the CPU: what they find there is no fault of theirs."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,13 @@ import pytest
 from tests.support import device_checks
 from tests.support.device_checks import BITS, check_bits
 from tests.support.proof import matrix
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.simulated_device.injected import simulated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CHECKS: list[Callable[[str, Path], None]] = [
     device_checks.check_bits_of_torch,
+    device_checks.check_visits,
     device_checks.check_runs_go_on_elsewhere,
     device_checks.check_snapshots,
     device_checks.check_gathered,
@@ -34,3 +38,11 @@ def test_offloaded_training_has_the_bits_of_training_in_memory(name: str, tmp_pa
 )
 def test_check_holds_on_the_cpu(check: Callable[[str, Path], None], tmp_path: Path) -> None:
     check("cpu", tmp_path)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_state_that_a_device_updates_for_its_home_has_the_bits_of_training_in_memory(
+    tmp_path: Path, seed: int | None
+) -> None:
+    with simulated(partial(SimulatedDevice, seed)):
+        device_checks.check_visits("cpu", tmp_path)

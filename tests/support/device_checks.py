@@ -20,6 +20,7 @@ import checkpoint
 import infinity
 from swap.device.interface import ComputeDevice, Stream
 from swap.device.opening import DEVICES
+from swap.device.visits import Pace, Visits
 from tests.support.device_runs import (
     AMPLE,
     LR,
@@ -72,6 +73,22 @@ def check_bits_of_torch(device: str, folder: Path) -> None:
     for budget, memory in budgets(case, folder).items():
         runs[budget] = offloaded_run(case, folder, memory)
     assert_same_runs(runs)
+
+
+def check_visits(device: str, folder: Path) -> None:
+    """So has training whose state is at home in host memory, and updated on the device."""
+    memory = {"host_memory": "2GiB", "device_memory": "40MiB"}
+    for dtype in (torch.float32, torch.bfloat16):  # float16 has no updates before its steps
+        case = Case(device=device, dtype=dtype, clip=0.5)
+        runs = {"in memory": run_in_memory(case)}
+        with (
+            patch("swap.plan.spares._VISIT_SHARE", 1.0),
+            patch.object(Pace, "is_sooner_there", lambda *_: True),
+            patch.object(Visits, "begin", autospec=True, side_effect=Visits.begin) as begin,
+        ):
+            runs["visiting"] = offloaded_run(case, folder, memory)
+        assert begin.call_count or torch.device(device).type not in DEVICES
+        assert_same_runs(runs)
 
 
 def check_compiled(device: str, folder: Path) -> None:

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 
 from aio import AioError, Engine
+from swap.device.visits import Pace
 from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.update.stages import Step
@@ -80,6 +81,8 @@ def run_seed(seed: int, folder: Path) -> Counts:
         stack.enter_context(patch("swap.storage.opening.Engine", engine))
         stack.enter_context(turns.applied())
         is_faulty = chance.random() < 0.4
+        visits = random.Random(f"visits of {seed}")
+        stack.enter_context(patch.object(Pace, "is_sooner_there", lambda *_: visits.random() < 0.5))
         state, plain = _both(chance, folder, seed, is_faulty=is_faulty)
         stack.callback(state.close)
         program = _Program(state, plain, chance, counts)

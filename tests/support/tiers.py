@@ -19,6 +19,7 @@ from swap.plan.layout import PIECE, Layout, ParameterSpec, Segment, Subgroup, pa
 from swap.plan.placement import Placement
 from swap.plan.rules import ParameterUpdate
 from swap.plan.sizes import components_of, gradient_bytes, state_bytes
+from swap.plan.spares import NUM_VISITS
 from swap.tiered import TieredState
 from swap.tiers import Tier
 from tests.support.late_engine import Faults, LateEngine
@@ -62,7 +63,8 @@ def placement_of(
     spared: Callable[[int], bool] = lambda subgroup: False,
 ) -> Placement:
     """Homes as the functions say (by unit, by subgroup); some are always in HOST. Of what is there,
-    subgroups that are ``spared`` have a spare block.
+    subgroups that are ``spared`` have a spare block, and may be updated on the device if it has
+    memory.
     """
     groups = layout.subgroups
     there = [not g.always_on_host and on_device(g.unit) for g in groups]
@@ -106,6 +108,7 @@ def placement_of(
         gradient_nvme_bytes=total(gradient_bytes, gradient, Tier.NVME),
         spared=frozenset(g.index for g, has in zip(groups, has_spare, strict=True) if has),
         spare_bytes=sum(state_cost(g) for g, has in zip(groups, has_spare, strict=True) if has),
+        visit_bytes=NUM_VISITS * slot_bytes if device_bytes and any(has_spare) else 0,
     )
 
 

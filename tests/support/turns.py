@@ -94,6 +94,8 @@ class Turns:
     def _replacements(self) -> list[tuple[Any, str, Any]]:
         import aio.buffers
         import aio.process.threads
+        import swap.device.visits
+        import swap.update.stages
 
         clock = SimpleNamespace(
             monotonic=lambda: self.now if _here() in self._members else time.monotonic()
@@ -110,6 +112,8 @@ class Turns:
             (aio.buffers, "SimpleQueue", partial(TurnQueue, self)),
             (aio.buffers, "time", clock),
             (aio.process.threads, "time", clock),
+            (swap.device.visits, "time", clock),
+            (swap.update.stages, "time", clock),
             (time, "sleep", partial(self._sleep, time.sleep)),
         ]
 

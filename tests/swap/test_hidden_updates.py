@@ -40,12 +40,16 @@ TIMEOUT = 10.0
 
 
 class Kernels:
-    """The subgroups whose update has been computed, in their order."""
+    """The subgroups whose update has been computed, or begun on a device, in their order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[int] = []
         self._changed = threading.Condition()
-        run = Stages.run_kernel
+        for name in ("run_kernel", "start_visit"):
+            self._note(monkeypatch, name)
+
+    def _note(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        run = getattr(Stages, name)
 
         def run_and_note(stages: Stages, job: Job) -> None:
             run(stages, job)
@@ -53,7 +57,7 @@ class Kernels:
                 self.done.append(job.subgroup.index)
                 self._changed.notify_all()
 
-        monkeypatch.setattr(Stages, "run_kernel", run_and_note)
+        monkeypatch.setattr(Stages, name, run_and_note)
 
     def wait_for(self, groups: set[int]) -> None:
         with self._changed:

@@ -13,9 +13,15 @@ from infinity.optim.rule import FrozenRule
 from swap.memory.slabs import slab_sizes
 from swap.plan import placement as planner
 from swap.plan.layout import PIECE, ParameterSpec, Subgroup
-from swap.plan.placement import MIN_CHECKPOINT_BYTES, MIN_SLOTS, Placement, place
+from swap.plan.placement import MIN_SLOTS, Placement, place
 from swap.plan.rules import UpdateRule
-from swap.plan.sizes import DEVICE_SCRATCH_BYTES, device_weight_bytes, gradient_bytes, state_bytes
+from swap.plan.sizes import (
+    DEVICE_SCRATCH_BYTES,
+    MIN_CHECKPOINT_BYTES,
+    device_weight_bytes,
+    gradient_bytes,
+    state_bytes,
+)
 from swap.plan.traffic import traffic_of
 from swap.tiers import Budget, BudgetError, Tier
 from tests.support.examples import examples
@@ -287,9 +293,14 @@ def test_device_budget_bounds_the_arena_on_a_cpu() -> None:
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(case=cases(), device=st.integers(0, 400 * MIB), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+@given(
+    case=cases(),
+    device=st.one_of(st.integers(0, 400 * MIB), st.integers(0, 8192 * MIB)),
+    share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    hides=st.booleans(),
+)
 def test_device_budget_is_never_exceeded_and_what_is_at_home_there_can_be(
-    case: Case, device: int, share: float
+    case: Case, device: int, share: float, hides: bool
 ) -> None:
     case = dataclasses.replace(case, separate_device=True)
     least = case.least()
@@ -304,9 +315,14 @@ def test_device_budget_is_never_exceeded_and_what_is_at_home_there_can_be(
         budget,
         least_arena_bytes=case.least_arena_bytes,
         separate_device=True,
+        hides_updates=hides,
     )
     assert budget.device_bytes is not None
-    assert placement.device_bytes + placement.device_home_bytes <= budget.device_bytes
+    taken = placement.device_bytes + placement.device_home_bytes + placement.visit_bytes
+    assert taken <= budget.device_bytes
+    if placement.visit_bytes:
+        assert placement.spared
+        assert taken + DEVICE_SCRATCH_BYTES <= budget.device_bytes
     assert placement.host_bytes <= budget.host_bytes
     groups = placement.layout.subgroups
     there = [group for group in groups if placement.state_home[group.index] is Tier.DEVICE]
@@ -316,8 +332,7 @@ def test_device_budget_is_never_exceeded_and_what_is_at_home_there_can_be(
     assert placement.state_device_bytes == sum(state_bytes(g, case.rule) for g in there)
     assert placement.gradient_device_bytes == sum(map(gradient_bytes, there))
     if any(g.trainable for g in there):
-        used = placement.device_bytes + placement.device_home_bytes + DEVICE_SCRATCH_BYTES
-        assert used <= budget.device_bytes
+        assert taken + DEVICE_SCRATCH_BYTES <= budget.device_bytes
     elsewhere = [s for s in case.specs if s.index not in _parameters(there)]
     weights = sum(map(device_weight_bytes, elsewhere))
     assert placement.device_bytes >= min(weights, case.least_arena_bytes)

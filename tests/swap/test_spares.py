@@ -13,9 +13,20 @@ from hypothesis import strategies as st
 from infinity.optim.adamw import AdamRule
 from swap.memory.slabs import slab_sizes
 from swap.plan.layout import PIECE, ParameterSpec, pack
-from swap.plan.placement import MIN_CHECKPOINT_BYTES, Placement, place
-from swap.plan.sizes import state_bytes
-from swap.plan.spares import LEAST_ELEMENTS, MOST_ELEMENTS, choose_spares, hidden_elements
+from swap.plan.placement import Placement, place
+from swap.plan.sizes import (
+    DEVICE_SCRATCH_BYTES,
+    MIN_CHECKPOINT_BYTES,
+    gradient_bytes,
+    state_bytes,
+)
+from swap.plan.spares import (
+    LEAST_ELEMENTS,
+    MOST_ELEMENTS,
+    NUM_VISITS,
+    choose_spares,
+    hidden_elements,
+)
 from swap.tiers import Budget, BudgetError, Tier
 from tests.support.examples import examples
 
@@ -201,3 +212,19 @@ def test_where_updates_are_not_hidden_there_are_no_spares() -> None:
     placement = _place(_specs([300 * KIB, 2_000 * KIB]), 1 << 30, hides=False)
     assert placement.spared == frozenset()
     assert placement.spare_bytes == 0
+
+
+@pytest.mark.parametrize("device_gib", [5, 7])
+def test_a_device_with_memory_to_spare_has_room_for_updates_of_what_has_a_spare(
+    device_gib: int,
+) -> None:
+    specs = _specs([32 << 20] * 32)
+    placement = _place(specs, 64 << 30, device_bytes=device_gib << 30)
+    assert placement.spared
+    groups = [placement.layout.subgroups[index] for index in placement.spared]
+    largest = max(state_bytes(group, RULE) + gradient_bytes(group) for group in groups)
+    assert placement.visit_bytes == (NUM_VISITS * largest if device_gib == 7 else 0)
+    used = placement.device_bytes + placement.device_home_bytes + placement.visit_bytes
+    assert used + DEVICE_SCRATCH_BYTES <= device_gib << 30
+    without = _place(specs, 64 << 30, device_bytes=device_gib << 30, hides=False)
+    assert not without.visit_bytes

@@ -4,6 +4,7 @@ The machine drives a ``TieredState`` and its plain twin. Everything is compared 
 engine under it is mostly a late one, so that memory or space which comes back too soon is seen.
 """
 
+import random
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from swap.device.visits import Pace
 from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.tiers import BudgetError
@@ -115,6 +117,10 @@ class TiersMachine(RuleBasedStateMachine):
         self.device = SimulatedDevice(seed) if simulated else None
         self.before = Leftovers.of(*self.folders)
         self.stack.enter_context(patch("swap.gradients.spill._RELEASE_SECONDS", 5.0))
+        visits = random.Random(seed)
+        self.stack.enter_context(
+            patch.object(Pace, "is_sooner_there", lambda *_: visits.random() < 0.5)
+        )
         if late:
             self.stack.enter_context(late_engines(seed))
         self.state = TieredState(

@@ -5,7 +5,7 @@ nothing but note what they were told.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ class Stages:
     """Notes what begins and what is published. ``slow`` subgroups are not written before
     ``release`` is set, and what is read from ``late`` ones is not there; nothing is read before
     ``opened`` is. Subgroups ``in_memory`` need no slot. Weights of ``copied`` ones are passed on to
-    a device, which has them when ``release`` is set.
+    a device, which has them when ``release`` is set. Those ``visiting`` are updated there.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Stages:
         late: set[int] | None = None,
         in_memory: set[int] | None = None,
         copied: set[int] | None = None,
+        visiting: set[int] | None = None,
     ) -> None:
         self.log: list[tuple[str, int]] = []
         self.changed = threading.Condition()
@@ -62,6 +63,7 @@ class Stages:
         self._slow, self._late = slow or set(), late or set()
         self._in_memory = in_memory or set()
         self._copied = copied or set()
+        self._visiting = visiting or set()
         self._free = slots
         self._written: list[Job] = []
 
@@ -83,11 +85,19 @@ class Stages:
     def can_start(self, group: Subgroup) -> bool:
         return self._free > 0 or not self.needs_slot(group)
 
-    def start_read(self, step: Step, group: Subgroup, *, is_aside: bool) -> Job:
+    def start_read(
+        self, step: Step, group: Subgroup, *, is_ahead: bool, is_aside: bool = False
+    ) -> Job:
         assert self.opened.wait(TIMEOUT)
         self._free -= self.needs_slot(group)
         self.note("read", group)
-        return Job(group, step=step, is_aside=is_aside)
+        return Job(group, step=step, is_aside=is_aside or is_ahead, is_ahead=is_ahead)
+
+    def is_sooner_on_device(self, waiting: Sequence[Subgroup]) -> bool:
+        return waiting[0].index in self._visiting
+
+    def start_visit(self, job: Job) -> None:
+        self.note("visit", job.subgroup)
 
     def is_read(self, job: Job) -> bool:
         return job.subgroup.index not in self._late or self.release.is_set()
@@ -223,5 +233,18 @@ def test_nothing_waits_for_a_device_that_is_behind_with_copies_of_what_was_held(
     assert pipeline.validate(STEP, all_groups[:3], all_groups[3:])
     stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 4)
     assert sorted(stages.of("published")) == [1, 2, 3, 4]
+    stages.release.set()
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 5)
+
+
+def test_processors_go_on_while_a_device_has_some_of_what_is_in_memory(run: Any) -> None:
+    everything = set(range(5))
+    stages = Stages(slots=1, in_memory=everything, visiting={0, 1, 3}, slow={0, 1})
+    stages.opened.set()
+    run(stages, [*everything]).submit(STEP, groups(5))
+    stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 3)
+    assert stages.of("visit") == [0, 1, 3]
+    assert stages.of("kernel") == [2, 4]
+    assert sorted(stages.of("published")) == [2, 3, 4]
     stages.release.set()
     stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 5)

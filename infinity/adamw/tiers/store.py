@@ -15,8 +15,9 @@ from swap.interruptions.undo import Undo
 from swap.memory.passage import Passage
 from swap.memory.slabs import slab_of, slab_sizes, slots_of
 from swap.plan.layout import ParameterSpec
-from swap.plan.placement import MIN_CHECKPOINT_BYTES, Placement
+from swap.plan.placement import Placement
 from swap.plan.rules import UpdateRule
+from swap.plan.sizes import MIN_CHECKPOINT_BYTES
 from swap.plan.state_placement import Taken, place_state
 from swap.storage.components import ComponentStore
 from swap.storage.drives.bandwidth import shares

@@ -11,7 +11,7 @@ from tests.support.simulated_device.device import SimulatedDevice
 from tests.support.simulated_device.order import SimulatedEvent
 
 
-class _WithoutWaits(SimulatedDevice):
+class WithoutWaits(SimulatedDevice):
     """``waiting`` does not wait for events of ``awaited``."""
 
     waiting: Stream
@@ -22,31 +22,31 @@ class _WithoutWaits(SimulatedDevice):
             super().wait_for(stream, event)
 
 
-class NoWaitBeforeCompute(_WithoutWaits):
+class NoWaitBeforeCompute(WithoutWaits):
     """Weights are computed with before they have come."""
 
     waiting, awaited = Stream.COMPUTE, Stream.UP
 
 
-class ReusedBeforeComputed(_WithoutWaits):
+class ReusedBeforeComputed(WithoutWaits):
     """Weights are copied over others that are still computed with."""
 
     waiting, awaited = Stream.UP, Stream.COMPUTE
 
 
-class ReusedBeforeReadBack(_WithoutWaits):
+class ReusedBeforeReadBack(WithoutWaits):
     """Weights are copied over others that the update still reads."""
 
     waiting, awaited = Stream.UP, Stream.BACK
 
 
-class GradientBeforeComputed(_WithoutWaits):
+class GradientBeforeComputed(WithoutWaits):
     """A gradient is copied while it is computed."""
 
     waiting, awaited = Stream.DOWN, Stream.COMPUTE
 
 
-class ReadBackBeforeCome(_WithoutWaits):
+class ReadBackBeforeCome(WithoutWaits):
     """The update takes weights from the device before they have come there."""
 
     waiting, awaited = Stream.BACK, Stream.UP

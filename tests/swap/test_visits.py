@@ -1,0 +1,301 @@
+"""Updates on a device of what is at home in host memory: the same bits, in order, and sooner."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swap.device.interface import Stream
+from swap.device.visits import Pace, Visits
+from swap.plan.layout import PIECE, pack
+from swap.update.stages import Step
+from tests.support.simulated_device import OrderError, SimulatedDevice
+from tests.support.simulated_device.faults import WithoutWaits
+from tests.support.tiers import (
+    TieredRig,
+    add_to_both,
+    assert_same,
+    fill_both,
+    placement_of,
+    same_bits,
+    specs_of,
+    step_both,
+)
+
+SIZES = (PIECE, 5 * PIECE + 7, 2 * PIECE, PIECE + 1, 3, 2 * PIECE)
+ALL = range(len(SIZES))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The elements of visits that were begun."""
+    noted: list[int] = []
+    begin = Visits.begin
+
+    def begin_and_note(visits: Visits, visit: Any, *rest: Any) -> None:
+        noted.append(visit.elements)
+        begin(visits, visit, *rest)
+
+    monkeypatch.setattr(Visits, "begin", begin_and_note)
+    return noted
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
+    """Decides in place of what was measured whether the next one visits the device."""
+
+    def set_choice(choice: Callable[[], bool]) -> None:
+        monkeypatch.setattr(Pace, "is_sooner_there", lambda *_: choice())
+
+    return set_choice
+
+
+def made(
+    stack: ExitStack,
+    folder: Path,
+    device: SimulatedDevice,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    is_speculative: bool = True,
+) -> TieredRig:
+    placement = placement_of(
+        pack(specs_of(SIZES, dtype), 2 * PIECE),
+        arena_bytes=0,
+        inbox_bytes=12 * PIECE * 4,
+        device_bytes=16 * PIECE * 4,
+        state_on_nvme=lambda _: False,
+        gradient_on_nvme=lambda _: False,
+        spared=lambda group: group != 1,
+    )
+    rig = TieredRig(stack, folder, placement, device=device)
+    fill_both(rig.state, rig.plain)
+    if is_speculative:
+        rig.state.speculation.expect_step = lambda: Step(
+            updates=rig.plain.updates(ALL), gradient_scale=1.0
+        )
+    return rig
+
+
+def backward(rig: TieredRig, number: int, parameters: Any = ALL) -> None:
+    for parameter in reversed(parameters):
+        add_to_both(rig.state, rig.plain, parameter, seed=10 * number + parameter)
+
+
+@pytest.mark.parametrize("is_speculative", [True, False])
+@pytest.mark.parametrize("make", [SimulatedDevice, partial(SimulatedDevice, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_visits_have_the_bits_of_the_processors(
+    stack: ExitStack,
+    tmp_path: Path,
+    begun: list[int],
+    choose: Callable[[Callable[[], bool]], None],
+    dtype: torch.dtype,
+    make: Callable[[], SimulatedDevice],
+    is_speculative: bool,
+) -> None:
+    choose(lambda: True)
+    device = make()
+    rig = made(stack, tmp_path, device, dtype=dtype, is_speculative=is_speculative)
+    for number in range(1, 5):
+        backward(rig, number)
+        step_both(rig.state, rig.plain, ALL)
+        assert_same(rig.state, rig.plain)
+    assert begun, "visits are made"
+    device.check()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_programs_have_the_bits_of_plain_training_whatever_visits(
+    stack: ExitStack,
+    tmp_path: Path,
+    choose: Callable[[Callable[[], bool]], None],
+    seed: int,
+) -> None:
+    """Steps other than expected, of some parameters, cleared gradients, values that are set."""
+    chance = random.Random(seed)
+    choose(lambda: chance.random() < 0.6)
+    device = SimulatedDevice(seed)
+    rig = made(stack, tmp_path, device, is_speculative=chance.random() < 0.8)
+    for number in range(1, 9):
+        backward(rig, number)
+        match chance.choice(("step", "step", "scale", "lr", "some", "more", "clear", "set")):
+            case "step":
+                step_both(rig.state, rig.plain, ALL)
+            case "scale":
+                step_both(rig.state, rig.plain, ALL, scale=0.5)
+            case "lr":
+                step_both(rig.state, rig.plain, ALL, lr=3e-3)
+            case "some":
+                rig.state.clear_gradients(1)
+                rig.plain.gradients.pop(1)
+                step_both(rig.state, rig.plain, [0, 2, 3, 4, 5])
+            case "more":
+                backward(rig, number + 100, [chance.randrange(len(SIZES))])
+                step_both(rig.state, rig.plain, ALL)
+            case "clear":
+                rig.state.clear_gradients()
+                rig.plain.gradients.clear()
+            case "set":
+                step_both(rig.state, rig.plain, ALL)
+                rig.state.flush()
+                fill_both(rig.state, rig.plain, seed=number)
+        for parameter in ALL:
+            (weight,) = rig.state.weights.acquire([parameter], "test")
+            assert same_bits(weight, rig.plain.weight(parameter))
+            del weight
+            rig.state.weights.release("test")
+    assert_same(rig.state, rig.plain)
+    device.check()
+
+
+class UpdatedBeforeCome(WithoutWaits):
+    """Values are updated before they have come."""
+
+    waiting, awaited = Stream.UPDATE, Stream.UP
+
+
+class BackBeforeUpdated(WithoutWaits):
+    """Values go back before they are updated."""
+
+    waiting, awaited = Stream.BACK, Stream.UPDATE
+
+
+class BackTakenEarly(SimulatedDevice):
+    """Values are taken for home before they have come there."""
+
+    def is_done(self, event: Any) -> bool:
+        return event.stream is Stream.BACK or super().is_done(event)
+
+    def wait(self, event: Any) -> None:
+        if event.stream is not Stream.BACK:
+            super().wait(event)
+
+
+@pytest.mark.parametrize("fault", [UpdatedBeforeCome, BackBeforeUpdated, BackTakenEarly])
+def test_order_that_is_not_asked_for_is_found(
+    tmp_path: Path, choose: Callable[[Callable[[], bool]], None], fault: type[SimulatedDevice]
+) -> None:
+    choose(lambda: True)
+    with pytest.raises((OrderError, AssertionError)):
+        _train(tmp_path, fault())
+
+
+def _train(folder: Path, device: SimulatedDevice) -> None:
+    with ExitStack() as stack:
+        rig = made(stack, folder, device)
+        for number in range(1, 4):
+            backward(rig, number)
+            step_both(rig.state, rig.plain, ALL)
+            assert_same(rig.state, rig.plain)
+        device.check()
+
+
+class Refusing:
+    """What visits ask of ``device`` fails, from the ``first`` call of a ``kind`` on, ``times`` in
+    all. ``kind``: a copy on a stream, or the wait for its end.
+    """
+
+    def __init__(self, device: SimulatedDevice, kind: tuple[str, Stream], first: int, times: int):
+        self._device, self._kind = device, kind
+        self._fails = range(first, first + times)
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def count(self, *kind: Any) -> None:
+        if kind == self._kind:
+            self.num_calls += 1
+            if self.num_calls in self._fails:
+                raise RuntimeError("the device failed")
+
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.count("copy", stream)
+        self._device.copy(stream, target, source)
+
+    def record(self, stream: Stream) -> Any:
+        return End(self, self._device.record(stream))
+
+    def wait_for(self, stream: Stream, event: Any) -> None:
+        self._device.wait_for(stream, event.event)
+
+
+class End:
+    def __init__(self, device: Refusing, event: Any) -> None:
+        self._device, self.event = device, event
+
+    def done(self) -> bool:
+        self._device.count("ask", self.event.stream)
+        return bool(self.event.done())
+
+    def wait(self) -> None:
+        self._device.count("wait", self.event.stream)
+        self.event.wait()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_speculative", [True, False])
+@pytest.mark.parametrize("times", [1, 1 << 30])
+@pytest.mark.parametrize("stream", [Stream.UP, Stream.BACK])
+@pytest.mark.parametrize("kind", ["copy", "wait", "ask"])
+@pytest.mark.parametrize("first", [1, 2, 7])
+def test_processors_do_what_a_device_fails_to(
+    stack: ExitStack,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    begun: list[int],
+    choose: Callable[[Callable[[], bool]], None],
+    is_speculative: bool,
+    times: int,
+    kind: str,
+    stream: Stream,
+    first: int,
+) -> None:
+    choose(lambda: True)
+    device = SimulatedDevice()
+    rig = made(stack, tmp_path, device, is_speculative=is_speculative)
+    for number in range(1, 3):
+        backward(rig, number)
+        step_both(rig.state, rig.plain, ALL)
+        rig.state.flush()
+    visits: Any = rig.state.visits
+    refusing = visits._device = Refusing(device, (kind, stream), first, times)
+    for number in range(3, 6):
+        backward(rig, number)
+        step_both(rig.state, rig.plain, ALL)
+        assert_same(rig.state, rig.plain)
+    has_failed = refusing.num_calls >= first
+    assert has_failed or (kind, stream) != ("copy", stream)
+    assert caplog.text.count("updates nothing of what is in host memory any more") == has_failed
+    begun.clear()
+    visits._device = device
+    backward(rig, 6)
+    step_both(rig.state, rig.plain, ALL)
+    assert_same(rig.state, rig.plain)
+    assert bool(begun) is not has_failed
+
+
+def test_what_is_sooner_is_told_by_what_was_seen() -> None:
+    pace = Pace()
+    assert not pace.is_sooner_there(100, 100), "nothing else waits"
+    assert pace.is_sooner_there(100, 200), "to find it out"
+    pace.took_here(100, 1.0)
+    pace.took_there(100, 3.0)
+    assert not pace.is_sooner_there(100, 200)
+    assert pace.is_sooner_there(100, 300)
+    for _ in range(8):
+        pace.took_there(100, 30.0)
+    assert not pace.is_sooner_there(100, 1000), "the link has other things to carry by now"
