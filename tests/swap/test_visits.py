@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -286,6 +287,30 @@ def test_processors_do_what_a_device_fails_to(
     step_both(rig.state, rig.plain, ALL)
     assert_same(rig.state, rig.plain)
     assert bool(begun) is not has_failed
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["copy", "wait"])
+def test_what_a_device_fails_with_for_a_step_that_is_not_taken_changes_nothing(
+    stack: ExitStack, tmp_path: Path, choose: Callable[[Callable[[], bool]], None], kind: str
+) -> None:
+    choose(lambda: True)
+    device = SimulatedDevice()
+    rig = made(stack, tmp_path, device)
+    backward(rig, 1)
+    step_both(rig.state, rig.plain, ALL)
+    rig.state.flush()
+    visits: Any = rig.state.visits
+    visits._device = refusing = Refusing(device, (kind, Stream.BACK), 1, 1 << 30)
+    backward(rig, 2)
+    rig.state.collect_gradients()
+    deadline = time.monotonic() + 20.0
+    while not refusing.num_calls or (rig.state.pipeline._current is not None and kind == "wait"):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    step_both(rig.state, rig.plain, ALL, lr=3e-3)
+    assert_same(rig.state, rig.plain)
+    visits._device = device
 
 
 def test_what_is_sooner_is_told_by_what_was_seen() -> None:
