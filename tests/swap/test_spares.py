@@ -218,7 +218,7 @@ def test_where_updates_are_not_hidden_there_are_no_spares() -> None:
 def test_a_device_with_memory_to_spare_has_room_for_updates_of_what_has_a_spare(
     device_gib: int,
 ) -> None:
-    specs = _specs([32 << 20] * 32)
+    specs = _specs([2 << 20] * 512)
     placement = _place(specs, 64 << 30, device_bytes=device_gib << 30)
     assert placement.spared
     groups = [placement.layout.subgroups[index] for index in placement.spared]
@@ -228,3 +228,4 @@ def test_a_device_with_memory_to_spare_has_room_for_updates_of_what_has_a_spare(
     assert used + DEVICE_SCRATCH_BYTES <= device_gib << 30
     without = _place(specs, 64 << 30, device_bytes=device_gib << 30, hides=False)
     assert not without.visit_bytes
+    assert not _place(specs, 64 << 30, device_bytes=64 << 30).visit_bytes, "all is at home there"
