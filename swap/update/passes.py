@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
 from swap.plan.layout import Subgroup
-from swap.update.stages import Job, Step
+from swap.update.stages import Job, RuleError, Step, VisitError
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +65,19 @@ class Pass:
         """It goes on its way through a slot."""
         if not self.is_validated:
             self.begun.update(segment.parameter for segment in group.segments)
+
+    @contextmanager
+    def finishing(self, job: Job) -> Iterator[None]:
+        """The end of ``job`` is waited for inside: one that turns out not to be updated is as
+        before the kernel, and never to be published.
+        """
+        job.is_ahead = not self.is_validated
+        try:
+            yield
+        except (RuleError, VisitError):
+            self.writing.remove(job)
+            self.reading.append(job)
+            raise
 
     def is_not_begun(self, group: Subgroup) -> bool:
         """Unless other parts of its parameters are on their way, for a step that is not taken."""

@@ -35,7 +35,7 @@ from swap.interruptions.mixture import MixedStateError
 from swap.plan.layout import Subgroup, parts_of
 from swap.processors import stay_in_background
 from swap.update.passes import Pass
-from swap.update.stages import Job, Stages, Step
+from swap.update.stages import Job, Stages, Step, VisitError
 
 _REMEDY = "the step is not finished: mend that, then call offloaded.flush() to finish it"
 
@@ -321,8 +321,8 @@ class UpdatePipeline:
         if wait and not finished:
             finished = sorted(work.writing, key=self._stages.waits_for_device)[:1]
         for job in finished:
-            job.is_ahead = not work.is_validated
-            self._stages.finish_write(job)
+            with work.finishing(job):
+                self._stages.finish_write(job)
             if not work.is_validated:
                 work.held.append(job)
             elif not self._is_published(job):
@@ -353,7 +353,7 @@ class UpdatePipeline:
             self.speculation_failure = failure
             self._abandon(work)
             return
-        if work.was_speculative and is_no_room(failure):
+        if work.was_speculative and (isinstance(failure, VisitError) or is_no_room(failure)):
             self._go_on(work)
             return
         self._failure, is_home = failure, False
@@ -372,8 +372,8 @@ class UpdatePipeline:
             self._weights.fail(self._failure)
 
     def _go_on(self, work: Pass) -> None:
-        """What was held back took the room that the rest needed: publish it, which frees the
-        versions before it, and do the rest as a step that began no earlier.
+        """What was held back took the room that the rest needed, or a device failed with that:
+        publish it, which frees the versions before it, and do the rest as a step of its own.
         """
         again = Pass(work.step, is_validated=True, is_complete=True)
         try:

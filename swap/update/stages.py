@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -39,6 +38,12 @@ _ENOUGH = 64
 class RuleError(Exception):
     """What a rule raised, be it an ``OSError``: that is none of ours, and what the rule has done to
     arrays in place is not done again.
+    """
+
+
+class VisitError(Exception):
+    """A device failed with a subgroup for a step that was not taken, and has its spare block, so
+    that it cannot be updated before the step is: it is as before, and can be then.
     """
 
 
@@ -170,13 +175,13 @@ class Stages(Staging[Job]):
         update = partial(self._update_on_device, job)
         try:
             self._visits.begin(visit, home, job.gradient, job.components, update)
-        except RuleError:
-            raise
-        except Exception as failure:
+        except Exception as failure:  # of the device, or of the rule, which raises it here, too
             self._update_here(job, failure)
 
     def finish_write(self, job: Job) -> None:
-        """As of any subgroup; what a device has failed to bring back is updated here."""
+        """As of any subgroup; what a device has failed to bring back is updated here. Raises
+        ``VisitError`` and ``RuleError`` for one that is not: nothing of it is done then.
+        """
         is_away = any(isinstance(one, Visit) for one in job.writes)
         try:
             super().finish_write(job)
@@ -188,30 +193,23 @@ class Stages(Staging[Job]):
     def _update_here(self, job: Job, failure: Exception) -> None:
         """In place of a visit that failed: what is at home is as it was."""
         assert self._visits is not None
-        self._visits.turn_off(failure)
-        failed = list(job.writes)
         self.undo_write(job)
         if not self._components.arrays.on_host.has_spare(job.subgroup.index):
             if job.is_ahead:  # what is at home may not change yet
-                job.writes += failed
-                raise failure
+                self._visits.turn_off(failure)
+                raise VisitError(str(failure)) from failure
             job.is_aside, job.components = False, {}
             self._lay_out(job)
         self.run_kernel(job)
+        self._visits.turn_off(failure)  # what fails here, too, is no fault of the device
 
     def _update_on_device(
         self, job: Job, components: Mapping[str, torch.Tensor], gradient: torch.Tensor
     ) -> None:
         for segment, update in _updated(job.subgroup, job.step):
             part = gradient[segment.offset : segment.offset + segment.length]
-            with self._named(segment):
-                self._rule.apply_on_device(
-                    segment,
-                    update,
-                    self._parts(segment, components),
-                    part,
-                    job.step.gradient_scale,
-                )
+            parts, scale = self._parts(segment, components), job.step.gradient_scale
+            self._rule.apply_on_device(segment, update, parts, part, scale)
 
     def insert_weights(self, job: Job) -> None:
         """Pass the new weights on to the arena, once, if the job still has them in its slot. They
@@ -326,7 +324,7 @@ class Stages(Staging[Job]):
     ) -> None:
         new, scale = self._parts(segment, job.components), job.step.gradient_scale
         index, rule = segment.subgroup, self._rule
-        with self._named(segment):
+        try:
             if self._is_beside_home(job):
                 old = self._parts(segment, self._components.arrays.on_host.block(index))
                 rule.apply_aside(segment, update, old, new, gradient, scale)
@@ -334,12 +332,6 @@ class Stages(Staging[Job]):
                 rule.apply_on_device(segment, update, new, gradient, scale)
             else:
                 rule.apply(segment, update, new, gradient, scale)
-
-    @contextmanager
-    def _named(self, segment: Segment) -> Iterator[None]:
-        """What a rule raises inside says what it updated."""
-        try:
-            yield
         except Exception as failure:  # whatever somebody's optimizer raises
             name = self._components.layout.specs[segment.parameter].name
             raise RuleError(f"the optimizer raised {failure!r} as it updated {name}") from failure

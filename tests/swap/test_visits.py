@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -15,23 +14,10 @@ import torch
 
 from swap.device.interface import Stream
 from swap.device.visits import Pace, Visits
-from swap.plan.layout import PIECE, pack
-from swap.update.stages import Step
 from tests.support.simulated_device import OrderError, SimulatedDevice
 from tests.support.simulated_device.faults import WithoutWaits
-from tests.support.tiers import (
-    TieredRig,
-    add_to_both,
-    assert_same,
-    fill_both,
-    placement_of,
-    same_bits,
-    specs_of,
-    step_both,
-)
-
-SIZES = (PIECE, 5 * PIECE + 7, 2 * PIECE, PIECE + 1, 3, 2 * PIECE)
-ALL = range(len(SIZES))
+from tests.support.tiers import assert_same, fill_both, same_bits, step_both
+from tests.support.visiting import ALL, SIZES, backward, made
 
 
 @pytest.fixture
@@ -62,37 +48,6 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], No
         monkeypatch.setattr(Pace, "is_sooner_there", lambda *_: choice())
 
     return set_choice
-
-
-def made(
-    stack: ExitStack,
-    folder: Path,
-    device: SimulatedDevice,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    is_speculative: bool = True,
-) -> TieredRig:
-    placement = placement_of(
-        pack(specs_of(SIZES, dtype), 2 * PIECE),
-        arena_bytes=0,
-        inbox_bytes=12 * PIECE * 4,
-        device_bytes=16 * PIECE * 4,
-        state_on_nvme=lambda _: False,
-        gradient_on_nvme=lambda _: False,
-        spared=lambda group: group != 1,
-    )
-    rig = TieredRig(stack, folder, placement, device=device)
-    fill_both(rig.state, rig.plain)
-    if is_speculative:
-        rig.state.speculation.expect_step = lambda: Step(
-            updates=rig.plain.updates(ALL), gradient_scale=1.0
-        )
-    return rig
-
-
-def backward(rig: TieredRig, number: int, parameters: Any = ALL) -> None:
-    for parameter in reversed(parameters):
-        add_to_both(rig.state, rig.plain, parameter, seed=10 * number + parameter)
 
 
 @pytest.mark.parametrize("is_speculative", [True, False])
@@ -202,115 +157,6 @@ def _train(folder: Path, device: SimulatedDevice) -> None:
             step_both(rig.state, rig.plain, ALL)
             assert_same(rig.state, rig.plain)
         device.check()
-
-
-class Refusing:
-    """What visits ask of ``device`` fails, from the ``first`` call of a ``kind`` on, ``times`` in
-    all. ``kind``: a copy on a stream, or the wait for its end.
-    """
-
-    def __init__(self, device: SimulatedDevice, kind: tuple[str, Stream], first: int, times: int):
-        self._device, self._kind = device, kind
-        self._fails = range(first, first + times)
-        self.num_calls = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._device, name)
-
-    def count(self, *kind: Any) -> None:
-        if kind == self._kind:
-            self.num_calls += 1
-            if self.num_calls in self._fails:
-                raise RuntimeError("the device failed")
-
-    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.count("copy", stream)
-        self._device.copy(stream, target, source)
-
-    def record(self, stream: Stream) -> Any:
-        return End(self, self._device.record(stream))
-
-    def wait_for(self, stream: Stream, event: Any) -> None:
-        self._device.wait_for(stream, event.event)
-
-
-class End:
-    def __init__(self, device: Refusing, event: Any) -> None:
-        self._device, self.event = device, event
-
-    def done(self) -> bool:
-        self._device.count("ask", self.event.stream)
-        return bool(self.event.done())
-
-    def wait(self) -> None:
-        self._device.count("wait", self.event.stream)
-        self.event.wait()
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("is_speculative", [True, False])
-@pytest.mark.parametrize("times", [1, 1 << 30])
-@pytest.mark.parametrize("stream", [Stream.UP, Stream.BACK])
-@pytest.mark.parametrize("kind", ["copy", "wait", "ask"])
-@pytest.mark.parametrize("first", [1, 2, 7])
-def test_processors_do_what_a_device_fails_to(
-    stack: ExitStack,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    begun: list[int],
-    choose: Callable[[Callable[[], bool]], None],
-    is_speculative: bool,
-    times: int,
-    kind: str,
-    stream: Stream,
-    first: int,
-) -> None:
-    choose(lambda: True)
-    device = SimulatedDevice()
-    rig = made(stack, tmp_path, device, is_speculative=is_speculative)
-    for number in range(1, 3):
-        backward(rig, number)
-        step_both(rig.state, rig.plain, ALL)
-        rig.state.flush()
-    visits: Any = rig.state.visits
-    refusing = visits._device = Refusing(device, (kind, stream), first, times)
-    for number in range(3, 6):
-        backward(rig, number)
-        step_both(rig.state, rig.plain, ALL)
-        assert_same(rig.state, rig.plain)
-    has_failed = refusing.num_calls >= first
-    assert has_failed or (kind, stream) != ("copy", stream)
-    assert caplog.text.count("updates nothing of what is in host memory any more") == has_failed
-    begun.clear()
-    visits._device = device
-    backward(rig, 6)
-    step_both(rig.state, rig.plain, ALL)
-    assert_same(rig.state, rig.plain)
-    assert bool(begun) is not has_failed
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["copy", "wait"])
-def test_what_a_device_fails_with_for_a_step_that_is_not_taken_changes_nothing(
-    stack: ExitStack, tmp_path: Path, choose: Callable[[Callable[[], bool]], None], kind: str
-) -> None:
-    choose(lambda: True)
-    device = SimulatedDevice()
-    rig = made(stack, tmp_path, device)
-    backward(rig, 1)
-    step_both(rig.state, rig.plain, ALL)
-    rig.state.flush()
-    visits: Any = rig.state.visits
-    visits._device = refusing = Refusing(device, (kind, Stream.BACK), 1, 1 << 30)
-    backward(rig, 2)
-    rig.state.collect_gradients()
-    deadline = time.monotonic() + 20.0
-    while not refusing.num_calls or (rig.state.pipeline._current is not None and kind == "wait"):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    step_both(rig.state, rig.plain, ALL, lr=3e-3)
-    assert_same(rig.state, rig.plain)
-    visits._device = device
 
 
 def test_what_is_sooner_is_told_by_what_was_seen() -> None:
