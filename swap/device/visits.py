@@ -32,6 +32,11 @@ Update = Callable[[Block, torch.Tensor], None]
 
 _log = logging.getLogger(__name__)
 _USED = (Stream.UP, Stream.UPDATE, Stream.BACK)
+_FADING = 4095 / 4096
+"""A visit that took twice as long as it may is tried again when the processors have done 2,839
+subgroups, which are tens of steps, and one that took a hundred times as long after 18,861: a link
+that is slow is held up once in so many.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,16 +50,20 @@ class Visit:
     slot: torch.Tensor
     began: float
     event: Event | None = None
-    lost_by: Exception | None = None
-    """Why nobody knows whether it is over."""
+    ended: float | None = None
+    """When its end was seen, which may be long before somebody asks for its slot."""
+    lost_by: str | None = None
+    """Why nobody knows whether it is over. Not the error itself, whose frames refer to this."""
 
     def done(self) -> bool:
         """Whether it is over, or nobody will know: ``result`` raises that."""
         try:
-            return self.event is not None and self.event.done()
+            if self.event is not None and self.event.done():
+                self._has_ended()
         except Exception as failure:  # of a device
-            self.lost_by = failure
+            self.lost_by = str(failure)
             return True
+        return self.ended is not None
 
     def result(self) -> None:
         """Wait for its end; of one that could not be asked for, for what of it was. Raises what the
@@ -67,12 +76,19 @@ class Visit:
             else:
                 self.event.wait()
         except Exception as failure:
-            self.lost_by = failure
+            self.lost_by = str(failure)
             raise
+        self._has_ended()
+
+    def _has_ended(self) -> None:
+        if self.ended is None:
+            self.ended = time.monotonic()
 
 
 class Pace:
-    """Seconds that an element took lately, here and there. Nothing is known at first."""
+    """Seconds that an element took lately, here and there. Nothing is known at first, and what was
+    not tried for long is known less and less: the link may have been busy then, or the device new.
+    """
 
     def __init__(self) -> None:
         self._here: float | None = None
@@ -81,6 +97,8 @@ class Pace:
     def took_here(self, elements: int, seconds: float) -> None:
         """The processors, for one subgroup."""
         self._here = _mean(self._here, seconds / max(1, elements))
+        if self._there is not None:
+            self._there *= _FADING
 
     def took_there(self, elements: int, seconds: float) -> None:
         """A visit, from its beginning until its end was seen, with others under way."""
@@ -119,8 +137,8 @@ class Visits:
         self._under_way: list[Visit] = []
         self._is_off = False
 
-    def turn_off(self, failure: BaseException) -> None:
-        """No more of them."""
+    def turn_off(self, failure: object) -> None:
+        """No more of them, for that reason."""
         if not self._is_off:
             self._is_off = True
             _log.warning(
@@ -178,7 +196,8 @@ class Visits:
             self.turn_off(visit.lost_by)
             return
         self._free.append(visit.slot)
-        self.pace.took_there(visit.elements, time.monotonic() - visit.began)
+        if visit.event is not None and visit.ended is not None:
+            self.pace.took_there(visit.elements, visit.ended - visit.began)
 
 
 def _laid_out(slot: torch.Tensor, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -160,8 +160,9 @@ class Stages(Staging[Job]):
             return False
         nbytes = self._components.nbytes(group.index) + group.numel * group.dtype.itemsize
         elements = sum(one.numel for one in islice(waiting, _ENOUGH))
-        is_sooner = self._visits.pace.is_sooner_there(group.numel, elements)
-        return is_sooner and self._visits.can_begin(nbytes)
+        # First what has ended, or what it took would not be known as long as it seems to be long.
+        can_begin = self._visits.can_begin(nbytes)
+        return can_begin and self._visits.pace.is_sooner_there(group.numel, elements)
 
     def start_visit(self, job: Job) -> None:
         """Have a device update a subgroup aside, of which there is nothing to read: it is written

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,29 @@ def _train(folder: Path, device: SimulatedDevice) -> None:
         device.check()
 
 
+def test_a_visit_takes_no_longer_than_until_its_end_was_seen(
+    stack: ExitStack,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    choose: Callable[[Callable[[], bool]], None],
+) -> None:
+    """However late the next one is asked for."""
+    choose(lambda: True)
+    now = 0.0
+    monkeypatch.setattr("swap.device.visits.time", SimpleNamespace(monotonic=lambda: now))
+    taken: list[float] = []
+    monkeypatch.setattr(Pace, "took_there", lambda _, elements, seconds: taken.append(seconds))
+    rig = made(stack, tmp_path, SimulatedDevice(), is_speculative=False)
+    for number in range(1, 3):
+        backward(rig, number)
+        step_both(rig.state, rig.plain, ALL)
+        rig.state.flush()
+        choose(lambda: False)  # what has ended is seen all the same
+        now += 100.0
+    assert len(taken) == 3
+    assert set(taken) == {0.0}
+
+
 def test_what_is_sooner_is_told_by_what_was_seen() -> None:
     pace = Pace()
     assert not pace.is_sooner_there(100, 100), "nothing else waits"
@@ -170,3 +194,6 @@ def test_what_is_sooner_is_told_by_what_was_seen() -> None:
     for _ in range(8):
         pace.took_there(100, 30.0)
     assert not pace.is_sooner_there(100, 1000), "the link has other things to carry by now"
+    for _ in range(20_000):
+        pace.took_here(100, 1.0)
+    assert pace.is_sooner_there(100, 200), "which was long ago"
