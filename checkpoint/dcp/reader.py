@@ -115,7 +115,7 @@ class StorageReader(TorchStorageReader):
             if _uuid_at(self.path) not in (manifest.uuid, None):
                 raise _saved_over(self.path) from error
             if isinstance(error, CorruptCheckpointError):
-                note_damage_of(self.path, manifest)
+                note_damage_of(self.path, manifest, error.path)
             raise
         future: Future[None] = Future()
         future.set_result(None)

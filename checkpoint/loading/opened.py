@@ -99,8 +99,8 @@ class OpenCheckpoint(ChunkReader):
         """As of `ChunkReader`; what is found of damage is noted."""
         try:
             super().read_chunk(record, chunk, first, out)
-        except CorruptCheckpointError:
-            self._note_damage(chunk.file)
+        except CorruptCheckpointError as error:
+            self._note_damage(chunk.file, error.path)
             raise
 
     def read_part(
@@ -109,14 +109,14 @@ class OpenCheckpoint(ChunkReader):
         """As of `ChunkReader`; what is found of damage is noted."""
         try:
             super().read_part(record, chunk, whole, start, out)
-        except CorruptCheckpointError:
-            self._note_damage(chunk.file)
+        except CorruptCheckpointError as error:
+            self._note_damage(chunk.file, error.path)
             raise
 
-    def _note_damage(self, file: int) -> None:
+    def _note_damage(self, file: int, path: str | None) -> None:
         """Of a data file, unless another one has taken its place, from a backup as a rule."""
         if self._opened.get(file) in (None, _identity(self._path_of(file))):
-            note_damage_of(self.path, self.manifest)
+            note_damage_of(self.path, self.manifest, path)
 
     def _path_of(self, file: int) -> Path:
         return self.manifest.file_path(self.path, self.manifest.files[file])
