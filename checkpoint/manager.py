@@ -354,9 +354,9 @@ class Manager:
         A step that is newer than its manifest says (it was saved here last, and one from a host
         whose clock is ahead was copied in) stays with a warning until the next save.
         Damaged checkpoints stay, for somebody to look at; they do not count as kept, nor do those
-        that anything of this process found so as it read them, or that `load` could not read, until
-        all of them has been read. What cannot be removed is a warning. Of several ranks the first
-        one removes, and nobody waits for it.
+        that anything of this process found so as it read them, or could not read, until all of them
+        has been read. What cannot be removed is a warning. Of several ranks the first one removes,
+        and nobody waits for it.
         """
         if not self._ranks.rank:
             sheltered(self._retire, "checkpoint-retire")

@@ -6,6 +6,7 @@ changed would take the interpreter from the training beside it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import Manifest
+from checkpoint.loading.verdicts import is_unreadable
 
 _Stamp = tuple[int, int, int, int, int]
 _Place = tuple[int, int]
@@ -32,7 +34,7 @@ class _Damage:
 
 
 _damaged: dict[_Place, _Damage] = {}
-"""What this process found damaged as it read it, by whichever manager or none; the last of it. By
+"""What this process found damaged or unreadable, by whichever manager or none; the last of it. By
 the directories that the data files lie in: those stay where permissions, owners, times, links or
 names change. A copy of a checkpoint, also one of hard links, and a copy of its stripes have others,
 and may be sound; a directory that takes their place later is of another save."""
@@ -138,11 +140,22 @@ class KnownManifests:
         self._before.pop(checkpoint, None)
 
 
-def note_damage_of(checkpoint: Path, manifest: Manifest, file: str | None = None) -> None:
-    """Data of the save that had this manifest as it was opened, with its files where they are, are
-    damaged: those beside this file, or else any. Another one may have taken its place since, and
-    that is none of its damage.
+def note_error(
+    checkpoint: Path, manifest: Manifest, error: CorruptCheckpointError | OSError
+) -> None:
+    """Of a read of data of the save that had this manifest as it was opened: they are damaged, or
+    cannot be read, which may be a sector that is gone and is no better until all of them were.
+    Other errors are none of theirs.
+
+    Damage is in what lies beside the file that the error names, or else in any, with all files
+    where they are. Another save may have come since, and that is none of its damage.
     """
+    if isinstance(error, CorruptCheckpointError):
+        file = error.path
+    elif is_unreadable(checkpoint, error):
+        file = os.fsdecode(error.filename)
+    else:
+        return
     places = _data_places(checkpoint, manifest, file)
     if places and all(_is_damaged(place, manifest) for place in places):
         return
@@ -177,9 +190,9 @@ def damage_noted(checkpoint: Path, *, reads_all: bool = False) -> Iterator[Read]
     read = Read()
     try:
         yield read
-    except CorruptCheckpointError as error:
+    except (CorruptCheckpointError, OSError) as error:
         if read.manifest is not None:
-            note_damage_of(checkpoint, read.manifest, error.path)
+            note_error(checkpoint, read.manifest, error)
         raise
     if reads_all and read.manifest is not None:
         _note_whole(checkpoint, read.manifest)

@@ -81,14 +81,14 @@ def _verdict_of(path: Path, look: Callable[[], object]) -> Verdict:
         pass_over(path, error)
         return Verdict.DAMAGED
     except OSError as error:
-        if not _is_unreadable(path, error):
+        if not is_unreadable(path, error):
             raise
         pass_over(path, error)
         return Verdict.DAMAGED
     return Verdict.WHOLE
 
 
-def _is_unreadable(checkpoint: Path, error: OSError) -> bool:
+def is_unreadable(checkpoint: Path, error: OSError) -> bool:
     """Whether an error says that this checkpoint cannot be read, and others perhaps can.
 
     It names a file of the checkpoint then. What is loaded into raises no such error, see `outside`.
