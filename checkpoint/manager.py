@@ -39,7 +39,7 @@ from checkpoint.loading.verdicts import (
     warned,
     weakest,
 )
-from checkpoint.outside import entrance, within
+from checkpoint.outside import within
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accompanied, ranks_of
 from checkpoint.ranks.turn import Turn, in_turn
 from checkpoint.saving.api import SaveRequest, save_on, start_save
@@ -201,7 +201,7 @@ class Manager:
         self._check_same(loading, step)
         if step is not None:
             path = self.path(step)
-            state = loading.apart(lambda: entrance(self._load)(path, options))
+            state = self._known.load_apart(loading, path, lambda: self._load(path, options))
             self._tell(step, [])
             return state
         found, passed_over = list[Any](), list[int]()

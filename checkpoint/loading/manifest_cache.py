@@ -18,7 +18,8 @@ from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import Manifest
-from checkpoint.loading.verdicts import is_unreadable
+from checkpoint.loading.verdicts import failure_of, is_unreadable
+from checkpoint.ranks.turn import Turn
 
 _Stamp = tuple[int, int, int, int, int]
 _Place = tuple[int, int]
@@ -111,6 +112,30 @@ class KnownManifests:
         with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
             if uuid is not None and (manifest := self.check(checkpoint)).uuid == uuid:
                 _note(checkpoint, self._moved.apply(manifest))
+
+    def load_apart(self, loading: Turn, checkpoint: Path, load: Callable[[], T]) -> T:
+        """`load`s what is at a path, each rank for itself, in the last meetings of a turn. Damage
+        that another rank has read is known here as well, before it raises: one of them removes.
+
+        Raises what `load` does, or RankFailedError.
+        """
+        found: list[T] = []
+        failed: list[Exception] = []
+        self.look_before(checkpoint)
+
+        def attempt() -> bool:
+            failed.extend(failure_of(checkpoint, lambda: found.append(load())))
+            return bool(failed)
+
+        def fail() -> None:
+            if failed:
+                raise failed.pop()  # it leads here: in a list it would keep what it came through
+
+        if any(loading.together(attempt, lambda answers: not any(answers))):
+            found.clear()
+            self.note_damage(checkpoint)
+            loading.apart(fail)
+        return found.pop()
 
     def damaged_of(self, steps: Iterable[int], path: Callable[[int], Path]) -> list[Path]:
         """Of steps that a load passed over, those of which it may have read something, wherever it
