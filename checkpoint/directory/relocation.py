@@ -64,12 +64,21 @@ class Relocation:
         return replace(manifest, roots=tuple(roots), files=tuple(files))
 
     def _search(self, file: FileRecord, manifest: Manifest) -> tuple[Path, str] | None:
-        """Where it was saved comes first if that is among the directories."""
+        """Where it was saved comes first if that is among the directories. One of them that is for
+        other users has it where none else does, and that is the error then.
+        """
         root = None if file.root is None else manifest.roots[file.root]
+        refused = None
         for directory in sorted(self.searched, key=lambda directory: str(directory) != root):
-            path = _find(directory, file.path, manifest.uuid)
+            try:
+                path = _find(directory, file.path, manifest.uuid)
+            except PermissionError as error:
+                refused = error.filename
+                continue
             if path is not None:
                 return directory, path
+        if refused is not None and root is not None and not (Path(root) / file.path).exists():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), refused)
         return None
 
     def __bool__(self) -> bool:
