@@ -16,7 +16,12 @@ from checkpoint.absence import is_absent
 from checkpoint.directory.destination import PathLike, check_place, checkpoint_path
 from checkpoint.format.records import FileRecord, Manifest
 
-StripeDirs = Sequence[PathLike] | Mapping[PathLike, PathLike]
+StripeDirs = (
+    Sequence[PathLike]
+    | Mapping[str, PathLike]  # of each by itself: to a type checker the keys of a dict are of one
+    | Mapping[Path, PathLike]
+    | Mapping[PathLike, PathLike]
+)
 """Directories that are searched for the data of a save, by its id; or, by the directory that the
 manifest names, the one that has its data now."""
 

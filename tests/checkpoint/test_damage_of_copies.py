@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint.directory.relocation import StripeDirs
 from checkpoint.loading.manifest_cache import KnownManifests
 from tests.support.memory import folder_in_memory
 
@@ -37,7 +36,7 @@ def kept_then(manager: checkpoint.Manager) -> list[int]:
     return manager.steps()
 
 
-def striped(folder: Path) -> tuple[checkpoint.Manager, StripeDirs]:
+def striped(folder: Path) -> tuple[checkpoint.Manager, dict[Path, Path]]:
     """Steps with their data on a stripe, and where there is a copy of it."""
     (folder / "stripe").mkdir()
     manager = make_steps(folder / "run", folder / "stripe")
@@ -45,7 +44,7 @@ def striped(folder: Path) -> tuple[checkpoint.Manager, StripeDirs]:
     return manager, {folder / "stripe": folder / "backup"}
 
 
-WAYS: dict[str, Callable[[Path, StripeDirs], object]] = {
+WAYS: dict[str, Callable[[Path, dict[Path, Path]], object]] = {
     "load": lambda path, moved: checkpoint.load(path, stripe_dirs=moved),
     "verify": lambda path, moved: checkpoint.verify(path, stripe_dirs=moved),
 }
@@ -84,7 +83,7 @@ def test_damage_of_one_stripe_is_none_of_another_that_was_read_with_it(tmp_path:
     manager.save(1, {"v": torch.zeros(2**20), "w": torch.ones(2**20)})
     shutil.copytree(tmp_path / "one", tmp_path / "backup")
     damage(tmp_path / "backup")
-    moved: StripeDirs = {tmp_path / "one": tmp_path / "backup"}
+    moved = {tmp_path / "one": tmp_path / "backup"}
     assert not checkpoint.verify(manager.path(1), stripe_dirs=moved)
     manager.save(2, {"w": torch.ones(4)})
     assert manager.steps() == [2]
