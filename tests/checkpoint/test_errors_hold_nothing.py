@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import checkpoint
+from checkpoint.sheltered import Cancellation
 from tests.support.memory import folder_in_memory
 
 tmp_path = folder_in_memory()
@@ -78,6 +82,56 @@ def _failed(load: Callable[[torch.Tensor], object]) -> weakref.ref[torch.Tensor]
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_failed_load_was_given_goes_with_its_last_reference(root: Path, way: str) -> None:
     assert _failed(lambda into: WAYS[way](root, into))() is None
+
+
+class Interrupting:
+    """A source whose read is interrupted, as by Ctrl-C, and ends when the save was told to stop."""
+
+    dtype = torch.float32
+    shape = (4,)
+
+    def __init__(self, tensor: torch.Tensor, told: threading.Event) -> None:
+        self.tensor, self._told = tensor, told
+
+    def read(self, start: int, out: memoryview) -> None:
+        signal.raise_signal(signal.SIGALRM)
+        assert self._told.wait(20)
+
+
+class Interrupt(BaseException):
+    """Raised by the handler."""
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Set when a save was told to stop, which an alarm does here."""
+    told, request = threading.Event(), Cancellation.request
+
+    def requested(self: Cancellation, interrupt: BaseException | None = None) -> None:
+        request(self, interrupt)
+        told.set()
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    monkeypatch.setattr(Cancellation, "request", requested)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield told
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async])
+def test_what_an_interrupted_save_was_given_goes_with_its_last_reference(
+    tmp_path: Path, save: Callable[..., Any], told: threading.Event
+) -> None:
+    state = {"w": Interrupting(torch.zeros(4), told)}
+    watch = weakref.ref(state["w"].tensor)
+    with pytest.raises(Interrupt):
+        save(state, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    del state
+    assert watch() is None
 
 
 def test_an_error_of_a_sink_is_shown_without_what_brought_it(root: Path) -> None:
