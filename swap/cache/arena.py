@@ -99,7 +99,7 @@ class Arena(Protocol):
         """Wait until no entry is to be copied from ``values`` any more, which are to change."""
 
     def arrived(self, entry: Entry) -> None:
-        """All reads of ``entry`` are finished."""
+        """All reads of ``entry`` are finished. Where this raises, it can be called again."""
 
     def ready(self, entry: Entry) -> torch.Tensor:
         """The weights, safe to compute with on the current stream."""

@@ -221,3 +221,28 @@ def test_step_on_a_device_that_goes_on_failing_ends(
     device.fail("", stream, 0, 0)
     if not errors:
         assert_same(rig.state, rig.plain)
+
+
+@pytest.mark.parametrize("call", ["copy", "record"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_weights_whose_copy_was_stopped_are_copied_again(
+    stack: ExitStack,
+    tmp_path: Path,
+    call: str,
+    error: type[BaseException],
+    is_dropped: bool,
+) -> None:
+    """What a stopped copy comes from stays until the device is past it."""
+    device = SimulatedDevice()
+    rig = made(stack, tmp_path, device, room=NUM, on_nvme=True)
+    with patch.object(device, call, side_effect=error("it failed")), pytest.raises(error):
+        rig.state.weights.acquire([0], "test")
+    if is_dropped:
+        rig.state.weights.drop()
+    for number in range(2):
+        passes(rig, number)
+        step_both(rig.state, rig.plain, range(NUM))
+        rig.state.flush()
+    device.check()
+    assert_same(rig.state, rig.plain)
