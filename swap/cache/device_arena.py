@@ -70,14 +70,14 @@ class DeviceArena:
         with suppress(RuntimeError):  # of the device: it is asked again where room is wanted
             self._memory.collect()
 
-    def wait_for_copies_from(self, values: torch.Tensor) -> None:
-        """What a pass between the last gradient and the step computes with may be among them."""
+    def wait_for_copies_from(self, values: torch.Tensor | None) -> None:
+        """What a pass behind the last gradient computes with may be among them."""
         with self._lock:
             self._drop_finished_uploads()
             copies = [
                 event
                 for event, sources in self._uploads
-                if any(_overlap(source, values) for source in sources)
+                if values is None or any(_overlap(source, values) for source in sources)
             ]
         for event in copies[-1:]:  # they come one after the other
             event.wait()

@@ -231,11 +231,13 @@ class WeightCache:
         self.fail(None)
 
     def drop(self) -> None:
-        """Forget everything cached, because values at home were changed by other means."""
+        """Forget everything cached: values at home change, behind all that is computed by now."""
         with self._lock:
             for entry in (*self._entries.values(), *self._stale.values()):
                 wait_for(entry)
             self._cached.clear()
+        if self.arena is not None:
+            self.arena.wait_for_copies_from(None)
 
     # How weights are found.
 

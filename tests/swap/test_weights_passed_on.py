@@ -17,6 +17,7 @@ from swap.interruptions.mixture import MixedStateError
 from swap.kernels import copy_values
 from swap.plan.layout import PIECE, pack
 from swap.storage import blocks
+from swap.storage.arrays import Arrays
 from swap.update.stages import Step
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.simulated_device.failing import Failing
@@ -246,3 +247,25 @@ def test_weights_whose_copy_was_stopped_are_copied_again(
         rig.state.flush()
     device.check()
     assert_same(rig.state, rig.plain)
+
+
+def test_values_are_set_at_home_when_a_device_has_copied_those_before(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    """As a load does while a device is behind with a pass."""
+    device, found = Noting(), []
+    rig = made(stack, tmp_path, device, room=NUM)
+    write = Arrays.write
+
+    def noted(self: Arrays, subgroup: int, name: str, first: int, values: torch.Tensor) -> None:
+        found.append(device.is_copied_still(self.of(subgroup, name)))
+        write(self, subgroup, name, first, values)
+
+    for parameter in range(NUM):
+        use(rig, parameter)
+    with patch.object(Arrays, "write", noted):
+        fill_both(rig.state, rig.plain, 1)
+    assert found
+    assert not any(found)
+    for parameter in range(NUM):
+        use(rig, parameter)
