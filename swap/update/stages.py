@@ -170,6 +170,7 @@ class Stages(Staging[Job]):
         group = job.subgroup
         if job.is_aside:
             self._wait_for_copies_of(group)
+        self._weights.end_reads(group)
         super().publish(job)
         job.is_published = True
         try:
