@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swap.device.interface import Stream
-from swap.interruptions.mixture import MixedStateError
+from swap.interruptions.mixture import MixedStateError, Scope
 from swap.kernels import copy_values
 from swap.plan.layout import PIECE, pack
 from swap.storage import blocks
@@ -269,3 +269,44 @@ def test_values_are_set_at_home_when_a_device_has_copied_those_before(
     assert not any(found)
     for parameter in range(NUM):
         use(rig, parameter)
+
+
+class Silent(Failing):
+    """Tells nothing of the end of what it fails to wait for."""
+
+    def is_done(self, event: Any) -> bool:
+        if self.calls and event.stream is self.stream:
+            raise RuntimeError("the device failed")
+        return super().is_done(event)
+
+
+@pytest.mark.parametrize("make", [Failing, Silent])
+def test_training_goes_on_from_other_values_on_a_device_that_works_again(
+    stack: ExitStack, tmp_path: Path, make: type[Failing]
+) -> None:
+    """What it would not let go of is there again."""
+    device = make()
+    rig = made(stack, tmp_path, device, room=NUM, on_nvme=True)
+    state, plain, everything = rig.state, rig.plain, frozenset(range(NUM))
+    for number in range(2):
+        passes(rig, number)
+        step_both(state, plain, everything)
+        state.flush()
+    passes(rig, 2)
+    device.fail("wait", Stream.BACK, 1, 1 << 30)
+    step_both(state, plain, everything)
+    with pytest.raises(MixedStateError):
+        state.flush()
+    device.fail("", Stream.UP, 0, 0)
+    with state.mixture.changing("a load") as change:
+        state.discard_step()
+        change.begin(Scope(everything, everything))
+        fill_both(state, plain, 1)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state.components.zero(name)
+            for components in plain.components:
+                components[name].zero_()
+    for number in range(3, 5):
+        passes(rig, number)
+        step_both(state, plain, everything)
+    assert_same(state, plain)
