@@ -244,6 +244,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         def begin(final: StateDict) -> StateDict:
             states.extend(self._states_in(final))
             if lengths_of(final["param_groups"]) == lengths_of(self.param_groups):
+                offloaded_state.check_owners(final["state"], final["param_groups"])
                 self._place(parameter for parameter, _ in states)
                 self._engine.begin_loading(hold)
             return final | {"state": {}}
