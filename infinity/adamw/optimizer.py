@@ -167,13 +167,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._check_open()
         super().add_param_group(param_group)
         try:
-            options_of(self.param_groups[-1])
+            options_of(param_group)
             check_distinct(self.param_groups)
             if not self._is_built:
                 return
-            self._place(p for p in self.param_groups[-1]["params"] if p.requires_grad)
+            self._place(p for p in param_group["params"] if p.requires_grad)
         except BaseException:
-            self.param_groups.pop()
+            del self.param_groups[[group is param_group for group in self.param_groups].index(True)]
             raise
 
     def report(self) -> StateReport:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity import OffloadedAdamW
+from infinity import BudgetError, OffloadedAdamW
 from infinity.adamw.changes import Changes, Hold
 from infinity.adamw.engine import StateEngine
 from infinity.adamw.tiers.store import StateStore
@@ -162,6 +162,29 @@ def test_call_whose_turn_comes_after_close_of_another_thread_is_refused_and_chan
         LATE[call](here, tmp_path, state)
     assert same(values(here.model), values(later.model))
     assert not (tmp_path / "later").exists()
+
+
+def test_group_that_is_refused_is_taken_back_and_none_of_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, small, large = (torch.nn.Parameter(torch.zeros(size)) for size in (8, 8, 1 << 20))
+    with OffloadedAdamW([first], nvme=tmp_path, host_memory=5 << 20) as optimizer:
+        place = OffloadedAdamW._place
+        adding = threading.Thread(target=optimizer.add_param_group, args=({"params": [small]},))
+
+        def place_after_another(*given: Any) -> None:
+            if not adding.ident:
+                adding.start()
+                adding.join()
+            place(*given)
+
+        monkeypatch.setattr(OffloadedAdamW, "_place", place_after_another)
+        with pytest.raises(BudgetError):
+            optimizer.add_param_group({"params": [large]})
+        assert [len(group["params"][0]) for group in optimizer.param_groups] == [8, 8]
+        small.grad = torch.ones(8)
+        optimizer.step()
+    assert small.all()
 
 
 def test_state_dicts_on_two_threads_at_once_are_both_whole(
