@@ -310,3 +310,36 @@ def test_training_goes_on_from_other_values_on_a_device_that_works_again(
         passes(rig, number)
         step_both(state, plain, everything)
     assert_same(state, plain)
+
+
+def test_old_weights_come_from_a_device_while_the_rest_is_read(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    """Disks do not stand still for a copy that waits behind what the device computes."""
+    log: list[str] = []
+
+    class Waited(SimulatedDevice):
+        def wait(self, event: Any) -> None:
+            if event.stream is Stream.BACK:
+                log.append("waited")
+            super().wait(event)
+
+        def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+            if stream is Stream.BACK:
+                log.append("copied")
+            super().copy(stream, target, source)
+
+    rig = made(stack, tmp_path, Waited(), room=NUM, is_speculative=False, on_nvme=True)
+    begin = rig.state.stages._begin_runs
+
+    def noted(staged: Any, reads: Any, *rest: Any) -> None:
+        if reads is staged.reads:
+            log.append("read")
+        begin(staged, reads, *rest)
+
+    stack.enter_context(patch.object(rig.state.stages, "_begin_runs", noted))
+    passes(rig, 0)
+    step_both(rig.state, rig.plain, range(NUM))
+    assert_same(rig.state, rig.plain)
+    assert log[:2] == ["copied", "read"]
+    assert "waited" in log
