@@ -39,7 +39,7 @@ from checkpoint.loading.verdicts import (
     warned,
     weakest,
 )
-from checkpoint.outside import entrance, within
+from checkpoint.outside import within
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accompanied, ranks_of
 from checkpoint.ranks.turn import Turn, in_turn
 from checkpoint.saving.api import SaveRequest, save_on, start_save
@@ -201,7 +201,7 @@ class Manager:
         self._check_same(loading, step)
         if step is not None:
             path = self.path(step)
-            state = loading.apart(lambda: entrance(self._load)(path, options))
+            state = self._known.load_apart(loading, path, lambda: self._load(path, options))
             self._tell(step, [])
             return state
         found, passed_over = list[Any](), list[int]()
@@ -354,9 +354,9 @@ class Manager:
         A step that is newer than its manifest says (it was saved here last, and one from a host
         whose clock is ahead was copied in) stays with a warning until the next save.
         Damaged checkpoints stay, for somebody to look at; they do not count as kept, nor do those
-        that anything of this process found so as it read them, or that `load` could not read, until
-        all of them has been read. What cannot be removed is a warning. Of several ranks the first
-        one removes, and nobody waits for it.
+        that anything of this process found so as it read them, or could not read, until all of them
+        has been read. What cannot be removed is a warning. Of several ranks the first one removes,
+        and nobody waits for it.
         """
         if not self._ranks.rank:
             sheltered(self._retire, "checkpoint-retire")

@@ -22,7 +22,14 @@ class _OutsideError(Exception):
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"{type(error).__name__} of what is loaded into")
-        self.error = error
+        self._error = [error]
+
+    def taken(self) -> Exception:
+        """The error, to which this leads no more: the other way there is one, by the frames that it
+        comes through, and both would be kept until the collector runs.
+        """
+        self.__cause__ = self.__context__ = None
+        return self._error.pop()
 
 
 @contextmanager
@@ -57,9 +64,15 @@ def raised_as_they_are() -> Iterator[None]:
     try:
         yield
     except _OutsideError as outer:
-        found.append(outer.error)
-    if found:  # not in the handler: what raised it is what it came from
-        raise found.pop()
+        found.append(outer.taken())
+    if found:
+        error = found.pop()
+        came_from = error.__context__
+        try:
+            raise error
+        finally:
+            error.__context__ = came_from  # and not what brought it here
+            del error, came_from
 
 
 def entrance(call: Callable[P, T]) -> Callable[P, T]:

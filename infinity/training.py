@@ -223,7 +223,7 @@ class Training:
 
     def _updates(self, present: Sequence[int] | None) -> dict[int, ParameterUpdate]:
         """What the next step means for those parameters, or for all that are in a group."""
-        options = options_of(self.optimizer.param_groups, self.index_of)
+        options = options_of(self.optimizer.param_groups, self.index_of, self.rule.options_read)
         return updates_for(present, options, self.records, self.steps)
 
     def clear_gradients(self) -> None:

@@ -126,8 +126,7 @@ class TieredState:
             )
             self._undo.callback(self.inbox.close)
         self.weights = WeightCache(self.components, self.arena, self.timeline, prefetch=overlap)
-        staging = self.slabs.get("staging")
-        slots = deque(() if staging is None else slots_of(staging, placement))
+        slots = deque(slots_of(self.slabs.get("staging"), placement))
         self.visits = open_visits(self.compute, placement, self._undo)
         self.stages = Stages(
             self.components, self.gradients, self.weights, rule, slots, self.timeline, self.visits

@@ -35,7 +35,7 @@ from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.format.records import Manifest
 from checkpoint.format.slices import Shape
-from checkpoint.loading.manifest_cache import note_damage_of
+from checkpoint.loading.manifest_cache import note_error
 from checkpoint.loading.opened import OpenCheckpoint
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.outside import carrying, entrance, outside
@@ -114,8 +114,7 @@ class StorageReader(TorchStorageReader):
         except (CorruptCheckpointError, OSError) as error:
             if _uuid_at(self.path) not in (manifest.uuid, None):
                 raise _saved_over(self.path) from error
-            if isinstance(error, CorruptCheckpointError):
-                note_damage_of(self.path, manifest)
+            note_error(self.path, manifest, error)
             raise
         future: Future[None] = Future()
         future.set_result(None)

@@ -101,7 +101,7 @@ def with_current_manifest(
                     what = f"was saved over {_MAX_RETRIES} times before it could be read"
                     raise BlockingIOError(errno.EAGAIN, what, str(checkpoint)) from error
                 manifest = newer
-            elif isinstance(error, CorruptCheckpointError):
+            elif isinstance(error, CorruptCheckpointError) and error.path is None:
                 raise error.in_file(checkpoint / MANIFEST_NAME) from error
             else:
                 raise

@@ -16,7 +16,12 @@ from checkpoint.absence import is_absent
 from checkpoint.directory.destination import PathLike, check_place, checkpoint_path
 from checkpoint.format.records import FileRecord, Manifest
 
-StripeDirs = Sequence[PathLike] | Mapping[PathLike, PathLike]
+StripeDirs = (
+    Sequence[PathLike]
+    | Mapping[str, PathLike]  # of each by itself: to a type checker the keys of a dict are of one
+    | Mapping[Path, PathLike]
+    | Mapping[PathLike, PathLike]
+)
 """Directories that are searched for the data of a save, by its id; or, by the directory that the
 manifest names, the one that has its data now."""
 
@@ -64,12 +69,21 @@ class Relocation:
         return replace(manifest, roots=tuple(roots), files=tuple(files))
 
     def _search(self, file: FileRecord, manifest: Manifest) -> tuple[Path, str] | None:
-        """Where it was saved comes first if that is among the directories."""
+        """Where it was saved comes first if that is among the directories. One of them that is for
+        other users has it where none else does, and that is the error then.
+        """
         root = None if file.root is None else manifest.roots[file.root]
+        refused = None
         for directory in sorted(self.searched, key=lambda directory: str(directory) != root):
-            path = _find(directory, file.path, manifest.uuid)
+            try:
+                path = _find(directory, file.path, manifest.uuid)
+            except PermissionError as error:
+                refused = error.filename
+                continue
             if path is not None:
                 return directory, path
+        if refused is not None and root is not None and not (Path(root) / file.path).exists():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), refused)
         return None
 
     def __bool__(self) -> bool:

@@ -101,6 +101,7 @@ class ChunkReader:
         self._files: OrderedDict[int, File] = OrderedDict()
         self._blocks = KeptBlocks(kept_bytes)
         self._lock = ForkedLock(checkpoint)
+        self._pid = os.getpid()
         try:
             for number in range(len(manifest.files)):
                 self._file(number)
@@ -274,6 +275,11 @@ class ChunkReader:
         self, record: TensorRecord, chunk: ChunkRecord, number: int, into: Block, first: int = 0
     ) -> _BlockRead:
         """Begins to read a block, or part of it, into memory of its size."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{self._checkpoint} was opened in process {self._pid} and cannot be read in "
+                f"{os.getpid()}, which was forked from it; open it again there"
+            )
         with self._lock.here():  # until it is in flight the file could be closed for another one
             file = self._file(chunk.file)
             offset = chunk.offset + chunk.block(number)[0] + first

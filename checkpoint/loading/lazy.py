@@ -106,6 +106,7 @@ class _UnreadTensor(_Unread):
         __gt__, __ge__ = _refusing(">"), _refusing(">=")
         __int__, __float__, __complex__ = map(_refusing, ("int", "float", "complex"))
         __bool__, __index__ = _refusing("bool"), _refusing("use as an index")
+        __bytes__ = _refusing("bytes")
         __round__, __divmod__, __rdivmod__ = map(_refusing, ("round", "divmod", "divmod"))
         __lshift__ = __rlshift__ = _refusing("<<")
         __rshift__ = __rrshift__ = _refusing(">>")
@@ -253,10 +254,16 @@ class LazyTensor(_UnreadTensor, metaclass=_Named):
         self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
     ) -> np.ndarray[Any, Any]:
         """All of it, in memory. Raises what indexing does, and TypeError for a dtype of torch that
-        numpy lacks.
+        numpy lacks, before anything is read.
         """
         if copy is False:
             raise ValueError(f"{self!r} is not read yet, and cannot be had without a copy")
+        if isinstance(self.dtype, torch.dtype):
+            try:
+                torch.empty(0, dtype=self.dtype, device="cpu").numpy()
+            except TypeError as error:
+                what = f"numpy has no {self.dtype}, which {self!r} is of; convert `[...]` of it"
+                raise TypeError(f"{what}, by `.float()` for one") from error
         return np.asarray(self[...], dtype=dtype)
 
     def __iter__(self) -> Iterator[Any]:

@@ -6,9 +6,10 @@ changed would take the interpreter from the training beside it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,12 +18,27 @@ from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import Manifest
+from checkpoint.loading.verdicts import failure_of, is_unreadable
+from checkpoint.ranks.turn import Turn
 
 _Stamp = tuple[int, int, int, int, int]
-_damaged: dict[tuple[int, int], str] = {}
-"""Saves that this process found damaged as it read their data, by whichever manager or none; the
-last of them. By device and inode number of their manifests, which stay where permissions, owners,
-times or links of those change; a file that takes their place later is of another save."""
+_Place = tuple[int, int]
+"""Device and inode number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Damage:
+    """Of the save of this id, whose manifest was the file at this place."""
+
+    uuid: str
+    manifest: _Place | None
+
+
+_damaged: dict[_Place, _Damage] = {}
+"""What this process found damaged or unreadable, by whichever manager or none; the last of it. By
+the directories that the data files lie in: those stay where permissions, owners, times, links or
+names change. A copy of a checkpoint, also one of hard links, and a copy of its stripes have others,
+and may be sound; a directory that takes their place later is of another save."""
 _MOST_DAMAGED = 10_000
 T = TypeVar("T")
 
@@ -94,24 +110,54 @@ class KnownManifests:
         """
         uuid = self._before.pop(checkpoint, None)
         with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
-            if uuid is not None and self.check(checkpoint).uuid == uuid:
-                _note(checkpoint, uuid)
+            if uuid is not None and (manifest := self.check(checkpoint)).uuid == uuid:
+                _note(checkpoint, self._moved.apply(manifest))
+
+    def load_apart(self, loading: Turn, checkpoint: Path, load: Callable[[], T]) -> T:
+        """`load`s what is at a path, each rank for itself, in the last meetings of a turn. Damage
+        that another rank has read is known here as well, before it raises: one of them removes.
+
+        Raises what `load` does, or RankFailedError.
+        """
+        found: list[T] = []
+        failed: list[Exception] = []
+        self.look_before(checkpoint)
+
+        def attempt() -> bool:
+            failed.extend(failure_of(checkpoint, lambda: found.append(load())))
+            return bool(failed)
+
+        def fail() -> None:
+            if failed:
+                raise failed.pop()  # it leads here: in a list it would keep what it came through
+
+        if any(loading.together(attempt, lambda answers: not any(answers))):
+            found.clear()
+            self.note_damage(checkpoint)
+            loading.apart(fail)
+        return found.pop()
 
     def damaged_of(self, steps: Iterable[int], path: Callable[[int], Path]) -> list[Path]:
-        """Of steps that a load passed over, those of which it may have read something."""
-        return [path(step) for step in steps if self.was_damaged(path(step))]
+        """Of steps that a load passed over, those of which it may have read something, wherever it
+        had the data from.
+        """
+        known = {damage.uuid for damage in list(_damaged.values())}
+        return [path(step) for step in steps if peek_uuid(path(step)) in known]
 
     def was_damaged(self, checkpoint: Path) -> bool:
         """Whether a load found damage in what is there still, or in what may be there still, where
         the manifest cannot be read.
         """
-        uuid = _damaged_at(checkpoint)
-        if uuid is None:
+        if not _damaged:
             return False
         try:
-            return self._valid(checkpoint, _stamp(checkpoint)).uuid == uuid
+            manifest = self._moved.apply(self._valid(checkpoint, _stamp(checkpoint)))
         except (OSError, CorruptCheckpointError, IncompleteCheckpointError):
-            return True
+            place = _place(checkpoint)
+            return place is not None and any(
+                damage.manifest == place for damage in list(_damaged.values())
+            )
+        return any(_is_damaged(place, manifest) for place in _data_places(checkpoint, manifest))
 
     def forget(self, checkpoint: Path) -> None:
         """The checkpoint is gone."""
@@ -119,17 +165,30 @@ class KnownManifests:
         self._before.pop(checkpoint, None)
 
 
-def note_damage_of(checkpoint: Path, manifest: Manifest) -> None:
-    """Data of the save that had this manifest as it was opened, with its files where they are, are
-    damaged: another one may have taken its place since, and that is none of its damage.
+def note_error(
+    checkpoint: Path, manifest: Manifest, error: CorruptCheckpointError | OSError
+) -> None:
+    """Of a read of data of the save that had this manifest as it was opened: they are damaged, or
+    cannot be read, which may be a sector that is gone and is no better until all of them were.
+    Other errors are none of theirs.
+
+    Damage is in what lies beside the file that the error names, or else in any, with all files
+    where they are. Another save may have come since, and that is none of its damage.
     """
-    if _damaged_at(checkpoint) == manifest.uuid:
+    if isinstance(error, CorruptCheckpointError):
+        file = error.path
+    elif is_unreadable(checkpoint, error):
+        file = os.fsdecode(error.filename)
+    else:
+        return
+    places = _data_places(checkpoint, manifest, file)
+    if places and all(_is_damaged(place, manifest) for place in places):
         return
     with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
         if read_manifest(checkpoint).uuid == manifest.uuid:
-            for file in manifest.files:
-                check_data_file(manifest, checkpoint, file)
-            _note(checkpoint, manifest.uuid)
+            for one in manifest.files:
+                check_data_file(manifest, checkpoint, one)
+            _note(checkpoint, manifest, file)
 
 
 class Read:
@@ -156,38 +215,51 @@ def damage_noted(checkpoint: Path, *, reads_all: bool = False) -> Iterator[Read]
     read = Read()
     try:
         yield read
-    except CorruptCheckpointError:
+    except (CorruptCheckpointError, OSError) as error:
         if read.manifest is not None:
-            note_damage_of(checkpoint, read.manifest)
+            note_error(checkpoint, read.manifest, error)
         raise
     if reads_all and read.manifest is not None:
-        _note_whole(checkpoint, read.manifest.uuid)
+        _note_whole(checkpoint, read.manifest)
 
 
-def _note(checkpoint: Path, uuid: str) -> None:
-    place = _place(checkpoint)
-    if place is None:
-        return
-    _damaged[place] = uuid
+def _note(checkpoint: Path, manifest: Manifest, file: str | None = None) -> None:
+    damage = _Damage(manifest.uuid, _place(checkpoint))
+    for place in _data_places(checkpoint, manifest, file):
+        _damaged[place] = damage
     while len(_damaged) > _MOST_DAMAGED:
         _damaged.pop(next(iter(_damaged)), None)
 
 
-def _note_whole(checkpoint: Path, uuid: str) -> None:
-    """All of a save was read, and is as it was saved."""
-    place = _place(checkpoint)
-    if place is not None and _damaged.get(place) == uuid:
-        _damaged.pop(place, None)
+def _note_whole(checkpoint: Path, manifest: Manifest) -> None:
+    """All of a save was read, where its files are, and is as it was saved."""
+    for place in _data_places(checkpoint, manifest):
+        if _is_damaged(place, manifest):
+            _damaged.pop(place, None)
 
 
-def _damaged_at(checkpoint: Path) -> str | None:
-    """The save that was found damaged when the file that is the manifest now was that of it."""
-    place = _place(checkpoint)
-    return None if place is None else _damaged.get(place)
+def _is_damaged(place: _Place, manifest: Manifest) -> bool:
+    """Whether damage of this save was found there."""
+    damage = _damaged.get(place)
+    return damage is not None and damage.uuid == manifest.uuid
 
 
-def _place(checkpoint: Path) -> tuple[int, int] | None:
-    """Device and inode number of the manifest; None if there is none."""
+def _data_places(checkpoint: Path, manifest: Manifest, file: str | None = None) -> set[_Place]:
+    """Of the directories with the data files of a save, or of that with this one, if it is one;
+    those that are there.
+    """
+    files = [manifest.file_path(checkpoint, one) for one in manifest.files]
+    directories = {one.parent for one in files if str(one) == file} or {one.parent for one in files}
+    places = set()
+    for directory in directories or {checkpoint}:
+        with suppress(OSError):  # who reads it will say why
+            status = directory.stat()
+            places.add((status.st_dev, status.st_ino))
+    return places
+
+
+def _place(checkpoint: Path) -> _Place | None:
+    """Of the manifest; None if there is none."""
     stamp = _stamp(checkpoint)
     return None if stamp is None else stamp[:2]
 

@@ -34,7 +34,7 @@ from checkpoint.format.slices import (
     span_elements,
 )
 from checkpoint.loading.chunks import MAX_OPEN_FILES, ChunkReader, ForkedLock
-from checkpoint.loading.manifest_cache import damage_noted, note_damage_of
+from checkpoint.loading.manifest_cache import damage_noted, note_error
 from checkpoint.plan.windows import goes_forward, windows
 from checkpoint.tensors.assembly import TensorView
 from checkpoint.tensors.sources import ByteSource, integer_view, tensor_source
@@ -99,8 +99,8 @@ class OpenCheckpoint(ChunkReader):
         """As of `ChunkReader`; what is found of damage is noted."""
         try:
             super().read_chunk(record, chunk, first, out)
-        except CorruptCheckpointError:
-            self._note_damage(chunk.file)
+        except (CorruptCheckpointError, OSError) as error:
+            self._note(chunk.file, error)
             raise
 
     def read_part(
@@ -109,14 +109,14 @@ class OpenCheckpoint(ChunkReader):
         """As of `ChunkReader`; what is found of damage is noted."""
         try:
             super().read_part(record, chunk, whole, start, out)
-        except CorruptCheckpointError:
-            self._note_damage(chunk.file)
+        except (CorruptCheckpointError, OSError) as error:
+            self._note(chunk.file, error)
             raise
 
-    def _note_damage(self, file: int) -> None:
+    def _note(self, file: int, error: CorruptCheckpointError | OSError) -> None:
         """Of a data file, unless another one has taken its place, from a backup as a rule."""
         if self._opened.get(file) in (None, _identity(self._path_of(file))):
-            note_damage_of(self.path, self.manifest)
+            note_error(self.path, self.manifest, error)
 
     def _path_of(self, file: int) -> Path:
         return self.manifest.file_path(self.path, self.manifest.files[file])

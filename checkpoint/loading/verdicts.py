@@ -14,7 +14,7 @@ from pathlib import Path
 from aio.errors import without_frames
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.rules import is_data_file_name
-from checkpoint.outside import raised_as_they_are
+from checkpoint.outside import entrance, raised_as_they_are
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +81,30 @@ def _verdict_of(path: Path, look: Callable[[], object]) -> Verdict:
         pass_over(path, error)
         return Verdict.DAMAGED
     except OSError as error:
-        if not _is_unreadable(path, error):
+        if not is_unreadable(path, error):
             raise
         pass_over(path, error)
         return Verdict.DAMAGED
     return Verdict.WHOLE
 
 
-def _is_unreadable(checkpoint: Path, error: OSError) -> bool:
+@entrance
+def failure_of(path: Path, look: Callable[[], object]) -> list[Exception]:
+    """The error of a look at a checkpoint that says that it is damaged or cannot be read, if there
+    is one. Raises all others.
+    """
+    try:
+        look()
+    except CorruptCheckpointError as error:
+        return [error]
+    except OSError as error:
+        if not is_unreadable(path, error):
+            raise
+        return [error]
+    return []
+
+
+def is_unreadable(checkpoint: Path, error: OSError) -> bool:
     """Whether an error says that this checkpoint cannot be read, and others perhaps can.
 
     It names a file of the checkpoint then. What is loaded into raises no such error, see `outside`.

@@ -27,6 +27,13 @@ class Turn:
     def __init__(self, ranks: Coordinator, operation: Operation) -> None:
         self._ranks, self._operation = ranks, operation
 
+    @property
+    def _is_alone(self) -> bool:
+        """Then no meeting raises an error: the frame that was given it would keep all that it has
+        come through until the collector runs.
+        """
+        return self._ranks.world_size == 1
+
     def together(
         self, step: Callable[[], T], ends: Callable[[list[T]], bool] = lambda _: False
     ) -> list[T]:
@@ -34,7 +41,8 @@ class Turn:
         try:
             value = step()
         except BaseException as error:
-            self._meet(error)
+            if not self._is_alone:
+                self._meet(error)
             raise
 
         return self._meet(value, ends)
@@ -68,7 +76,7 @@ class Turn:
 
     def tell(self, error: BaseException) -> None:
         """Lets the others know, if they do not and there is a meeting to come."""
-        if self._is_over:
+        if self._is_over or self._is_alone:
             return
         if self._has_begun:
             self._meet(error)
@@ -94,7 +102,7 @@ class Turn:
         then the ranks cannot meet any more.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or self._ranks.world_size == 1:
+        if not is_main or self._is_alone:
             return work(Cancellation())
         worker = Worker(work, "checkpoint-meet")
         try:

@@ -69,8 +69,8 @@ def save_now(order: Order) -> SaveInfo:
     """Carries an order out. Raises what `save` does."""
     pending = PendingSave(order.path)
     worker = Worker(partial(_carry_out, order, pending, False), "checkpoint-save")
-    _start(order, worker, worker.ended)
     try:
+        _start(order, worker, worker.ended)
         return pending.result()
     finally:
         pending.forget()

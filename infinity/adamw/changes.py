@@ -46,6 +46,7 @@ class Changes:
         self._turn = threading.Lock()
         self._maker: int | None = None  # the thread whose turn it is
         self._was_cut = False
+        self._is_over = False
         self._holds: list[Hold] = []  # changed by whose turn it is
         self._waiting: list[Latch] = []  # of changes that a hold keeps from their turn
         forks.note(self)
@@ -56,14 +57,16 @@ class Changes:
         devices: Iterable[torch.device] = (),
         *,
         alters: bool = True,
+        is_last: bool = False,
     ) -> T:
         """Returns or raises what ``change`` does, when no hold keeps it from its turn. Work that it
         queues on GPUs among ``devices`` is in the order of the streams that the caller has there.
-        One that ``alters`` nothing where all is at home and whole need not wait for readers.
+        One that ``alters`` nothing where all is at home and whole need not wait for readers. From
+        one that ``is_last`` on, no other one is made.
 
         An interrupt is raised when the change has ended, or was not begun, however many come.
         Raises ``OSError`` (EAGAIN) where there is no thread to be had, and ``RuntimeError`` from
-        within a change.
+        within a change, or where the optimizer was closed before the turn came.
         """
         self._check_not_cut()
         self._check_not_within()
@@ -78,6 +81,10 @@ class Changes:
             self._take_turn(caller, alters, cancellation)
             try:
                 self._maker = threading.get_ident()
+                if is_last:
+                    self._is_over = True
+                else:
+                    self._check_not_over()
                 with torch.no_grad():
                     return change()
             finally:
@@ -171,6 +178,11 @@ class Changes:
                 "a tensor or a mapping that the optimizer was given asks it for its state while "
                 "that is changed; give it plain tensors"
             )
+
+    def _check_not_over(self) -> None:
+        """It may have been closed since somebody looked, by another thread or a closure."""
+        if self._is_over:
+            raise RuntimeError("the optimizer is closed, and its state is gone")
 
     def _check_not_cut(self) -> None:
         if self._was_cut:

@@ -240,7 +240,7 @@ class StateEngine:
 
     def end(self, close: Callable[[], object]) -> None:
         """Close, once no change runs any more, and let go of all that belongs to the program."""
-        self._changes.make(partial(self._end, close))
+        self._changes.make(partial(self._end, close), is_last=True)
 
     def _end(self, close: Callable[[], object]) -> None:
         close()

@@ -128,6 +128,11 @@ def member_of(parameter: torch.Tensor, name: str, number: int) -> Member:
             f"parameter {name} is on the meta device; make an optimizer of real parameters, or "
             "use infinity.offload"
         )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"parameter {name} is {tensor.layout}, which OffloadedAdamW does not update: make it "
+            "dense with .to_dense(), or give it to another optimizer"
+        )
     if tensor.dtype not in WEIGHT_DTYPES:
         raise ValueError(
             f"parameter {name} is {tensor.dtype}; OffloadedAdamW updates float32, bfloat16 and "

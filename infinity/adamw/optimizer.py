@@ -13,7 +13,6 @@ master of its own, which follows weights that were changed exactly.
 from __future__ import annotations
 
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,14 @@ from infinity.adamw.engine import StateEngine
 from infinity.adamw.local_tensors import local
 from infinity.adamw.member import check_distinct, check_same_decay, options_of, torch_defaults
 from infinity.adamw.names import lengths_of, named_groups, names_of
-from infinity.adamw.state_view import ParameterState, TieredStateView, refuse_change
+from infinity.adamw.state_view import (
+    Handover,
+    Loading,
+    ParameterState,
+    StateDict,
+    TieredStateView,
+    refuse_change,
+)
 from infinity.adamw.step import Step, is_asked_by_torch, makes_state_only, never
 from infinity.arguments import Directories, budget_of_rank, directories_of
 from infinity.optim.adamw import AdamW
@@ -52,12 +58,6 @@ class StateReport:
     write_seconds: float
     kernel_seconds: float
     stall_seconds: float
-
-
-class _Packed(threading.local):
-    """State that ``state_dict`` has read for torch to find: on that thread, no other."""
-
-    state: defaultdict[torch.Tensor, Any] | None = None
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -112,11 +112,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
         options = AdamW(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._process, self._is_built = os.getpid(), False
         self._view = TieredStateView(self)
-        self._packed = _Packed()
+        self._handover = Handover()
         self._engine = StateEngine(directories_of(nvme), budget_of_rank(host_memory))
         self._closing = Closing(self, self._engine.store.close)
         try:
             super().__init__(params, torch_defaults() | options.defaults())
+            self._last_hook = self.register_load_state_dict_pre_hook(Handover.begin_loading).id
             self._place(p for p in self._parameters() if p.requires_grad)
         except BaseException:
             self.close()
@@ -166,13 +167,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._check_open()
         super().add_param_group(param_group)
         try:
-            options_of(self.param_groups[-1])
+            options_of(param_group)
             check_distinct(self.param_groups)
             if not self._is_built:
                 return
-            self._place(p for p in self.param_groups[-1]["params"] if p.requires_grad)
+            self._place(p for p in param_group["params"] if p.requires_grad)
         except BaseException:
-            self.param_groups.pop()
+            del self.param_groups[[group is param_group for group in self.param_groups].index(True)]
             raise
 
     def report(self) -> StateReport:
@@ -221,11 +222,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._wait_for_turn()
         members = self._engine.members.named(names_of(self.param_groups))
         # Where torch looks for it, on this thread, for as long as it takes.
-        self._packed.state = self._engine.read_all([*members.values()])
+        packed = self._engine.read_all([*members.values()])
+        before, self._handover.packed = self._handover.packed, packed
         try:
             return super().state_dict()
         finally:
-            self._packed.state = None
+            self._handover.packed = before
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state dict of this class or of ``torch.optim.AdamW``; an unfinished step is given
@@ -236,23 +238,32 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._check_open()
         self._engine.loading(partial(self._load_state_dict, state_dict))
 
-    def _load_state_dict(self, state_dict: dict[str, Any], hold: Hold) -> None:
+    def _load_state_dict(self, state_dict: StateDict, hold: Hold) -> None:
         states: list[tuple[torch.Tensor, Any]] = []
 
-        def take_states(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+        def begin(final: StateDict) -> StateDict:
             states.extend(self._states_in(final))
             if lengths_of(final["param_groups"]) == lengths_of(self.param_groups):
+                offloaded_state.check_owners(final["state"], final["param_groups"])
                 self._place(parameter for parameter, _ in states)
                 self._engine.begin_loading(hold)
             return final | {"state": {}}
 
-        # After every hook that changes the state dict; before torch copies it.
-        last = self.register_load_state_dict_pre_hook(take_states)
+        # Behind hooks that were registered since; where there are none, this changes nothing that
+        # another thread may be going through.
+        self._optimizer_load_state_dict_pre_hooks.move_to_end(self._last_hook)
+        loading = Loading(begin, lambda: self._engine.take_states(states))
+        before, self._handover.loading = self._handover.loading, loading
         try:
             super().load_state_dict(state_dict)
         finally:
-            last.remove()
-        self._engine.take_states(states)
+            self._handover.loading = before
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What torch gives the groups that it has loaded by."""
+        super().__setstate__(state)
+        if self._handover.loading is not None:
+            self._handover.loading.finish()
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> Any:
         """Stream the state to a checkpoint at ``path``; returns what ``checkpoint.save`` returns.
@@ -307,7 +318,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """True if there is some, and ``state[parameter]`` reads it; it takes nothing."""
-        packed = self._packed.state
+        packed = self._handover.packed
         return self._view if packed is None else packed  # type: ignore[return-value]
 
     @state.setter

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -104,6 +104,24 @@ def check_tensors(member_name: str, shape: torch.Size, state: Mapping[str, Any])
                 f"{whose} has {name}, which OffloadedAdamW does not keep (it has no amsgrad)"
             )
         _check_values(f"{name} of parameter {member_name}", value, shape, is_bits=name == "lo")
+
+
+def check_owners(state: Iterable[Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ``ValueError`` where a state dict has ``state``, by key, of what none of its groups
+    has: it would be left out, all of it where the keys are of another kind (text in JSON).
+    """
+    strangers = {*state}.difference(*(group["params"] for group in groups))
+    if strangers:
+        names = sorted(
+            f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+            for key in strangers
+        )
+        more = f" and {len(names) - 5} others" if len(names) > 5 else ""
+        raise ValueError(
+            f"the state dict has state of {', '.join(names[:5])}{more}, which no parameter group "
+            "of it has: it cannot be said whose it is; give it the keys that the groups have in "
+            "'params'"
+        )
 
 
 def step_of(member_name: str, value: Any) -> int:

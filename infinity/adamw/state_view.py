@@ -3,15 +3,24 @@
 Frameworks move, copy or clear what ``state`` lists, as if it were tensors in memory. So it lists
 nothing. It is true where there is state, so that nobody takes a step to make some, and gives that
 of a parameter to who asks for it.
+
+torch's own ``state_dict`` and ``load_state_dict`` are handed over what they need while they run:
+state that was read is put where the first looks for it, and what the second is to load is taken out
+of its hands, behind all hooks that may change it and before those that may look at what came of it.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
+
+StateDict = dict[str, Any]
 
 
 class StateHolder(Protocol):
@@ -87,3 +96,29 @@ class ParameterState(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Of one ``load_state_dict``: ``begin`` gives what of a state dict is left to torch, ``finish``
+    comes when torch has taken that.
+    """
+
+    begin: Callable[[StateDict], StateDict]
+    finish: Callable[[], None]
+
+
+class Handover(threading.local):
+    """Of one optimizer to torch's methods on that thread, no other: that of the innermost call,
+    where a hook of one makes another.
+    """
+
+    packed: defaultdict[torch.Tensor, Any] | None = None
+    """State that ``state_dict`` has read, for torch to find."""
+    loading: Loading | None = None
+
+    @staticmethod
+    def begin_loading(optimizer: Any, state_dict: StateDict) -> StateDict | None:
+        """The last hook before torch copies a state dict; it does not refer to its optimizer."""
+        loading: Loading | None = optimizer._handover.loading
+        return None if loading is None else loading.begin(state_dict)

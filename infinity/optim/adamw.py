@@ -118,6 +118,13 @@ def _check_numbers(options: Mapping[str, Any]) -> None:
             raise ValueError(f"betas[{position}]={beta} is not in [0, 1)")
 
 
+UNKNOWN_OPTIONS = {
+    "amsgrad": "the largest second moments are not kept",
+    "differentiable": "an update is not recorded for autograd",
+}
+"""Options of torch's AdamW that change what it computes and that the kernel does not have."""
+
+
 class AdamRule(OptimizerRule):
     """Adam or AdamW by the native kernel. Options: lr, betas, eps, weight_decay, maximize,
     decoupled (for torch decoupled_weight_decay: false for Adam); ``ValueError`` for others of
@@ -128,6 +135,9 @@ class AdamRule(OptimizerRule):
     """
 
     kept_by = NAME
+    options_read = frozenset(
+        ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled", "decoupled_weight_decay")
+    ) | frozenset(UNKNOWN_OPTIONS)
     names_dtypes = False
     updates_on_device = True
 
@@ -212,13 +222,6 @@ class AdamRule(OptimizerRule):
 
     def steps(self, saved: SavedState) -> int:
         return steps_of_moments(saved)
-
-
-UNKNOWN_OPTIONS = {
-    "amsgrad": "the largest second moments are not kept",
-    "differentiable": "an update is not recorded for autograd",
-}
-"""Options of torch's AdamW that change what it computes and that the kernel does not have."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -72,6 +72,11 @@ class OptimizerRule(UpdateRule):
     before the step, and rolled back.
     """
 
+    options_read: frozenset[str] | None = None
+    """Names of all options that updates look at; None: whatever there are. What else a group has is
+    the program's, and may be of any kind.
+    """
+
     names_dtypes: bool = True
     """Whether checkpoints name the dtype of each component. (Those of AdamW have one for all, see
     ``state_dtype``.)

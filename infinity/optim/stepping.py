@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,16 @@ from swap.plan.rules import ParameterUpdate
 
 
 def options_of(
-    groups: Sequence[Mapping[str, Any]], index_of: Callable[[torch.Tensor], int]
+    groups: Sequence[Mapping[str, Any]],
+    index_of: Callable[[torch.Tensor], int],
+    names: Collection[str] | None,
 ) -> dict[int, Mapping[str, Any]]:
-    """The options of every parameter's group, copied: later changes are for later steps."""
+    """The options of every parameter's group, copied: later changes are for later steps. Those of
+    ``names``, or all.
+    """
     options: dict[int, Mapping[str, Any]] = {}
     for group in groups:
-        frozen = options_in(group)
+        frozen = options_in(group, names=names)
         for position, parameter in enumerate(group["params"]):
             options[index_of(parameter)] = options_at(frozen, position)
     return options

@@ -191,6 +191,11 @@ class Known:
             except OSError as error:  # who knows what comes back after power loss
                 self._unread[folder.name] = let_go(error)
         except (OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and folder.name not in names_in(folder.parent):
+                # It failed while nobody could look whether it was there, and never came to be:
+                # nobody else removes any. Where the folder of all is gone, that was raised.
+                del self._unread[folder.name]
+                return
             if self._unread[folder.name] is None:
                 _warn(folder.name, error)
             self._unread[folder.name] = let_go(error)

@@ -95,11 +95,13 @@ class Arena(Protocol):
         until now. Raises nothing: what cannot be noted is told where room is wanted.
         """
 
-    def wait_for_copies_from(self, values: torch.Tensor) -> None:
-        """Wait until no entry is to be copied from ``values`` any more, which are to change."""
+    def wait_for_copies_from(self, values: torch.Tensor | None) -> None:
+        """Wait until no entry is to be copied from ``values`` any more, which are to change; None:
+        from anywhere.
+        """
 
     def arrived(self, entry: Entry) -> None:
-        """All reads of ``entry`` are finished."""
+        """All reads of ``entry`` are finished. Where this raises, it can be called again."""
 
     def ready(self, entry: Entry) -> torch.Tensor:
         """The weights, safe to compute with on the current stream."""
@@ -152,7 +154,7 @@ class HostArena:
     def note_released(self) -> None:
         """What was computed here is done."""
 
-    def wait_for_copies_from(self, values: torch.Tensor) -> None:
+    def wait_for_copies_from(self, values: torch.Tensor | None) -> None:
         """They are over when they return."""
 
     def arrived(self, entry: Entry) -> None:

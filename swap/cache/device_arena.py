@@ -31,8 +31,10 @@ class DeviceArena:
         self._device = device
         self._memory = memory
         self._landing = landing
-        self._uploads: deque[tuple[Event, torch.Tensor]] = deque()
-        self._lock = threading.RLock()  # guards them
+        self._begun: list[torch.Tensor] = []
+        """What copies were begun from that no event stands for, as an error came in between."""
+        self._uploads: deque[tuple[Event, list[torch.Tensor]]] = deque()
+        self._lock = threading.RLock()  # guards both
 
     @property
     def pace_bytes(self) -> int:
@@ -68,19 +70,25 @@ class DeviceArena:
         with suppress(RuntimeError):  # of the device: it is asked again where room is wanted
             self._memory.collect()
 
-    def wait_for_copies_from(self, values: torch.Tensor) -> None:
-        """What a pass between the last gradient and the step computes with may be among them."""
+    def wait_for_copies_from(self, values: torch.Tensor | None) -> None:
+        """What a pass behind the last gradient computes with may be among them."""
         with self._lock:
-            copies = [event for event, source in self._uploads if _overlap(source, values)]
+            self._drop_finished_uploads()
+            copies = [
+                event
+                for event, sources in self._uploads
+                if values is None or any(_overlap(source, values) for source in sources)
+            ]
         for event in copies[-1:]:  # they come one after the other
             event.wait()
 
     def arrived(self, entry: Entry) -> None:
-        landing, entry.landing = entry.landing, None
+        landing = entry.landing
         if landing is None:
             return
         for start, length in entry.landed:
             entry.event = self._upload(entry, start, landing[start : start + length])
+        entry.landing = None  # last: what fails or is interrupted before is done again
 
     def _upload(self, entry: Entry, start: int, values: torch.Tensor) -> Event:
         """Start copying; what is copied from stays until that is over, whatever becomes of the
@@ -89,9 +97,16 @@ class DeviceArena:
         with self._lock:
             self._drop_finished_uploads()
             target = entry.weight[start : start + values.numel()]
+            self._begun.append(values)
             self._device.copy(Stream.UP, target, values)
-            event = self._device.record(Stream.UP)
-            self._uploads.append((event, values))
+            return self._note_begun()
+
+    def _note_begun(self) -> Event:
+        """The moment at which all copies that were begun are over."""
+        event = self._device.record(Stream.UP)
+        if self._begun:
+            self._uploads.append((event, self._begun))
+            self._begun = []
         return event
 
     def ready(self, entry: Entry) -> torch.Tensor:
@@ -137,6 +152,8 @@ class DeviceArena:
         return self._memory.peak_bytes
 
     def _drop_finished_uploads(self) -> None:
+        if self._begun:
+            self._note_begun()
         while self._uploads and self._uploads[0][0].done():
             self._uploads.popleft()
 

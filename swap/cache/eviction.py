@@ -47,8 +47,25 @@ class CacheEntries:
         """Parameters that are held, by whomever."""
         return {parameter for held in self.pins.values() for parameter in held}
 
+    def outdate(self, parameter: int, *, is_read: bool) -> None:
+        """A step is taken. ``is_read``: its update reads the weights from before. What is on its
+        way stays known, too: until it has come, what it is read from may not go.
+        """
+        entry = self.entries.pop(parameter, None)
+        if entry is not None and not entry.missing and (is_read or entry.is_reading):
+            self.stale[parameter] = entry
+
+    def forget(self, parameter: int) -> None:
+        """The step that it was outdated for has stopped."""
+        self.entries.pop(parameter, None)
+        entry = self.stale.pop(parameter, None)
+        if entry is not None:
+            wait_for(entry)
+
     def clear(self) -> None:
-        """Forget everybody: values at home were changed."""
+        """Forget everybody: values at home change."""
+        for entry in (*self.entries.values(), *self.stale.values()):
+            wait_for(entry)
         self.entries.clear()
         self.stale.clear()
         self.owners.clear()

@@ -24,7 +24,7 @@ from swap.cache.pace import Pace
 from swap.cache.patience import Patience, Workers
 from swap.cache.reads import WeightReads
 from swap.plan import eviction
-from swap.plan.layout import Segment
+from swap.plan.layout import Segment, Subgroup
 from swap.plan.schedule import Schedule
 from swap.storage.components import ComponentStore
 from swap.timeline import Timeline
@@ -140,15 +140,12 @@ class WeightCache:
             self._cached.owners.outdate(p for p in parts if p in updated)
             for parameter, subgroups in parts.items():
                 self._pending[parameter] = set(subgroups)
-                entry = self._entries.get(parameter)
-                if entry is not None and parameter not in updated:
-                    wait_for(entry)
-                elif entry is not None:
-                    del self._entries[parameter]
+                if parameter in updated:
                     is_at_home = self._components.arrays.weight(parameter, on_host=True) is not None
-                    if not (entry.missing or is_at_home or taken.issuperset(subgroups)):
-                        self._stale[parameter] = entry
-                del entry
+                    is_read = not (is_at_home or taken.issuperset(subgroups))
+                    self._cached.outdate(parameter, is_read=is_read)
+                elif parameter in self._entries:
+                    wait_for(self._entries[parameter])
             # What comes in the place of one waits for all that is computed until it goes: now.
             if self.arena is not None:
                 self.arena.note_released()
@@ -201,11 +198,16 @@ class WeightCache:
             self._changes.tell()
         return copy
 
+    def end_reads(self, group: Subgroup) -> None:
+        """Wait for reads, begun by another thread, of what is about to go."""
+        for segment in group.segments:
+            if (entry := self._stale.get(segment.parameter)) is not None:
+                wait_for(entry)
+
     def published(self, parameter: int, subgroup: int) -> None:
         """The new values of ``parameter`` in ``subgroup`` are at home."""
         with self._lock:
-            pending = self._pending.get(parameter)
-            if pending is None:
+            if (pending := self._pending.get(parameter)) is None:
                 return
             pending.discard(subgroup)
             if not pending:
@@ -221,8 +223,7 @@ class WeightCache:
         with self._lock:
             self._failure = failure
             for parameter in self._pending:
-                self._entries.pop(parameter, None)
-                self._stale.pop(parameter, None)
+                self._cached.forget(parameter)
             self._changes.tell()
 
     def forget_update(self) -> None:
@@ -231,11 +232,11 @@ class WeightCache:
         self.fail(None)
 
     def drop(self) -> None:
-        """Forget everything cached, because values at home were changed by other means."""
+        """Forget everything cached: values at home change, behind all that is computed by now."""
         with self._lock:
-            for entry in (*self._entries.values(), *self._stale.values()):
-                wait_for(entry)
             self._cached.clear()
+        if self.arena is not None:
+            self.arena.wait_for_copies_from(None)
 
     # How weights are found.
 
@@ -391,8 +392,7 @@ class WeightCache:
         """Start reading into a new entry, now or ``ahead`` of its use; None if there is no room."""
         assert self._reads is not None
         landing = self._reads.need_landing(parameter)
-        entry = self._cached.make_room(parameter, ahead=ahead, landing=landing)
-        if entry is None:
+        if (entry := self._cached.make_room(parameter, ahead=ahead, landing=landing)) is None:
             return None
         entry.is_ahead = ahead
         self._reads.start(entry)

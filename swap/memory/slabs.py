@@ -33,5 +33,8 @@ def slab_of(name: str, nbytes: int) -> Slab:
     return Slab(nbytes, inherited=name in _SEEN_BY_USERS)
 
 
-def slots_of(slab: Slab, placement: Placement) -> list[np.ndarray]:
+def slots_of(slab: Slab | None, placement: Placement) -> list[np.ndarray]:
+    """None where nothing is staged, and there is no slab for that."""
+    if slab is None:
+        return []
     return [slab.allocate(placement.slot_bytes) for _ in range(placement.num_slots)]

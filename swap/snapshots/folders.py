@@ -163,13 +163,15 @@ class Folders:
 
     def remove_unfinished(self) -> None:
         """Remove folders that a killed process had begun to make, or had all but removed: they
-        have no lock, and nothing in them.
+        have no lock, and nothing in them; and the one that they are in, where there are none.
         """
         for root in self._roots:
-            if any(_unlocked(root)):
+            base = _base(root)
+            if any(_unlocked(root)) or (base.exists() and not any(_stores(root))):
                 with locked(root):
                     for folder in _unlocked(root):
-                        _remove_empty(folder / _POINTS, folder, folder.parent, root / FOLDER)
+                        _remove_empty(folder / _POINTS, folder)
+                    _remove_empty(base, base.parent)
 
     def others(self) -> list[Path]:
         """Folders on these roots of stores that are not the one which is used: of runs with other
@@ -242,9 +244,7 @@ class Folders:
                     with suppress(FileNotFoundError):  # which a killed process may have removed
                         (folder / _POINTS).rmdir()
                     (folder / _LOCK).unlink()
-                folder.rmdir()
-                folder.parent.rmdir()
-                folder.parent.parent.rmdir()
+                _remove_empty(folder, folder.parent, folder.parent.parent)
 
 
 def _base(root: Path) -> Path:

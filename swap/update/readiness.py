@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from swap.plan.layout import Layout, Subgroup
+from swap.plan.rules import ParameterUpdate
 from swap.update.stages import Step
 
 
@@ -92,5 +93,13 @@ def is_as_expected(step: Step, expected: Step | None, fed: Sequence[Subgroup]) -
         return False
     parameters = {segment.parameter for group in fed for segment in group.segments}
     return all(
-        expected.updates.get(parameter) == step.updates.get(parameter) for parameter in parameters
+        _is_same(expected.updates.get(parameter), step.updates.get(parameter))
+        for parameter in parameters
     )
+
+
+def _is_same(one: ParameterUpdate | None, other: ParameterUpdate | None) -> bool:
+    try:
+        return one == other
+    except Exception:  # of options, as arrays: what cannot be told may be another
+        return False

@@ -98,14 +98,16 @@ class Stages(Staging[Job]):
         """Of new weights, out of the slot of one job."""
 
     def can_start(self, subgroup: Subgroup) -> bool:
-        """Raises ``RuntimeError`` where no slot will ever be free."""
-        num_lost = sum(slot is not None for slot, _ in self._lost)
-        if self.needs_slot(subgroup) and num_lost == self._num_slots:
+        """Raises ``RuntimeError`` where no slot will be free before the device works again."""
+        if super().can_start(subgroup):
+            return True
+        if sum(lost.slot is not None for lost in self._lost) == self._num_slots:
             raise RuntimeError(
                 "the device does not tell the end of its copies any more, so that there is no "
-                "memory to update in; leave the block, or begin anew from a checkpoint or snapshot"
+                "memory to update in; leave the block, or, if it works again, begin anew from a "
+                "checkpoint or snapshot"
             )
-        return super().can_start(subgroup)
+        return False
 
     def update_now(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
         """Update subgroups that are arrays, with their gradients, before returning; those on a
@@ -251,6 +253,7 @@ class Stages(Staging[Job]):
         group = job.subgroup
         if job.is_aside:
             self._wait_for_copies_of(group)
+        self._weights.end_reads(group)
         super().publish(job)
         job.is_published = True
         try:

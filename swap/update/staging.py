@@ -49,6 +49,21 @@ class Staged:
         return as_tensor(self.slot[start:stop], dtype)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lost:
+    """A slot, or what is at home, that copies of a device may still be at."""
+
+    slot: np.ndarray | None
+    components: dict[str, torch.Tensor]
+    transfers: tuple[Transfer, ...]
+
+    def is_over(self) -> bool:
+        try:
+            return are_done(self.transfers)
+        except Exception:  # of a device that fails still
+            return False
+
+
 S = TypeVar("S", bound=Staged)
 Submit = Callable[[Extent, int, np.ndarray], Operation]
 
@@ -65,8 +80,8 @@ class Staging(Generic[S]):
         self._components = components
         self._slots = slots
         self._timeline = timeline
-        self._lost: list[tuple[np.ndarray | None, dict[str, torch.Tensor]]] = []
-        """What a device has not let go of: slots, or what is at home."""
+        self._lost: list[_Lost] = []
+        """Until the device tells the end of its copies."""
 
     @property
     def mixture(self) -> Mixture:
@@ -74,6 +89,8 @@ class Staging(Generic[S]):
 
     def can_start(self, subgroup: Subgroup) -> bool:
         """Whether ``subgroup`` needs no slot, or there is one."""
+        if not self._slots:
+            self._take_back()
         return bool(self._slots) or not self.needs_slot(subgroup)
 
     def start(self, staged: S) -> None:
@@ -136,11 +153,12 @@ class Staging(Generic[S]):
 
     def undo_write(self, staged: S) -> None:
         """Let transfers end and give the new extents back. The slot keeps what it holds; one that a
-        device has not let go of, as its waits fail, is nobody's any more.
+        device has not let go of, as its waits fail, is nobody's until it has.
         """
-        ended = [_has_ended(operation) for operation in (*staged.reads, *staged.writes)]
+        transfers = (*staged.reads, *staged.writes)
+        ended = [_has_ended(operation) for operation in transfers]
         if not all(ended):
-            self._lost.append((staged.slot, staged.components))
+            self._lost.append(_Lost(staged.slot, staged.components, transfers))
             staged.slot = None
         staged.reads.clear()
         staged.writes.clear()
@@ -159,6 +177,12 @@ class Staging(Generic[S]):
         if staged.slot is not None:
             self._slots.append(staged.slot)
             staged.slot = None
+
+    def _take_back(self) -> None:
+        """What a device has let go of by now."""
+        over = [lost for lost in self._lost if lost.is_over()]
+        self._lost = [lost for lost in self._lost if lost not in over]
+        self._slots.extend(lost.slot for lost in over if lost.slot is not None)
 
     def _is_beside_home(self, staged: S) -> bool:
         """Whether it is worked on in a spare block."""

@@ -10,6 +10,7 @@ import simulate_steps
 from simulation.model import Llama
 from simulation.running import LEARNING, Machine, simulate
 
+from swap.plan import spares
 from swap.tiers import Budget
 
 GIB = 1 << 30
@@ -64,6 +65,19 @@ def test_updates_are_hidden_where_what_is_used_first_is_at_home_on_the_device() 
     budget = Budget(host_bytes=60 * GIB, device_bytes=8 * GIB)
     outcome = simulate(Llama(layers=8), Machine(), budget, tokens=TOKENS, steps=4)
     assert outcome.seen_of_update < 0.02
+
+
+@pytest.mark.parametrize(("link", "most"), [(50e9, 0.75), (6e9, 1.03)])
+def test_a_device_updates_for_processors_that_are_behind_where_that_is_sooner(
+    monkeypatch: pytest.MonkeyPatch, link: float, most: float
+) -> None:
+    """And a link that is slow does not make it later."""
+    budget = Budget(host_bytes=60 * GIB, device_bytes=8 * GIB)
+    machine, given = Machine(adam=1e9, link=link), {"tokens": 8192, "steps": LEARNING + 2}
+    visiting = simulate(Llama(layers=6), machine, budget, **given)
+    monkeypatch.setattr(spares, "_VISIT_SHARE", 0.0)
+    without = simulate(Llama(layers=6), machine, budget, **given)
+    assert visiting.step < most * without.step
 
 
 def test_disks_do_not_stand_still_for_a_device_that_is_behind() -> None:

@@ -18,6 +18,7 @@ from aio.process.descriptors import Descriptor
 from checkpoint.dcp import StorageReader
 from checkpoint.directory.locate import read_manifest
 from checkpoint.loading import manifest_cache
+from checkpoint.loading.chunks import ChunkReader
 from checkpoint.loading.manifest_cache import KnownManifests
 from tests.support.memory import folder_in_memory
 
@@ -72,6 +73,69 @@ def test_damage_that_is_found_by_any_way_keeps_the_sound_step(root: Path, way: s
     manager = checkpoint.Manager(root, keep=2)
     manager.save(3, {"w": torch.zeros(4)})
     assert manager.steps() == [1, 2, 3]
+
+
+def _break(patch: pytest.MonkeyPatch, file: Path, code: int) -> None:
+    """The file opens no more, as one on a sector that is gone."""
+    really = Descriptor.open
+
+    def broken(self: Descriptor, path: Any, *arguments: Any, **options: Any) -> None:
+        if os.fspath(path) == str(file):
+            raise OSError(code, os.strerror(code), os.fspath(path))
+        really(self, path, *arguments, **options)
+
+    patch.setattr(Descriptor, "open", broken)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_what_cannot_be_read_by_any_way_keeps_the_sound_step(
+    root: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    manager = checkpoint.Manager(root, keep=2)
+    manager.save(2, {"w": torch.full((4,), 2.0)})
+    (file,) = manager.path(2).rglob("*.safetensors")
+    with monkeypatch.context() as patch, suppress(BaseException):
+        _break(patch, file, errno.EIO)
+        WAYS[way](manager.path(2))
+    manager.save(3, {"w": torch.zeros(4)})
+    assert manager.steps() == [1, 2, 3]
+    checkpoint.verify(manager.path(2))
+    manager.save(4, {"w": torch.zeros(4)})
+    assert manager.steps() == [3, 4]
+
+
+def test_what_cannot_be_read_once_it_is_open_keeps_the_sound_step(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = checkpoint.Manager(root, keep=2)
+    manager.save(2, {"w": torch.full((4,), 2.0)})
+    (file,) = manager.path(2).rglob("*.safetensors")
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+
+    with checkpoint.open(manager.path(2)) as opened, monkeypatch.context() as patch:
+        patch.setattr(ChunkReader, "read_chunk", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            opened["w"][1:]
+    manager.save(3, {"w": torch.zeros(4)})
+    assert manager.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM])
+def test_an_error_of_the_process_is_none_of_the_step_that_it_reads(
+    root: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    manager = checkpoint.Manager(root, keep=2)
+    manager.save(2, {"w": torch.full((4,), 2.0)})
+    (file,) = manager.path(2).rglob("*.safetensors")
+    with monkeypatch.context() as patch:
+        _break(patch, file, code)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            checkpoint.load(manager.path(2))
+    manager.save(3, {"w": torch.zeros(4)})
+    assert manager.steps() == [2, 3]
 
 
 def _link(path: Path) -> None:
@@ -240,15 +304,8 @@ def test_a_step_that_could_not_be_read_counts_when_all_of_it_was_read(
     manager = checkpoint.Manager(root, keep=2)
     manager.save(2, {"w": torch.ones(4)})
     (file,) = manager.path(2).rglob("*.safetensors")
-    really = Descriptor.open
-
-    def broken(self: Descriptor, path: Any, *arguments: Any, **options: Any) -> None:
-        if os.fspath(path) == str(file):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
-        really(self, path, *arguments, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Descriptor, "open", broken)
+        _break(patch, file, errno.EIO)
         assert manager.load()["w"][0] == 1
         assert manager.loaded == checkpoint.LoadedStep(1, (2,))
     manager.save(3, {"w": torch.zeros(4)})

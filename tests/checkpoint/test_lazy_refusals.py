@@ -21,6 +21,7 @@ import torch
 
 import checkpoint
 from checkpoint.loading import chunks
+from tests.faults.test_forks import in_child
 from tests.support.memory import folder_in_memory
 
 tmp_path = folder_in_memory()
@@ -59,6 +60,7 @@ USES: dict[str, Callable[[Any], object]] = {
     "equal to a list": lambda lazy: lazy["bias"] == [1, 1, 1],
     "truth": lambda lazy: bool(lazy["scalar"]),
     "truth of a row": lambda lazy: bool(lazy["bias"]),
+    "bytes": lambda lazy: bytes(lazy["array"]),
     "length": lambda lazy: len(lazy["bias"]),
     "range": lambda lazy: range(lazy["scalar"]),
     "round": lambda lazy: round(lazy["scalar"]),
@@ -286,3 +288,22 @@ def test_data_that_went_while_their_save_is_there_are_damage(path: Path) -> None
         file.unlink()
         with pytest.raises(checkpoint.CorruptCheckpointError, match="data file is missing"):
             lazy["bias"][...]
+
+
+def test_numpy_is_refused_a_dtype_that_it_lacks_before_anything_is_read(tmp_path: Path) -> None:
+    checkpoint.save({"half": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "half")
+    with checkpoint.open(tmp_path / "half") as lazy:
+        half = lazy["half"]
+    with pytest.raises(TypeError, match=r"numpy has no torch.bfloat16, which <'half'.*float"):
+        np.asarray(half)
+    with pytest.raises(ValueError, match="open it again"):
+        half[...]
+
+
+def test_a_forked_child_is_told_to_open_the_checkpoint_itself(
+    lazy: checkpoint.LazyCheckpoint,
+) -> None:
+    """Nothing of it was read before: what was is there in the child, too."""
+    told = in_child(lambda: lazy["weight"][1])
+    assert "RuntimeError" in told
+    assert "which was forked from it; open it again there" in told

@@ -56,6 +56,7 @@ def test_budget_below_the_least_is_refused_and_the_least_works(tmp_path: Path) -
         (torch.zeros(4, dtype=torch.float64), "is torch.float64; OffloadedAdamW updates"),
         (torch.zeros(4, device="meta"), "is on the meta device"),
         (torch.zeros(8)[::2], "is not dense in memory"),
+        (torch.eye(4).to_sparse(), "is torch.sparse_coo, .* make it dense"),
     ],
 )
 def test_parameters_that_cannot_be_updated_are_refused(

@@ -69,6 +69,10 @@ def test_load_state_dict_that_does_not_fit_is_refused_and_changes_nothing(tmp_pa
         amsgrad["param_groups"][0]["amsgrad"] = True
         with pytest.raises(ValueError, match="amsgrad=True"):
             optimizer.load_state_dict(amsgrad)
+        as_text = copy.deepcopy(before)
+        as_text["state"] = {str(key): entry for key, entry in before["state"].items()}
+        with pytest.raises(ValueError, match=r"state of '0', .*'4' and 1 others, which no"):
+            optimizer.load_state_dict(as_text)
         fewer = copy.deepcopy(before)
         fewer["param_groups"][0]["params"].pop()
         with pytest.raises(ValueError, match="doesn't match the size"):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from infinity import OffloadedAdamW
+from infinity import BudgetError, OffloadedAdamW
 from infinity.adamw.changes import Changes, Hold
 from infinity.adamw.engine import StateEngine
 from infinity.adamw.tiers.store import StateStore
-from tests.support.adamw_model import SMALL, backward, make_model, same, train
+from tests.support.adamw_model import SMALL, backward, make_model, same, train, values
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 CHANCE_SECONDS = 0.3
@@ -114,6 +114,77 @@ def test_step_beside_a_load_of_another_thread_follows_it(
     here.optimizer.load(tmp_path / "saved")
     stepping.join()
     assert same(here.moments(), later.moments())
+
+
+def test_step_whose_closure_closes_the_optimizer_is_refused_and_changes_nothing(
+    trained: Callable[[int], Trained],
+) -> None:
+    here, later = trained(2), trained(2)
+
+    def closure() -> float:
+        here.optimizer.close()
+        return 0.0
+
+    with pytest.raises(RuntimeError, match="is closed, and its state is gone"):
+        here.optimizer.step(closure)
+    assert same(values(here.model), values(later.model))
+
+
+LATE: dict[str, Callable[[Trained, Path, dict[str, Any]], object]] = {
+    "step": lambda here, _, __: here.optimizer.step(),
+    "flush": lambda here, _, __: here.optimizer.flush(),
+    "state_dict": lambda here, _, __: here.optimizer.state_dict(),
+    "state": lambda here, _, __: here.optimizer.state[here.parameter()]["exp_avg"],
+    "load_state_dict": lambda here, _, state: here.optimizer.load_state_dict(state),
+    "save": lambda here, folder, _: here.optimizer.save(folder / "later"),
+    "load": lambda here, folder, _: here.optimizer.load(folder / "saved"),
+}
+
+
+@pytest.mark.parametrize("call", LATE)
+def test_call_whose_turn_comes_after_close_of_another_thread_is_refused_and_changes_nothing(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Callable[[int], Trained]
+) -> None:
+    here, later = trained(2), trained(2)
+    here.optimizer.save(tmp_path / "saved")
+    state = here.optimizer.state_dict()
+    take_turn = Changes._take_turn
+    closing = threading.Thread(target=here.optimizer.close)
+
+    def take_turn_after_close(*given: Any) -> None:
+        if threading.current_thread() is not closing and not closing.ident:
+            closing.start()
+            closing.join()
+        take_turn(*given)
+
+    monkeypatch.setattr(Changes, "_take_turn", take_turn_after_close)
+    with pytest.raises(RuntimeError, match="is closed, and its state is gone"):
+        LATE[call](here, tmp_path, state)
+    assert same(values(here.model), values(later.model))
+    assert not (tmp_path / "later").exists()
+
+
+def test_group_that_is_refused_is_taken_back_and_none_of_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, small, large = (torch.nn.Parameter(torch.zeros(size)) for size in (8, 8, 1 << 20))
+    with OffloadedAdamW([first], nvme=tmp_path, host_memory=5 << 20) as optimizer:
+        place = OffloadedAdamW._place
+        adding = threading.Thread(target=optimizer.add_param_group, args=({"params": [small]},))
+
+        def place_after_another(*given: Any) -> None:
+            if not adding.ident:
+                adding.start()
+                adding.join()
+            place(*given)
+
+        monkeypatch.setattr(OffloadedAdamW, "_place", place_after_another)
+        with pytest.raises(BudgetError):
+            optimizer.add_param_group({"params": [large]})
+        assert [len(group["params"][0]) for group in optimizer.param_groups] == [8, 8]
+        small.grad = torch.ones(8)
+        optimizer.step()
+    assert small.all()
 
 
 def test_state_dicts_on_two_threads_at_once_are_both_whole(

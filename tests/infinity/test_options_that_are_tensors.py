@@ -1,15 +1,24 @@
-"""Options of torch's optimizers that are tensors, which schedules fill in place."""
+"""Options of torch's optimizers that are tensors, which schedules fill in place; and what else a
+program keeps in a group.
+"""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import infinity
 from tests.support.models import seeded
 from tests.support.own_optimizers import linears, pass_back
 from tests.support.training import WHOLE, least_budget, same_bits
+
+WIDTH = 256
+"""So that a layer is large enough to be on NVMe."""
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -51,3 +60,57 @@ def test_defaults_that_are_changed_by_hand_are_refused_still(nvme: Path) -> None
             offloaded.step()
         offloaded.optimizer.defaults["differentiable"] = False
         offloaded.step()
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8)))
+
+
+def _trained(
+    nvme: Path, change: Callable[[dict[str, Any], int], object]
+) -> dict[str, torch.Tensor]:
+    """By AdamW, with ``change`` made to its group before each backward pass: at the least budget,
+    where updates begin before their steps.
+    """
+    model = seeded(_layers)
+    with infinity.offload(model, nvme, host_memory=least_budget(_layers, nvme)) as offloaded:
+        group = offloaded.optimizer.param_groups[0]
+        for number in range(5):
+            change(group, number)
+            model(torch.full((2, WIDTH), 0.1 * number)).square().sum().backward()
+            if isinstance(group["lr"], torch.Tensor):
+                with pytest.raises(TypeError, match="is a Tensor, not a number"):
+                    offloaded.step()
+                group["lr"] = offloaded.optimizer.defaults["lr"]
+            offloaded.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(3),
+        lambda: np.ones(3),
+        lambda: {"of mine": [torch.zeros(2)]},
+        threading.Lock,
+    ],
+    ids=["tensor", "array", "tree", "lock"],
+)
+def test_what_a_program_keeps_in_a_group_of_adamw_changes_nothing(
+    make: Callable[[], Any], nvme: Path
+) -> None:
+    expected = _trained(nvme, lambda group, number: None)
+    found = _trained(nvme, lambda group, number: group.update(kept=make()))
+    assert all(same_bits(values, expected[name]) for name, values in found.items())
+
+
+def test_step_with_a_rate_that_was_refused_and_mended_has_the_same_bits(nvme: Path) -> None:
+    """An update that had begun with the one that cannot be compared is not taken for the step."""
+
+    def change(group: dict[str, Any], number: int) -> None:
+        if number == 3:
+            group["lr"] = torch.ones(2)
+
+    expected = _trained(nvme, lambda group, number: None)
+    found = _trained(nvme, change)
+    assert all(same_bits(values, expected[name]) for name, values in found.items())

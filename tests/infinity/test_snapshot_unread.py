@@ -20,7 +20,15 @@ from infinity.snapshots import entries, known, points
 from swap.snapshots.folders import Folders
 from tests.support.models import seeded
 from tests.support.proof import by_turns
-from tests.support.snapshot_runs import ADAMW, Net, assert_same, everything, save_and_fail, train
+from tests.support.snapshot_runs import (
+    ADAMW,
+    Net,
+    assert_same,
+    everything,
+    no_room,
+    save_and_fail,
+    train,
+)
 from tests.support.training import least_budget
 
 Patch = pytest.MonkeyPatch
@@ -276,6 +284,23 @@ def test_snapshot_that_failed_behind_its_rename_is_known_to_its_block_and_later_
     with _block(nvme, least) as offloaded:
         offloaded.drop_snapshot("a")
     assert list(nvme.rglob("*")) == []
+
+
+def test_name_of_a_snapshot_that_failed_while_nobody_could_look_for_it_is_free(
+    least: int, nvme: Path, monkeypatch: Patch
+) -> None:
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(points, "save_on", no_room)
+            with _errors(errno.EIO), pytest.raises(OSError, match="no room"):
+                offloaded.snapshot("good")
+        with pytest.raises(FileNotFoundError, match="there is no snapshot good"):
+            offloaded.restore("good")
+        offloaded.snapshot("good", extra=1)
+        assert offloaded.restore("good") == 1
+        offloaded.drop_snapshot("good")
+    assert list(nvme.iterdir()) == []
 
 
 def test_snapshot_whose_manifest_cannot_be_read_at_all_is_dropped(

@@ -42,6 +42,15 @@ def test_ranks_save_keep_and_load_a_series_of_checkpoints_together(
         assert every[0][name].startswith("RankFailedError: rank 1 failed: OSError: [Errno 28]")
 
 
+def test_damage_of_a_step_that_one_rank_loads_by_its_number_keeps_the_sound_one(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(rank_managers.damage_by_number, tmp_path, 2)
+    assert second["load"].startswith("CorruptCheckpointError")
+    assert first["load"].startswith("RankFailedError: rank 1 failed: CorruptCheckpointError")
+    assert first["kept"] == second["kept"] == [1, 2, 3]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("wanted", "seed"), matrix([(12, 0), *[(40, seed) for seed in (1, 5, 9)]], usual=[(12, 0)])

@@ -120,6 +120,24 @@ def series(rank: int, folder: Path) -> dict[str, Any]:
     return told
 
 
+def damage_by_number(rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 reads damage of a step that is loaded by its number; what is kept then."""
+    coordinator = checkpoint.GroupCoordinator()
+    manager = checkpoint.Manager(folder / "run", keep=2, coordinator=coordinator)
+    for step in (1, 2):
+        manager.save(step, {"part": Part(rank, coordinator.world_size, step)})
+    if rank == 0:
+        (file,) = manager.path(2).rglob("r1-0.safetensors")
+        with file.open("r+b") as opened:
+            opened.seek(4096)
+            opened.write(b"damage")
+    dist.barrier()
+    into = {"part": Part(rank, coordinator.world_size, -1)}
+    told: dict[str, Any] = {"load": complaint(lambda: manager.load(2, into=into))}
+    manager.save(3, {"part": Part(rank, coordinator.world_size, 3)})
+    return {**told, "kept": manager.steps()}
+
+
 @contextmanager
 def _as_it_is() -> Iterator[None]:
     yield

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,4 +41,35 @@ def test_file_whose_process_has_not_ended_is_found_by_who_comes_later(
     assert later.acquire(make=False) is not None
     assert later.give_back({}) == 4096
     later.release(is_empty=True)
+    assert [path for root in roots for path in root.iterdir()] == []
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_folder_of_stores_in_which_none_came_to_be_goes(
+    roots: list[Path], is_killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the end of the block where making one failed, or by the next one, where it was killed."""
+    process = roots[1] / FOLDER / "0123456789ab"
+    process.mkdir(parents=True)
+    (process / "state.swap").write_bytes(bytes(4096))
+    block = Folders(roots)
+    points = block.acquire(make=True)
+    assert points is not None
+    make = Path.mkdir
+
+    def make_all_but_a_store(path: Path, *given: Any, **named: Any) -> None:
+        if path.name == points.parent.name:
+            raise OSError(errno.ENOSPC, "no room", str(path))
+        make(path, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", make_all_but_a_store)
+        with pytest.raises(OSError, match="no room"):
+            block.keep([process / "state.swap"])
+    shutil.rmtree(process)
+    if is_killed:
+        shutil.rmtree(roots[0] / FOLDER)
+        Folders(roots).remove_unfinished()
+    else:
+        block.release(is_empty=True)
     assert [path for root in roots for path in root.iterdir()] == []

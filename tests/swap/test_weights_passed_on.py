@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from swap.device.interface import Stream
-from swap.interruptions.mixture import MixedStateError
+from swap.interruptions.mixture import MixedStateError, Scope
 from swap.kernels import copy_values
 from swap.plan.layout import PIECE, pack
 from swap.storage import blocks
+from swap.storage.arrays import Arrays
 from swap.update.stages import Step
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.simulated_device.failing import Failing
@@ -221,3 +222,124 @@ def test_step_on_a_device_that_goes_on_failing_ends(
     device.fail("", stream, 0, 0)
     if not errors:
         assert_same(rig.state, rig.plain)
+
+
+@pytest.mark.parametrize("call", ["copy", "record"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_weights_whose_copy_was_stopped_are_copied_again(
+    stack: ExitStack,
+    tmp_path: Path,
+    call: str,
+    error: type[BaseException],
+    is_dropped: bool,
+) -> None:
+    """What a stopped copy comes from stays until the device is past it."""
+    device = SimulatedDevice()
+    rig = made(stack, tmp_path, device, room=NUM, on_nvme=True)
+    with patch.object(device, call, side_effect=error("it failed")), pytest.raises(error):
+        rig.state.weights.acquire([0], "test")
+    if is_dropped:
+        rig.state.weights.drop()
+    for number in range(2):
+        passes(rig, number)
+        step_both(rig.state, rig.plain, range(NUM))
+        rig.state.flush()
+    device.check()
+    assert_same(rig.state, rig.plain)
+
+
+def test_values_are_set_at_home_when_a_device_has_copied_those_before(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    """As a load does while a device is behind with a pass."""
+    device, found = Noting(), []
+    rig = made(stack, tmp_path, device, room=NUM)
+    write = Arrays.write
+
+    def noted(self: Arrays, subgroup: int, name: str, first: int, values: torch.Tensor) -> None:
+        found.append(device.is_copied_still(self.of(subgroup, name)))
+        write(self, subgroup, name, first, values)
+
+    for parameter in range(NUM):
+        use(rig, parameter)
+    with patch.object(Arrays, "write", noted):
+        fill_both(rig.state, rig.plain, 1)
+    assert found
+    assert not any(found)
+    for parameter in range(NUM):
+        use(rig, parameter)
+
+
+class Silent(Failing):
+    """Tells nothing of the end of what it fails to wait for."""
+
+    def is_done(self, event: Any) -> bool:
+        if self.calls and event.stream is self.stream:
+            raise RuntimeError("the device failed")
+        return super().is_done(event)
+
+
+@pytest.mark.parametrize("make", [Failing, Silent])
+def test_training_goes_on_from_other_values_on_a_device_that_works_again(
+    stack: ExitStack, tmp_path: Path, make: type[Failing]
+) -> None:
+    """What it would not let go of is there again."""
+    device = make()
+    rig = made(stack, tmp_path, device, room=NUM, on_nvme=True)
+    state, plain, everything = rig.state, rig.plain, frozenset(range(NUM))
+    for number in range(2):
+        passes(rig, number)
+        step_both(state, plain, everything)
+        state.flush()
+    passes(rig, 2)
+    device.fail("wait", Stream.BACK, 1, 1 << 30)
+    step_both(state, plain, everything)
+    with pytest.raises(MixedStateError):
+        state.flush()
+    device.fail("", Stream.UP, 0, 0)
+    with state.mixture.changing("a load") as change:
+        state.discard_step()
+        change.begin(Scope(everything, everything))
+        fill_both(state, plain, 1)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state.components.zero(name)
+            for components in plain.components:
+                components[name].zero_()
+    for number in range(3, 5):
+        passes(rig, number)
+        step_both(state, plain, everything)
+    assert_same(state, plain)
+
+
+def test_old_weights_come_from_a_device_while_the_rest_is_read(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    """Disks do not stand still for a copy that waits behind what the device computes."""
+    log: list[str] = []
+
+    class Waited(SimulatedDevice):
+        def wait(self, event: Any) -> None:
+            if event.stream is Stream.BACK:
+                log.append("waited")
+            super().wait(event)
+
+        def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+            if stream is Stream.BACK:
+                log.append("copied")
+            super().copy(stream, target, source)
+
+    rig = made(stack, tmp_path, Waited(), room=NUM, is_speculative=False, on_nvme=True)
+    begin = rig.state.stages._begin_runs
+
+    def noted(staged: Any, reads: Any, *rest: Any) -> None:
+        if reads is staged.reads:
+            log.append("read")
+        begin(staged, reads, *rest)
+
+    stack.enter_context(patch.object(rig.state.stages, "_begin_runs", noted))
+    passes(rig, 0)
+    step_both(rig.state, rig.plain, range(NUM))
+    assert_same(rig.state, rig.plain)
+    assert log[:2] == ["copied", "read"]
+    assert "waited" in log

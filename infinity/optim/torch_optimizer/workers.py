@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,14 +18,20 @@ Step = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], tuple[Any, dict[
 """A step of one parameter, by group options and state: the state after it, and the options."""
 
 
-def options_in(group: Mapping[str, Any], memo: dict[int, Any] | None = None) -> dict[str, Any]:
-    """A copy of all that a group holds but its parameters; with one ``memo``, what several groups
-    have together their copies have together. Raises ``ValueError`` for what cannot be copied.
+def options_in(
+    group: Mapping[str, Any],
+    memo: dict[int, Any] | None = None,
+    *,
+    names: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """A copy of all that a group holds but its parameters, or of those ``names``; with one
+    ``memo``, what several groups have together their copies have together. Raises ``ValueError``
+    for what cannot be copied.
     """
     memo = {} if memo is None else memo
     options = {}
     for key, value in [*group.items()]:  # at once: the program may add some on its thread
-        if key != "params":
+        if key != "params" and (names is None or key in names):
             try:
                 options[key] = copy.deepcopy(value, memo)
             except NOT_COPIED as error:

@@ -1,0 +1,141 @@
+"""What a failed load was given goes with its last reference: models are large."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint.sheltered import Cancellation
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Of two steps, of which the second is damaged where only reading it all tells."""
+    manager = checkpoint.Manager(tmp_path / "run", keep=2)
+    for step in (1, 2):
+        manager.save(step, {"w": torch.full((4,), float(step))})
+    (file,) = manager.path(2).rglob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(4096)
+        opened.write(b"x")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Refusing:
+    """A sink that raises."""
+
+    dtype = torch.float32
+    shape = (4,)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def write(self, start: int, data: memoryview) -> None:
+        try:
+            raise KeyError
+        except KeyError:
+            raise ValueError("refused")  # noqa: B904  what it came from is to stay
+
+
+WAYS: dict[str, Callable[[Path, torch.Tensor], object]] = {
+    "damage": lambda root, into: checkpoint.load(root / "step-2", into={"w": into}),
+    "nothing there": lambda root, into: checkpoint.load(root / "step-3", into={"w": into}),
+    "another name": lambda root, into: checkpoint.load(root / "step-1", into={"v": into}),
+    "a sink": lambda root, into: checkpoint.load(root / "step-1", into={"w": Refusing(into)}),
+    "by number": lambda root, into: checkpoint.Manager(root).load(2, into={"w": into}),
+    "no such step": lambda root, into: checkpoint.Manager(root).load(3, into={"w": into}),
+    "another name, latest": lambda root, into: checkpoint.Manager(root).load(into={"v": into}),
+    "a sink, latest": lambda root, into: checkpoint.Manager(root).load(into={"w": Refusing(into)}),
+}
+
+
+def _failed(load: Callable[[torch.Tensor], object]) -> weakref.ref[torch.Tensor]:
+    into = torch.zeros(4)
+    with suppress(ValueError, OSError):
+        load(into)
+        pytest.fail("it has not failed")
+    return weakref.ref(into)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_failed_load_was_given_goes_with_its_last_reference(root: Path, way: str) -> None:
+    assert _failed(lambda into: WAYS[way](root, into))() is None
+
+
+class Interrupting:
+    """A source whose read is interrupted, as by Ctrl-C, and ends when the save was told to stop."""
+
+    dtype = torch.float32
+    shape = (4,)
+
+    def __init__(self, tensor: torch.Tensor, told: threading.Event) -> None:
+        self.tensor, self._told = tensor, told
+
+    def read(self, start: int, out: memoryview) -> None:
+        signal.raise_signal(signal.SIGALRM)
+        assert self._told.wait(20)
+
+
+class Interrupt(BaseException):
+    """Raised by the handler."""
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Set when a save was told to stop, which an alarm does here."""
+    told, request = threading.Event(), Cancellation.request
+
+    def requested(self: Cancellation, interrupt: BaseException | None = None) -> None:
+        request(self, interrupt)
+        told.set()
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    monkeypatch.setattr(Cancellation, "request", requested)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield told
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async])
+def test_what_an_interrupted_save_was_given_goes_with_its_last_reference(
+    tmp_path: Path, save: Callable[..., Any], told: threading.Event
+) -> None:
+    state = {"w": Interrupting(torch.zeros(4), told)}
+    watch = weakref.ref(state["w"].tensor)
+    with pytest.raises(Interrupt):
+        save(state, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    del state
+    assert watch() is None
+
+
+def test_an_error_of_a_sink_is_shown_without_what_brought_it(root: Path) -> None:
+    with pytest.raises(ValueError, match="refused") as caught:
+        checkpoint.load(root / "step-1", into={"w": Refusing(torch.zeros(4))})
+    assert caught.value.__cause__ is None
+    assert isinstance(caught.value.__context__, KeyError)

@@ -1,0 +1,94 @@
+"""Hooks of OffloadedAdamW that call it themselves, or have another thread do so."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity import OffloadedAdamW
+from tests.support.adamw_model import SMALL, make_model, same, train
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
+Optimizer = torch.optim.Optimizer
+StateDict = dict[str, Any]
+
+
+@pytest.fixture
+def optimizer(tmp_path: Path) -> Iterator[OffloadedAdamW]:
+    model = make_model()
+    with OffloadedAdamW(model.parameters(), lr=1e-2, nvme=tmp_path, host_memory=SMALL) as optimizer:
+        train(model, optimizer, range(1))
+        yield optimizer
+
+
+def other_than(state_dict: StateDict) -> StateDict:
+    other = copy.deepcopy(state_dict)
+    for state in other["state"].values():
+        state["step"] += 5
+        state["exp_avg"].fill_(0.5)
+    return other
+
+
+def tensors_of(state_dict: StateDict) -> list[torch.Tensor]:
+    return [value for state in state_dict["state"].values() for value in state.values()]
+
+
+def test_hook_behind_load_state_dict_finds_what_was_loaded(optimizer: OffloadedAdamW) -> None:
+    other = other_than(optimizer.state_dict())
+    found: list[StateDict] = []
+    optimizer.register_load_state_dict_post_hook(lambda each: found.append(each.state_dict()))
+    optimizer.load_state_dict(other)
+    assert same(tensors_of(found[0]), tensors_of(other))
+
+
+def test_hook_behind_load_state_dict_may_load_another(optimizer: OffloadedAdamW) -> None:
+    first = optimizer.state_dict()
+
+    def back(_: Optimizer) -> None:
+        hook.remove()
+        optimizer.load_state_dict(first)
+
+    hook = optimizer.register_load_state_dict_post_hook(back)
+    optimizer.load_state_dict(other_than(first))
+    assert same(tensors_of(optimizer.state_dict()), tensors_of(first))
+
+
+def test_state_dict_is_loaded_whole_while_another_thread_is_in_the_hooks_of_its_own(
+    optimizer: OffloadedAdamW,
+) -> None:
+    first = optimizer.state_dict()
+    other = other_than(first)
+    found: list[StateDict] = []
+
+    def load_other() -> None:
+        optimizer.load_state_dict(other)
+        found.append(optimizer.state_dict())
+
+    thread = threading.Thread(target=load_other)
+
+    def beside(*_: Any) -> None:
+        if threading.current_thread() is not thread:
+            thread.start()
+            thread.join()
+
+    optimizer.register_load_state_dict_pre_hook(beside)
+    optimizer.load_state_dict(first)
+    assert same(tensors_of(found[0]), tensors_of(other))
+    assert same(tensors_of(optimizer.state_dict()), tensors_of(first))
+
+
+def test_state_dict_is_whole_where_a_hook_asks_for_another(optimizer: OffloadedAdamW) -> None:
+    expected = optimizer.state_dict()
+    found: list[StateDict] = []
+
+    def within(each: Optimizer) -> None:
+        hook.remove()
+        found.append(each.state_dict())
+
+    hook = optimizer.register_state_dict_pre_hook(within)
+    found.append(optimizer.state_dict())
+    assert all(same(tensors_of(each), tensors_of(expected)) for each in found)
