@@ -201,7 +201,9 @@ class Manager:
         self._check_same(loading, step)
         if step is not None:
             path = self.path(step)
-            state = self._known.load_apart(loading, path, lambda: self._load(path, options))
+            state = self._known.load_apart(
+                loading, path, lambda: self._load(path, options), options
+            )
             self._tell(step, [])
             return state
         found, passed_over = list[Any](), list[int]()
@@ -213,7 +215,7 @@ class Manager:
                 return found[-1]
             found.clear()
             if verdict is Verdict.DAMAGED and candidate not in passed_over:
-                self._known.note_damage(path)
+                self._known.note_damage(path, options)
                 passed_over.append(candidate)
         what = "there is no checkpoint to load"
         if passed_over:
@@ -225,8 +227,7 @@ class Manager:
     ) -> Verdict:
         """Loads a step, behind those that were passed over, and adds what it held to `found`."""
         path = self.path(step)
-        self._known.look_before(path)
-        verdict = verdict_of(path, lambda: found.append(self._load(path, options)))
+        verdict = self._known.verdict(path, lambda: found.append(self._load(path, options)))
         damaged = self._known.damaged_of(passed_over, self.path)
         if verdict is Verdict.WHOLE and not is_unmixed(path, damaged, options):
             return Verdict.ABSENT

@@ -16,7 +16,7 @@ from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.names import PAD_PREFIX
 from checkpoint.format.records import ChunkRecord, Manifest
 from checkpoint.format.tree import decode_tree
-from checkpoint.loading.manifest_cache import damage_noted
+from checkpoint.loading.manifest_cache import damage_noted, note_damaged
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
@@ -92,6 +92,8 @@ def verify(
         with damage_noted(checkpoint, reads_all=True) as read:
             return sheltered(work, "checkpoint-verify")
     except CorruptCheckpointError as error:
+        if reports and read.manifest is not None:  # the first of them is noted
+            note_damaged(checkpoint, read.manifest, {one.path for one in reports[0].problems})
         return reports[0] if reports else VerifyReport(checkpoint, "", 0, 0, (error,))
 
 

@@ -290,10 +290,10 @@ def test_what_another_rank_finds_damaged_is_that_of_the_save_that_was_loaded(roo
     known, path = KnownManifests(), root / "step-2"
     known.look_before(path)
     _replace(path)
-    known.note_damage(path)
+    known.note_damage(path, {})
     assert not known.was_damaged(path)
     known.look_before(path)
-    known.note_damage(path)
+    known.note_damage(path, {})
     assert known.was_damaged(path)
 
 
