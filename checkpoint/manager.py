@@ -26,7 +26,7 @@ from typing import Any
 from aio import Engine
 from checkpoint.directory.destination import PathLike, checkpoint_path, resolved_stripes
 from checkpoint.directory.generations import remove_checkpoint
-from checkpoint.directory.relocation import Relocation
+from checkpoint.directory.relocation import Relocation, may_be_directory
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
 from checkpoint.loading.api import is_unmixed, load
@@ -234,7 +234,7 @@ class Manager:
         return verdict
 
     def _load(self, path: Path, options: dict[str, Any]) -> Any:
-        there = [stripe for stripe in self._searched if stripe.is_dir()]
+        there = [stripe for stripe in self._searched if may_be_directory(stripe)]
         return within(load)(path, **{"stripe_dirs": there, **options})
 
     def _tell(self, step: int, passed_over: Sequence[int]) -> None:
