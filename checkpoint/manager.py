@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from aio import Engine
 from checkpoint.directory.destination import PathLike, checkpoint_path, resolved_stripes
@@ -99,10 +100,9 @@ class Manager:
         self.root, self._stripe_dirs = in_turn(
             self._ranks, Operation.MAKE, lambda made: made.apart(check)
         )
-        self._keep = keep
-        self._keep_every = keep_every
+        self._keep, self._keep_every = keep, keep_every
         self._engine = engine
-        self._pending: PendingSave | None = None
+        self._pending: Callable[[], PendingSave | None] = lambda: None
         self._memory = KeptMemory()
         self._searched = self._stripe_dirs
         self._known = KnownManifests(Relocation(self._searched))
@@ -141,13 +141,14 @@ class Manager:
         """
 
         def way(arrival: Arrival) -> PendingSave:
-            self._pending = start_save(
+            pending = start_save(
                 replace(self._request(step, state, arrival), guard=guard),
                 after=self._retire_after_save,
                 memory=self._memory,
                 on_committed=partial(self._known.add, self.path(step)),
             )
-            return self._pending
+            self._pending = ref(pending)  # its error, once told, leads to whoever was told
+            return pending
 
         return accompanied(self._ranks, Operation.SAVE, way)
 
@@ -201,9 +202,8 @@ class Manager:
         self._check_same(loading, step)
         if step is not None:
             path = self.path(step)
-            state = self._known.load_apart(
-                loading, path, lambda: self._load(path, options), options
-            )
+            look = partial(self._load, path, options)
+            state = self._known.load_apart(loading, path, look, options)
             self._tell(step, [])
             return state
         found, passed_over = list[Any](), list[int]()
@@ -321,9 +321,9 @@ class Manager:
 
     def _wait_for_previous(self) -> PendingSave | None:
         """Waits for the last background save, whose error is the next one's to raise."""
-        if self._pending is not None:
-            self._pending.wait_done()
-        return self._pending
+        if (pending := self._pending()) is not None:  # a failed one is there until it is told
+            pending.wait_done()
+        return pending
 
     def _found(self) -> list[int]:
         """Every step there is something of. What is no directory is no step."""

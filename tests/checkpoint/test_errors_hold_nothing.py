@@ -149,6 +149,27 @@ def test_what_a_refused_save_was_given_goes_with_its_last_reference(root: Path, 
     assert _failed(lambda w: REFUSED[way](root, w))() is None
 
 
+class Failing:
+    """A source that raises."""
+
+    dtype = torch.float32
+    shape = (4,)
+
+    def read(self, start: int, out: memoryview) -> None:
+        raise ValueError("refused")
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_manager_holds_nothing_of_whoever_was_told_of_an_error(root: Path) -> None:
+    manager = checkpoint.Manager(root)
+    assert _failed(lambda _: manager.save_async(3, {"w": Failing()}).result())() is None
+    manager.save_async(3, {"w": Failing()}).wait_done()
+    gc.collect()
+    with pytest.raises(ValueError, match="refused"):
+        manager.save(4, {"w": torch.zeros(4)})
+    manager.save(4, {"w": torch.zeros(4)})
+
+
 def test_an_error_of_a_sink_is_shown_without_what_brought_it(root: Path) -> None:
     with pytest.raises(ValueError, match="refused") as caught:
         checkpoint.load(root / "step-1", into={"w": Refusing(torch.zeros(4))})
