@@ -226,6 +226,8 @@ class Read:
 
     def __init__(self) -> None:
         self.manifest: Manifest | None = None
+        self.is_all = False
+        """All of its data were compared with their checksums."""
 
     def by(self, attempt: Callable[[Manifest], T]) -> Callable[[Manifest], T]:
         """What is to be done with a manifest, which is remembered."""
@@ -238,9 +240,10 @@ class Read:
 
 
 @contextmanager
-def damage_noted(checkpoint: Path, *, reads_all: bool = False) -> Iterator[Read]:
-    """Around what reads data of a checkpoint, or all of them. Damage, or that there is none, is
-    that of the save whose manifest was read; damage of a manifest is found again by whoever looks.
+def damage_noted(checkpoint: Path) -> Iterator[Read]:
+    """Around what reads data of a checkpoint, and says so if they were all of them. Damage, or that
+    there is none, is that of the save whose manifest was read; damage of a manifest is found again
+    by whoever looks.
     """
     read = Read()
     try:
@@ -249,7 +252,7 @@ def damage_noted(checkpoint: Path, *, reads_all: bool = False) -> Iterator[Read]
         if read.manifest is not None:
             note_error(checkpoint, read.manifest, error)
         raise
-    if reads_all and read.manifest is not None:
+    if read.is_all and read.manifest is not None:
         _note_whole(checkpoint, read.manifest)
 
 

@@ -84,12 +84,13 @@ def verify(
             reports[:] = [_verified(manifest, checkpoint, options)]
             for problem in reports[0].problems:
                 raise problem  # only damage if the same manifest is there still
+            read.is_all = True
             return reports[0]
 
         return with_current_manifest(checkpoint, read.by(attempt), moved)
 
     try:
-        with damage_noted(checkpoint, reads_all=True) as read:
+        with damage_noted(checkpoint) as read:
             return sheltered(work, "checkpoint-verify")
     except CorruptCheckpointError as error:
         if reports and read.manifest is not None:  # the first of them is noted
