@@ -22,11 +22,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from aio import Engine
 from checkpoint.directory.destination import PathLike, checkpoint_path, resolved_stripes
 from checkpoint.directory.generations import remove_checkpoint
-from checkpoint.directory.relocation import Relocation
+from checkpoint.directory.relocation import Relocation, may_be_directory
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
 from checkpoint.loading.api import is_unmixed, load
@@ -99,10 +100,9 @@ class Manager:
         self.root, self._stripe_dirs = in_turn(
             self._ranks, Operation.MAKE, lambda made: made.apart(check)
         )
-        self._keep = keep
-        self._keep_every = keep_every
+        self._keep, self._keep_every = keep, keep_every
         self._engine = engine
-        self._pending: PendingSave | None = None
+        self._pending: Callable[[], PendingSave | None] = lambda: None
         self._memory = KeptMemory()
         self._searched = self._stripe_dirs
         self._known = KnownManifests(Relocation(self._searched))
@@ -141,13 +141,14 @@ class Manager:
         """
 
         def way(arrival: Arrival) -> PendingSave:
-            self._pending = start_save(
+            pending = start_save(
                 replace(self._request(step, state, arrival), guard=guard),
                 after=self._retire_after_save,
                 memory=self._memory,
                 on_committed=partial(self._known.add, self.path(step)),
             )
-            return self._pending
+            self._pending = ref(pending)  # its error, once told, leads to whoever was told
+            return pending
 
         return accompanied(self._ranks, Operation.SAVE, way)
 
@@ -201,7 +202,8 @@ class Manager:
         self._check_same(loading, step)
         if step is not None:
             path = self.path(step)
-            state = self._known.load_apart(loading, path, lambda: self._load(path, options))
+            look = partial(self._load, path, options)
+            state = self._known.load_apart(loading, path, look, options)
             self._tell(step, [])
             return state
         found, passed_over = list[Any](), list[int]()
@@ -213,7 +215,7 @@ class Manager:
                 return found[-1]
             found.clear()
             if verdict is Verdict.DAMAGED and candidate not in passed_over:
-                self._known.note_damage(path)
+                self._known.note_damage(path, options)
                 passed_over.append(candidate)
         what = "there is no checkpoint to load"
         if passed_over:
@@ -225,15 +227,14 @@ class Manager:
     ) -> Verdict:
         """Loads a step, behind those that were passed over, and adds what it held to `found`."""
         path = self.path(step)
-        self._known.look_before(path)
-        verdict = verdict_of(path, lambda: found.append(self._load(path, options)))
+        verdict = self._known.verdict(path, lambda: found.append(self._load(path, options)))
         damaged = self._known.damaged_of(passed_over, self.path)
         if verdict is Verdict.WHOLE and not is_unmixed(path, damaged, options):
             return Verdict.ABSENT
         return verdict
 
     def _load(self, path: Path, options: dict[str, Any]) -> Any:
-        there = [stripe for stripe in self._searched if stripe.is_dir()]
+        there = [stripe for stripe in self._searched if may_be_directory(stripe)]
         return within(load)(path, **{"stripe_dirs": there, **options})
 
     def _tell(self, step: int, passed_over: Sequence[int]) -> None:
@@ -320,9 +321,9 @@ class Manager:
 
     def _wait_for_previous(self) -> PendingSave | None:
         """Waits for the last background save, whose error is the next one's to raise."""
-        if self._pending is not None:
-            self._pending.wait_done()
-        return self._pending
+        if (pending := self._pending()) is not None:  # a failed one is there until it is told
+            pending.wait_done()
+        return pending
 
     def _found(self) -> list[int]:
         """Every step there is something of. What is no directory is no step."""

@@ -41,6 +41,17 @@ class BudgetError(ValueError):
         self.least_host_bytes = least_host_bytes
 
 
+def too_small(budget: Budget, least: int, arena_for: str, whole: int) -> BudgetError:
+    """Of a model that needs at least ``least`` bytes, ``arena_for`` what, and ``whole`` for all."""
+    return BudgetError(
+        f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
+        f"least {format_bytes(least)} ({least} bytes): {arena_for}, the rest for staging the "
+        f"optimizer and for small parameters; {format_bytes(whole)} ({whole} bytes) would hold "
+        "everything in memory",
+        least_host_bytes=least,
+    )
+
+
 def format_bytes(nbytes: float) -> str:
     """``nbytes`` for people: ``1.50 GiB``."""
     value = float(nbytes)

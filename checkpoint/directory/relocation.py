@@ -69,21 +69,22 @@ class Relocation:
         return replace(manifest, roots=tuple(roots), files=tuple(files))
 
     def _search(self, file: FileRecord, manifest: Manifest) -> tuple[Path, str] | None:
-        """Where it was saved comes first if that is among the directories. One of them that is for
-        other users has it where none else does, and that is the error then.
+        """Where it was saved comes first if that is among the directories. One of them that cannot
+        be looked at, which is for other users as a rule, has it where none else does, and that is
+        the error then.
         """
         root = None if file.root is None else manifest.roots[file.root]
         refused = None
         for directory in sorted(self.searched, key=lambda directory: str(directory) != root):
             try:
                 path = _find(directory, file.path, manifest.uuid)
-            except PermissionError as error:
-                refused = error.filename
+            except OSError as error:
+                refused = error.errno, error.strerror, error.filename
                 continue
             if path is not None:
                 return directory, path
         if refused is not None and root is not None and not (Path(root) / file.path).exists():
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), refused)
+            raise OSError(*refused)
         return None
 
     def __bool__(self) -> bool:
@@ -112,9 +113,17 @@ def relocation(stripe_dirs: StripeDirs | None) -> Relocation:
     else:
         found = searching(stripe_dirs)
     for directory in [*found.searched, *found.moved.values()]:
-        if not directory.is_dir():
+        if not may_be_directory(directory):
             raise NotADirectoryError(errno.ENOTDIR, "a stripe directory must exist", str(directory))
     return found
+
+
+def may_be_directory(path: Path) -> bool:
+    """Whether there is one, or that cannot be found out: it is an error for whoever needs it."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return True
 
 
 def searching(stripe_dirs: Sequence[PathLike] | None) -> Relocation:
@@ -149,14 +158,18 @@ def folders_of(directory: Path, uuid: str) -> list[Path]:
 
 
 def _find(directory: Path, path: str, uuid: str) -> str | None:
-    """The path of a data file in a directory: where it was, or in a folder that was renamed."""
+    """The path of a data file in a directory: where it was, or in a folder that was renamed.
+
+    Raises OSError that names the file where that cannot be found out.
+    """
     if (directory / path).exists():
         return path
     name = path.rpartition("/")[2]
     try:
         folders = folders_of(directory, uuid)
-    except PermissionError:  # another directory may have it, and be for this user
-        return None
+    except OSError as error:
+        what = f"{error.strerror}: {directory} cannot be listed, and may have it in a folder that "
+        raise OSError(error.errno, what + "was renamed", str(directory / path)) from error
     for folder in folders:
         if (folder / name).exists():
             return f"{folder.name}/{name}"

@@ -21,7 +21,7 @@ from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.records import Manifest
 from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree, empty_tree
 from checkpoint.loading.into import IntoPlan, count_whole_targets, names_lacking, plan_into
-from checkpoint.loading.manifest_cache import damage_noted
+from checkpoint.loading.manifest_cache import Read, damage_noted
 from checkpoint.loading.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.outside import entrance
 from checkpoint.plan.selection import Selection
@@ -29,7 +29,7 @@ from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.tensors.assembly import Assembler, converts, view_of
 from checkpoint.tensors.parts import PartsTarget, Window, targets_of, windows_of
-from checkpoint.tensors.targets import Target
+from checkpoint.tensors.targets import Target, takes_all
 from checkpoint.transfer.cuda import copier_of_caller
 from checkpoint.transfer.memory import check_engine
 from checkpoint.transfer.reader import ReadOptions
@@ -98,13 +98,12 @@ def load(
     def work(cancellation: Cancellation) -> Any:
         own = replace(options, cancellation=cancellation)
         kind = _load_new if into is None else partial(_load_into, into=into)
-        attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=own)
+        attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=own, read=read)
         with closing(copier), torch.inference_mode(is_inference), copier.as_caller():
             return with_current_manifest(checkpoint, read.by(attempt), moved)
 
     copier.finish_caller()
-    is_all = only is None and into is None and verify
-    with damage_noted(checkpoint, reads_all=is_all) as read:
+    with damage_noted(checkpoint) as read:
         return sheltered(work, "checkpoint-load")
 
 
@@ -189,14 +188,25 @@ class _Wanted:
     dtype: torch.dtype | None
 
 
-def _load_new(manifest: Manifest, checkpoint: Path, wanted: _Wanted, options: ReadOptions) -> Any:
+def _load_new(
+    manifest: Manifest, checkpoint: Path, wanted: _Wanted, options: ReadOptions, read: Read
+) -> Any:
     assemble = partial(_assemble, manifest, wanted)
     if wanted.selection.is_everything:
-        return read_while_assembling(manifest, checkpoint, assemble, options)
+        tree = read_while_assembling(manifest, checkpoint, assemble, options)
+        read.is_all = options.verify
+        return tree
     tree, targets = assemble()
     reads = [TensorRead(index, target) for index, target in targets.items()]
     read_tensors(manifest, checkpoint, reads, options)
+    read.is_all = options.verify and _are_all(reads, manifest)
     return tree
+
+
+def _are_all(reads: Sequence[TensorRead], manifest: Manifest) -> bool:
+    """Whether these are of all that is stored."""
+    whole = {read.tensor for read in reads if takes_all(read.target)}
+    return all(index in whole or not record.nbytes for index, record in enumerate(manifest.tensors))
 
 
 @paused_collector()
@@ -231,7 +241,12 @@ def _assemble_selected(manifest: Manifest, wanted: _Wanted) -> tuple[Any, dict[i
 
 
 def _load_into(
-    manifest: Manifest, checkpoint: Path, into: Any, wanted: _Wanted, options: ReadOptions
+    manifest: Manifest,
+    checkpoint: Path,
+    into: Any,
+    wanted: _Wanted,
+    options: ReadOptions,
+    read: Read,
 ) -> Any:
     selection = wanted.selection
 
@@ -248,6 +263,7 @@ def _load_into(
         rest = plan.reads
     if rest:
         read_tensors(manifest, checkpoint, rest, options)
+    read.is_all = options.verify and _are_all(plan.reads, manifest)
     return plan.finish()
 
 

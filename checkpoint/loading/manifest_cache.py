@@ -7,18 +7,18 @@ changed would take the interpreter from the training beside it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from checkpoint.directory.locate import check_data_file, peek_saved, peek_uuid, read_manifest
-from checkpoint.directory.relocation import AS_SAVED, Relocation
+from checkpoint.directory.relocation import AS_SAVED, Relocation, relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
-from checkpoint.format.records import Manifest
-from checkpoint.loading.verdicts import failure_of, is_unreadable
+from checkpoint.format.records import FileRecord, Manifest
+from checkpoint.loading.verdicts import Verdict, failure_of, is_unreadable, verdict_of
 from checkpoint.ranks.turn import Turn
 
 _Stamp = tuple[int, int, int, int, int]
@@ -38,7 +38,8 @@ _damaged: dict[_Place, _Damage] = {}
 """What this process found damaged or unreadable, by whichever manager or none; the last of it. By
 the directories that the data files lie in: those stay where permissions, owners, times, links or
 names change. A copy of a checkpoint, also one of hard links, and a copy of its stripes have others,
-and may be sound; a directory that takes their place later is of another save."""
+and may be sound; a directory that takes their place later is of another save. And by the files that
+an error names: a hard link to one is as damaged."""
 _MOST_DAMAGED = 10_000
 T = TypeVar("T")
 
@@ -103,19 +104,38 @@ class KnownManifests:
         """A load begins, of the save that is there now."""
         self._before[checkpoint] = peek_uuid(checkpoint)
 
-    def note_damage(self, checkpoint: Path) -> None:
-        """Of the save that was there when the load began: another rank found some, or it cannot be
-        read, which is damage until all of it was read. What a look at the files finds as well (a
-        disk is away) is found again for as long as it is so.
+    def verdict(self, checkpoint: Path, load: Callable[[], object]) -> Verdict:
+        """`verdict_of` a load that begins now. What it finds itself is noted, of what it read."""
+        self.look_before(checkpoint)
+        verdict = verdict_of(checkpoint, load)
+        if verdict is Verdict.DAMAGED:
+            self._before.pop(checkpoint, None)
+        return verdict
+
+    def note_damage(self, checkpoint: Path, options: Mapping[str, Any]) -> None:
+        """Of the save that was there when a load with these options began: another rank found some,
+        or it cannot be read, which is damage until all of it was read. What a look at the files
+        finds as well (a disk is away) is found again for as long as it is so. Of data that are
+        somewhere else for this load it is there.
         """
         uuid = self._before.pop(checkpoint, None)
+        if uuid is None:
+            return
         with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
-            if uuid is not None and (manifest := self.check(checkpoint)).uuid == uuid:
-                _note(checkpoint, self._moved.apply(manifest))
+            moved = self._moved
+            if "stripe_dirs" in options:
+                moved = relocation(options["stripe_dirs"])
+            manifest = moved.apply(self._valid(checkpoint, _stamp(checkpoint)))
+            are_there = all(_is_there(checkpoint, manifest, one) for one in manifest.files)
+            if manifest.uuid == uuid and are_there:
+                _note(checkpoint, manifest)
 
-    def load_apart(self, loading: Turn, checkpoint: Path, load: Callable[[], T]) -> T:
-        """`load`s what is at a path, each rank for itself, in the last meetings of a turn. Damage
-        that another rank has read is known here as well, before it raises: one of them removes.
+    def load_apart(
+        self, loading: Turn, checkpoint: Path, load: Callable[[], T], options: Mapping[str, Any]
+    ) -> T:
+        """`load`s what is at a path, with these options, each rank for itself, in the last meetings
+        of a turn. Damage that another rank has read is known here as well, before it raises: one of
+        them removes.
 
         Raises what `load` does, or RankFailedError.
         """
@@ -133,7 +153,8 @@ class KnownManifests:
 
         if any(loading.together(attempt, lambda answers: not any(answers))):
             found.clear()
-            self.note_damage(checkpoint)
+            if not failed:  # else it is noted, of what was read
+                self.note_damage(checkpoint, options)
             loading.apart(fail)
         return found.pop()
 
@@ -157,7 +178,8 @@ class KnownManifests:
             return place is not None and any(
                 damage.manifest == place for damage in list(_damaged.values())
             )
-        return any(_is_damaged(place, manifest) for place in _data_places(checkpoint, manifest))
+        places = _data_places(checkpoint, manifest, manifest.files)
+        return any(_is_damaged(place, manifest) for place in places)
 
     def forget(self, checkpoint: Path) -> None:
         """The checkpoint is gone."""
@@ -171,24 +193,32 @@ def note_error(
     """Of a read of data of the save that had this manifest as it was opened: they are damaged, or
     cannot be read, which may be a sector that is gone and is no better until all of them were.
     Other errors are none of theirs.
-
-    Damage is in what lies beside the file that the error names, or else in any, with all files
-    where they are. Another save may have come since, and that is none of its damage.
     """
     if isinstance(error, CorruptCheckpointError):
-        file = error.path
+        note_damaged(checkpoint, manifest, {error.path})
     elif is_unreadable(checkpoint, error):
-        file = os.fsdecode(error.filename)
-    else:
-        return
-    places = _data_places(checkpoint, manifest, file)
+        note_damaged(checkpoint, manifest, {os.fsdecode(error.filename)})
+
+
+def note_damaged(checkpoint: Path, manifest: Manifest, files: Set[str | None]) -> None:
+    """These data files, and what lies beside each, are damaged; or, of what is none of them, any
+    may be. Those of which a look says so are found again for as long as that is so. Another save
+    may have come since, and that is none of its damage.
+    """
+    paths = {str(path): one for path, one in _data_files(checkpoint, manifest)}
+    named = [paths[file] for file in files if file is not None and file in paths]
+    is_any = len(named) < len(files)
+    places = _data_places(checkpoint, manifest, None if is_any else named)
     if places and all(_is_damaged(place, manifest) for place in places):
         return
     with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
-        if read_manifest(checkpoint).uuid == manifest.uuid:
-            for one in manifest.files:
-                check_data_file(manifest, checkpoint, one)
-            _note(checkpoint, manifest, file)
+        if read_manifest(checkpoint).uuid != manifest.uuid:
+            return
+        there = [one for one in named if _is_there(checkpoint, manifest, one)]
+        if there:
+            _note(checkpoint, manifest, there)
+        if is_any and all(_is_there(checkpoint, manifest, one) for one in manifest.files):
+            _note(checkpoint, manifest)
 
 
 class Read:
@@ -196,6 +226,8 @@ class Read:
 
     def __init__(self) -> None:
         self.manifest: Manifest | None = None
+        self.is_all = False
+        """All of its data were compared with their checksums."""
 
     def by(self, attempt: Callable[[Manifest], T]) -> Callable[[Manifest], T]:
         """What is to be done with a manifest, which is remembered."""
@@ -208,9 +240,10 @@ class Read:
 
 
 @contextmanager
-def damage_noted(checkpoint: Path, *, reads_all: bool = False) -> Iterator[Read]:
-    """Around what reads data of a checkpoint, or all of them. Damage, or that there is none, is
-    that of the save whose manifest was read; damage of a manifest is found again by whoever looks.
+def damage_noted(checkpoint: Path) -> Iterator[Read]:
+    """Around what reads data of a checkpoint, and says so if they were all of them. Damage, or that
+    there is none, is that of the save whose manifest was read; damage of a manifest is found again
+    by whoever looks.
     """
     read = Read()
     try:
@@ -219,13 +252,13 @@ def damage_noted(checkpoint: Path, *, reads_all: bool = False) -> Iterator[Read]
         if read.manifest is not None:
             note_error(checkpoint, read.manifest, error)
         raise
-    if reads_all and read.manifest is not None:
+    if read.is_all and read.manifest is not None:
         _note_whole(checkpoint, read.manifest)
 
 
-def _note(checkpoint: Path, manifest: Manifest, file: str | None = None) -> None:
+def _note(checkpoint: Path, manifest: Manifest, files: Iterable[FileRecord] | None = None) -> None:
     damage = _Damage(manifest.uuid, _place(checkpoint))
-    for place in _data_places(checkpoint, manifest, file):
+    for place in _data_places(checkpoint, manifest, files):
         _damaged[place] = damage
     while len(_damaged) > _MOST_DAMAGED:
         _damaged.pop(next(iter(_damaged)), None)
@@ -233,7 +266,7 @@ def _note(checkpoint: Path, manifest: Manifest, file: str | None = None) -> None
 
 def _note_whole(checkpoint: Path, manifest: Manifest) -> None:
     """All of a save was read, where its files are, and is as it was saved."""
-    for place in _data_places(checkpoint, manifest):
+    for place in _data_places(checkpoint, manifest, manifest.files):
         if _is_damaged(place, manifest):
             _damaged.pop(place, None)
 
@@ -244,16 +277,32 @@ def _is_damaged(place: _Place, manifest: Manifest) -> bool:
     return damage is not None and damage.uuid == manifest.uuid
 
 
-def _data_places(checkpoint: Path, manifest: Manifest, file: str | None = None) -> set[_Place]:
-    """Of the directories with the data files of a save, or of that with this one, if it is one;
-    those that are there.
+def _is_there(checkpoint: Path, manifest: Manifest, file: FileRecord) -> bool:
+    """Whether a look at a data file finds nothing wrong with it."""
+    try:
+        check_data_file(manifest, checkpoint, file)
+    except (OSError, CorruptCheckpointError):
+        return False
+    return True
+
+
+def _data_files(checkpoint: Path, manifest: Manifest) -> list[tuple[Path, FileRecord]]:
+    return [(manifest.file_path(checkpoint, file), file) for file in manifest.files]
+
+
+def _data_places(
+    checkpoint: Path, manifest: Manifest, files: Iterable[FileRecord] | None = None
+) -> set[_Place]:
+    """Of the directories with the data files of a save, or of those with these and of these; those
+    that are there.
     """
-    files = [manifest.file_path(checkpoint, one) for one in manifest.files]
-    directories = {one.parent for one in files if str(one) == file} or {one.parent for one in files}
+    paths = [manifest.file_path(checkpoint, one) for one in files or ()]
+    paths = paths or [path for path, _ in _data_files(checkpoint, manifest)]
+    directories = {path.parent for path in paths} or {checkpoint}
     places = set()
-    for directory in directories or {checkpoint}:
+    for path in [*directories, *(paths if files is not None else ())]:
         with suppress(OSError):  # who reads it will say why
-            status = directory.stat()
+            status = path.stat()
             places.add((status.st_dev, status.st_ino))
     return places
 

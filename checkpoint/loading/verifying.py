@@ -16,7 +16,7 @@ from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.names import PAD_PREFIX
 from checkpoint.format.records import ChunkRecord, Manifest
 from checkpoint.format.tree import decode_tree
-from checkpoint.loading.manifest_cache import damage_noted
+from checkpoint.loading.manifest_cache import damage_noted, note_damaged
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered
@@ -84,14 +84,17 @@ def verify(
             reports[:] = [_verified(manifest, checkpoint, options)]
             for problem in reports[0].problems:
                 raise problem  # only damage if the same manifest is there still
+            read.is_all = True
             return reports[0]
 
         return with_current_manifest(checkpoint, read.by(attempt), moved)
 
     try:
-        with damage_noted(checkpoint, reads_all=True) as read:
+        with damage_noted(checkpoint) as read:
             return sheltered(work, "checkpoint-verify")
     except CorruptCheckpointError as error:
+        if reports and read.manifest is not None:  # the first of them is noted
+            note_damaged(checkpoint, read.manifest, {one.path for one in reports[0].problems})
         return reports[0] if reports else VerifyReport(checkpoint, "", 0, 0, (error,))
 
 

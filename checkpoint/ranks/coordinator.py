@@ -128,17 +128,17 @@ def accompanied(ranks: Coordinator, operation: Operation, way: Callable[[Arrival
     try:
         return way(arrival)
     except BaseException as error:
-        if arrival.is_for("error"):
+        # Alone it is raised here: a frame that is given it would keep what it has come through.
+        if arrival.is_for("error") and ranks.world_size > 1:
             tell(ranks, operation, error)
         raise
 
 
 def tell(ranks: Coordinator, operation: Operation, error: BaseException) -> None:
-    """Brings an error to the first meeting of an operation, and raises it. The others may be long
-    in coming: the second interrupt ends the waiting for them, and they are told all the same.
+    """Brings an error to the first meeting of an operation of several ranks, and raises it. The
+    others may be long in coming: the second interrupt ends the waiting for them, and they are told
+    all the same.
     """
-    if ranks.world_size == 1:
-        raise error
 
     def meet(_: object) -> None:
         ranks.begin(operation)

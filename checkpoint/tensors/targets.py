@@ -162,6 +162,13 @@ class SinkTarget:
         return Place(None, lambda first_byte, data: self.write(base + first_byte, data))
 
 
+def takes_all(target: Target) -> bool:
+    """Whether a stored tensor is read whole for it."""
+    if isinstance(target, SinkTarget):
+        return not isinstance(target.sink, PartialSink)
+    return isinstance(target, TensorTarget)
+
+
 @dataclass(frozen=True, slots=True)
 class _RowWriter:
     target: SinkTarget

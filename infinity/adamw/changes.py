@@ -101,7 +101,7 @@ class Changes:
 
     def holding(self, hold: Hold, work: Callable[[], T]) -> T:
         """Returns or raises what ``work`` does, which has a change ``begin`` the hold; it ends with
-        the work, however many interrupts come.
+        the work at the latest, however many interrupts come.
         """
         try:
             result = work()

@@ -214,9 +214,10 @@ class StateEngine:
         self._changes.begin(hold)
         self.is_mixed = True
 
-    def take_states(self, states: States) -> None:
-        """End loading with these states, and no state of any other parameter."""
+    def take_states(self, states: States, hold: Hold) -> None:
+        """End loading with these states, and no state of any other parameter. Others go on."""
         self._make(partial(self._take_states, states))
+        hold.ended.set()
 
     def take_steps(self, saved: Mapping[str, Mapping[str, Any]], groups: Groups) -> None:
         """The step counts of ``saved``, by name, for the values that were loaded."""

@@ -252,7 +252,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         # Behind hooks that were registered since; where there are none, this changes nothing that
         # another thread may be going through.
         self._optimizer_load_state_dict_pre_hooks.move_to_end(self._last_hook)
-        loading = Loading(begin, lambda: self._engine.take_states(states))
+        loading = Loading(begin, lambda: self._engine.take_states(states, hold))
         before, self._handover.loading = self._handover.loading, loading
         try:
             super().load_state_dict(state_dict)

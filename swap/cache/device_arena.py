@@ -15,6 +15,7 @@ from contextlib import suppress
 import torch
 
 from aio import Slab, SlabFullError
+from aio.errors import let_go
 from swap.cache.arena import Entry, Transfer
 from swap.device.interface import ComputeDevice, Event, Stream
 from swap.device.memory import DeviceMemory
@@ -120,8 +121,7 @@ class DeviceArena:
         # Not behind the gradients, which wait for what is computed.
         if entry.event is not None:
             self._device.wait_for(Stream.BACK, entry.event)
-        self._device.copy(Stream.BACK, out, entry.weight[start : start + out.numel()])
-        return DeviceCopy(self._device.record(Stream.BACK))
+        return DeviceRead(self._device, out, entry.weight[start : start + out.numel()])
 
     def wait_for_release(self, timeout: float) -> bool:
         if self._finish_upload() or (self._landing and self._landing.wait_for_release(0.0)):
@@ -175,6 +175,36 @@ class DeviceCopy:
 
     def result(self) -> None:
         self._event.wait()
+
+
+class DeviceRead:
+    """A copy back to host memory. From its beginning on somebody else has to wait for it, so what
+    the device raises comes up there: an error here would have ``out`` given to others.
+    """
+
+    def __init__(self, device: ComputeDevice, out: torch.Tensor, source: torch.Tensor) -> None:
+        self._device = device
+        self._event: Event | None = None
+        self._failure: Exception | None = None
+        try:
+            device.copy(Stream.BACK, out, source)
+            self._over()
+        except Exception as failure:
+            self._failure = let_go(failure)
+
+    def done(self) -> bool:
+        return self._over().done()
+
+    def result(self) -> None:
+        self._over().wait()
+        if self._failure is not None:
+            raise let_go(self._failure)
+
+    def _over(self) -> Event:
+        """A moment behind it, noted when that can be."""
+        if self._event is None:
+            self._event = self._device.record(Stream.BACK)
+        return self._event
 
 
 def _landing_bytes(spec: ParameterSpec) -> int:

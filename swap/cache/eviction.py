@@ -158,8 +158,10 @@ class CacheEntries:
         if index is None:
             return False
         victim = entries[index]
-        (self.entries if self.entries.get(index) is victim else self.stale).pop(index)
-        wait_for(victim)
+        wait_for(victim)  # known until then: what it is read from may not go
+        for among in (self.entries, self.stale):
+            if among.get(index) is victim:  # a signal handler may have had it go
+                del among[index]
         return True
 
     def _may_leave(self, *, can_wait: bool) -> dict[int, Entry]:

@@ -17,7 +17,7 @@ layers has nearly all of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -45,7 +45,7 @@ from swap.plan.sizes import (
     unit_state_bytes,
 )
 from swap.plan.spares import choose_spares, hidden_elements, visit_bytes
-from swap.tiers import Budget, BudgetError, Tier, format_bytes
+from swap.tiers import Budget, Tier, format_bytes, too_small
 
 MIN_SLOTS = 3
 """One subgroup being read, one in the kernel, one being written."""
@@ -207,22 +207,13 @@ def place(
         aside = checkpoint_bytes(budget.host_bytes, needed)
         placement = all_in_host(everything, rule, at_home)
         if hides_updates:
-            finer = pack(specs, hidden_elements(specs, rule))
-            visits = visit_bytes(finer, rule, room)
-            taken = visits + DEVICE_SCRATCH_BYTES if visits else 0
-            fewer = homes_in(finer, device_bytes=room and room - taken)
-            placement = _with_spares(
-                replace(all_in_host(finer, rule, fewer), visit_bytes=visits),
-                all_in_host(finer, rule, homes_in(finer)),
-                placement,
-                rule=rule,
-                host_bytes=budget.host_bytes - inbox - aside,
-            )
+            left = budget.host_bytes - inbox - aside
+            placement = _hiding(specs, rule, placement, homes_in, room, left)
         return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
     if budget.host_bytes < least:
         of_weights = "on their way to the device" if apart else "of the largest block at work"
         arena_for = f"{format_bytes(least_arena)} for the weights {of_weights}"
-        raise _too_small(budget, least, arena_for, total + MIN_CHECKPOINT_BYTES)
+        raise too_small(budget, least, arena_for, total + MIN_CHECKPOINT_BYTES)
     bridge = BRIDGE_BYTES if room else 0
     at_work += bridge
     aside = checkpoint_bytes(budget.host_bytes, at_work)
@@ -245,6 +236,24 @@ def place(
     return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
 
 
+def _hiding(
+    specs: Sequence[ParameterSpec],
+    rule: UpdateRule,
+    placement: Placement,
+    homes_in: Callable[..., DeviceHomes],
+    device_bytes: int | None,
+    host_bytes: int,
+) -> Placement:
+    """Of all state in memory, with room for updates that begin before their step."""
+    finer = pack(specs, hidden_elements(specs, rule))
+    others = all_in_host(finer, rule, homes_in(finer))
+    visits = visit_bytes(finer, rule, device_bytes, others.state_host_bytes)
+    taken = visits + DEVICE_SCRATCH_BYTES if visits else 0
+    fewer = homes_in(finer, device_bytes=device_bytes and device_bytes - taken)
+    visited = replace(all_in_host(finer, rule, fewer), visit_bytes=visits)
+    return _with_spares(visited, others, placement, rule=rule, host_bytes=host_bytes)
+
+
 def _with_spares(*placements: Placement, rule: UpdateRule, host_bytes: int) -> Placement:
     """The first of these that fits, or the last one, which does: nothing on NVMe, and spare blocks
     in what is left of ``host_bytes``.
@@ -257,16 +266,6 @@ def _with_spares(*placements: Placement, rule: UpdateRule, host_bytes: int) -> P
     visits = placement.visit_bytes if spares else 0
     nbytes = sum(spares.values())
     return replace(placement, spared=frozenset(spares), spare_bytes=nbytes, visit_bytes=visits)
-
-
-def _too_small(budget: Budget, least: int, arena_for: str, whole: int) -> BudgetError:
-    return BudgetError(
-        f"host_memory={format_bytes(budget.host_bytes)} is too small: this model needs at "
-        f"least {format_bytes(least)} ({least} bytes): {arena_for}, the rest for staging the "
-        f"optimizer and for small parameters; {format_bytes(whole)} ({whole} bytes) would hold "
-        "everything in memory",
-        least_host_bytes=least,
-    )
 
 
 def _whole_pages(nbytes: int) -> int:

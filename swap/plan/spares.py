@@ -83,12 +83,16 @@ def choose_spares(
     }
 
 
-def visit_bytes(layout: Layout, rule: UpdateRule, device_bytes: int | None) -> int:
+def visit_bytes(
+    layout: Layout, rule: UpdateRule, device_bytes: int | None, state_host_bytes: int
+) -> int:
     """Of a device's memory, for ``NUM_VISITS`` of the largest subgroups, beside what updates there
-    may take; 0 where it has no ``device_bytes`` to spare for that, or does not update.
+    may take; 0 where it has no ``device_bytes`` to spare for that, where there is little state in
+    host memory, which would be at home there as well, or where it does not update.
     """
     if device_bytes is None or not rule.updates_on_device:
         return 0
     moving = [unit for unit in layout.units if unit.trainable and not unit.always_on_host]
     nbytes = NUM_VISITS * max((slot_bytes_of(unit, rule) for unit in moving), default=0)
-    return nbytes if nbytes + DEVICE_SCRATCH_BYTES <= device_bytes * _VISIT_SHARE else 0
+    most = min(device_bytes, 2 * state_host_bytes) * _VISIT_SHARE
+    return nbytes if nbytes + DEVICE_SCRATCH_BYTES <= most else 0

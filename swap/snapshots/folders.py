@@ -202,13 +202,20 @@ class Folders:
         return None
 
     def _make(self) -> tuple[Path, str]:
+        """Of what fails nothing stays. The first root is locked."""
         root, name = self._roots[0], uuid.uuid4().hex[:12]
         folder = _folder(root, name)
-        _make_folder(folder)
-        (folder / _POINTS).mkdir(mode=0o700)
-        with Descriptor(folder / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600, exact=True):
-            pass
-        sync_directory(folder)
+        try:
+            _make_folder(folder)
+            (folder / _POINTS).mkdir(mode=0o700)
+            with Descriptor(folder / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600, exact=True):
+                pass
+            sync_directory(folder)
+        except BaseException:
+            with suppress(OSError):  # it was not made, or is found as an empty store
+                (folder / _LOCK).unlink()
+            _remove_empty(folder / _POINTS, folder, folder.parent, folder.parent.parent)
+            raise
         return root, name
 
     def _renew_points(self) -> None:

@@ -3,12 +3,14 @@
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 import checkpoint
+from checkpoint.directory.relocation import relocation
 from checkpoint.loading.manifest_cache import KnownManifests
 from tests.support.memory import folder_in_memory
 
@@ -131,3 +133,78 @@ def test_what_a_load_from_other_stripes_leaves_of_a_damaged_step_is_refused(tmp_
     into = {"w": torch.full((4,), 7.0), "v": torch.full((4,), 7.0)}
     with pytest.raises(checkpoint.CorruptCheckpointError, match="v of into may hold some of it"):
         manager.load(into=into, strict=False, stripe_dirs=[moved])
+
+
+@pytest.mark.parametrize("step", [2, None])
+def test_damage_of_a_copy_that_a_manager_loads_from_is_none_of_its_own_stripes(
+    tmp_path: Path, step: int | None
+) -> None:
+    manager, moved = striped(tmp_path)
+    (folder,) = (tmp_path / "backup").glob("step-2.*")
+    damage(folder)
+    with suppress(checkpoint.CorruptCheckpointError):
+        manager.load(step, stripe_dirs=moved)
+    assert kept_then(manager) == [2, 3]
+
+
+def test_damage_that_another_rank_finds_in_a_copy_is_none_of_the_stripes_that_are_used(
+    tmp_path: Path,
+) -> None:
+    manager, moved = striped(tmp_path)
+    known, path = KnownManifests(), manager.path(2)
+    known.look_before(path)
+    known.note_damage(path, {"stripe_dirs": moved})
+    assert not known.was_damaged(path)
+    assert KnownManifests(relocation(moved)).was_damaged(path)
+    known.look_before(path)
+    known.note_damage(path, {})
+    assert known.was_damaged(path)
+
+
+def on_two_stripes(folder: Path) -> tuple[checkpoint.Manager, dict[Path, Path]]:
+    """The second step has damage in both of its directories; of each there is a sound copy."""
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+    manager = checkpoint.Manager(folder / "run", [folder / "one", folder / "two"], keep=2)
+    for step in (1, 2):
+        manager.save(step, {"v": torch.zeros(2**20), "w": torch.ones(2**20)})
+    copies = {}
+    for name in ("one", "two"):
+        (data,) = (folder / name).glob("step-2.*")
+        copies[data] = shutil.copytree(data, folder / f"sound-{name}")
+        damage(data)
+    return manager, copies
+
+
+def test_all_damage_that_verify_finds_is_known_where_some_of_it_was_repaired(
+    tmp_path: Path,
+) -> None:
+    manager, copies = on_two_stripes(tmp_path)
+    first, second = checkpoint.verify(manager.path(2)).problems
+    data = Path(str(first.path)).parent
+    assert data != Path(str(second.path)).parent
+    data.rename(tmp_path / "aside")
+    copies[data].rename(data)
+    assert kept_then(manager) == [1, 2, 3]
+
+
+def test_damage_that_verify_finds_beside_what_is_away_is_known_when_that_is_back(
+    tmp_path: Path,
+) -> None:
+    manager, copies = on_two_stripes(tmp_path)
+    away = next(iter(copies))
+    away.rename(tmp_path / "away")
+    assert len(checkpoint.verify(manager.path(2)).problems) == 2
+    copies[away].rename(away)
+    assert kept_then(manager) == [1, 2, 3]
+
+
+def test_damage_of_a_hard_link_is_that_of_what_it_is_a_link_to(tmp_path: Path) -> None:
+    manager = make_steps(tmp_path / "run")
+    shutil.copytree(manager.path(2), tmp_path / "best", copy_function=os.link)
+    (file,) = manager.path(2).rglob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(4096)
+        opened.write(b"x")
+    assert not checkpoint.verify(tmp_path / "best")
+    assert kept_then(manager) == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""What a failed load was given goes with its last reference: models are large."""
+"""What a failed load or save was given goes with its last reference: models are large."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ WAYS: dict[str, Callable[[Path, torch.Tensor], object]] = {
 
 def _failed(load: Callable[[torch.Tensor], object]) -> weakref.ref[torch.Tensor]:
     into = torch.zeros(4)
-    with suppress(ValueError, OSError):
+    with suppress(ValueError, TypeError, OSError):
         load(into)
         pytest.fail("it has not failed")
     return weakref.ref(into)
@@ -132,6 +132,42 @@ def test_what_an_interrupted_save_was_given_goes_with_its_last_reference(
     assert not (tmp_path / "saved").exists()
     del state
     assert watch() is None
+
+
+REFUSED: dict[str, Callable[[Path, torch.Tensor], object]] = {
+    "a path": lambda root, w: checkpoint.save({"w": w}, root / "\0"),
+    "a path, behind": lambda root, w: checkpoint.save_async({"w": w}, root / "\0"),
+    "a step": lambda root, w: checkpoint.Manager(root).save(-1, {"w": w}),
+    "a step, behind": lambda root, w: checkpoint.Manager(root).save_async(-1, {"w": w}),
+    "a value": lambda root, w: checkpoint.save({"w": w, "v": object()}, root / "new"),
+}
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("way", REFUSED)
+def test_what_a_refused_save_was_given_goes_with_its_last_reference(root: Path, way: str) -> None:
+    assert _failed(lambda w: REFUSED[way](root, w))() is None
+
+
+class Failing:
+    """A source that raises."""
+
+    dtype = torch.float32
+    shape = (4,)
+
+    def read(self, start: int, out: memoryview) -> None:
+        raise ValueError("refused")
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_manager_holds_nothing_of_whoever_was_told_of_an_error(root: Path) -> None:
+    manager = checkpoint.Manager(root)
+    assert _failed(lambda _: manager.save_async(3, {"w": Failing()}).result())() is None
+    manager.save_async(3, {"w": Failing()}).wait_done()
+    gc.collect()
+    with pytest.raises(ValueError, match="refused"):
+        manager.save(4, {"w": torch.zeros(4)})
+    manager.save(4, {"w": torch.zeros(4)})
 
 
 def test_an_error_of_a_sink_is_shown_without_what_brought_it(root: Path) -> None:

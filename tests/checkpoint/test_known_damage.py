@@ -75,7 +75,7 @@ def test_damage_that_is_found_by_any_way_keeps_the_sound_step(root: Path, way: s
     assert manager.steps() == [1, 2, 3]
 
 
-def _break(patch: pytest.MonkeyPatch, file: Path, code: int) -> None:
+def break_file(patch: pytest.MonkeyPatch, file: Path, code: int) -> None:
     """The file opens no more, as one on a sector that is gone."""
     really = Descriptor.open
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_read_by_any_way_keeps_the_sound_step(
     manager.save(2, {"w": torch.full((4,), 2.0)})
     (file,) = manager.path(2).rglob("*.safetensors")
     with monkeypatch.context() as patch, suppress(BaseException):
-        _break(patch, file, errno.EIO)
+        break_file(patch, file, errno.EIO)
         WAYS[way](manager.path(2))
     manager.save(3, {"w": torch.zeros(4)})
     assert manager.steps() == [1, 2, 3]
@@ -131,7 +131,7 @@ def test_an_error_of_the_process_is_none_of_the_step_that_it_reads(
     manager.save(2, {"w": torch.full((4,), 2.0)})
     (file,) = manager.path(2).rglob("*.safetensors")
     with monkeypatch.context() as patch:
-        _break(patch, file, code)
+        break_file(patch, file, code)
         with pytest.raises(OSError, match=os.strerror(code)):
             checkpoint.load(manager.path(2))
     manager.save(3, {"w": torch.zeros(4)})
@@ -281,8 +281,9 @@ def test_a_whole_load_forgets_no_damage_of_what_took_its_place(root: Path) -> No
     """What is in the place of the save that was read may be damaged."""
     path, sound = root / "step-2", root / "step-1"
     assert not checkpoint.verify(path)
-    with manifest_cache.damage_noted(path, reads_all=True) as read:
+    with manifest_cache.damage_noted(path) as read:
         read.by(lambda _: None)(read_manifest(sound))
+        read.is_all = True
     assert KnownManifests().was_damaged(path)
 
 
@@ -290,31 +291,11 @@ def test_what_another_rank_finds_damaged_is_that_of_the_save_that_was_loaded(roo
     known, path = KnownManifests(), root / "step-2"
     known.look_before(path)
     _replace(path)
-    known.note_damage(path)
+    known.note_damage(path, {})
     assert not known.was_damaged(path)
     known.look_before(path)
-    known.note_damage(path)
+    known.note_damage(path, {})
     assert known.was_damaged(path)
-
-
-def test_a_step_that_could_not_be_read_counts_when_all_of_it_was_read(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be a sector that is gone, and then the sound step must not go for it."""
-    manager = checkpoint.Manager(root, keep=2)
-    manager.save(2, {"w": torch.ones(4)})
-    (file,) = manager.path(2).rglob("*.safetensors")
-    with monkeypatch.context() as patch:
-        _break(patch, file, errno.EIO)
-        assert manager.load()["w"][0] == 1
-        assert manager.loaded == checkpoint.LoadedStep(1, (2,))
-    manager.save(3, {"w": torch.zeros(4)})
-    assert manager.steps() == [1, 2, 3]
-    manager.load(2, only=["w"])
-    assert KnownManifests().was_damaged(manager.path(2))
-    manager.load(2)
-    manager.save(4, {"w": torch.zeros(4)})
-    assert manager.steps() == [3, 4]
 
 
 def test_damage_of_a_file_that_was_replaced_by_a_sound_one_is_known_no_more(root: Path) -> None:

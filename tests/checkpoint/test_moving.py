@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -363,29 +362,3 @@ def test_dcp_finds_the_stripes_where_they_are_now(tmp_path: Path, stripes: list[
     reader = StorageReader(tmp_path / "run", stripe_dirs=moved)
     dcp_load(found, storage_reader=reader, no_dist=True)
     assert all(torch.equal(found[name], tensor) for name, tensor in state(1).items())
-
-
-@pytest.fixture
-def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that is for other users."""
-    closed, exists = tmp_path / "closed", Path.exists
-    closed.mkdir()
-
-    def refused(path: Path, **options: Any) -> bool:
-        if closed in path.parents:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return exists(path, **options)
-
-    monkeypatch.setattr(Path, "exists", refused)
-    return closed
-
-
-def test_data_are_found_behind_a_directory_that_is_for_other_users(
-    tmp_path: Path, stripes: list[Path], closed: Path
-) -> None:
-    checkpoint.save(state(1), tmp_path / "run", stripes)
-    assert holds(1, tmp_path / "run", stripe_dirs=[closed])
-    moved = move(stripes, "-moved")
-    assert holds(1, tmp_path / "run", stripe_dirs=[closed, *moved])
-    with pytest.raises(PermissionError, match="closed"):
-        checkpoint.load(tmp_path / "run", stripe_dirs=[closed])

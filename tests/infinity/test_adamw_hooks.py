@@ -57,6 +57,26 @@ def test_hook_behind_load_state_dict_may_load_another(optimizer: OffloadedAdamW)
     assert same(tensors_of(optimizer.state_dict()), tensors_of(first))
 
 
+def test_hook_behind_load_state_dict_may_wait_for_a_thread_that_steps(
+    optimizer: OffloadedAdamW,
+) -> None:
+    first = optimizer.state_dict()
+    have_ended: list[bool] = []
+
+    def beside(each: Optimizer) -> None:
+        for parameter in each.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        thread = threading.Thread(target=each.step, daemon=True)
+        thread.start()
+        thread.join(20.0)
+        have_ended.append(not thread.is_alive())
+
+    optimizer.register_load_state_dict_post_hook(beside)
+    optimizer.load_state_dict(first)
+    assert have_ended == [True]
+    assert optimizer.report().steps == 2
+
+
 def test_state_dict_is_loaded_whole_while_another_thread_is_in_the_hooks_of_its_own(
     optimizer: OffloadedAdamW,
 ) -> None:

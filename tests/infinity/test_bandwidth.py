@@ -108,14 +108,20 @@ def test_measuring_takes_no_more_room_than_there_is(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o755])
 def test_a_file_system_without_permissions_is_measured_and_offloaded_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: int
 ) -> None:
-    def refuse(*_: object) -> None:
+    """It is said where others may read what is there."""
+    make = Path.mkdir
+
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(bandwidth, "_PROBE_BYTES", 1 << 20)
     monkeypatch.setattr(os, "fchmod", refuse)
+    monkeypatch.setattr(os, "chmod", refuse)
+    monkeypatch.setattr(Path, "mkdir", lambda path, *_, **named: make(path, mode=mode))
     least = infinity.plan(Stack(), host_memory=1).least_host_bytes
     with infinity.offload(Stack(), tmp_path, host_memory=least):
         pass

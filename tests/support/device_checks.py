@@ -82,7 +82,7 @@ def check_visits(device: str, folder: Path) -> None:
         case = Case(device=device, dtype=dtype, clip=0.5)
         runs = {"in memory": run_in_memory(case)}
         with (
-            patch("swap.plan.spares._VISIT_SHARE", 1.0),
+            patch("swap.plan.spares._VISIT_SHARE", 8.0),
             patch.object(Pace, "is_sooner_there", lambda *_: True),
             patch.object(Visits, "begin", autospec=True, side_effect=Visits.begin) as begin,
         ):

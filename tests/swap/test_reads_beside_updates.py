@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from aio import AioError
+from swap.cache import eviction
 from swap.cache.arena import Entry
+from swap.cache.eviction import wait_for
 from swap.plan.layout import PIECE, pack
 from swap.update.stages import Job, Step
 from tests.support.tiers import (
@@ -152,3 +154,24 @@ def test_weights_read_beside_a_step_that_fails_and_is_finished_are_those_from_be
         assert reader.has_come(), "what it is read from may have other values now"
     assert same_bits(values.result(), before)
     assert_same(rig.state, rig.plain)
+
+
+def test_weights_that_leave_as_another_thread_reads_them_are_known_until_they_have_come(
+    rig: TieredRig,
+) -> None:
+    """Or an update would not wait for that before it lets go of what they are read from."""
+    weights, known = rig.state.weights, []
+    reader = _Reader(rig)
+    _nothing_moves_by_itself(rig)
+    with reader.reading(LAST) as values:
+
+        def noted(entry: Entry) -> bool:
+            known.append(weights._stale.get(LAST) is entry)
+            return wait_for(entry)
+
+        with weights._lock, patch.object(eviction, "wait_for", noted):
+            weights._cached.outdate(LAST, is_read=True)
+            assert weights._cached._evict_one(None)
+        assert weights._stale == {}
+    assert known == [True]
+    assert same_bits(values.result(), rig.plain.weight(LAST))

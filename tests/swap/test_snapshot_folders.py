@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from swap.snapshots import folders
 from swap.snapshots.folders import Folders
 from swap.storage.drives.directory import FOLDER
 
@@ -72,4 +73,28 @@ def test_folder_of_stores_in_which_none_came_to_be_goes(
         Folders(roots).remove_unfinished()
     else:
         block.release(is_empty=True)
+    assert [path for root in roots for path in root.iterdir()] == []
+
+
+@pytest.mark.parametrize("num_synced", range(4))
+def test_store_that_cannot_be_made_durable_leaves_nothing(
+    roots: list[Path], num_synced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one that is made after it."""
+    left = num_synced
+
+    def sync_some(path: Path) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "no room", str(path))
+
+    block = Folders(roots)
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "sync_directory", sync_some)
+        with pytest.raises(OSError, match="no room"):
+            block.acquire(make=True)
+    assert [path for root in roots for path in root.iterdir()] == []
+    assert block.acquire(make=True) is not None
+    block.release(is_empty=True)
     assert [path for root in roots for path in root.iterdir()] == []

@@ -280,24 +280,16 @@ class Silent(Failing):
         return super().is_done(event)
 
 
-@pytest.mark.parametrize("make", [Failing, Silent])
-def test_training_goes_on_from_other_values_on_a_device_that_works_again(
-    stack: ExitStack, tmp_path: Path, make: type[Failing]
-) -> None:
-    """What it would not let go of is there again."""
-    device = make()
-    rig = made(stack, tmp_path, device, room=NUM, on_nvme=True)
-    state, plain, everything = rig.state, rig.plain, frozenset(range(NUM))
+def begin_training(rig: TieredRig) -> None:
     for number in range(2):
         passes(rig, number)
-        step_both(state, plain, everything)
-        state.flush()
+        step_both(rig.state, rig.plain, range(NUM))
+        rig.state.flush()
     passes(rig, 2)
-    device.fail("wait", Stream.BACK, 1, 1 << 30)
-    step_both(state, plain, everything)
-    with pytest.raises(MixedStateError):
-        state.flush()
-    device.fail("", Stream.UP, 0, 0)
+
+
+def go_on_from_other_values(rig: TieredRig) -> None:
+    state, plain, everything = rig.state, rig.plain, frozenset(range(NUM))
     with state.mixture.changing("a load") as change:
         state.discard_step()
         change.begin(Scope(everything, everything))
@@ -343,3 +335,45 @@ def test_old_weights_come_from_a_device_while_the_rest_is_read(
     assert_same(rig.state, rig.plain)
     assert log[:2] == ["copied", "read"]
     assert "waited" in log
+
+
+@pytest.mark.parametrize("make", [Failing, Silent])
+def test_training_goes_on_from_other_values_on_a_device_that_works_again(
+    stack: ExitStack, tmp_path: Path, make: type[Failing]
+) -> None:
+    """What it would not let go of is there again."""
+    device = make()
+    rig = made(stack, tmp_path, device, room=NUM, on_nvme=True)
+    begin_training(rig)
+    device.fail("wait", Stream.BACK, 1, 1 << 30)
+    step_both(rig.state, rig.plain, range(NUM))
+    with pytest.raises(MixedStateError):
+        rig.state.flush()
+    device.fail("", Stream.UP, 0, 0)
+    go_on_from_other_values(rig)
+
+
+@pytest.mark.parametrize("call", ["copy", "record"])
+def test_slot_that_a_device_has_begun_to_copy_to_is_nobodys_until_it_has_ended(
+    stack: ExitStack, tmp_path: Path, call: str
+) -> None:
+    """Also where the error comes behind the beginning of the copy."""
+    device = SimulatedDevice()
+    rig = made(stack, tmp_path, device, room=NUM, is_speculative=False, on_nvme=True)
+    arena: Any = rig.state.weights.arena
+    read_back, do = arena.read_back, getattr(device, call)
+
+    def fail_behind(*arguments: Any) -> None:
+        do(*arguments)
+        raise RuntimeError("the device failed")
+
+    def failing(*arguments: Any) -> Any:
+        with patch.object(device, call, fail_behind):
+            return read_back(*arguments)
+
+    begin_training(rig)
+    with patch.object(arena, "read_back", failing):
+        step_both(rig.state, rig.plain, range(NUM))
+        rig.state.pipeline.join()
+    go_on_from_other_values(rig)
+    device.check()

@@ -8,11 +8,11 @@ Processes that come and go at once (the ranks of one job) take turns: folders ar
 and removed with ``<nvme>`` itself locked. So no process takes a folder that is still being made for
 an orphan, and none removes what another is removing.
 
-Folders are for their user alone (0700, files 0600, whatever the umask), for they hold weights.
-``.infinity`` itself is for all users who may write to ``<nvme>``, and sticky: any of them may have
-made it, the others put their folders beside, and only the owner of ``.infinity`` can move or remove
-another's. Symbolic links are not followed: any user who may write to ``<nvme>`` could have one lead
-to folders elsewhere.
+Folders are for their user alone (0700, files 0600, whatever the umask), for they hold weights; file
+systems without permissions are used all the same, with a warning. ``.infinity`` itself is for all
+users who may write to ``<nvme>``, and sticky: any of them may have made it, the others put their
+folders beside, and only the owner of ``.infinity`` can move or remove another's. Symbolic links are
+not followed: any user who may write to ``<nvme>`` could have one lead to folders elsewhere.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SwapDirectory:
             )
             try_to_lock(self._lock, self.path / _LOCK)
         self.file: File = engine.open(self.path / "state.swap", "x")
-        self.file.path.chmod(0o600)
+        _close_to_others(self.file.path)
 
     def after_fork(self) -> None:
         """The child keeps neither the lock nor the file, and removes nothing."""
@@ -271,6 +271,22 @@ def open_to_others(made: Descriptor, mode: int) -> None:
     """
     with suppress(OSError):
         os.fchmod(made.number, mode)
+
+
+def _close_to_others(file: Path) -> None:
+    """As far as the file system has permissions; its folder, made for its user alone, does that,
+    too.
+    """
+    try:
+        file.chmod(0o600)
+    except OSError as error:
+        if file.stat().st_mode & 0o066 and file.parent.stat().st_mode & 0o011:
+            _log.warning(
+                "other users of this machine may read %s: the file system refuses to change "
+                "permissions (%s); mount it for its user alone, or use another one",
+                file,
+                error,
+            )
 
 
 def _reclaim(root: Path) -> list[Path]:
