@@ -118,6 +118,7 @@ class TieredState:
         self.gradients = GradientStore(
             placement, home, self.slabs.get("spill"), self.extents, self.timeline, self.homes
         )
+        self.visits = open_visits(self.compute, placement, self.slabs.get("inbox"), self._undo)
         self.inbox: GradientInbox | None = None
         self.arena = self._make_arena()
         if self.compute is not None:
@@ -127,7 +128,6 @@ class TieredState:
             self._undo.callback(self.inbox.close)
         self.weights = WeightCache(self.components, self.arena, self.timeline, prefetch=overlap)
         slots = deque(slots_of(self.slabs.get("staging"), placement))
-        self.visits = open_visits(self.compute, placement, self._undo)
         self.stages = Stages(
             self.components, self.gradients, self.weights, rule, slots, self.timeline, self.visits
         )

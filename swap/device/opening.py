@@ -61,10 +61,16 @@ def open_homes(
     return homes
 
 
-def open_visits(device: ComputeDevice | None, placement: Placement, undo: Undo) -> Visits | None:
-    """Memory for updates of what is at home in host memory, until ``undo``; None for none."""
-    if device is None or not placement.visit_bytes:
+def open_visits(
+    device: ComputeDevice | None, placement: Placement, host: Slab | None, undo: Undo
+) -> Visits | None:
+    """Memory for updates of what is at home in host memory, until ``undo``; None for none. The link
+    is measured with ``host``, of which nothing is taken yet.
+    """
+    if device is None or host is None or not placement.visit_bytes:
         return None
-    visits = Visits(device, placement.visit_bytes // NUM_VISITS, NUM_VISITS)
+    slot_bytes = placement.visit_bytes // NUM_VISITS
+    visits = Visits(device, slot_bytes, NUM_VISITS)
     undo.callback(visits.close)
+    visits.measure(torch.from_numpy(host.allocate(min(slot_bytes, host.nbytes))))
     return visits

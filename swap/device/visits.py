@@ -3,8 +3,8 @@ are copied there, updated, and copied to the spare block beside their home.
 
 Processors that have much to update leave a part of it to a device that computes, whose link and
 memory have room for it: a visit moves 26 bytes an element through the link, as many as a processor
-moves through host memory, and needs no core for them. Which of the two is sooner is told by what
-each took lately, see ``Pace``.
+moves through host memory, and needs no core for them. How many make a step shorter follows from how
+fast both are, see ``Pace``.
 
 Invariants:
 - What a visit reads stays as it is until it is over, and where it writes is looked at by nobody.
@@ -32,11 +32,13 @@ Update = Callable[[Block, torch.Tensor], None]
 
 _log = logging.getLogger(__name__)
 _USED = (Stream.UP, Stream.UPDATE, Stream.BACK)
-_FADING = 4095 / 4096
-"""A visit that took twice as long as it may is tried again when the processors have done 2,839
-subgroups, which are tens of steps, and one that took a hundred times as long after 18,861: a link
-that is slow is held up once in so many.
+_CARRIED_ANYWAY = 0.29
+"""Of the 14 bytes of an element that a visit carries to the device: its weights, twice. Of the 12
+that come back it is less, a gradient.
 """
+_MOST_PART = 0.9
+_MOST_CREDIT = 4.0
+"""Subgroups that may visit in a row."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,22 +50,17 @@ class Visit:
     device: ComputeDevice
     elements: int
     slot: torch.Tensor
-    began: float
     event: Event | None = None
-    ended: float | None = None
-    """When its end was seen, which may be long before somebody asks for its slot."""
     lost_by: str | None = None
     """Why nobody knows whether it is over. Not the error itself, whose frames refer to this."""
 
     def done(self) -> bool:
         """Whether it is over, or nobody will know: ``result`` raises that."""
         try:
-            if self.event is not None and self.event.done():
-                self._has_ended()
+            return self.event is not None and self.event.done()
         except Exception as failure:  # of a device
             self.lost_by = str(failure)
             return True
-        return self.ended is not None
 
     def result(self) -> None:
         """Wait for its end; of one that could not be asked for, for what of it was. Raises what the
@@ -78,44 +75,44 @@ class Visit:
         except Exception as failure:
             self.lost_by = str(failure)
             raise
-        self._has_ended()
-
-    def _has_ended(self) -> None:
-        if self.ended is None:
-            self.ended = time.monotonic()
 
 
 class Pace:
-    """Seconds that an element took lately, here and there. Nothing is known at first, and what was
-    not tried for long is known less and less: the link may have been busy then, or the device new.
+    """Which part of all elements is to visit: ``link`` carries a byte in so many seconds, each way.
+
+    The link has weights and gradients to carry, too. Let an element take c seconds here and u
+    there, of which what is carried of it in any case takes w. With a part x of all elements there,
+    both are done at once where ``(1 - x) c = w + x u``; more would hold up passes, and fewer the
+    update.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, link: float) -> None:
+        self._link = link
         self._here: float | None = None
-        self._there: float | None = None
+        self._credit = 0.0
+        """Elements that may go there, for those that were updated here."""
 
-    def took_here(self, elements: int, seconds: float) -> None:
-        """The processors, for one subgroup."""
-        self._here = _mean(self._here, seconds / max(1, elements))
-        if self._there is not None:
-            self._there *= _FADING
+    def took_here(self, elements: int, nbytes: int, seconds: float) -> None:
+        """The processors, for a subgroup whose visit would carry so many bytes to the device."""
+        each = seconds / max(1, elements)
+        self._here = each if self._here is None else (self._here + each) / 2
+        there = self._link * nbytes / max(1, elements)
+        part = (self._here - _CARRIED_ANYWAY * there) / max(self._here + there, 1e-12)
+        part = min(max(part, 0.0), _MOST_PART)
+        most = _MOST_CREDIT * elements
+        self._credit = min(self._credit + elements * part / (1.0 - part), most)
 
-    def took_there(self, elements: int, seconds: float) -> None:
-        """A visit, from its beginning until its end was seen, with others under way."""
-        self._there = _mean(self._there, seconds / max(1, elements))
+    def went_there(self, elements: int) -> None:
+        """A visit begins."""
+        self._credit -= elements
 
-    def is_sooner_there(self, elements: int, waiting: int) -> bool:
+    def is_sooner_there(self, elements: int, nbytes: int, waiting: int) -> bool:
         """Whether a visit of so many elements is over before the processors are done with all that
-        are ``waiting``, these included. Where that is not known, it is found out.
+        are ``waiting``, these included, and is one of the part that is to go there.
         """
-        if self._here is None or self._there is None:
-            return waiting > elements
-        return self._there * elements <= self._here * waiting
-
-
-def _mean(known: float | None, new: float) -> float:
-    """What was last counts most, and no single one alone."""
-    return new if known is None else (known + new) / 2
+        if self._here is None or self._credit < elements:
+            return False
+        return 2 * self._link * nbytes <= self._here * waiting
 
 
 class Visits:
@@ -128,7 +125,7 @@ class Visits:
         self._device = device
         self._slot_bytes = slot_bytes
         self.nbytes = slot_bytes * num_slots
-        self.pace = Pace()
+        self.pace = Pace(0.0)
         self._block = device.memory(self.nbytes)
         self._free = deque(
             device.tensor(self._block, number * slot_bytes, slot_bytes, torch.uint8, None)
@@ -136,6 +133,18 @@ class Visits:
         )
         self._under_way: list[Visit] = []
         self._is_off = False
+
+    def measure(self, host: torch.Tensor) -> None:
+        """How fast the link is, by copies of ``host`` (flat bytes, registered) while nothing else
+        is on its way. Raises what the device raises.
+        """
+        slot = self._free[0][: host.numel()]
+        for _ in range(2):  # the first time finds out more than that
+            began = time.monotonic()
+            for stream, target, source in ((Stream.UP, slot, host), (Stream.BACK, host, slot)):
+                self._device.copy(stream, target, source)
+                self._device.record(stream).wait()
+            self.pace = Pace((time.monotonic() - began) / 2 / max(1, slot.numel()))
 
     def turn_off(self, failure: object) -> None:
         """No more of them, for that reason."""
@@ -155,7 +164,8 @@ class Visits:
 
     def new(self, elements: int) -> Visit:
         """With a slot, which ``can_begin`` has said that there is, to be given to ``begin``."""
-        visit = Visit(self._device, elements, self._free.popleft(), time.monotonic())
+        visit = Visit(self._device, elements, self._free.popleft())
+        self.pace.went_there(elements)
         self._under_way.append(visit)
         return visit
 
@@ -196,8 +206,6 @@ class Visits:
             self.turn_off(visit.lost_by)
             return
         self._free.append(visit.slot)
-        if visit.event is not None and visit.ended is not None:
-            self.pace.took_there(visit.elements, visit.ended - visit.began)
 
 
 def _laid_out(slot: torch.Tensor, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:

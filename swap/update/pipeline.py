@@ -297,12 +297,12 @@ class UpdatePipeline:
             work.writing.append(job)
 
     def _start_in_memory(self, work: Pass, *, visits: bool = False) -> Job | None:
-        """The next one that has nothing to read, if there is one, and if it ``visits`` a device."""
+        """The next one that has nothing to read; or, if it ``visits`` a device, the last one."""
         with self._lock:
-            waiting = work.in_memory
-            if not waiting or (visits and not self._stages.is_sooner_on_device(waiting)):
+            waiting, is_sooner = work.in_memory, self._stages.is_sooner_on_device
+            if not waiting or (visits and not is_sooner(waiting, is_ahead=not work.is_validated)):
                 return None
-            group = waiting.popleft()
+            group = waiting.pop() if visits else waiting.popleft()
         try:
             work.reading.append(job := self._started(work, group, visits=visits))
         except BaseException:

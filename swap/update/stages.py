@@ -31,6 +31,8 @@ from swap.timeline import Timeline
 from swap.update.runs import Part
 from swap.update.staging import Staged, Staging, are_done
 
+_MANY = 12
+"""A part of all subgroups: so many wait where processors are slower than the backward pass."""
 _ENOUGH = 64
 """Subgroups: processors that have more of them waiting are behind a device in any case."""
 
@@ -153,18 +155,26 @@ class Stages(Staging[Job]):
                 part = gradient[segment.offset : segment.offset + segment.length]
                 self._apply(job, segment, update, part)
         if self._visits is not None and self._components.arrays.on_host.has_spare(group.index):
-            self._visits.pace.took_here(group.numel, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            self._visits.pace.took_here(group.numel, self._bytes_of_visit(group), seconds)
 
-    def is_sooner_on_device(self, waiting: deque[Subgroup]) -> bool:
-        """Whether a device has the first of these updated before processors are done with all."""
-        group = waiting[0]
+    def is_sooner_on_device(self, waiting: deque[Subgroup], *, is_ahead: bool) -> bool:
+        """Whether the step is shorter if a device updates the last of these. ``is_ahead``: there is
+        a backward pass to do them in, which visits would hold up, unless they are too many for it.
+        """
+        group = waiting[-1]
         if self._visits is None or not self._components.arrays.on_host.has_spare(group.index):
             return False
-        nbytes = self._components.nbytes(group.index) + group.numel * group.dtype.itemsize
+        if is_ahead and len(waiting) * _MANY < len(self._components.layout.subgroups):
+            return False
+        nbytes = self._bytes_of_visit(group)
         elements = sum(one.numel for one in islice(waiting, _ENOUGH))
-        # First what has ended, or what it took would not be known as long as it seems to be long.
-        can_begin = self._visits.can_begin(nbytes)
-        return can_begin and self._visits.pace.is_sooner_there(group.numel, elements)
+        is_sooner = self._visits.pace.is_sooner_there(group.numel, nbytes, elements)
+        return is_sooner and self._visits.can_begin(nbytes)
+
+    def _bytes_of_visit(self, group: Subgroup) -> int:
+        """What goes to the device: its components and its gradient."""
+        return self._components.nbytes(group.index) + group.numel * group.dtype.itemsize
 
     def start_visit(self, job: Job) -> None:
         """Have a device update a subgroup aside, of which there is nothing to read: it is written

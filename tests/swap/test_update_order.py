@@ -93,8 +93,9 @@ class Stages:
         self.note("read", group)
         return Job(group, step=step, is_aside=is_aside or is_ahead, is_ahead=is_ahead)
 
-    def is_sooner_on_device(self, waiting: Sequence[Subgroup]) -> bool:
-        return waiting[0].index in self._visiting
+    def is_sooner_on_device(self, waiting: Sequence[Subgroup], *, is_ahead: bool) -> bool:
+        assert not is_ahead
+        return waiting[-1].index in self._visiting
 
     def start_visit(self, job: Job) -> None:
         self.note("visit", job.subgroup)
@@ -239,12 +240,12 @@ def test_nothing_waits_for_a_device_that_is_behind_with_copies_of_what_was_held(
 
 def test_processors_go_on_while_a_device_has_some_of_what_is_in_memory(run: Any) -> None:
     everything = set(range(5))
-    stages = Stages(slots=1, in_memory=everything, visiting={0, 1, 3}, slow={0, 1})
+    stages = Stages(slots=1, in_memory=everything, visiting={1, 3, 4}, slow={3, 4})
     stages.opened.set()
     run(stages, [*everything]).submit(STEP, groups(5))
     stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 3)
-    assert stages.of("visit") == [0, 1, 3]
-    assert stages.of("kernel") == [2, 4]
-    assert sorted(stages.of("published")) == [2, 3, 4]
+    assert stages.of("visit") == [4, 3], "what is wanted last"
+    assert stages.of("kernel") == [0, 1, 2]
+    assert sorted(stages.of("published")) == [0, 1, 2]
     stages.release.set()
     stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 5)

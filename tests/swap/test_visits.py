@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,40 +159,29 @@ def _train(folder: Path, device: SimulatedDevice) -> None:
         device.check()
 
 
-def test_a_visit_takes_no_longer_than_until_its_end_was_seen(
-    stack: ExitStack,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    choose: Callable[[Callable[[], bool]], None],
-) -> None:
-    """However late the next one is asked for."""
-    choose(lambda: True)
-    now = 0.0
-    monkeypatch.setattr("swap.device.visits.time", SimpleNamespace(monotonic=lambda: now))
-    taken: list[float] = []
-    monkeypatch.setattr(Pace, "took_there", lambda _, elements, seconds: taken.append(seconds))
-    rig = made(stack, tmp_path, SimulatedDevice(), is_speculative=False)
-    for number in range(1, 3):
-        backward(rig, number)
-        step_both(rig.state, rig.plain, ALL)
-        rig.state.flush()
-        choose(lambda: False)  # what has ended is seen all the same
-        now += 100.0
-    assert len(taken) == 3
-    assert set(taken) == {0.0}
+def test_so_many_visit_that_link_and_processors_end_at_once() -> None:
+    def part(link: float, here: float) -> float:
+        """Of 1000 subgroups of 100 elements, each of 14 bytes on its way up."""
+        pace, visited = Pace(link), 0
+        for _ in range(1000 - 1):
+            if pace.is_sooner_there(100, 1400, 100_000):
+                pace.went_there(100)
+                visited += 1
+            else:
+                pace.took_here(100, 1400, 100 * here)
+        return visited / 1000
+
+    each = 14.0  # a second for each byte
+    assert part(1.0, 0.1 * each) == 0, "the link is slower than it takes to wait for it"
+    assert part(1.0, each) == pytest.approx((1 - 0.29) / 2, abs=0.01)
+    assert part(1.0, 4 * each) == pytest.approx((4 - 0.29) / 5, abs=0.01)
+    assert part(0.0, each) == pytest.approx(0.8, abs=0.11), "never all: rates change"
 
 
-def test_what_is_sooner_is_told_by_what_was_seen() -> None:
-    pace = Pace()
-    assert not pace.is_sooner_there(100, 100), "nothing else waits"
-    assert pace.is_sooner_there(100, 200), "to find it out"
-    pace.took_here(100, 1.0)
-    pace.took_there(100, 3.0)
-    assert not pace.is_sooner_there(100, 200)
-    assert pace.is_sooner_there(100, 300)
-    for _ in range(8):
-        pace.took_there(100, 30.0)
-    assert not pace.is_sooner_there(100, 1000), "the link has other things to carry by now"
-    for _ in range(20_000):
-        pace.took_here(100, 1.0)
-    assert pace.is_sooner_there(100, 200), "which was long ago"
+def test_the_last_ones_are_not_waited_for_on_a_device() -> None:
+    pace = Pace(1.0)
+    assert not pace.is_sooner_there(100, 1400, 10_000), "nothing is known"
+    for _ in range(10):
+        pace.took_here(100, 1400, 2800.0)
+    assert pace.is_sooner_there(100, 1400, 100)
+    assert not pace.is_sooner_there(100, 1400, 99)

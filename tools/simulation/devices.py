@@ -13,7 +13,7 @@ from aio import Slab
 from simulation.hardware import Hardware, Moment, Queue, Resource
 from swap.device.interface import Stream
 
-_DOWNWARDS = (Stream.DOWN, Stream.UPDATE)
+_DOWNWARDS = (Stream.DOWN, Stream.BACK)
 
 
 class SimulatedDevice:
