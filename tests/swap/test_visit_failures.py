@@ -15,6 +15,7 @@ from swap.device.interface import Stream
 from swap.device.visits import Pace, Visits
 from swap.interruptions.mixture import MixedStateError
 from swap.update.pipeline import UpdatePipeline
+from tests.support.proof import matrix
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiers import RULE, assert_same, step_both
 from tests.support.visiting import ALL, End, Refusing, backward, made
@@ -50,7 +51,7 @@ def all_visit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("times", [1, 1 << 30])
 @pytest.mark.parametrize("stream", [Stream.UP, Stream.BACK])
 @pytest.mark.parametrize("kind", ["copy", "wait", "ask"])
-@pytest.mark.parametrize("first", [1, 2, 7])
+@pytest.mark.parametrize("first", matrix([1, 2, 7], usual=[2]))
 def test_processors_do_what_a_device_fails_to(
     stack: ExitStack,
     tmp_path: Path,
