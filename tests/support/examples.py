@@ -11,6 +11,13 @@ _USUAL = 100
 _LEAST = 10
 
 
+def is_a_part() -> bool:
+    """Whether this is ``make test``, or less. What refuses memory waits for it first, and takes
+    from seconds to a minute by which examples are drawn: there always the same ones.
+    """
+    return settings().max_examples < _USUAL
+
+
 def examples(number: int) -> int:
     """``number`` in the proportion of the profile; never below ``number`` or 10 of them."""
     scaled = number * settings().max_examples // _USUAL

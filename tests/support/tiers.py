@@ -4,6 +4,7 @@ Also builders for layouts and placements that put homes where no planner would, 
 states over a late engine.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -182,7 +183,7 @@ class Plain:
 
     def norm(self) -> float:
         squares = (sum_of_squares(self.gradients[p], threads=1) for p in sorted(self.gradients))
-        return float(sum(squares) ** 0.5)
+        return math.sqrt(sum(squares))  # a power of 0.5 may be off by the last bit
 
     def updates(self, parameters: Iterable[int], **options: Any) -> dict[int, ParameterUpdate]:
         """A step for ``parameters``, each with its own count of steps."""

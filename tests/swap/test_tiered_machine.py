@@ -27,7 +27,7 @@ from swap.plan.layout import PIECE, pack
 from swap.tiered import TieredState
 from swap.tiers import BudgetError
 from swap.update.stages import Step
-from tests.support.examples import examples
+from tests.support.examples import examples, is_a_part
 from tests.support.late_engine import LateEngine
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.tiers import (
@@ -310,4 +310,6 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
+TestTiers.settings = settings(
+    max_examples=examples(40), stateful_step_count=30, deadline=None, derandomize=is_a_part()
+)
