@@ -12,7 +12,6 @@ from simulation.running import LEARNING, Machine, simulate
 
 from swap.plan import spares
 from swap.tiers import Budget
-from tests.support.proof import matrix
 
 GIB = 1 << 30
 SMALL = Llama(layers=2)
@@ -68,9 +67,8 @@ def test_updates_are_hidden_where_what_is_used_first_is_at_home_on_the_device() 
     assert outcome.seen_of_update < 0.02
 
 
-@pytest.mark.parametrize(
-    ("link", "most"), matrix([(50e9, 0.75), (6e9, 1.03)], usual=[(50e9, 0.75)])
-)
+@pytest.mark.proof
+@pytest.mark.parametrize(("link", "most"), [(50e9, 0.75), (6e9, 1.03)])
 def test_a_device_updates_for_processors_that_are_behind_where_that_is_sooner(
     monkeypatch: pytest.MonkeyPatch, link: float, most: float
 ) -> None:
