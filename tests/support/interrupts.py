@@ -159,10 +159,14 @@ def _may_raise(frame: FrameType, event: str, function: Any) -> bool:
 
 
 def _is_behind_call(frame: FrameType) -> bool:
-    code, at = frame.f_code.co_code, frame.f_lasti - 2
-    while at > 0 and dis.opname[code[at]] == "CACHE":
+    """What a handler raises there is raised by the call: not counted is where other code would
+    catch it, as behind the last call in a ``with``.
+    """
+    code, at = frame.f_code, frame.f_lasti - 2
+    while at > 0 and dis.opname[code.co_code[at]] == "CACHE":
         at -= 2
-    return at >= 0 and dis.opname[code[at]] in ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
+    is_behind = at >= 0 and dis.opname[code.co_code[at]] in ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
+    return is_behind and catcher(code, at) == catcher(code, frame.f_lasti)
 
 
 _JUMPS = [f"POP_JUMP_BACKWARD_IF_{what}" for what in ("TRUE", "FALSE", "NONE", "NOT_NONE")]
