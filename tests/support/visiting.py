@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class Refusing:
         self._device, self._kind = device, kind
         self._fails = range(first, first + times)
         self.num_calls = 0
+        self.has_failed = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
@@ -66,6 +68,7 @@ class Refusing:
         if kind == self._kind:
             self.num_calls += 1
             if self.num_calls in self._fails:
+                self.has_failed.set()
                 raise RuntimeError("the device failed")
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:

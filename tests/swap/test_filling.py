@@ -24,12 +24,6 @@ SIZES = (4 * PIECE, 3, 5 * PIECE + 7, 2 * PIECE, PIECE)
 Part = tuple[int, int, torch.Tensor]
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def _rig(stack: ExitStack, folder: Path, dtype: torch.dtype = torch.bfloat16) -> TieredRig:
     """Every other unit on NVMe, and the second parameter in host memory for good."""
     layout = pack(specs_of(SIZES, dtype, always_on_host=(1,)), 2 * PIECE)

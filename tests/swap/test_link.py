@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,10 +40,9 @@ class Program:
 
     def loads(self) -> list[Load]:
         places = Place(0, NUMEL, torch.float32), Place(NUMEL * 4, NUMEL, torch.float32)
-        pairs = enumerate(zip(self.weights, self.gradients, strict=True))
         return [
-            Load([Item(number, weight, lambda g=gradient: g, *places)])  # type: ignore[misc]
-            for number, (weight, gradient) in pairs
+            Load([Item(number, weight, partial(self.gradients.__getitem__, number), *places)])
+            for number, weight in enumerate(self.weights)
         ]
 
     def work(self, load: Load) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,38 +11,27 @@ from typing import Any
 import pytest
 
 from swap.device.interface import Stream
-from swap.device.visits import Pace, Visits
+from swap.device.visits import Pace
 from swap.interruptions.mixture import MixedStateError
 from swap.update.pipeline import UpdatePipeline
 from tests.support.proof import matrix
 from tests.support.simulated_device import SimulatedDevice
-from tests.support.tiers import RULE, assert_same, step_both
+from tests.support.tiers import RULE, TieredRig, assert_same, step_both
 from tests.support.visiting import ALL, End, Refusing, backward, made
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The elements of visits that were begun."""
-    noted: list[int] = []
-    begin = Visits.begin
-
-    def begin_and_note(visits: Visits, visit: Any, *rest: Any) -> None:
-        noted.append(visit.elements)
-        begin(visits, visit, *rest)
-
-    monkeypatch.setattr(Visits, "begin", begin_and_note)
-    return noted
 
 
 @pytest.fixture(autouse=True)
 def all_visit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "is_sooner_there", lambda *_: True)
+
+
+def trained(stack: ExitStack, folder: Path, *, is_speculative: bool = True) -> TieredRig:
+    """Behind a step, from which the next one is expected."""
+    rig = made(stack, folder, SimulatedDevice(), is_speculative=is_speculative)
+    backward(rig, 1)
+    step_both(rig.state, rig.plain, ALL)
+    rig.state.flush()
+    return rig
 
 
 @pytest.mark.timeout(60)
@@ -91,19 +79,15 @@ def test_processors_do_what_a_device_fails_to(
 def test_what_a_device_fails_with_for_a_step_that_is_not_taken_changes_nothing(
     stack: ExitStack, tmp_path: Path, kind: str
 ) -> None:
-    device = SimulatedDevice()
-    rig = made(stack, tmp_path, device)
-    backward(rig, 1)
-    step_both(rig.state, rig.plain, ALL)
-    rig.state.flush()
+    rig = trained(stack, tmp_path)
     visits: Any = rig.state.visits
+    device = visits._device
     visits._device = refusing = Refusing(device, (kind, Stream.BACK), 1, 1 << 30)
     backward(rig, 2)
     rig.state.collect_gradients()
-    deadline = time.monotonic() + 20.0
-    while not refusing.num_calls or (rig.state.pipeline._current is not None and kind == "wait"):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    assert refusing.has_failed.wait(20.0)
+    if kind == "wait":  # without its spare block it is no more updated ahead
+        rig.state.pipeline.join()
     step_both(rig.state, rig.plain, ALL, lr=3e-3)
     assert_same(rig.state, rig.plain)
     visits._device = device
@@ -137,12 +121,9 @@ def test_a_device_that_fails_as_the_step_is_taken_stops_no_step(
     is_late: bool,
 ) -> None:
     """Taken while the device is waited for, or when the failure is on its way to be handled."""
-    device = SimulatedDevice()
-    rig = made(stack, tmp_path, device)
-    backward(rig, 1)
-    step_both(rig.state, rig.plain, ALL)
-    rig.state.flush()
+    rig = trained(stack, tmp_path)
     visits: Any = rig.state.visits
+    device = visits._device
     visits._device = held = Held(device)
     monkeypatch.setattr(held, "record", lambda stream: HeldEnd(held, device.record(stream)))
     is_stopped, is_taken = threading.Event(), threading.Event()
@@ -175,10 +156,7 @@ def test_processors_do_what_fails_as_it_is_computed_on_a_device(
     is_speculative: bool,
 ) -> None:
     """Such as for want of memory, which a program has taken."""
-    rig = made(stack, tmp_path, SimulatedDevice(), is_speculative=is_speculative)
-    backward(rig, 1)
-    step_both(rig.state, rig.plain, ALL)
-    rig.state.flush()
+    rig = trained(stack, tmp_path, is_speculative=is_speculative)
     monkeypatch.setattr(type(RULE), "apply_on_device", raising("out of memory"))
     for number in range(2, 4):
         backward(rig, number)
@@ -194,10 +172,7 @@ def test_what_a_rule_raises_everywhere_is_told_as_of_the_processors(
     monkeypatch: pytest.MonkeyPatch,
     is_speculative: bool,
 ) -> None:
-    rig = made(stack, tmp_path, SimulatedDevice(), is_speculative=is_speculative)
-    backward(rig, 1)
-    step_both(rig.state, rig.plain, ALL)
-    rig.state.flush()
+    rig = trained(stack, tmp_path, is_speculative=is_speculative)
     for name in ("apply", "apply_aside", "apply_on_device"):
         monkeypatch.setattr(type(RULE), name, raising(name))
     backward(rig, 2)

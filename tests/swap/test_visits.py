@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,32 +13,12 @@ import pytest
 import torch
 
 from swap.device.interface import Stream
-from swap.device.visits import Pace, Visits
+from swap.device.visits import Pace
 from tests.support.proof import matrix
 from tests.support.simulated_device import OrderError, SimulatedDevice
 from tests.support.simulated_device.faults import WithoutWaits
 from tests.support.tiers import assert_same, fill_both, same_bits, step_both
 from tests.support.visiting import ALL, SIZES, backward, made
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The elements of visits that were begun."""
-    noted: list[int] = []
-    begin = Visits.begin
-
-    def begin_and_note(visits: Visits, visit: Any, *rest: Any) -> None:
-        noted.append(visit.elements)
-        begin(visits, visit, *rest)
-
-    monkeypatch.setattr(Visits, "begin", begin_and_note)
-    return noted
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -59,12 +58,6 @@ class Noting(SimulatedDevice):
         first, end = values.data_ptr(), values.data_ptr() + values.nbytes
         is_over = self._host.get(Stream.UP, 0)
         return any(a < end and first < b and at > is_over for a, b, at in self.sources)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def made(
