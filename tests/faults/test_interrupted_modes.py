@@ -5,6 +5,7 @@ The error is kept, as a notebook keeps the last one: so no generator that it cam
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import infinity
-from tests.support.interrupts import PACKAGES, interrupt_at_call, sampled
+from infinity.parameters.offloaded.modes import outside_inference
+from infinity.parameters.offloaded.placeholders import as_they_are
+from tests.support.interrupts import PACKAGES, interrupt, interrupt_at_call, sampled
 from tests.support.training import least_budget
 
 WIDTH = 64
@@ -80,3 +83,28 @@ def test_modes_of_the_program_come_back(
             assert of_the_thread() == before, came.line
         del kept[:]
         assert of_the_thread() == before
+
+
+@pytest.mark.parametrize("points", [POINTS, pytest.param(200, marks=pytest.mark.proof)])
+def test_modes_come_back_wherever_weights_are_lent(points: int, tmp_path: Path) -> None:
+    """Also where the frames that an interrupt came through, and what they hold, go later."""
+    model = make()
+    with infinity.offload(model, tmp_path, host_memory="64MiB") as offloaded:
+
+        def lend() -> None:
+            with offloaded.gathered(modify=True), torch.no_grad():
+                pass
+
+        lend()
+        before = of_the_thread()
+        total = interrupt(lend, None).seen
+        for number in sampled(total, points):
+            came = interrupt(lend, number)
+            assert of_the_thread() == before, came.line
+
+
+@pytest.mark.parametrize("guard", [outside_inference, as_they_are], ids=["inference", "dispatch"])
+def test_what_sets_modes_is_made_by_no_function_in_python(guard: object) -> None:
+    """It sets back what it found as it was made: a frame that keeps it does so later."""
+    assert isinstance(guard, partial)
+    assert type(guard()).__module__ == "torch._C"

@@ -227,12 +227,10 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     return _as_seen(result, found, values)
 
 
-def _served_by_others() -> AbstractContextManager[Any]:
-    """Inside, an operation comes to the classes of its other operands (weights that are absent or
-    in tiles, views of gradients), which replace theirs.
-    """
-    enabled: AbstractContextManager[Any] = torch._C._EnableTorchFunction()
-    return enabled
+_served_by_others: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction
+"""Inside, an operation comes to the classes of its other operands (weights that are absent or in
+tiles, views of gradients), which replace theirs.
+"""
 
 
 def _values_in(tree: Any) -> dict[int, torch.Tensor]:

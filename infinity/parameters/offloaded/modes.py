@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -79,10 +79,11 @@ def without_history(function: Callable[P, T], *, when: bool = True) -> Callable[
     return within
 
 
-def outside_inference() -> AbstractContextManager[None]:
-    """Inside, tensors count their versions and may have a history."""
-    outside: AbstractContextManager[None] = _C._InferenceMode(False)  # begun by ``with``, in C
-    return outside
+outside_inference: Callable[[], AbstractContextManager[None]] = partial(_C._InferenceMode, False)
+"""Inside, tensors count their versions and may have a history. It begins as it is made and sets
+back what it found then, so no function in Python hands it on: whoever interrupts that would keep it
+(by a traceback) until the program has set something else.
+"""
 
 
 def _function_modes() -> list[Any]:

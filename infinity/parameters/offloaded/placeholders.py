@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn
 from weakref import finalize
 
@@ -93,10 +94,10 @@ def _run(serve: Serve, operator: Any, args: Any, kwargs: Any) -> Any:
     return serve(operator, args, kwargs)
 
 
-def as_they_are() -> AbstractContextManager[None]:
-    """Placeholders are ordinary tensors inside."""
-    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_KEYS)
-    return guard
+as_they_are: Callable[[], AbstractContextManager[None]] = partial(
+    torch._C._ExcludeDispatchKeyGuard, _KEYS
+)
+"""Placeholders are ordinary tensors inside."""
 
 
 @own_modes
