@@ -208,7 +208,7 @@ def place(
         placement = all_in_host(everything, rule, at_home)
         if hides_updates:
             left = budget.host_bytes - inbox - aside
-            placement = _hiding(specs, rule, placement, homes_in, room, left)
+            placement = _hiding(specs, rule, placement, homes_in, room, left, least_arena_bytes)
         return replace(placement, least_host_bytes=least, checkpoint_bytes=aside, inbox_bytes=inbox)
     if budget.host_bytes < least:
         of_weights = "on their way to the device" if apart else "of the largest block at work"
@@ -243,11 +243,12 @@ def _hiding(
     homes_in: Callable[..., DeviceHomes],
     device_bytes: int | None,
     host_bytes: int,
+    weight_bytes: int,
 ) -> Placement:
     """Of all state in memory, with room for updates that begin before their step."""
     finer = pack(specs, hidden_elements(specs, rule))
     others = all_in_host(finer, rule, homes_in(finer))
-    visits = visit_bytes(finer, rule, device_bytes, others.state_host_bytes)
+    visits = visit_bytes(finer, rule, device_bytes, others.state_host_bytes, weight_bytes)
     taken = visits + DEVICE_SCRATCH_BYTES if visits else 0
     fewer = homes_in(finer, device_bytes=device_bytes and device_bytes - taken)
     visited = replace(all_in_host(finer, rule, fewer), visit_bytes=visits)

@@ -84,15 +84,21 @@ def choose_spares(
 
 
 def visit_bytes(
-    layout: Layout, rule: UpdateRule, device_bytes: int | None, state_host_bytes: int
+    layout: Layout,
+    rule: UpdateRule,
+    device_bytes: int | None,
+    state_host_bytes: int,
+    weight_bytes: int,
 ) -> int:
     """Of a device's memory, for ``NUM_VISITS`` of the largest subgroups, beside what updates there
-    may take; 0 where it has no ``device_bytes`` to spare for that, where there is little state in
-    host memory, which would be at home there as well, or where it does not update.
+    may take, and ``weight_bytes`` that are computed with at once; 0 where it has no
+    ``device_bytes`` to spare for that, where there is little state in host memory, which would be
+    at home there as well, or where it does not update.
     """
     if device_bytes is None or not rule.updates_on_device:
         return 0
     moving = [unit for unit in layout.units if unit.trainable and not unit.always_on_host]
     nbytes = NUM_VISITS * max((slot_bytes_of(unit, rule) for unit in moving), default=0)
     most = min(device_bytes, 2 * state_host_bytes) * _VISIT_SHARE
+    most = min(most, device_bytes - weight_bytes)
     return nbytes if nbytes + DEVICE_SCRATCH_BYTES <= most else 0

@@ -229,3 +229,14 @@ def test_a_device_with_memory_to_spare_has_room_for_updates_of_what_has_a_spare(
     without = _place(specs, 64 << 30, device_bytes=device_gib << 30, hides=False)
     assert not without.visit_bytes
     assert not _place(specs, 64 << 30, device_bytes=64 << 30).visit_bytes, "all is at home there"
+
+
+@pytest.mark.parametrize(("beside_mib", "has_room"), [(0, False), (360, False), (362, True)])
+def test_weights_that_are_computed_with_at_once_have_room_beside_updates(
+    beside_mib: int, has_room: bool
+) -> None:
+    """An update takes 336 MiB and 25 more here, and the largest weights all of the least."""
+    specs = _specs([3 << 30, *[16 << 20] * 8])
+    placement = _place(specs, 80 << 30, device_bytes=(6 << 30) + (beside_mib << 20))
+    assert placement.device_bytes >= 6 << 30
+    assert bool(placement.visit_bytes) is has_room
