@@ -32,10 +32,6 @@ Update = Callable[[Block, torch.Tensor], None]
 
 _log = logging.getLogger(__name__)
 _USED = (Stream.UP, Stream.UPDATE, Stream.BACK)
-_CARRIED_ANYWAY = 0.29
-"""Of the 14 bytes of an element that a visit carries to the device: its weights, twice. Of the 12
-that come back it is less, a gradient.
-"""
 _MOST_PART = 0.9
 _MOST_CREDIT = 4.0
 """Subgroups that may visit in a row."""
@@ -81,9 +77,9 @@ class Pace:
     """Which part of all elements is to visit: ``link`` carries a byte in so many seconds, each way.
 
     The link has weights and gradients to carry, too. Let an element take c seconds here and u
-    there, of which what is carried of it in any case takes w. With a part x of all elements there,
-    both are done at once where ``(1 - x) c = w + x u``; more would hold up passes, and fewer the
-    update.
+    there, and what is carried of it in any case w: its weights, for two passes. (Of what comes back
+    it is less, a gradient.) With a part x of all elements there, both are done at once where
+    ``(1 - x) c = w + x u``; more would hold up passes, and fewer the update.
     """
 
     def __init__(self, link: float) -> None:
@@ -92,12 +88,15 @@ class Pace:
         self._credit = 0.0
         """Elements that may go there, for those that were updated here."""
 
-    def took_here(self, elements: int, nbytes: int, seconds: float) -> None:
-        """The processors, for a subgroup whose visit would carry so many bytes to the device."""
+    def took_here(self, elements: int, nbytes: int, weight_bytes: int, seconds: float) -> None:
+        """The processors, for a subgroup whose visit would carry so many bytes to the device, its
+        weights among them.
+        """
         each = seconds / max(1, elements)
         self._here = each if self._here is None else (self._here + each) / 2
         there = self._link * nbytes / max(1, elements)
-        part = (self._here - _CARRIED_ANYWAY * there) / max(self._here + there, 1e-12)
+        anyway = 2 * self._link * weight_bytes / max(1, elements)
+        part = (self._here - anyway) / max(self._here + there, 1e-12)
         part = min(max(part, 0.0), _MOST_PART)
         most = _MOST_CREDIT * elements
         self._credit = min(self._credit + elements * part / (1.0 - part), most)

@@ -156,7 +156,8 @@ class Stages(Staging[Job]):
                 self._apply(job, segment, update, part)
         if self._visits is not None and self._components.arrays.on_host.has_spare(group.index):
             seconds = time.monotonic() - began
-            self._visits.pace.took_here(group.numel, self._bytes_of_visit(group), seconds)
+            nbytes, weights = self._bytes_of_visit(group), group.numel * group.dtype.itemsize
+            self._visits.pace.took_here(group.numel, nbytes, weights, seconds)
 
     def is_sooner_on_device(self, waiting: deque[Subgroup], *, is_ahead: bool) -> bool:
         """Whether the step is shorter if a device updates the last of these. ``is_ahead``: there is

@@ -141,21 +141,24 @@ def _train(folder: Path, device: SimulatedDevice) -> None:
 
 
 def test_so_many_visit_that_link_and_processors_end_at_once() -> None:
-    def part(link: float, here: float) -> float:
+    def part(link: float, here: float, nbytes: int = 14, weight: int = 2) -> float:
         """Of 1000 subgroups of 100 elements, each of 14 bytes on its way up."""
         pace, visited = Pace(link), 0
         for _ in range(1000 - 1):
-            if pace.is_sooner_there(100, 1400, 100_000):
+            if pace.is_sooner_there(100, 100 * nbytes, 100_000):
                 pace.went_there(100)
                 visited += 1
             else:
-                pace.took_here(100, 1400, 100 * here)
+                pace.took_here(100, 100 * nbytes, 100 * weight, 100 * here)
         return visited / 1000
 
     each = 14.0  # a second for each byte
     assert part(1.0, 0.1 * each) == 0, "the link is slower than it takes to wait for it"
-    assert part(1.0, each) == pytest.approx((1 - 0.29) / 2, abs=0.01)
-    assert part(1.0, 4 * each) == pytest.approx((4 - 0.29) / 5, abs=0.01)
+    assert part(1.0, each) == pytest.approx((1 - 4 / 14) / 2, abs=0.01)
+    assert part(1.0, 4 * each) == pytest.approx((4 - 4 / 14) / 5, abs=0.01)
+    assert part(1.0, 16.0, nbytes=16, weight=4) == pytest.approx(0.25, abs=0.01), "float32"
+    assert part(1.0, 7.9, nbytes=16, weight=4) == 0, "its weights take the link as long"
+    assert part(1.0, 8.0, nbytes=8) == pytest.approx(0.25, abs=0.01), "moments of 8 bits"
     assert part(0.0, each) == pytest.approx(0.8, abs=0.11), "never all: rates change"
 
 
@@ -163,6 +166,6 @@ def test_the_last_ones_are_not_waited_for_on_a_device() -> None:
     pace = Pace(1.0)
     assert not pace.is_sooner_there(100, 1400, 10_000), "nothing is known"
     for _ in range(10):
-        pace.took_here(100, 1400, 2800.0)
+        pace.took_here(100, 1400, 200, 2800.0)
     assert pace.is_sooner_there(100, 1400, 100)
     assert not pace.is_sooner_there(100, 1400, 99)
