@@ -40,7 +40,7 @@ _MOST_CREDIT = 4.0
 @dataclass(slots=True, eq=False)
 class Visit:
     """One subgroup on its way to the device and back; over when ``event`` is done, which is None
-    until all of it is asked for.
+    until all of it is asked for, or what could be has been waited for.
     """
 
     device: ComputeDevice
@@ -64,8 +64,7 @@ class Visit:
         """
         try:
             if self.event is None:
-                for stream in _USED:
-                    self.device.record(stream).wait()
+                self.event = _all_done(self.device)
             else:
                 self.event.wait()
         except Exception as failure:
@@ -193,8 +192,7 @@ class Visits:
 
     def close(self) -> None:
         """Let go of the memory, once no stream is at it any more. Idempotent."""
-        for stream in _USED:
-            self._device.record(stream).wait()
+        _all_done(self._device)
         self._free.clear()
         self._under_way.clear()
         self._block = None
@@ -205,6 +203,14 @@ class Visits:
             self.turn_off(visit.lost_by)
             return
         self._free.append(visit.slot)
+
+
+def _all_done(device: ComputeDevice) -> Event:
+    """Wait until no stream is at any visit; the last moment of these."""
+    for stream in _USED:
+        last = device.record(stream)
+        last.wait()
+    return last
 
 
 def _laid_out(slot: torch.Tensor, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:

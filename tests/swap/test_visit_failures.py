@@ -13,10 +13,11 @@ import pytest
 from swap.device.interface import Stream
 from swap.device.visits import Pace
 from swap.interruptions.mixture import MixedStateError
+from swap.plan.spares import NUM_VISITS
 from swap.update.pipeline import UpdatePipeline
 from tests.support.proof import matrix
 from tests.support.simulated_device import SimulatedDevice
-from tests.support.tiers import RULE, TieredRig, assert_same, step_both
+from tests.support.tiers import RULE, TieredRig, assert_same, fill_both, step_both
 from tests.support.visiting import ALL, End, Refusing, backward, made
 
 
@@ -180,6 +181,28 @@ def test_what_a_rule_raises_everywhere_is_told_as_of_the_processors(
     with pytest.raises(MixedStateError, match=r"the optimizer raised .*apply.* as it updated p"):
         rig.state.flush()
     assert "in host memory any more" not in caplog.text
+
+
+def test_a_slot_comes_back_of_a_visit_that_the_rule_has_stopped(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each load behind it: after as many as there are slots no visit began."""
+    rig = trained(stack, tmp_path, is_speculative=False)
+    for number in range(2, 2 + NUM_VISITS):
+        with monkeypatch.context() as patch:
+            for name in ("apply", "apply_aside", "apply_on_device"):
+                patch.setattr(type(RULE), name, raising(name))
+            backward(rig, number)
+            rig.state.step(rig.plain.updates(ALL), 1.0)
+            with pytest.raises(MixedStateError):
+                rig.state.flush()
+        rig.state.discard_step()
+        rig.state.mixture.stopped = ()
+        rig.plain.gradients.clear()
+        fill_both(rig.state, rig.plain)
+    visits: Any = rig.state.visits
+    assert visits.can_begin(1)
+    assert len(visits._free) == NUM_VISITS
 
 
 def raising(message: str) -> Callable[..., None]:
