@@ -256,17 +256,16 @@ def _hiding(
 
 
 def _with_spares(*placements: Placement, rule: UpdateRule, host_bytes: int) -> Placement:
-    """The first of these that fits, or the last one, which does: nothing on NVMe, and spare blocks
-    in what is left of ``host_bytes``.
+    """The first of these that fits, with spare blocks where the device updates what has some, or
+    the last one, which does: nothing on NVMe, and spare blocks in what is left of ``host_bytes``.
     """
-    fitting = (one for one in placements[:-1] if one.host_bytes <= host_bytes)
-    placement = next(fitting, placements[-1])
-    there = {unit.index for unit in placement.units_on_device}
-    free_bytes = host_bytes - placement.host_bytes
-    spares = choose_spares(placement.layout, rule, free_bytes, on_device=there)
-    visits = placement.visit_bytes if spares else 0
-    nbytes = sum(spares.values())
-    return replace(placement, spared=frozenset(spares), spare_bytes=nbytes, visit_bytes=visits)
+    for placement in placements:
+        there = {unit.index for unit in placement.units_on_device}
+        free_bytes = host_bytes - placement.host_bytes
+        spares = choose_spares(placement.layout, rule, free_bytes, on_device=there)
+        if free_bytes >= 0 and (spares or not placement.visit_bytes):
+            break
+    return replace(placement, spared=frozenset(spares), spare_bytes=sum(spares.values()))
 
 
 def _whole_pages(nbytes: int) -> int:

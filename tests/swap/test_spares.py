@@ -240,3 +240,15 @@ def test_weights_that_are_computed_with_at_once_have_room_beside_updates(
     placement = _place(specs, 80 << 30, device_bytes=(6 << 30) + (beside_mib << 20))
     assert placement.device_bytes >= 6 << 30
     assert bool(placement.visit_bytes) is has_room
+
+
+def test_a_device_has_as_much_state_at_home_where_nothing_has_a_spare() -> None:
+    specs = _specs([16 << 20] * 64)
+    without = _place(specs, 64 << 30, device_bytes=7 << 30, hides=False)
+    least = without.host_bytes - without.checkpoint_bytes
+    for more_mib in range(0, 1280, 32):
+        host_bytes = least + (least >> 4) + (more_mib << 20)
+        placement = _place(specs, host_bytes, device_bytes=7 << 30)
+        if not placement.state_nvme_bytes and not placement.spared:
+            assert placement.state_device_bytes == without.state_device_bytes, more_mib
+            assert not placement.visit_bytes
