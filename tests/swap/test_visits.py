@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,26 @@ def test_programs_have_the_bits_of_plain_training_whatever_visits(
             rig.state.weights.release("test")
     assert_same(rig.state, rig.plain)
     device.check()
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_a_link_is_as_fast_as_it_was_when_nothing_held_up_its_measurement(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: int
+) -> None:
+    """What is measured counts until the block ends, and no update visits over a slow link."""
+    now = [0.0]
+
+    class Timed(SimulatedDevice):
+        def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+            is_slow = self.num_copies // 2 == slow
+            super().copy(stream, target, source)
+            now[0] += target.nbytes * (100.0 if is_slow else 1.0)
+
+    with monkeypatch.context() as patch:
+        clock = SimpleNamespace(monotonic=lambda: now[0])
+        patch.setattr("swap.device.visits.time", clock)
+        visits: Any = made(stack, tmp_path, Timed()).state.visits
+    assert visits.pace._link == 1.0
 
 
 class UpdatedBeforeCome(WithoutWaits):
