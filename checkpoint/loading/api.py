@@ -98,13 +98,17 @@ def load(
     def work(cancellation: Cancellation) -> Any:
         own = replace(options, cancellation=cancellation)
         kind = _load_new if into is None else partial(_load_into, into=into)
-        attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=own, read=read)
-        with closing(copier), torch.inference_mode(is_inference), copier.as_caller():
+        with (
+            damage_noted(checkpoint) as read,
+            closing(copier),
+            torch.inference_mode(is_inference),
+            copier.as_caller(),
+        ):
+            attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=own, read=read)
             return with_current_manifest(checkpoint, read.by(attempt), moved)
 
     copier.finish_caller()
-    with damage_noted(checkpoint) as read:
-        return sheltered(work, "checkpoint-load")
+    return sheltered(work, "checkpoint-load")
 
 
 @entrance
