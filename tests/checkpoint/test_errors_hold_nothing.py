@@ -171,6 +171,26 @@ def test_a_manager_holds_nothing_of_whoever_was_told_of_an_error(root: Path) -> 
     manager.save(4, {"w": torch.zeros(4)})
 
 
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("is_asked", [True, False])
+@pytest.mark.parametrize("value", [torch.zeros(4), Failing()])
+def test_a_save_that_is_over_holds_nothing_of_its_manager(
+    tmp_path: Path, value: object, is_asked: bool
+) -> None:
+    """It has memory for copies, of all that is saved."""
+    manager = checkpoint.Manager(tmp_path / "new")
+    pending = manager.save_async(1, {"w": value})
+    pending.wait_done()
+    if is_asked:
+        with suppress(ValueError):
+            pending.result()
+    watch = weakref.ref(manager)
+    del manager
+    assert watch() is None
+    with suppress(ValueError):
+        pending.result()
+
+
 def test_an_error_of_a_sink_is_shown_without_what_brought_it(root: Path) -> None:
     with pytest.raises(ValueError, match="refused") as caught:
         checkpoint.load(root / "step-1", into={"w": Refusing(torch.zeros(4))})
