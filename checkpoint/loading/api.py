@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,6 +109,14 @@ def load(
 
     copier.finish_caller()
     return sheltered(work, "checkpoint-load")
+
+
+def listed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` of `load` for several loads: of patterns and directories an iterator has a list."""
+    return {
+        name: list(value) if isinstance(value, Iterator) else value
+        for name, value in options.items()
+    }
 
 
 @entrance
