@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -97,7 +98,7 @@ def load(
 
     def work(cancellation: Cancellation) -> Any:
         own = replace(options, cancellation=cancellation)
-        kind = _load_new if into is None else partial(_load_into, into=into)
+        kind = _load_new if into is None else partial(_load_into, into=into, before=[])
         with (
             damage_noted(checkpoint) as read,
             closing(copier),
@@ -128,7 +129,8 @@ def is_unmixed(loaded: Path, damaged: Sequence[Path], options: Mapping[str, Any]
     into = options.get("into")
     if not damaged or into is None or options.get("strict", True):
         return True
-    lacking = partial(names_lacking, into=into, only=options.get("only"))
+    selection = Selection(options.get("only"), strict=False)
+    lacking = partial(names_lacking, into=into, selection=selection)
     try:
         left = with_current_manifest(loaded, lacking)
     except (FileNotFoundError, IncompleteCheckpointError):
@@ -259,8 +261,13 @@ def _load_into(
     wanted: _Wanted,
     options: ReadOptions,
     read: Read,
+    before: list[Manifest],
 ) -> Any:
+    """`before` are saves that were tried before this one, and replaced meanwhile."""
     selection = wanted.selection
+    if not selection.is_strict:
+        _check_unmixed(before, manifest, checkpoint, into, selection)
+        before.append(manifest)
 
     @paused_collector()
     def planned() -> IntoPlan:
@@ -277,6 +284,25 @@ def _load_into(
         read_tensors(manifest, checkpoint, rest, options)
     read.is_all = options.verify and _are_all(plan.reads, manifest)
     return plan.finish()
+
+
+def _check_unmixed(
+    before: Sequence[Manifest], manifest: Manifest, path: Path, into: Any, selection: Selection
+) -> None:
+    """Raises BlockingIOError for leaves of `into` that this save lacks and one before it had, some
+    of which may have been read.
+    """
+    left = names_lacking(manifest, into, selection) if before else set()
+    for one in before if left else ():
+        names = sorted(left - names_lacking(one, into, selection))
+        if names:
+            raise BlockingIOError(
+                errno.EAGAIN,
+                f"was saved over while it was loaded, and {', '.join(names[:3])} of into may hold "
+                f"some of the save before, which alone has {'these' if len(names) > 1 else 'this'};"
+                f" give {'them values' if len(names) > 1 else 'it values'}, and load again",
+                str(path),
+            )
 
 
 def _read_while_planning(
