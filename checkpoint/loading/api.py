@@ -81,8 +81,9 @@ def load(
     CorruptCheckpointError naming file, tensor and extent for damage, ValueError for a pattern that
     matches nothing, for no pattern at all, for a device that is not there, for an `into` that does
     not fit or, however `strict`, has nothing of the checkpoint, and for a `dtype` that leaves which
-    share memory cannot all have, OSError for what cannot be read. After an error, or an interrupt,
-    tensors of `into` may hold old and new values.
+    share memory cannot all have, OSError for what cannot be read, BlockingIOError where saves take
+    its place all the time, or, with `strict=False`, one that lacks leaves of `into` that the one
+    before had. After an error, or an interrupt, tensors of `into` may hold old and new values.
     """
     checkpoint = checkpoint_path(path)
     check_staging_bytes(staging_bytes)
