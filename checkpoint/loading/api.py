@@ -17,7 +17,7 @@ from aio.errors import check_flag
 from checkpoint.collector import paused_collector
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import with_current_manifest
-from checkpoint.directory.relocation import StripeDirs, relocation
+from checkpoint.directory.relocation import Relocation, StripeDirs, relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.records import Manifest
 from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree, empty_tree
@@ -100,17 +100,17 @@ def load(
     def work(cancellation: Cancellation) -> Any:
         own = replace(options, cancellation=cancellation)
         kind = _load_new if into is None else partial(_load_into, into=into, before=[])
-        with (
-            damage_noted(checkpoint) as read,
-            closing(copier),
-            torch.inference_mode(is_inference),
-            copier.as_caller(),
-        ):
-            attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=own, read=read)
-            return with_current_manifest(checkpoint, read.by(attempt), moved)
+        attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=own)
+        with closing(copier), torch.inference_mode(is_inference), copier.as_caller():
+            return _noting_damage(checkpoint, attempt, moved)
 
     copier.finish_caller()
     return sheltered(work, "checkpoint-load")
+
+
+def _noting_damage(checkpoint: Path, attempt: Callable[..., Any], moved: Relocation) -> Any:
+    with damage_noted(checkpoint) as read:
+        return with_current_manifest(checkpoint, read.by(partial(attempt, read=read)), moved)
 
 
 def listed(options: Mapping[str, Any]) -> dict[str, Any]:
