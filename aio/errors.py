@@ -151,23 +151,27 @@ def let_go(error: E) -> E:
     return error
 
 
-def without_frames(error: BaseException) -> str:
+def without_frames(error: BaseException, handled: BaseException | None = None) -> str:
     """Lets an error that may be kept for long go of every frame that it came through, and gives
-    the lines of its traceback.
+    the lines of its traceback. What was `handled` already when it came (`sys.exception()` before)
+    is no matter of it, and stays what it is for whoever handles it.
     """
     lines = "".join(traceback.format_exception(error))
-    for one in _chain(let_go(error)):
+    for one in _chain(error, handled):
+        traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
+        if one.__context__ is handled:
+            one.__context__ = None
     return lines
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """It, and all that it came from."""
+def _chain(error: BaseException, handled: BaseException | None = None) -> list[BaseException]:
+    """It, and all that it came from, but for what was handled already."""
     left: list[BaseException | None] = [error]
     found: dict[int, BaseException] = {}
     while left:
         one = left.pop()
-        if one is not None and id(one) not in found:
+        if one is not None and one is not handled and id(one) not in found:
             found[id(one)] = one
             left += [one.__cause__, one.__context__]
     return list(found.values())

@@ -30,7 +30,7 @@ from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.directory.relocation import Relocation, may_be_directory
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
-from checkpoint.loading.api import is_unmixed, load
+from checkpoint.loading.api import is_unmixed, listed, load
 from checkpoint.loading.manifest_cache import KnownManifests
 from checkpoint.loading.verdicts import (
     LoadedStep,
@@ -104,8 +104,7 @@ class Manager:
         self._engine = engine
         self._pending: Callable[[], PendingSave | None] = lambda: None
         self._memory = KeptMemory()
-        self._searched = self._stripe_dirs
-        self._known = KnownManifests(Relocation(self._searched))
+        self._known = KnownManifests(Relocation(self._stripe_dirs))
         self.loaded: LoadedStep | None = None
         """What the last `load` loaded; None before the first."""
 
@@ -198,8 +197,9 @@ class Manager:
         """
         return in_turn(self._ranks, Operation.LOAD, partial(self._find, step, options))
 
-    def _find(self, step: int | None, options: dict[str, Any], loading: Turn) -> Any:
+    def _find(self, step: int | None, given: dict[str, Any], loading: Turn) -> Any:
         self._check_same(loading, step)
+        options = listed(given)
         if step is not None:
             path = self.path(step)
             look = partial(self._load, path, options)
@@ -234,7 +234,7 @@ class Manager:
         return verdict
 
     def _load(self, path: Path, options: dict[str, Any]) -> Any:
-        there = [stripe for stripe in self._searched if may_be_directory(stripe)]
+        there = [stripe for stripe in self._stripe_dirs if may_be_directory(stripe)]
         return within(load)(path, **{"stripe_dirs": there, **options})
 
     def _tell(self, step: int, passed_over: Sequence[int]) -> None:
@@ -392,7 +392,7 @@ class Manager:
         if is_being_saved(path):  # by another thread, whose lock on it this could take away
             return
         with warned(path):
-            if remove_checkpoint(path, uuid, self._searched):
+            if remove_checkpoint(path, uuid, self._stripe_dirs):
                 self._known.forget(path)
 
 

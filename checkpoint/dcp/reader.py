@@ -143,7 +143,11 @@ class StorageReader(TorchStorageReader):
         def read(cancellation: Cancellation) -> None:
             options = replace(self._options, cancellation=cancellation, copier=copier)
             with closing(copier), torch.inference_mode(is_inference), copier.as_caller():
-                read_files(manifest, self.path, by_file, options)
+                try:
+                    read_files(manifest, self.path, by_file, options)
+                except (CorruptCheckpointError, OSError) as error:
+                    note_error(self.path, manifest, error)  # no interrupt comes before that
+                    raise
 
         sheltered(read, "checkpoint-dcp")
         count_changes(written)

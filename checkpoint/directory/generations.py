@@ -220,7 +220,8 @@ def _remove_stripe(folder: Path, stripes: Path) -> None:
             return
         owner = read_owner(descriptor)
         has_data = any(is_data_file_name(name) for name in _names(descriptor))
-        if has_data and (owner is None or not owner.is_at(stripes)):
+        # Another's, also one without data: it may be that of a save that has just begun.
+        if has_data if owner is None else not owner.is_at(stripes):
             logger.warning(
                 "%s does not own the data in %s and leaves them: %s",
                 stripes.parent.parent,

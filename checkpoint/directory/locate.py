@@ -25,6 +25,10 @@ _MAX_RETRIES = 20
 the opening of its files. On a busy machine a few of them did."""
 _SAVED = re.compile(rb'^"saved":([0-9]{1,19}),$', re.MULTILINE)
 _UUID = re.compile(rb'"uuid":"([0-9a-f]{1,64})"')
+_in_doubt: dict[tuple[int, int], None] = {}
+"""Manifests, by device and inode number, that this process could not read, or found damaged, when
+it read them last."""
+_MOST_IN_DOUBT = 10_000
 
 
 def read_manifest(checkpoint: Path, moved: Relocation = AS_SAVED) -> Manifest:
@@ -34,6 +38,36 @@ def read_manifest(checkpoint: Path, moved: Relocation = AS_SAVED) -> Manifest:
     IncompleteCheckpointError if it holds no manifest, CorruptCheckpointError if the manifest is not
     to be trusted, other OSErrors as they come.
     """
+    try:
+        manifest = _read_manifest(checkpoint)
+    except (OSError, CorruptCheckpointError):
+        if (place := _place_of_manifest(checkpoint)) is not None:
+            _in_doubt[place] = None
+            while len(_in_doubt) > _MOST_IN_DOUBT:
+                _in_doubt.pop(next(iter(_in_doubt)), None)
+        raise
+    if _in_doubt and (place := _place_of_manifest(checkpoint)) is not None:
+        _in_doubt.pop(place, None)
+    return moved.apply(manifest)
+
+
+def is_in_doubt(manifest: tuple[int, int]) -> bool:
+    """Whether the manifest of this device and inode number could not be read, or was damaged, when
+    anything of this process read it last: what was known of it before says nothing any more, be the
+    file the same or not.
+    """
+    return manifest in _in_doubt
+
+
+def _place_of_manifest(checkpoint: Path) -> tuple[int, int] | None:
+    try:
+        status = (checkpoint / MANIFEST_NAME).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _read_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / MANIFEST_NAME
     try:
         raw = _read_regular_file(path, MAX_MANIFEST_BYTES)
@@ -48,7 +82,7 @@ def read_manifest(checkpoint: Path, moved: Relocation = AS_SAVED) -> Manifest:
     except NotADirectoryError:
         what = f"a checkpoint is a directory, and this is {_kind_of_file(checkpoint)}"
         raise NotADirectoryError(errno.ENOTDIR, what, str(checkpoint)) from None
-    return moved.apply(decode_manifest(raw, path))
+    return decode_manifest(raw, path)
 
 
 def _instead(folder: Path) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import errno
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from aio.errors import check_flag
 from checkpoint.collector import paused_collector
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import with_current_manifest
-from checkpoint.directory.relocation import StripeDirs, relocation
+from checkpoint.directory.relocation import Relocation, StripeDirs, relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.records import Manifest
 from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree, empty_tree
@@ -80,8 +81,9 @@ def load(
     CorruptCheckpointError naming file, tensor and extent for damage, ValueError for a pattern that
     matches nothing, for no pattern at all, for a device that is not there, for an `into` that does
     not fit or, however `strict`, has nothing of the checkpoint, and for a `dtype` that leaves which
-    share memory cannot all have, OSError for what cannot be read. After an error, or an interrupt,
-    tensors of `into` may hold old and new values.
+    share memory cannot all have, OSError for what cannot be read, BlockingIOError where saves take
+    its place all the time, or, with `strict=False`, one that lacks leaves of `into` that the one
+    before had. After an error, or an interrupt, tensors of `into` may hold old and new values.
     """
     checkpoint = checkpoint_path(path)
     check_staging_bytes(staging_bytes)
@@ -97,14 +99,26 @@ def load(
 
     def work(cancellation: Cancellation) -> Any:
         own = replace(options, cancellation=cancellation)
-        kind = _load_new if into is None else partial(_load_into, into=into)
-        attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=own, read=read)
+        kind = _load_new if into is None else partial(_load_into, into=into, before=[])
+        attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=own)
         with closing(copier), torch.inference_mode(is_inference), copier.as_caller():
-            return with_current_manifest(checkpoint, read.by(attempt), moved)
+            return _noting_damage(checkpoint, attempt, moved)
 
     copier.finish_caller()
+    return sheltered(work, "checkpoint-load")
+
+
+def _noting_damage(checkpoint: Path, attempt: Callable[..., Any], moved: Relocation) -> Any:
     with damage_noted(checkpoint) as read:
-        return sheltered(work, "checkpoint-load")
+        return with_current_manifest(checkpoint, read.by(partial(attempt, read=read)), moved)
+
+
+def listed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` of `load` for several loads: of patterns and directories an iterator has a list."""
+    return {
+        name: list(value) if isinstance(value, Iterator) else value
+        for name, value in options.items()
+    }
 
 
 @entrance
@@ -116,7 +130,8 @@ def is_unmixed(loaded: Path, damaged: Sequence[Path], options: Mapping[str, Any]
     into = options.get("into")
     if not damaged or into is None or options.get("strict", True):
         return True
-    lacking = partial(names_lacking, into=into, only=options.get("only"))
+    selection = Selection(options.get("only"), strict=False)
+    lacking = partial(names_lacking, into=into, selection=selection)
     try:
         left = with_current_manifest(loaded, lacking)
     except (FileNotFoundError, IncompleteCheckpointError):
@@ -247,8 +262,13 @@ def _load_into(
     wanted: _Wanted,
     options: ReadOptions,
     read: Read,
+    before: list[Manifest],
 ) -> Any:
+    """`before` are saves that were tried before this one, and replaced meanwhile."""
     selection = wanted.selection
+    if not selection.is_strict:
+        _check_unmixed(before, manifest, checkpoint, into, selection)
+        before.append(manifest)
 
     @paused_collector()
     def planned() -> IntoPlan:
@@ -265,6 +285,25 @@ def _load_into(
         read_tensors(manifest, checkpoint, rest, options)
     read.is_all = options.verify and _are_all(plan.reads, manifest)
     return plan.finish()
+
+
+def _check_unmixed(
+    before: Sequence[Manifest], manifest: Manifest, path: Path, into: Any, selection: Selection
+) -> None:
+    """Raises BlockingIOError for leaves of `into` that this save lacks and one before it had, some
+    of which may have been read.
+    """
+    left = names_lacking(manifest, into, selection) if before else set()
+    for one in before if left else ():
+        names = sorted(left - names_lacking(one, into, selection))
+        if names:
+            raise BlockingIOError(
+                errno.EAGAIN,
+                f"was saved over while it was loaded, and {', '.join(names[:3])} of into may hold "
+                f"some of the save before, which alone has {'these' if len(names) > 1 else 'this'};"
+                f" give {'them values' if len(names) > 1 else 'it values'}, and load again",
+                str(path),
+            )
 
 
 def _read_while_planning(

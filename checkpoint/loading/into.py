@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,9 +147,11 @@ def check_into(
     return plan
 
 
-def names_lacking(manifest: Manifest, into: Any, only: str | Sequence[str] | None) -> set[str]:
-    """Names of leaves of a live tree, of those asked for, that take data which is not saved."""
-    saved, selection = SavedLeaves(manifest), Selection(only, strict=False)
+def names_lacking(manifest: Manifest, into: Any, selection: Selection) -> set[str]:
+    """Names of leaves of a live tree, of those asked for, that take data which is not saved. Not
+    all have to be.
+    """
+    saved = SavedLeaves(manifest)
     live = encode_tree(into, is_target, _refusal)
     return {name for _, name, place in _wanted_leaves(live, saved, selection) if saved.lacks(place)}
 

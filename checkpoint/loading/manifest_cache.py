@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from checkpoint.directory.locate import check_data_file, peek_saved, peek_uuid, read_manifest
+from checkpoint.directory.locate import (
+    check_data_file,
+    is_in_doubt,
+    peek_saved,
+    peek_uuid,
+    read_manifest,
+)
 from checkpoint.directory.relocation import AS_SAVED, Relocation, relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
@@ -80,7 +86,8 @@ class KnownManifests:
 
     def _valid(self, checkpoint: Path, stamp: _Stamp | None) -> Manifest:
         known = self._known.get(checkpoint)
-        if stamp is not None and known is not None and known[0] == stamp:
+        is_known = stamp is not None and not is_in_doubt(stamp[:2])
+        if is_known and known is not None and known[0] == stamp:
             return known[1]
         manifest = _files_of(read_manifest(checkpoint))
         if stamp is not None:
@@ -211,14 +218,13 @@ def note_damaged(checkpoint: Path, manifest: Manifest, files: Set[str | None]) -
     places = _data_places(checkpoint, manifest, None if is_any else named)
     if places and all(_is_damaged(place, manifest) for place in places):
         return
-    with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
-        if read_manifest(checkpoint).uuid != manifest.uuid:
-            return
-        there = [one for one in named if _is_there(checkpoint, manifest, one)]
-        if there:
-            _note(checkpoint, manifest, there)
-        if is_any and all(_is_there(checkpoint, manifest, one) for one in manifest.files):
-            _note(checkpoint, manifest)
+    if not _may_be_at(checkpoint, manifest.uuid):
+        return
+    there = [one for one in named if _is_there(checkpoint, manifest, one)]
+    if there:
+        _note(checkpoint, manifest, there)
+    if is_any and all(_is_there(checkpoint, manifest, one) for one in manifest.files):
+        _note(checkpoint, manifest)
 
 
 class Read:
@@ -241,9 +247,9 @@ class Read:
 
 @contextmanager
 def damage_noted(checkpoint: Path) -> Iterator[Read]:
-    """Around what reads data of a checkpoint, and says so if they were all of them. Damage, or that
-    there is none, is that of the save whose manifest was read; damage of a manifest is found again
-    by whoever looks.
+    """Around what reads data of a checkpoint, and says so if they were all of them; where no
+    handler runs, or an interrupt could come before the note. Damage, or that there is none, is that
+    of the save whose manifest was read; damage of a manifest is found again by whoever looks.
     """
     read = Read()
     try:
@@ -275,6 +281,16 @@ def _is_damaged(place: _Place, manifest: Manifest) -> bool:
     """Whether damage of this save was found there."""
     damage = _damaged.get(place)
     return damage is not None and damage.uuid == manifest.uuid
+
+
+def _may_be_at(checkpoint: Path, uuid: str) -> bool:
+    """Whether a save is at a path: also where that cannot be found out, as when its disk fails."""
+    try:
+        return read_manifest(checkpoint).uuid == uuid
+    except (FileNotFoundError, IncompleteCheckpointError):
+        return False
+    except (OSError, CorruptCheckpointError):
+        return True
 
 
 def _is_there(checkpoint: Path, manifest: Manifest, file: FileRecord) -> bool:

@@ -6,6 +6,7 @@ import enum
 import errno
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,17 +74,18 @@ def verdict_of(path: Path, look: Callable[[], object]) -> Verdict:
 
 
 def _verdict_of(path: Path, look: Callable[[], object]) -> Verdict:
+    handled = sys.exception()
     try:
         look()
     except (FileNotFoundError, IncompleteCheckpointError):
         return Verdict.ABSENT
     except CorruptCheckpointError as error:
-        pass_over(path, error)
+        pass_over(path, error, handled)
         return Verdict.DAMAGED
     except OSError as error:
         if not is_unreadable(path, error):
             raise
-        pass_over(path, error)
+        pass_over(path, error, handled)
         return Verdict.DAMAGED
     return Verdict.WHOLE
 
@@ -125,22 +127,24 @@ def is_directory(path: Path) -> bool:
         return False
 
 
-def pass_over(path: Path, error: Exception) -> None:
+def pass_over(path: Path, error: Exception, handled: BaseException | None) -> None:
     """Says why a step is not loaded. The error holds nothing then: what refers to itself through
-    what it came through would keep what is loaded in its place.
+    what it came through would keep what is loaded in its place. What the caller `handled` before,
+    the failure of a run as a rule, keeps its traceback.
     """
     logger.warning("%s is passed over: %s", path, error)
-    without_frames(error)
+    without_frames(error, handled)
 
 
 @contextmanager
 def warned(path: Path) -> Iterator[None]:
     """Of what is in the way of removing a checkpoint."""
+    handled = sys.exception()
     try:
         yield
     except (BlockingIOError, FileNotFoundError):  # it is being saved; or somebody removed it
         pass
     except CorruptCheckpointError as error:
-        pass_over(path, error)
+        pass_over(path, error, handled)
     except OSError as error:
         logger.warning("%s: cannot be removed: %s", path, error)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from aio import Engine
+from aio.errors import without_frames
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import with_current_manifest
 from checkpoint.directory.relocation import StripeDirs, relocation
@@ -74,6 +76,7 @@ def verify(
     check_engine(engine)
     moved = relocation(stripe_dirs)
     reports: list[VerifyReport] = []
+    handled = sys.exception()
 
     def work(cancellation: Cancellation) -> VerifyReport:
         options = ReadOptions(
@@ -87,15 +90,22 @@ def verify(
             read.is_all = True
             return reports[0]
 
-        return with_current_manifest(checkpoint, read.by(attempt), moved)
+        with damage_noted(checkpoint) as read:
+            try:
+                return with_current_manifest(checkpoint, read.by(attempt), moved)
+            except CorruptCheckpointError:
+                if reports and read.manifest is not None:
+                    files = {one.path for one in reports[0].problems}
+                    note_damaged(checkpoint, read.manifest, files)
+                raise
 
     try:
-        with damage_noted(checkpoint) as read:
-            return sheltered(work, "checkpoint-verify")
+        return sheltered(work, "checkpoint-verify")
     except CorruptCheckpointError as error:
-        if reports and read.manifest is not None:  # the first of them is noted
-            note_damaged(checkpoint, read.manifest, {one.path for one in reports[0].problems})
-        return reports[0] if reports else VerifyReport(checkpoint, "", 0, 0, (error,))
+        report = reports[0] if reports else VerifyReport(checkpoint, "", 0, 0, (error,))
+        for problem in {error, *report.problems}:  # a report may be kept for long
+            without_frames(problem, handled)
+        return report
 
 
 def _verified(manifest: Manifest, checkpoint: Path, options: ReadOptions) -> VerifyReport:

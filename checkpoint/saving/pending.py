@@ -131,8 +131,10 @@ class PendingSave:
     def finish(self, outcome: SaveInfo | BaseException, *, is_told: bool = False) -> None:
         """For the save itself: how it ended; `is_told` if its caller knows of an error anyhow.
 
-        Whatever becomes of that, those who wait go on: memory may end here too.
+        Whatever becomes of that, those who wait go on: memory may end here too. What is to be done
+        `after` leads to a manager with memory for copies, and this may be kept for long.
         """
+        after, self._after = self._after, None
         if isinstance(outcome, BaseException):
             self._error = outcome
         else:
@@ -140,9 +142,9 @@ class PendingSave:
         try:
             self._note(is_told)
             self.has_staged.set()
-            if self._after is not None and self._error is None:
+            if after is not None and self._error is None:
                 try:
-                    self._after()
+                    after()
                 except BaseException:  # as below: somebody waits for the end
                     say(logger.exception, "after the background save to %s", self.path)
             _registry.ended(self)

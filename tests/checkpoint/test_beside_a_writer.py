@@ -16,6 +16,7 @@ import torch
 import checkpoint
 from checkpoint.directory import locate
 from checkpoint.interop import views
+from checkpoint.loading import api
 
 
 def state(value: int) -> dict[str, Any]:
@@ -135,3 +136,32 @@ def test_references_that_cannot_be_written_leave_the_old_file_and_name_it(
         checkpoint.write_references(tmp_path / "run", file)
     assert file.read_text() == "old"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["references.json", "run"]
+
+
+@pytest.mark.parametrize("kept", ["both", "one"])
+def test_into_holds_nothing_of_a_save_that_was_replaced_and_that_the_new_one_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    """Its files go when some of it was read."""
+    path = tmp_path / "saved"
+    checkpoint.save({"a": torch.ones(4), "w": torch.ones(4)}, path)
+    new = {"a": torch.full((4,), 2.0), "w": torch.full((4,), 2.0)}
+    really = api._read_while_planning
+
+    def replaced(*arguments: Any) -> Any:
+        found = really(*arguments)
+        if arguments[0].tensors and bool((into["a"] == 1).all()):
+            checkpoint.save(new if kept == "both" else {"w": new["w"]}, path)
+            raise FileNotFoundError(errno.ENOENT, "gone", str(path))
+        return found
+
+    into = {"a": torch.zeros(4), "w": torch.zeros(4)}
+    monkeypatch.setattr(api, "_read_while_planning", replaced)
+    if kept == "both":
+        assert checkpoint.load(path, into=into, strict=False)["a"][0] == 2
+        return
+    with pytest.raises(BlockingIOError, match=r"a of into may hold .* load again") as caught:
+        checkpoint.load(path, into=into, strict=False)
+    assert caught.value.filename == str(path)
+    checkpoint.load(path, into=into, strict=False)
+    assert into["w"][0] == 2

@@ -208,3 +208,16 @@ def test_damage_of_a_hard_link_is_that_of_what_it_is_a_link_to(tmp_path: Path) -
         opened.write(b"x")
     assert not checkpoint.verify(tmp_path / "best")
     assert kept_then(manager) == [1, 2, 3]
+
+
+def test_iterators_of_directories_and_patterns_are_for_all_steps_that_are_tried(
+    tmp_path: Path,
+) -> None:
+    """One that the first step used up hid the data of the next one, which was called damaged."""
+    manager, moved = striped(tmp_path)
+    (folder,) = (tmp_path / "backup").glob("step-2.*")
+    damage(folder)
+    shutil.rmtree(tmp_path / "stripe")
+    state = manager.load(stripe_dirs=iter(moved.values()), only=iter(["w"]))
+    assert state["w"][0] == 1
+    assert manager.loaded == checkpoint.LoadedStep(1, (2,))

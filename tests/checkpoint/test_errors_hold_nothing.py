@@ -7,6 +7,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -170,8 +171,82 @@ def test_a_manager_holds_nothing_of_whoever_was_told_of_an_error(root: Path) -> 
     manager.save(4, {"w": torch.zeros(4)})
 
 
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("is_asked", [True, False])
+@pytest.mark.parametrize("value", [torch.zeros(4), Failing()])
+def test_a_save_that_is_over_holds_nothing_of_its_manager(
+    tmp_path: Path, value: object, is_asked: bool
+) -> None:
+    """It has memory for copies, of all that is saved."""
+    manager = checkpoint.Manager(tmp_path / "new")
+    pending = manager.save_async(1, {"w": value})
+    pending.wait_done()
+    if is_asked:
+        with suppress(ValueError):
+            pending.result()
+    watch = weakref.ref(manager)
+    del manager
+    assert watch() is None
+    with suppress(ValueError):
+        pending.result()
+
+
 def test_an_error_of_a_sink_is_shown_without_what_brought_it(root: Path) -> None:
     with pytest.raises(ValueError, match="refused") as caught:
         checkpoint.load(root / "step-1", into={"w": Refusing(torch.zeros(4))})
     assert caught.value.__cause__ is None
     assert isinstance(caught.value.__context__, KeyError)
+
+
+def _verified(path: Path) -> tuple[weakref.ref[torch.Tensor], checkpoint.VerifyReport]:
+    beside = torch.zeros(4)
+    try:
+        raise KeyError  # of what a report of damage says nothing
+    except KeyError:
+        return weakref.ref(beside), checkpoint.verify(path)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("file", ["manifest.json", "data"])
+def test_a_report_of_damage_holds_nothing_of_whoever_asked_for_it(root: Path, file: str) -> None:
+    if file != "data":
+        (root / "step-2" / file).write_bytes(b"{}")
+    beside, report = _verified(root / "step-2")
+    assert not report.ok
+    assert str(report.problems[0])
+    assert beside() is None
+
+
+@pytest.mark.parametrize("call", ["load", "steps", "retire", "verify"])
+def test_an_error_that_is_handled_keeps_what_it_came_through(root: Path, call: str) -> None:
+    """A run that failed goes on from a step that is whole, and tells of its failure later."""
+    manager = checkpoint.Manager(root, keep=1)
+    if call not in ("load", "verify"):
+        (root / "step-2" / "manifest.json").write_bytes(b"{}")
+
+    def fail() -> None:
+        batch = 17
+        raise RuntimeError(f"no number in batch {batch}")
+
+    def look() -> None:
+        calls: dict[str, Callable[[], object]] = {
+            "load": manager.load,
+            "steps": manager.steps,
+            "retire": manager.retire,
+            "verify": lambda: checkpoint.verify(root / "step-2"),
+        }
+        calls[call]()
+
+    def recover() -> None:
+        try:
+            fail()
+        except RuntimeError as error:
+            look()
+            trace = error.__traceback__
+        assert trace is not None
+        assert trace.tb_next is not None
+        assert trace.tb_next.tb_frame.f_locals == {"batch": 17}
+
+    with ThreadPoolExecutor(1) as threads:  # where no other thread does what is asked for
+        threads.submit(recover).result()
+    recover()

@@ -362,3 +362,22 @@ def test_dcp_finds_the_stripes_where_they_are_now(tmp_path: Path, stripes: list[
     reader = StorageReader(tmp_path / "run", stripe_dirs=moved)
     dcp_load(found, storage_reader=reader, no_dist=True)
     assert all(torch.equal(found[name], tensor) for name, tensor in state(1).items())
+
+
+def test_a_copy_leaves_directories_on_stripes_that_hold_no_data_of_the_original(
+    tmp_path: Path,
+) -> None:
+    """Those of a save that runs hold none yet, and without them it would fail."""
+    stripes = [tmp_path / name for name in ("one", "two")]
+    for stripe in stripes:
+        stripe.mkdir()
+    manager = checkpoint.Manager(tmp_path / "run", stripes, keep=None)
+    for step in (1, 2):
+        manager.save(step, {"w": torch.ones(4)})  # of one file, on the first of them
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    checkpoint.Manager(tmp_path / "copy", stripes, keep=1).save(3, {"w": torch.ones(4)})
+    assert not (tmp_path / "copy" / "step-1").exists()
+    assert [len(list(stripe.iterdir())) for stripe in stripes] == [3, 3]
+    checkpoint.Manager(tmp_path / "run", stripes, keep=1).retire()
+    assert [len(list(stripe.glob("step-1.*"))) for stripe in stripes] == [0, 0]
+    assert [len(list(stripe.iterdir())) for stripe in stripes] == [2, 2]
