@@ -12,10 +12,10 @@ from checkpoint.errors import (
 from checkpoint.format.records import SaveInfo
 from checkpoint.interop.export import export_safetensors, write_safetensors
 from checkpoint.interop.views import open_zarr, write_references
+from checkpoint.known.verdicts import LoadedStep
 from checkpoint.loading.api import list_tensors, load
 from checkpoint.loading.lazy import LazyCheckpoint, LazyTensor
 from checkpoint.loading.lazy import open_lazily as open  # noqa: A004  as in gzip
-from checkpoint.loading.verdicts import LoadedStep
 from checkpoint.loading.verifying import VerifyReport, verify
 from checkpoint.manager import Manager
 from checkpoint.ranks.coordinator import Coordinator, SingleProcess

@@ -30,16 +30,10 @@ from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.directory.relocation import Relocation, may_be_directory
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
+from checkpoint.known.manifests import KnownManifests
+from checkpoint.known.verdicts import LoadedStep, Verdict, is_directory, warned, weakest
+from checkpoint.known.watched_loads import WatchedLoads
 from checkpoint.loading.api import is_unmixed, listed, load
-from checkpoint.loading.manifest_cache import KnownManifests
-from checkpoint.loading.verdicts import (
-    LoadedStep,
-    Verdict,
-    is_directory,
-    verdict_of,
-    warned,
-    weakest,
-)
 from checkpoint.outside import within
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accompanied, ranks_of
 from checkpoint.ranks.turn import Turn, in_turn
@@ -105,6 +99,7 @@ class Manager:
         self._pending: Callable[[], PendingSave | None] = lambda: None
         self._memory = KeptMemory()
         self._known = KnownManifests(Relocation(self._stripe_dirs))
+        self._loads = WatchedLoads(self._known)
         self.loaded: LoadedStep | None = None
         """What the last `load` loaded; None before the first."""
 
@@ -203,7 +198,7 @@ class Manager:
         if step is not None:
             path = self.path(step)
             look = partial(self._load, path, options)
-            state = self._known.load_apart(loading, path, look, options)
+            state = self._loads.load_apart(loading, path, look, options)
             self._tell(step, [])
             return state
         found, passed_over = list[Any](), list[int]()
@@ -215,7 +210,7 @@ class Manager:
                 return found[-1]
             found.clear()
             if verdict is Verdict.DAMAGED and candidate not in passed_over:
-                self._known.note_damage(path, options)
+                self._loads.note_damage(path, options)
                 passed_over.append(candidate)
         what = "there is no checkpoint to load"
         if passed_over:
@@ -227,8 +222,8 @@ class Manager:
     ) -> Verdict:
         """Loads a step, behind those that were passed over, and adds what it held to `found`."""
         path = self.path(step)
-        verdict = self._known.verdict(path, lambda: found.append(self._load(path, options)))
-        damaged = self._known.damaged_of(passed_over, self.path)
+        verdict = self._loads.verdict(path, lambda: found.append(self._load(path, options)))
+        damaged = self._loads.damaged_of(passed_over, self.path)
         if verdict is Verdict.WHOLE and not is_unmixed(path, damaged, options):
             return Verdict.ABSENT
         return verdict
@@ -344,8 +339,7 @@ class Manager:
         return sorted(self._found(), key=order, reverse=True)
 
     def _judge(self, step: int) -> Verdict:
-        path = self.path(step)
-        return verdict_of(path, lambda: self._known.check(path))
+        return self._loads.judge(self.path(step))
 
     def retire(self) -> None:
         """Removes what is not to be kept, and what killed saves left.
@@ -367,7 +361,7 @@ class Manager:
         for step in self._found():
             cancellation.check()
             path = self.path(step)
-            if path.is_symlink() or self._known.was_damaged(path):
+            if path.is_symlink() or self._loads.was_damaged(path):
                 continue
             with warned(path):
                 try:
@@ -393,7 +387,7 @@ class Manager:
             return
         with warned(path):
             if remove_checkpoint(path, uuid, self._stripe_dirs):
-                self._known.forget(path)
+                self._loads.forget(path)
 
 
 def _repeats(before: list[int] | None, every: list[list[int]]) -> bool:

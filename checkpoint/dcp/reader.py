@@ -35,7 +35,7 @@ from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.format.records import Manifest
 from checkpoint.format.slices import Shape
-from checkpoint.loading.manifest_cache import note_error
+from checkpoint.known.damage import note_error
 from checkpoint.loading.opened import OpenCheckpoint
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.outside import carrying, entrance, outside

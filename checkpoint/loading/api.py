@@ -21,8 +21,8 @@ from checkpoint.directory.relocation import Relocation, StripeDirs, relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.records import Manifest
 from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree, empty_tree
+from checkpoint.known.damage import Read, damage_noted
 from checkpoint.loading.into import IntoPlan, count_whole_targets, names_lacking, plan_into
-from checkpoint.loading.manifest_cache import Read, damage_noted
 from checkpoint.loading.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.outside import entrance
 from checkpoint.plan.selection import Selection

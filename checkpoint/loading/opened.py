@@ -33,8 +33,8 @@ from checkpoint.format.slices import (
     shared_box,
     span_elements,
 )
+from checkpoint.known.damage import damage_noted, note_error
 from checkpoint.loading.chunks import MAX_OPEN_FILES, ChunkReader, ForkedLock
-from checkpoint.loading.manifest_cache import damage_noted, note_error
 from checkpoint.plan.windows import goes_forward, windows
 from checkpoint.tensors.assembly import TensorView
 from checkpoint.tensors.sources import ByteSource, integer_view, tensor_source

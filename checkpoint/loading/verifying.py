@@ -18,7 +18,7 @@ from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.names import PAD_PREFIX
 from checkpoint.format.records import ChunkRecord, Manifest
 from checkpoint.format.tree import decode_tree
-from checkpoint.loading.manifest_cache import damage_noted, note_damaged
+from checkpoint.known.damage import damage_noted, note_damaged
 from checkpoint.loading.reading import PlacedRead, read_files
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.sheltered import Cancellation, sheltered

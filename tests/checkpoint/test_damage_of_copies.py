@@ -11,7 +11,8 @@ import torch
 
 import checkpoint
 from checkpoint.directory.relocation import relocation
-from checkpoint.loading.manifest_cache import KnownManifests
+from checkpoint.known.manifests import KnownManifests
+from checkpoint.known.watched_loads import WatchedLoads
 from tests.support.memory import folder_in_memory
 
 tmp_path = folder_in_memory()
@@ -97,7 +98,7 @@ def test_a_sound_copy_of_hard_links_forgets_no_damage(tmp_path: Path) -> None:
     damage(manager.path(2))
     assert not checkpoint.verify(manager.path(2))
     assert checkpoint.verify(tmp_path / "copy")
-    assert not KnownManifests().was_damaged(tmp_path / "copy")
+    assert not WatchedLoads(KnownManifests()).was_damaged(tmp_path / "copy")
     assert kept_then(manager) == [1, 2, 3]
 
 
@@ -107,7 +108,7 @@ def test_a_copy_that_reads_the_same_data_is_as_damaged(tmp_path: Path) -> None:
     damage(folder)
     assert not checkpoint.verify(manager.path(2))
     shutil.copytree(manager.path(2), manager.path(5))
-    assert KnownManifests().was_damaged(manager.path(5))
+    assert WatchedLoads(KnownManifests()).was_damaged(manager.path(5))
 
 
 def test_damage_is_known_where_another_manifest_of_the_same_content_has_come(
@@ -151,14 +152,14 @@ def test_damage_that_another_rank_finds_in_a_copy_is_none_of_the_stripes_that_ar
     tmp_path: Path,
 ) -> None:
     manager, moved = striped(tmp_path)
-    known, path = KnownManifests(), manager.path(2)
-    known.look_before(path)
-    known.note_damage(path, {"stripe_dirs": moved})
-    assert not known.was_damaged(path)
-    assert KnownManifests(relocation(moved)).was_damaged(path)
-    known.look_before(path)
-    known.note_damage(path, {})
-    assert known.was_damaged(path)
+    loads, path = WatchedLoads(KnownManifests()), manager.path(2)
+    loads.look_before(path)
+    loads.note_damage(path, {"stripe_dirs": moved})
+    assert not loads.was_damaged(path)
+    assert WatchedLoads(KnownManifests(relocation(moved))).was_damaged(path)
+    loads.look_before(path)
+    loads.note_damage(path, {})
+    assert loads.was_damaged(path)
 
 
 def on_two_stripes(folder: Path) -> tuple[checkpoint.Manager, dict[Path, Path]]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint.loading.manifest_cache import KnownManifests
+from checkpoint.known.manifests import KnownManifests
+from checkpoint.known.watched_loads import WatchedLoads
 from tests.checkpoint.test_known_damage import break_file
 from tests.support.memory import folder_in_memory
 
@@ -56,6 +57,6 @@ def test_a_step_that_could_not_be_read_counts_when_all_of_it_was_read(
     assert manager.steps() == [1, 2, 3]
     is_all, options = READS[read]
     manager.load(2, **options())
-    assert KnownManifests().was_damaged(manager.path(2)) is not is_all
+    assert WatchedLoads(KnownManifests()).was_damaged(manager.path(2)) is not is_all
     manager.save(4, {"w": torch.zeros(4)})
     assert manager.steps() == ([3, 4] if is_all else [2, 3, 4])

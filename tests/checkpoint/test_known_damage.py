@@ -17,9 +17,10 @@ import checkpoint
 from aio.process.descriptors import Descriptor
 from checkpoint.dcp import StorageReader
 from checkpoint.directory.locate import read_manifest
-from checkpoint.loading import manifest_cache
+from checkpoint.known import damage, manifests
+from checkpoint.known.manifests import KnownManifests
+from checkpoint.known.watched_loads import WatchedLoads
 from checkpoint.loading.chunks import ChunkReader
-from checkpoint.loading.manifest_cache import KnownManifests
 from tests.support.memory import folder_in_memory
 
 tmp_path = folder_in_memory()
@@ -172,9 +173,9 @@ def test_damage_is_known_still_while_the_manifest_cannot_be_read(
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifest_cache, "read_manifest", broken)
-        assert KnownManifests().was_damaged(root / "step-2")
-    assert KnownManifests().was_damaged(root / "step-2")
+        patch.setattr(manifests, "read_manifest", broken)
+        assert WatchedLoads(KnownManifests()).was_damaged(root / "step-2")
+    assert WatchedLoads(KnownManifests()).was_damaged(root / "step-2")
 
 
 def test_damage_is_not_that_of_another_save_in_the_same_file(root: Path) -> None:
@@ -183,7 +184,7 @@ def test_damage_is_not_that_of_another_save_in_the_same_file(root: Path) -> None
     text = (root / "other" / "manifest.json").read_bytes()
     (root / "other" / other).rename(root / "step-2" / other)
     (root / "step-2" / "manifest.json").write_bytes(text)
-    assert not KnownManifests().was_damaged(root / "step-2")
+    assert not WatchedLoads(KnownManifests()).was_damaged(root / "step-2")
 
 
 def test_damage_that_is_found_while_a_header_is_read_keeps_the_sound_step(root: Path) -> None:
@@ -247,7 +248,7 @@ def test_damage_that_is_noted_when_another_save_is_there_is_none_of_that(
             opened.seek(40)
             opened.write(b"x")
     saved: list[Path] = []
-    really = manifest_cache._place
+    really = damage._place
 
     def place(path: Path) -> Any:
         if not saved:
@@ -255,11 +256,11 @@ def test_damage_that_is_noted_when_another_save_is_there_is_none_of_that(
             _replace(path)
         return really(path)
 
-    monkeypatch.setattr(manifest_cache, "_place", place)
+    monkeypatch.setattr(damage, "_place", place)
     with suppress(BaseException):
         SAVES[way](root / "step-2")
     assert saved == [root / "step-2"]
-    assert not KnownManifests().was_damaged(root / "step-2")
+    assert not WatchedLoads(KnownManifests()).was_damaged(root / "step-2")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -274,28 +275,28 @@ def test_damage_that_dcp_finds_as_a_save_takes_its_place_is_none_of_that(root: P
     state: dict[str, Any] = {"w": torch.zeros(4)}
     with pytest.raises(BaseException, match="saved over"):
         dcp_load(state, storage_reader=StorageReader(path), planner=Planner())
-    assert not KnownManifests().was_damaged(path)
+    assert not WatchedLoads(KnownManifests()).was_damaged(path)
 
 
 def test_a_whole_load_forgets_no_damage_of_what_took_its_place(root: Path) -> None:
     """What is in the place of the save that was read may be damaged."""
     path, sound = root / "step-2", root / "step-1"
     assert not checkpoint.verify(path)
-    with manifest_cache.damage_noted(path) as read:
+    with damage.damage_noted(path) as read:
         read.by(lambda _: None)(read_manifest(sound))
         read.is_all = True
-    assert KnownManifests().was_damaged(path)
+    assert WatchedLoads(KnownManifests()).was_damaged(path)
 
 
 def test_what_another_rank_finds_damaged_is_that_of_the_save_that_was_loaded(root: Path) -> None:
-    known, path = KnownManifests(), root / "step-2"
-    known.look_before(path)
+    loads, path = WatchedLoads(KnownManifests()), root / "step-2"
+    loads.look_before(path)
     _replace(path)
-    known.note_damage(path, {})
-    assert not known.was_damaged(path)
-    known.look_before(path)
-    known.note_damage(path, {})
-    assert known.was_damaged(path)
+    loads.note_damage(path, {})
+    assert not loads.was_damaged(path)
+    loads.look_before(path)
+    loads.note_damage(path, {})
+    assert loads.was_damaged(path)
 
 
 def test_damage_of_a_file_that_was_replaced_by_a_sound_one_is_known_no_more(root: Path) -> None:
@@ -313,4 +314,4 @@ def test_damage_of_a_file_that_was_replaced_by_a_sound_one_is_known_no_more(root
             opened["w"][...]
         with pytest.raises(checkpoint.CorruptCheckpointError, match="CRC-32C"):
             opened["w"][1:]
-    assert not KnownManifests().was_damaged(path)
+    assert not WatchedLoads(KnownManifests()).was_damaged(path)

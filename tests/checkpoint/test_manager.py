@@ -15,7 +15,7 @@ import checkpoint
 from checkpoint.directory import lock
 from checkpoint.directory.locate import read_manifest
 from checkpoint.format.records import Manifest
-from checkpoint.loading import manifest_cache as known
+from checkpoint.known import manifests
 from tests.support.memory import folder_in_memory
 
 tmp_path = folder_in_memory()
@@ -107,7 +107,7 @@ def test_saves_in_a_series_do_not_read_the_manifests_before_them(
         read.append(path)
         return read_manifest(path)
 
-    monkeypatch.setattr(known, "read_manifest", noted)
+    monkeypatch.setattr(manifests, "read_manifest", noted)
     checkpoint.Manager(tmp_path, keep=2).save_async(1, state(1)).result()
     manager = checkpoint.Manager(tmp_path, keep=2)
     for step in (2, 3, 4, 5):

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import checkpoint
 from checkpoint.dcp import StorageReader
 from checkpoint.format.manifest import MANIFEST_NAME
-from checkpoint.loading import manifest_cache
-from checkpoint.loading.manifest_cache import KnownManifests
+from checkpoint.known import damage as known_damage
+from checkpoint.known.manifests import KnownManifests
+from checkpoint.known.watched_loads import WatchedLoads
 from tests.checkpoint.test_damage_of_copies import damage, make_steps
 from tests.checkpoint.test_known_damage import WAYS, break_file
 from tests.support.memory import folder_in_memory
@@ -62,7 +63,7 @@ def test_data_that_cannot_be_read_are_known_also_where_the_manifest_cannot_eithe
 
     with monkeypatch.context() as patch:
         break_file(patch, file, errno.EIO)
-        patch.setattr(manifest_cache, "read_manifest", unreadable)
+        patch.setattr(known_damage, "read_manifest", unreadable)
         with pytest.raises(OSError, match="Input/output error"):
             checkpoint.load(manager.path(2))
     manager.save(3, {"w": torch.zeros(4)})
@@ -108,14 +109,14 @@ def test_damage_that_is_found_as_an_interrupt_comes_is_known(
 ) -> None:
     path = make_steps(tmp_path / "run").path(2)
     damage(path)
-    really = manifest_cache._may_be_at
+    really = known_damage._may_be_at
 
     def interrupted(*arguments: Any) -> bool:
         signal.raise_signal(signal.SIGALRM)
         return really(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifest_cache, "_may_be_at", interrupted)
+        patch.setattr(known_damage, "_may_be_at", interrupted)
         with pytest.raises(Interrupt):
             ENTRANCES[way](path)
-    assert KnownManifests().was_damaged(path)
+    assert WatchedLoads(KnownManifests()).was_damaged(path)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import checkpoint
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.records import Manifest
-from checkpoint.loading.manifest_cache import KnownManifests
+from checkpoint.known.manifests import KnownManifests
 from tests.support.interrupts import interrupt, sampled
 from tests.support.rank_jobs import complaint
 

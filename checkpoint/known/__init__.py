@@ -1,0 +1,1 @@
+"""What this process knows of checkpoints that it has seen: manifests, and damage."""
