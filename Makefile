@@ -52,12 +52,13 @@ test: $(VENV)/built ## Run the tests, without those that take long
 	$(PYTEST) -n $(WORKERS) --dist worksteal --ignore=tests/integrations \
 	    -m "not proof and not frameworks" $(ARGS)
 
-# Programs that take all processors run one after the other.
+# Programs that take all processors run one after the other. What takes two minutes takes five where
+# others compute beside it, and is no hang.
 proof: $(VENV)/built ## Run the tests that take long, and properties on many more examples
 	mkdir -p build && rm -f $(COUNTS)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "(proof or hypothesis) and not alone" \
-	    --hypothesis-profile=proof --counts=$(COUNTS) $(ARGS)
-	$(PYTEST) -m alone --counts=$(COUNTS) $(ARGS)
+	    --hypothesis-profile=proof --timeout=900 --counts=$(COUNTS) $(ARGS)
+	$(PYTEST) -m alone --timeout=900 --counts=$(COUNTS) $(ARGS)
 
 soak: $(VENV)/built ## Run random programs with faults and kills for MINUTES, by SEED
 	$(BIN)/python tools/soak.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
