@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from aio._native import ffi, lib
 from aio.errors import AioError, check_flag, check_int
+from aio.process.cgroups import memory_limits
 from aio.ranges import RangeAllocator
 
 logger = logging.getLogger(__name__)
@@ -362,7 +363,7 @@ def _address_of(mapping: Any) -> int:
 
 def _lock(mapping: Any, nbytes: int, *, required: bool) -> None:
     available = _available_bytes()
-    if nbytes > available:  # who is privileged would have the kernel end processes for it
+    if nbytes > available:  # the kernel would end processes for it
         error = errno.ENOMEM
         cause = f"{available} are available"
     elif error := -lib.aio_lock_memory(mapping.address, nbytes):
@@ -376,8 +377,11 @@ def _lock(mapping: Any, nbytes: int, *, required: bool) -> None:
 
 
 def _available_bytes() -> int:
-    """What can be had without swapping, as far as the kernel tells."""
-    if not _MEMORY.exists():
-        return 1 << 63
-    fields = _MEMORY.read_text(encoding="utf-8").split()
-    return int(fields[fields.index("MemAvailable:") + 1]) * 1024
+    """What can be had without swapping, as far as the kernel tells: of the machine, and of what the
+    control groups of this process give it.
+    """
+    left = [limit.left_bytes for limit in memory_limits()]
+    if _MEMORY.exists():
+        fields = _MEMORY.read_text(encoding="utf-8").split()
+        left.append(int(fields[fields.index("MemAvailable:") + 1]) * 1024)
+    return min(left, default=1 << 63)
