@@ -137,7 +137,7 @@ class Core:
         except BaseException:
             # An interrupt may have kept the call from being made. C says what it will report; of
             # the rest nobody has an operation, but whoever drains may wait for it.
-            shortages = iter(range(_MAX_SHORTAGES))
+            num_shortages = 0
             while True:
                 try:
                     for native in batch:
@@ -148,7 +148,8 @@ class Core:
                             self._in_flight.pop(native.token, None)
                     break
                 except MemoryError:  # the caller may be the one who can give some back
-                    if next(shortages, None) is None:
+                    num_shortages += 1
+                    if num_shortages > _MAX_SHORTAGES:
                         raise
                     self._wait_for_memory()
                 except Exception:  # not of a signal: it would come up again at every turn

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from aio._native import ffi, lib
 from aio.errors import AioError, check_flag, check_int
 from aio.process.cgroups import memory_limits
+from aio.process.threads import LOOK_SECONDS
 from aio.ranges import RangeAllocator
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,8 @@ class Slab:
             self._allocator.apart_bytes += self._allocator.rounded(nbytes)
         else:
             self._is_consistent = True
+            if self._find_lost():
+                return self._hand_out(nbytes, apart)
             raise SlabFullError(
                 nbytes, self._allocator.free_bytes, self._allocator.largest_free_bytes
             )
@@ -218,11 +221,14 @@ class Slab:
         deadline = None if timeout is None else time.monotonic() + timeout
         waiter = self._begin_to_wait()
         while not self._release_is_new():
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = LOOK_SECONDS
+            if deadline is not None and (left := min(left, deadline - time.monotonic())) <= 0:
+                return False
             try:
                 waiter.told.get(timeout=left)
             except Empty:
-                return self._release_is_new()
+                with self._lock:
+                    self._find_lost()
         return True
 
     def _begin_to_wait(self) -> _Waiter:
@@ -270,6 +276,13 @@ class Slab:
             self._allocator.apart_bytes -= self._allocator.rounded(nbytes)
         else:
             self._allocator.release(offset, nbytes)
+
+    def _find_lost(self) -> bool:
+        """Takes back what ended with no memory to tell of it, if any; with the lock held."""
+        if all(one() is not None for one in self._ranges):
+            return False
+        self._take_stock()
+        return True
 
     def _take_stock(self) -> None:
         """Takes back whatever has no owner, after an interrupt that may have lost sight of it."""
