@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from itertools import count
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REAP_MAX = 256
+_SHORTAGE_SECONDS = 0.01
+"""How long to wait for others to give memory back."""
+_MAX_SHORTAGES = 100
+"""So often where it need not be memory that lacks, or an error on its way may have others give it
+back."""
 # In the format of a buffer of structures.
 _FIELD_NAME = re.compile(":[^:]*:")
 _KINDS = {"read": lib.AIO_READ, "write": lib.AIO_WRITE}
@@ -63,6 +69,8 @@ class Core:
         self._in_flight: dict[int, tuple[Ticket, Any]] = {}
         # Here, where an error has somebody to be raised to.
         self._completions = ffi.new("aio_completion[]", _REAP_MAX)
+        self._num_reaped = self._num_settled = 0  # of them; the reaper thread's own
+        self._has_drained = False
         self._thread = Thread(_reap, "aio-reaper", (self,))
         try:
             start_thread(self._thread)
@@ -129,6 +137,7 @@ class Core:
         except BaseException:
             # An interrupt may have kept the call from being made. C says what it will report; of
             # the rest nobody has an operation, but whoever drains may wait for it.
+            num_shortages = 0
             while True:
                 try:
                     for native in batch:
@@ -136,7 +145,13 @@ class Core:
                             ticket, view = entries[native.token]
                             self._release(native.token, ticket, view)
                             ticket.cancel()
+                            self._in_flight.pop(native.token, None)
                     break
+                except MemoryError:  # the caller may be the one who can give some back
+                    num_shortages += 1
+                    if num_shortages > _MAX_SHORTAGES:
+                        raise
+                    self._wait_for_memory()
                 except Exception:  # not of a signal: it would come up again at every turn
                     raise
                 except BaseException:  # another interrupt; what is left here would never end
@@ -154,18 +169,19 @@ class Core:
             self._in_flight.update(entries)
 
     def _complete(self, token: int, outcome: Outcome) -> None:
+        """May be repeated where there was no memory, until the token is in flight no more."""
         ticket, view = self._in_flight[token]
         error = self._release(token, ticket, view)
         ticket.complete(outcome)
+        self._in_flight.pop(token, None)
         if error is not None:  # after the outcome: a log may be slow
             say(logger.error, "cannot close %s: %s", ticket.file.path, error)
 
     def _release(self, token: int, ticket: Ticket, view: Any) -> OSError | None:
-        """Nothing is in flight any more, whether or not anything ever was.
+        """The kernel has nothing of it any more, whether or not it ever had. May be repeated.
 
         Returns what closing the file raised: this may be the thread that reaps for everybody.
         """
-        self._in_flight.pop(token, None)
         ffi.release(view)  # first: whoever sees the outcome may expect the buffer to be free
         with self.lock:
             ticket.file.in_flight.discard(token)
@@ -183,23 +199,60 @@ class Core:
                 file.close_descriptors()
 
     def reap(self) -> None:
-        """The reaper thread: returns when the engine is stopped and has drained."""
-        completions = self._completions
-        while num_reaped := lib.aio_engine_reap(self._slot[0], completions, _REAP_MAX):
-            for native in completions[0:num_reaped]:
-                outcome = Outcome(native.transferred, native.error, native.started, native.finished)
-                file: File = self._in_flight[native.token][0].file
-                is_news = bool(native.direct_refused) and file.direct_was_refused()
-                device = file.device if is_news else 0  # before it may be closed
-                self._complete(native.token, outcome)
-                if is_news:
-                    say(warn_buffered, device, file.path, file.direct_reason)
-                del file
-                tell()
-        with self.lock:
-            self._closing = True
-            self._slot = None
-        _live.discard(self)
+        """The reaper thread: returns when the engine is stopped and has drained.
+
+        Everybody waits for it: where there is no memory, it goes on when there is some.
+        """
+        num_others = 0
+        while not self._has_drained:
+            try:
+                self._reap_some()
+            except MemoryError:
+                self._wait_for_memory()
+            except Exception:  # where Python itself has no memory, it may say something else
+                num_others += 1
+                if num_others > _MAX_SHORTAGES:
+                    raise
+                self._wait_for_memory()
+
+    def _wait_for_memory(self) -> None:
+        try:
+            time.sleep(_SHORTAGE_SECONDS)
+        except MemoryError:  # not even for that
+            return
+
+    def _reap_some(self) -> None:
+        """Goes on where the last call was left. Between C's answer and its being noted nothing
+        takes memory: Python keeps numbers up to _REAP_MAX at hand.
+        """
+        while self._num_settled < self._num_reaped:
+            self._settle(self._completions[self._num_settled])
+            self._num_settled += 1
+            tell()
+        if self._slot is not None:
+            num_reaped = lib.aio_engine_reap(self._slot[0], self._completions, _REAP_MAX)
+            self._num_settled = 0
+            self._num_reaped = num_reaped
+        if not self._num_reaped:
+            with self.lock:
+                self._closing = True
+                self._slot = None
+            _live.discard(self)
+            self._has_drained = True
+
+    def _settle(self, native: Any) -> None:
+        """May be repeated where there was no memory."""
+        token = native.token
+        entry = self._in_flight.get(token)
+        if entry is not None:  # else it has ended, and there was no memory for what follows
+            file = entry[0].file
+            is_news = bool(native.direct_refused) and file.direct_was_refused()
+            self._complete(
+                token,
+                Outcome(native.transferred, native.error, native.started, native.finished),
+            )
+            if is_news:
+                say(warn_buffered, file.device, file.path, file.direct_reason)
 
     def drain(self) -> None:
         """See Engine.drain."""

@@ -23,6 +23,8 @@ import numpy.typing as npt
 
 from aio._native import ffi, lib
 from aio.errors import AioError, check_flag, check_int
+from aio.process.cgroups import memory_limits
+from aio.process.threads import LOOK_SECONDS
 from aio.ranges import RangeAllocator
 
 logger = logging.getLogger(__name__)
@@ -168,6 +170,8 @@ class Slab:
             self._allocator.apart_bytes += self._allocator.rounded(nbytes)
         else:
             self._is_consistent = True
+            if self._find_lost():
+                return self._hand_out(nbytes, apart)
             raise SlabFullError(
                 nbytes, self._allocator.free_bytes, self._allocator.largest_free_bytes
             )
@@ -217,11 +221,14 @@ class Slab:
         deadline = None if timeout is None else time.monotonic() + timeout
         waiter = self._begin_to_wait()
         while not self._release_is_new():
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = LOOK_SECONDS
+            if deadline is not None and (left := min(left, deadline - time.monotonic())) <= 0:
+                return False
             try:
                 waiter.told.get(timeout=left)
             except Empty:
-                return self._release_is_new()
+                with self._lock:
+                    self._find_lost()
         return True
 
     def _begin_to_wait(self) -> _Waiter:
@@ -269,6 +276,13 @@ class Slab:
             self._allocator.apart_bytes -= self._allocator.rounded(nbytes)
         else:
             self._allocator.release(offset, nbytes)
+
+    def _find_lost(self) -> bool:
+        """Takes back what ended with no memory to tell of it, if any; with the lock held."""
+        if all(one() is not None for one in self._ranges):
+            return False
+        self._take_stock()
+        return True
 
     def _take_stock(self) -> None:
         """Takes back whatever has no owner, after an interrupt that may have lost sight of it."""
@@ -362,7 +376,7 @@ def _address_of(mapping: Any) -> int:
 
 def _lock(mapping: Any, nbytes: int, *, required: bool) -> None:
     available = _available_bytes()
-    if nbytes > available:  # who is privileged would have the kernel end processes for it
+    if nbytes > available:  # the kernel would end processes for it
         error = errno.ENOMEM
         cause = f"{available} are available"
     elif error := -lib.aio_lock_memory(mapping.address, nbytes):
@@ -376,8 +390,11 @@ def _lock(mapping: Any, nbytes: int, *, required: bool) -> None:
 
 
 def _available_bytes() -> int:
-    """What can be had without swapping, as far as the kernel tells."""
-    if not _MEMORY.exists():
-        return 1 << 63
-    fields = _MEMORY.read_text(encoding="utf-8").split()
-    return int(fields[fields.index("MemAvailable:") + 1]) * 1024
+    """What can be had without swapping, as far as the kernel tells: of the machine, and of what the
+    control groups of this process give it.
+    """
+    left = [limit.left_bytes for limit in memory_limits()]
+    if _MEMORY.exists():
+        fields = _MEMORY.read_text(encoding="utf-8").split()
+        left.append(int(fields[fields.index("MemAvailable:") + 1]) * 1024)
+    return min(left, default=1 << 63)

@@ -75,6 +75,8 @@ class File:
         self.first_error = FirstError()
         self._opening = Opening(path, mode)
         self._direct = Direct(None, 1, 1, "")
+        self.device = 0
+        """The number of the device that the file is on, once it is open."""
         self._native: Any = None
         self._watch: weakref.ref[File] | None = None
 
@@ -85,6 +87,7 @@ class File:
         """
         self._opening.open()
         self._direct = self._opening.open_direct()
+        self.device = self._status().st_dev
         if block_bytes % self._direct.offset:
             raise ValueError(
                 f"block_bytes={block_bytes} is not a multiple of {self._direct.offset}, the"
@@ -142,11 +145,6 @@ class File:
     @property
     def _fd(self) -> int:
         return self._opening.buffered.number
-
-    @property
-    def device(self) -> int:
-        """The number of the device that the file is on."""
-        return self._status().st_dev
 
     @property
     def direct(self) -> bool:

@@ -1,9 +1,11 @@
 #include "util.h"
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <poll.h>
 #include <signal.h>
 #include <stddef.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -21,13 +23,24 @@ double aio_now(void) {
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
+/* glibc takes what libraries keep for each thread (their static TLS) off its stack, and tells how
+ * much that is by this call alone. */
+static size_t stack_bytes(const pthread_attr_t *attributes) {
+    size_t (*least)(const pthread_attr_t *) = NULL;
+    void *found = dlsym(RTLD_DEFAULT, "__pthread_get_minstack");
+    if (!found)
+        return STACK_BYTES;
+    memcpy(&least, &found, sizeof found);
+    return STACK_BYTES + least(attributes);
+}
+
 int aio_thread_start(pthread_t *thread, void *(*entry)(void *), void *argument, const char *name) {
     pthread_attr_t attributes;
     sigset_t all, before;
     int error = pthread_attr_init(&attributes);
     if (error)
         return -error;
-    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    pthread_attr_setstacksize(&attributes, stack_bytes(&attributes));
     sigfillset(&all);
     /* The thread inherits the mask, so there is no moment in which it could take a signal. */
     pthread_sigmask(SIG_SETMASK, &all, &before);

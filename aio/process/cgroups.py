@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -120,7 +121,7 @@ def _hierarchies(process: Path, controller: str) -> Iterator[tuple[int, _Hierarc
     own = _own_groups(process)
     for line in _lines(process / "mountinfo"):
         before, _, after = line.partition(" - ")
-        fields, kinds = before.split(), after.split()
+        fields, kinds = before.split(" "), after.split(" ")
         if len(fields) < 5 or len(kinds) < 3:
             continue
         mount, shown = Path(_unescaped(fields[4])), PurePosixPath(_unescaped(fields[3]))
@@ -141,8 +142,9 @@ def _own_groups(process: Path) -> dict[str, PurePosixPath]:
 
 
 def _lines(file: Path) -> list[str]:
+    """Names of folders may be any bytes, those of other mounts among them."""
     try:
-        return file.read_text().splitlines()
+        return [line for line in os.fsdecode(file.read_bytes()).split("\n") if line]
     except OSError:  # no /proc, or not for us
         return []
 
@@ -161,4 +163,4 @@ def _sum_of(file: Path, names: tuple[str, ...]) -> int:
 
 def _unescaped(field: str) -> str:
     """Blanks are octal in mountinfo."""
-    return field.encode().decode("unicode_escape") if "\\" in field else field
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)

@@ -109,6 +109,20 @@ def test_the_least_quota_of_version_2_up_to_the_mount_counts_rounded_up(
     assert num_processors(process) == 7
 
 
+def test_names_of_mounts_and_groups_may_be_any_bytes(tmp_path: Path) -> None:
+    others = (b"one\xff", "two\N{NEXT LINE}\N{IDEOGRAPHIC SPACE}".encode())
+    mount = tmp_path / "with blank\N{LATIN SMALL LETTER E WITH ACUTE}"
+    group = os.fsdecode(b"job\xff")
+    _group(mount / group, memory_max=8 * MIB, memory_current=0)
+    process = _process(tmp_path / "self", "", "")
+    line = b"43 31 0:38 / %s rw - %s x rw\n"
+    mounts = [(b"/media/" + name, b"tmpfs") for name in others]
+    mounts.append((os.fsencode(mount).replace(b" ", rb"\040"), b"cgroup2"))
+    (process / "mountinfo").write_bytes(b"".join(line % mount for mount in mounts))
+    (process / "cgroup").write_bytes(b"0::/" + os.fsencode(group) + b"\n")
+    assert [limit.limit_bytes for limit in memory_limits(process)] == [8 * MIB]
+
+
 def test_quotas_of_version_1_are_those_of_the_cpu_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +145,17 @@ def test_processors_without_groups_are_those_of_the_affinity(
 ) -> None:
     _among_32(monkeypatch)
     assert num_processors(tmp_path / "none") == 32
+
+
+@pytest.mark.skipif(cgroup.unavailable_reason() is not None, reason="no cgroup can be made")
+def test_slab_larger_than_the_memory_of_its_group_is_not_locked() -> None:
+    program = (
+        "from aio import AioError, Slab\n"
+        "try:\n    Slab(512 << 20, lock='required')\n"
+        "except AioError as error:\n    print(error.strerror)\n"
+    )
+    run = cgroup.run_limited([sys.executable, "-c", program], 256 * MIB)
+    assert (run.returncode, run.stdout) == (0, "Cannot allocate memory\n"), run
 
 
 @pytest.mark.skipif(cgroup.no_quota_reason() is not None, reason="no cpu cgroup can be made")

@@ -89,6 +89,16 @@ _TWO_FILES = """
 """
 
 
+_BACKENDS = """
+    import sys
+    from aio import AioError, Engine
+
+    with Engine() as engine, engine.open(sys.argv[1], "w") as file:
+        engine.write(file, 0, b"0123456789" * 10_000).result()
+        print(engine.read(file, 0, bytearray(10)).result())
+"""
+
+
 def _library(folder: Path, source: str) -> Path:
     """What takes the place of functions of the C library where it is preloaded."""
     if "libasan" in os.environ.get("LD_PRELOAD", ""):
@@ -198,6 +208,14 @@ def test_close_that_fails_names_the_file_and_closes_both_descriptors(
         with pytest.raises(AioError, match=r"cannot close .*data: Input/output error"):
             file.close()
         assert before - open_descriptors() == held
+
+
+def test_threads_have_room_beside_what_libraries_keep_for_each_of_them(tmp_path: Path) -> None:
+    source = '__thread char kept[%d] __attribute__((tls_model("initial-exec")));'
+    for nbytes in (240_000, 3_000_000):  # of a stack of 256 KiB nothing is left, or little
+        library = _library(tmp_path, source % nbytes)
+        lines = run_python(_BACKENDS, str(tmp_path / "data"), LD_PRELOAD=str(library))
+        assert lines == ["10"], nbytes
 
 
 def test_slab_larger_than_the_memory_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
