@@ -61,14 +61,20 @@ def _of_a_view(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("use", [_backward, _by_others, _of_itself, _of_a_view])
-@pytest.mark.parametrize("how", ["backward", "accumulated", "assigned"])
+@pytest.mark.parametrize("how", ["backward", "accumulated", "assigned", "added", "copied"])
 def test_a_gradient_is_not_differentiated_as_if_it_were_a_constant(
     how: str, use: Callable[[nn.Module], Any], nvme: Path
 ) -> None:
     model = seeded(make)
     with infinity.offload(model, nvme, host_memory="1GiB"):
         loss = vector_loss(model, 0)
-        if how == "assigned":
+        if how in ("added", "copied"):
+            loss.backward()
+            ours = _weight(model).grad
+            assert ours is not None
+            other = model.get_parameter("layers.1.weight")
+            (ours.add_ if how == "added" else ours.copy_)(_weight(model) * other)
+        elif how == "assigned":
             gradients = torch.autograd.grad(loss, [_weight(model)], create_graph=True)
             _weight(model).grad = gradients[0]
         else:

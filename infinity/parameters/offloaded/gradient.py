@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.parameters.offloaded.changes import Changes, wait_for, writes_later
-from infinity.parameters.offloaded.histories import with_histories
+from infinity.parameters.offloaded.histories import histories_of, with_histories
 from infinity.parameters.offloaded.metadata import ABOUT_GRADIENTS
 from infinity.parameters.offloaded.modes import without_history
 from infinity.parameters.offloaded.placeholders import as_they_are, storage_of
@@ -88,21 +88,19 @@ class OffloadedGradient(torch.Tensor):
         return self._owner.gradient_values(self._index, self._age)
 
     def differentiable(self, values: torch.Tensor) -> torch.Tensor:
-        """``values``, as far as they came with a history, see ``histories``."""
+        """``values``, behind the marks of their histories."""
         counts = () if self._is_detached else self._owner.gradient_counts(self._index)
         marks = [mark for count in counts for mark in count.histories]
         return with_histories(values, marks, self.name_of_parameter)
 
     def detached(self) -> OffloadedGradient:
-        """The same gradient without a history."""
         same = OffloadedGradient.of(self._owner, self._index, self)
         same._age, same._is_detached = self._age, True
         return same
 
-    def forget_history(self) -> OffloadedGradient:
-        """Have none from now on, where it has one."""
+    def set_histories(self, marks: Sequence[torch.Tensor] = (), *, joins: bool = False) -> Any:
         for count in self._owner.gradient_counts(self._index):
-            count.histories = ()
+            count.histories = (*(count.histories if joins else ()), *marks)
         return self
 
     def keep(self, values: torch.Tensor) -> None:
@@ -127,7 +125,7 @@ class OffloadedGradient(torch.Tensor):
             if func in _SAME:
                 return args[0].detached()
             if name == "detach_" or (name == "requires_grad_" and not all(args[1:])):
-                return args[0].forget_history()
+                return args[0].set_histories()
             if name in _REFUSED or name in _RESHAPES or writes_later(func):
                 _refuse(name, next(_gradients_in((args, kwargs))).name_of_parameter)
             if func == _SET_DATA:
@@ -237,18 +235,18 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     values = _values_in((args, kwargs))
     changes = {key: Changes(func, tensor) for key, tensor in values.items()}
     target = set(map(id, tree_leaves(args[:1]))) if _is_in_place(func) else set()
-    # A gradient that is changed in place has no history, and gets none.
     is_target = any(key in target for key in found)
-    given = values
-    if not is_target:
-        given = {key: found[key].differentiable(tensor) for key, tensor in values.items()}
-    args, kwargs = _with_values((args, kwargs), given)
+    seen = {k: v if k in target else found[k].differentiable(v) for k, v in values.items()}
+    args, kwargs = _with_values((args, kwargs), seen)
+    # A gradient that is changed in place has no history, and gets none.
     with _served_by_others():
         result = without_history(func, when=is_target)(*args, **kwargs)
     wait_for(func, result)
+    joining = histories_of((args[1:], kwargs)) if is_target else ()
     for key, gradient in found.items():
         if changes[key].are_there() or key in target:
             gradient.keep(values[key])
+            gradient.set_histories(joining, joins=True)
     return _as_seen(result, found, values)
 
 
@@ -279,7 +277,8 @@ def _overwrite(gradient: OffloadedGradient, fill: Callable[[torch.Tensor], Any])
 def _overwrite_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``func``, which gives its first argument, a gradient, values that owe nothing to the old."""
     rest = _with_values((args[1:], kwargs), _values_in((args[1:], kwargs)))
-    return _overwrite(args[0], lambda values: func(values, *rest[0], **rest[1]))
+    _overwrite(args[0], lambda values: func(values, *rest[0], **rest[1]))
+    return args[0].set_histories(histories_of(rest))
 
 
 def _copy_exactly(values: torch.Tensor, source: Any) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from infinity.parameters.offloaded.modes import unseen
 
@@ -24,6 +25,14 @@ def history_of(gradient: torch.Tensor) -> torch.Tensor:
     with torch.enable_grad():
         mark: torch.Tensor = _Mark.apply(gradient)  # type: ignore[no-untyped-call]
     return mark
+
+
+def histories_of(operands: Any) -> tuple[torch.Tensor, ...]:
+    """Marks of what a gradient that these are brought into in place depends on from then on."""
+    if not torch.is_grad_enabled():
+        return ()
+    tensors = (leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
+    return tuple(history_of(tensor) for tensor in tensors if tensor.requires_grad)
 
 
 @unseen
