@@ -19,6 +19,7 @@ from aio.errors import let_go
 from infinity.backward_passes import BackwardPasses
 from infinity.optim.loss_scale import GradientScale, LossScale
 from infinity.parameters.offloaded.gradient import ChangeCount
+from infinity.parameters.offloaded.histories import history_of
 from infinity.parameters.offloaded.parameter import take_grad
 from infinity.parameters.offloaded.placeholders import came_frozen
 from infinity.parameters.records import Record
@@ -170,6 +171,7 @@ class Accumulated:
             with self._or_lost(index):
                 self._clip_now()
                 self._rank_context.add_gradient(index, self.scale.assigned(gradient))
+            self._note_history(index, gradient)
         elif not self._has_any():
             self._forget_factors()
 
@@ -199,7 +201,13 @@ class Accumulated:
             )
         with self._adding:  # autograd has several threads for several devices
             self.add(index, taken(gradient))
+            self._note_history(index, gradient)
         return True
+
+    def _note_history(self, index: int, gradient: torch.Tensor) -> None:
+        if gradient.requires_grad:
+            count = self._counts[index]
+            count.histories = (*count.histories, history_of(gradient))
 
     def _check_trained(self, index: int) -> None:
         record = self._records[index]

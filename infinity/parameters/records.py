@@ -161,6 +161,12 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(
             f"{name} is offloaded already; leave the first offload block before the next"
         )
+    if parameter.is_inference():
+        raise ValueError(
+            f"{name} was made inside torch.inference_mode(), and changes of such a tensor are not "
+            "counted; make or load the model outside of it (torch.no_grad() is right), or give the "
+            "module nn.Parameter(parameter.clone()) in its place"
+        )
     if type(parameter) is not nn.Parameter and hasattr(parameter, "_local_tensor"):
         raise TypeError(f"{name} is a DTensor; offload it with infinity.OffloadedAdamW instead")
     if parameter.requires_grad and parameter.dtype not in TRAINABLE_DTYPES:

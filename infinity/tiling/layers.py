@@ -199,7 +199,7 @@ class Tiling:
         if type(parameter) is not nn.Parameter:
             return f"a {type(parameter).__name__}, which is not nn.Parameter itself"
         if own != "weight":
-            return "a bias"
+            return f"the {own} of {type(module).__name__}, which is cut by its weight alone"
         layer: Any = module
         return reason_against(layer)
 

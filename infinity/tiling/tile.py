@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.parameters.offloaded.changes import Changes, copy_of, wait_for, writes_later
 from infinity.parameters.offloaded.gradient import ChangeCount, GradientOwner, OffloadedGradient
-from infinity.parameters.offloaded.modes import outside_inference, without_history
+from infinity.parameters.offloaded.modes import outside_inference, own_modes, without_history
 from infinity.parameters.offloaded.parameter import SHOWS_MEMORY
 from infinity.parameters.offloaded.placeholders import as_they_are
 
@@ -68,6 +68,7 @@ class GradientOfTiles:
     def gradient_counts(self, _: int) -> list[ChangeCount]:
         return [count for owner, index in self._owners() for count in owner.gradient_counts(index)]
 
+    @own_modes
     def gradient_values(self, _: int, age: int) -> torch.Tensor:
         self._check(age)
         return torch.cat(
@@ -282,6 +283,7 @@ def is_program_s(tile: Any) -> bool:
     return gathered
 
 
+@own_modes
 def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The whole, in one piece of memory, which the tiles are parts of from now on."""
     shape = torch.Size([sum(len(part) for part in parts), *parts[0].shape[1:]])

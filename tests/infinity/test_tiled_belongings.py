@@ -68,9 +68,14 @@ def _submodule(model: Any) -> None:
     model.up.extra = nn.Identity()
 
 
+def _old_norm(model: Any) -> None:
+    nn.utils.spectral_norm(model.up)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (_old_norm, "the weight_orig of Linear"),
         (_hook, "parameters have hooks"),
         (_hook_bias, "parameters have hooks"),
         (_hook_state, "hooks or a forward"),

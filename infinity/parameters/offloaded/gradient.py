@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.parameters.offloaded.changes import Changes, wait_for, writes_later
+from infinity.parameters.offloaded.histories import histories_of, with_histories
 from infinity.parameters.offloaded.metadata import ABOUT_GRADIENTS
 from infinity.parameters.offloaded.modes import without_history
 from infinity.parameters.offloaded.placeholders import as_they_are, storage_of
@@ -27,6 +28,7 @@ class ChangeCount:
     """How often the values of a gradient changed, until it was cleared or replaced."""
 
     changes: int = 0
+    histories: tuple[torch.Tensor, ...] = ()  # see ``histories.history_of``
 
 
 class GradientOwner(Protocol):
@@ -65,6 +67,7 @@ class OffloadedGradient(torch.Tensor):
     _owner: GradientOwner
     _index: int
     _age: int
+    _is_detached = False
 
     @staticmethod
     def of(owner: GradientOwner, index: int, face: torch.Tensor) -> OffloadedGradient:
@@ -83,6 +86,22 @@ class OffloadedGradient(torch.Tensor):
     def read(self) -> torch.Tensor:
         """The values, a copy whose changes are counted."""
         return self._owner.gradient_values(self._index, self._age)
+
+    def differentiable(self, values: torch.Tensor) -> torch.Tensor:
+        """``values``, behind the marks of their histories."""
+        counts = () if self._is_detached else self._owner.gradient_counts(self._index)
+        marks = [mark for count in counts for mark in count.histories]
+        return with_histories(values, marks, self.name_of_parameter)
+
+    def detached(self) -> OffloadedGradient:
+        same = OffloadedGradient.of(self._owner, self._index, self)
+        same._age, same._is_detached = self._age, True
+        return same
+
+    def set_histories(self, marks: Sequence[torch.Tensor] = (), *, joins: bool = False) -> Any:
+        for count in self._owner.gradient_counts(self._index):
+            count.histories = (*(count.histories if joins else ()), *marks)
+        return self
 
     def keep(self, values: torch.Tensor) -> None:
         """What ``read`` gave was changed."""
@@ -104,9 +123,9 @@ class OffloadedGradient(torch.Tensor):
             if func in ABOUT_GRADIENTS or (name == "__get__" and func.__self__ in ABOUT_GRADIENTS):
                 return func(*args, **kwargs)
             if func in _SAME:
-                return args[0]
+                return args[0].detached()
             if name == "detach_" or (name == "requires_grad_" and not all(args[1:])):
-                return args[0]
+                return args[0].set_histories()
             if name in _REFUSED or name in _RESHAPES or writes_later(func):
                 _refuse(name, next(_gradients_in((args, kwargs))).name_of_parameter)
             if func == _SET_DATA:
@@ -216,14 +235,18 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     values = _values_in((args, kwargs))
     changes = {key: Changes(func, tensor) for key, tensor in values.items()}
     target = set(map(id, tree_leaves(args[:1]))) if _is_in_place(func) else set()
-    args, kwargs = _with_values((args, kwargs), values)
+    is_target = any(key in target for key in found)
+    seen = {k: v if k in target else found[k].differentiable(v) for k, v in values.items()}
+    args, kwargs = _with_values((args, kwargs), seen)
     # A gradient that is changed in place has no history, and gets none.
     with _served_by_others():
-        result = without_history(func, when=bool(target))(*args, **kwargs)
+        result = without_history(func, when=is_target)(*args, **kwargs)
     wait_for(func, result)
+    joining = histories_of((args[1:], kwargs)) if is_target else ()
     for key, gradient in found.items():
         if changes[key].are_there() or key in target:
             gradient.keep(values[key])
+            gradient.set_histories(joining, joins=True)
     return _as_seen(result, found, values)
 
 
@@ -254,7 +277,8 @@ def _overwrite(gradient: OffloadedGradient, fill: Callable[[torch.Tensor], Any])
 def _overwrite_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``func``, which gives its first argument, a gradient, values that owe nothing to the old."""
     rest = _with_values((args[1:], kwargs), _values_in((args[1:], kwargs)))
-    return _overwrite(args[0], lambda values: func(values, *rest[0], **rest[1]))
+    _overwrite(args[0], lambda values: func(values, *rest[0], **rest[1]))
+    return args[0].set_histories(histories_of(rest))
 
 
 def _copy_exactly(values: torch.Tensor, source: Any) -> None:

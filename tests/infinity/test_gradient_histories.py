@@ -1,0 +1,161 @@
+"""Gradients of ``backward(create_graph=True)``, and what is computed from ``p.grad``."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from tests.support.models import Stack, seeded
+from tests.support.models import vector_loss as loss_of_width
+from tests.support.training import same_bits
+
+# What torch recommends is what is not done here.
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward")
+REFUSED = r"gradient of layers\.0\.weight, .* cannot be differentiated: .*torch\.autograd\.grad"
+
+
+WIDTH = 384
+"""Of which tiles can be made."""
+
+make = partial(Stack, WIDTH, 3)
+vector_loss = partial(loss_of_width, width=WIDTH)
+
+
+def _weight(model: nn.Module) -> torch.Tensor:
+    layers: Any = model.get_submodule("layers")  # of another class, in tiles
+    weight: torch.Tensor = layers[0].weight
+    return weight
+
+
+def _penalty(model: nn.Module) -> torch.Tensor:
+    gradient = _weight(model).grad
+    assert gradient is not None
+    return gradient.square().sum()
+
+
+def _backward(model: nn.Module) -> Any:
+    (vector_loss(model, 1) + _penalty(model)).backward()
+
+
+def _by_others(model: nn.Module) -> Any:
+    others = [p for name, p in model.named_parameters() if name != "layers.0.weight"]
+    return torch.autograd.grad(vector_loss(model, 1) + _penalty(model), others)
+
+
+def _of_itself(model: nn.Module) -> Any:
+    gradient = _weight(model).grad
+    assert gradient is not None
+    return torch.autograd.grad(gradient, list(model.parameters()), torch.ones_like(gradient))
+
+
+def _of_a_view(model: nn.Module) -> Any:
+    gradient = _weight(model).grad
+    assert gradient is not None
+    (vector_loss(model, 1) + gradient[0].sum()).backward()
+
+
+@pytest.mark.parametrize("use", [_backward, _by_others, _of_itself, _of_a_view])
+@pytest.mark.parametrize("how", ["backward", "accumulated", "assigned", "added", "copied"])
+def test_a_gradient_is_not_differentiated_as_if_it_were_a_constant(
+    how: str, use: Callable[[nn.Module], Any], nvme: Path
+) -> None:
+    model = seeded(make)
+    with infinity.offload(model, nvme, host_memory="1GiB"):
+        loss = vector_loss(model, 0)
+        if how in ("added", "copied"):
+            loss.backward()
+            ours = _weight(model).grad
+            assert ours is not None
+            other = model.get_parameter("layers.1.weight")
+            (ours.add_ if how == "added" else ours.copy_)(_weight(model) * other)
+        elif how == "assigned":
+            gradients = torch.autograd.grad(loss, [_weight(model)], create_graph=True)
+            _weight(model).grad = gradients[0]
+        else:
+            loss.backward(create_graph=True)
+        if how == "accumulated":
+            vector_loss(model, 2).backward()
+        with pytest.raises(RuntimeError, match=REFUSED):
+            use(model)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_what_does_not_differentiate_it_has_the_bits_of_plain_torch(
+    tiled: bool, nvme: Path
+) -> None:
+    model = seeded(make)
+    plain = copy.deepcopy(model)
+    given: dict[str, Any] = {"max_parameter_bytes": 1 << 18} if tiled else {}
+
+    def use(model: nn.Module) -> list[torch.Tensor]:
+        seen = []
+        for number in range(2):
+            vector_loss(model, number).backward(create_graph=True)
+            gradient = _weight(model).grad
+            assert gradient is not None
+            seen += [gradient.norm().detach(), torch.zeros_like(gradient), gradient > 0]
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for constant in (gradient.detach(), gradient.data):
+                (constant * _weight(model)).sum().backward()
+            gradient.detach_()
+            (gradient * _weight(model)).sum().backward()
+            seen.append(gradient.detach().clone())
+            model.zero_grad(set_to_none=number == 0)
+            _penalty(model) if number else None
+        return seen
+
+    with infinity.offload(model, nvme, host_memory="1GiB", **given):
+        seen = use(model)
+        model.zero_grad()
+    for ours, theirs in zip(seen, use(plain), strict=True):
+        assert torch.allclose(ours, theirs) if tiled else same_bits(ours, theirs)
+
+
+def test_a_gradient_in_tiles_is_refused_as_a_whole_one(nvme: Path) -> None:
+    model = seeded(make)
+    with infinity.offload(model, nvme, host_memory="1GiB", max_parameter_bytes=1 << 18):
+        vector_loss(model, 0).backward(create_graph=True)
+        gradient = _weight(model).grad
+        assert gradient is not None
+        with pytest.raises(RuntimeError, match=REFUSED):
+            (vector_loss(model, 1) + gradient.square().sum()).backward()
+        model.zero_grad()
+
+
+def test_once_cleared_a_gradient_has_no_history(nvme: Path) -> None:
+    model = seeded(make)
+    with infinity.offload(model, nvme, host_memory="1GiB") as offloaded:
+        vector_loss(model, 0).backward(create_graph=True)
+        assert _penalty(model).requires_grad
+        offloaded.step()
+        vector_loss(model, 0).backward()
+        assert not _penalty(model).requires_grad
+        model.zero_grad()
+
+
+def test_an_operation_in_place_by_a_gradient_keeps_the_history_of_its_target(nvme: Path) -> None:
+    """Not of the gradient alone, which has none."""
+    model = seeded(make)
+    plain = copy.deepcopy(model)
+
+    def use(model: nn.Module) -> torch.Tensor:
+        vector_loss(model, 0).backward()
+        x = torch.ones_like(_weight(model)).requires_grad_()
+        y = x * 2
+        gradient = _weight(model).grad
+        assert gradient is not None
+        y.mul_(gradient)
+        (found,) = torch.autograd.grad(y.sum(), [x])
+        model.zero_grad()
+        return found
+
+    with infinity.offload(model, nvme, host_memory="1GiB"):
+        ours = use(model)
+    assert same_bits(ours, use(plain))
