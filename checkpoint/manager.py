@@ -33,7 +33,7 @@ from checkpoint.format.records import SaveInfo
 from checkpoint.known.manifests import KnownManifests
 from checkpoint.known.verdicts import LoadedStep, Verdict, is_directory, warned, weakest
 from checkpoint.known.watched_loads import WatchedLoads
-from checkpoint.loading.api import is_unmixed, listed, load
+from checkpoint.loading.api import check_unmixed, for_several, load
 from checkpoint.outside import within
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accompanied, ranks_of
 from checkpoint.ranks.turn import Turn, in_turn
@@ -194,7 +194,7 @@ class Manager:
 
     def _find(self, step: int | None, given: dict[str, Any], loading: Turn) -> Any:
         self._check_same(loading, step)
-        options = listed(given)
+        options = for_several(given)
         if step is not None:
             path = self.path(step)
             look = partial(self._load, path, options)
@@ -223,9 +223,8 @@ class Manager:
         """Loads a step, behind those that were passed over, and adds what it held to `found`."""
         path = self.path(step)
         verdict = self._loads.verdict(path, lambda: found.append(self._load(path, options)))
-        damaged = self._loads.damaged_of(passed_over, self.path)
-        if verdict is Verdict.WHOLE and not is_unmixed(path, damaged, options):
-            return Verdict.ABSENT
+        if verdict is Verdict.WHOLE:
+            check_unmixed(options, list(map(self.path, passed_over)))
         return verdict
 
     def _load(self, path: Path, options: dict[str, Any]) -> Any:

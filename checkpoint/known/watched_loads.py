@@ -4,7 +4,7 @@ do not count as kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,13 +95,6 @@ class WatchedLoads:
                 self.note_damage(checkpoint, options)
             loading.apart(fail)
         return found.pop()
-
-    def damaged_of(self, steps: Iterable[int], path: Callable[[int], Path]) -> list[Path]:
-        """Of steps that a load passed over, those of which it may have read something, wherever it
-        had the data from.
-        """
-        known = damaged_saves()
-        return [path(step) for step in steps if peek_uuid(path(step)) in known]
 
     def was_damaged(self, checkpoint: Path) -> bool:
         """Whether a load found damage in what is there still, or in what may be there still, where
