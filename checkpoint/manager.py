@@ -267,22 +267,27 @@ class Manager:
         nothing else is to be looked for, and nothing behind one that is whole.
 
         A listing is outdated when another process removes what is in it and saves anew. Where
-        something is absent all is listed and judged again, until nothing changes any more.
+        something is absent all is listed again, and judged from the beginning if that changed.
         """
         before: list[int] | None = None
-        for _ in range(_MAX_LISTINGS):
-            ends = partial(_repeats, before if is_all else None)
+        judged, changes, absent = 0, 0, True
+        while changes < _MAX_LISTINGS:
+            is_over = before is not None and judged == len(before)
+            ends = partial(_repeats, before if is_all and is_over else None)
             listing = self._candidates(looking, ends)
-            if listing == before:
+            if listing != before:
+                before, judged, changes, absent = listing, 0, changes + 1, not listing
+            elif is_over:
                 return
-            before = listing
-            absent = not listing
-            for step in listing:
-                is_last = is_all and step == listing[-1] and not absent
+            for step in listing[judged:]:
+                judged += 1
+                is_last = is_all and judged == len(listing) and not absent
                 verdict = self._everywhere(looking, step, judge, is_all, is_last)
-                absent = absent or verdict is Verdict.ABSENT
                 yield step, verdict
-            if not absent:
+                if verdict is Verdict.ABSENT:
+                    absent = True
+                    break
+            if judged == len(listing) and not absent:
                 return
 
     def _candidates(self, looking: Turn, ends: Callable[[list[list[int]]], bool]) -> list[int]:

@@ -72,6 +72,22 @@ def test_values_of_a_step_that_goes_while_it_is_read_are_told_where_the_next_has
     assert into["new"][0] == 7
 
 
+def test_a_step_that_goes_is_no_error_where_the_next_has_all_of_it(
+    manager: checkpoint.Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = manager.path(2)
+
+    def go() -> None:
+        manager.save(3, {"w": torch.full((4,), 4.0), "new": torch.full((4,), 5.0)})
+        shutil.rmtree(path)
+        fail(errno.ENOENT, path / "data")
+
+    read_then(monkeypatch, path, go)
+    into = tree()
+    manager.load(into=into, strict=False)
+    assert [int(into[name][0]) for name in into] == [4, 5, 0]
+
+
 @pytest.mark.parametrize("lost", ["manifest", "stripe"])
 def test_values_of_a_step_whose_disk_dies_while_it_is_read_are_told(
     manager: checkpoint.Manager, monkeypatch: pytest.MonkeyPatch, lost: str
