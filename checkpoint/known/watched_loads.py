@@ -4,7 +4,7 @@ do not count as kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,6 +107,14 @@ class WatchedLoads:
         except (OSError, CorruptCheckpointError, IncompleteCheckpointError):
             return has_damaged_manifest(checkpoint)
         return is_damaged(checkpoint, manifest)
+
+    def keep(self, checkpoints: Iterable[Path]) -> None:
+        """All others are gone, by whomever they were removed."""
+        there = set(checkpoints)
+        self._manifests.keep(there)
+        for path in list(self._before):
+            if path not in there:
+                self._before.pop(path, None)
 
     def forget(self, checkpoint: Path) -> None:
         """The checkpoint is gone."""

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -165,27 +164,6 @@ def test_steps_of_a_stripe_that_was_away_for_a_load_count_again(tmp_path: Path) 
     for step in (3, 4):
         manager.save(step, state(step))
     assert manager.steps() == [3, 4]
-
-
-@pytest.mark.parametrize("find", [checkpoint.Manager.latest, checkpoint.Manager.load])
-def test_what_was_saved_last_is_found_where_all_that_was_listed_before_it_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, find: Callable[[checkpoint.Manager], Any]
-) -> None:
-    """The first steps of the listing; another one stays, for it is a multiple."""
-    trainer, manager = (checkpoint.Manager(tmp_path, keep=2, keep_every=100) for _ in range(2))
-    for step in (100, 101, 102):
-        trainer.save(step, step)
-    listed, later = manager._ordered, [103, 104, 105]
-
-    def listing() -> list[int]:
-        found = listed()
-        while later:
-            trainer.save(later[0], later.pop(0))
-        return found
-
-    monkeypatch.setattr(manager, "_ordered", listing)
-    assert find(manager) == 105
-    assert manager.steps() == [100, 104, 105]
 
 
 def test_values_of_a_damaged_step_do_not_stay_where_the_step_before_has_none(
