@@ -185,10 +185,15 @@ class _Wanted:
     device: torch.device | None
     dtype: torch.dtype | None
 
+    def anew(self) -> _Wanted:
+        """The same of another save, which is there by now."""
+        return replace(self, selection=self.selection.anew())
+
 
 def _load_new(
     manifest: Manifest, checkpoint: Path, wanted: _Wanted, options: ReadOptions, read: Read
 ) -> Any:
+    wanted = wanted.anew()
     assemble = partial(_assemble, manifest, wanted)
     if wanted.selection.is_everything:
         tree = read_while_assembling(manifest, checkpoint, assemble, options)
@@ -246,6 +251,7 @@ def _load_into(
     options: ReadOptions,
     read: Read,
 ) -> Any:
+    wanted = wanted.anew()
     selection, into = wanted.selection, attempts.into
     options = replace(options, begins=partial(attempts.begin, checkpoint, manifest))
 

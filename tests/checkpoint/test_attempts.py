@@ -138,3 +138,19 @@ def test_a_tree_that_is_loaded_into_may_be_an_iterator(tmp_path: Path) -> None:
     sink = Sink()
     assert manager.load(into=sink) is sink
     assert torch.frombuffer(sink.data, dtype=torch.float32)[0] == 1
+
+
+def test_a_pattern_that_matches_nothing_in_the_save_that_is_loaded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One before it, which it replaced while it was read, had such a leaf."""
+    path = tmp_path / "run"
+    checkpoint.save({"w": torch.ones(4), "new": torch.ones(4)}, path)
+
+    def replace() -> None:
+        checkpoint.save({"w": torch.zeros(4)}, path)
+        fail(errno.ENOENT, path / "data")
+
+    read_then(monkeypatch, path, replace)
+    with pytest.raises(ValueError, match="only='new' matches no name"):
+        checkpoint.load(path, only=["w", "new"])
