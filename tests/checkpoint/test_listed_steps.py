@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import checkpoint
 from checkpoint.directory import locate
@@ -83,3 +84,29 @@ def test_a_manager_remembers_nothing_of_steps_that_others_removed(tmp_path: Path
     manager.retire()
     assert not manager._known._known
     assert not manager._loads._before
+
+
+def test_data_that_go_as_they_are_opened_are_damage_where_their_manifest_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a disk that goes: what is removed loses its manifest first."""
+    manager = checkpoint.Manager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"w": torch.full((4,), float(step))})
+    (data,) = manager.path(2).rglob("*.safetensors")
+    checked = locate.check_data_file
+
+    def check_and_go(*given: Any) -> Path:
+        path = checked(*given)
+        if path == data and path.exists():
+            path.rename(tmp_path / "away")
+        return path
+
+    monkeypatch.setattr("checkpoint.loading.reading.check_data_file", check_and_go)
+    with pytest.raises(checkpoint.CorruptCheckpointError, match="data file is missing") as caught:
+        checkpoint.load(manager.path(2))
+    assert caught.value.path == str(data)
+    (tmp_path / "away").rename(data)
+    assert manager.load()["w"][0] == 1
+    assert manager.loaded is not None
+    assert manager.loaded.passed_over == (2,)
