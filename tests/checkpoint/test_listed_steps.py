@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import checkpoint
+from checkpoint import series
 from checkpoint.directory import locate
 from checkpoint.format.manifest import MANIFEST_NAME
 from tests.support.memory import folder_in_memory
@@ -110,3 +112,26 @@ def test_data_that_go_as_they_are_opened_are_damage_where_their_manifest_stays(
     assert manager.load()["w"][0] == 1
     assert manager.loaded is not None
     assert manager.loaded.passed_over == (2,)
+
+
+def test_a_save_is_later_than_a_step_beside_it_that_cannot_be_read_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a host whose clock is ahead."""
+    manager = checkpoint.Manager(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda now=time.time_ns: now() + 10**12)
+        manager.save(1, 1)
+    monkeypatch.setattr(series, "_given", [])  # as in another process
+    opened, failures = locate.open_regular_file, [manager.path(1) / MANIFEST_NAME]
+
+    def opening(path: Path, **options: Any) -> Any:
+        if path in failures:
+            failures.remove(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, **options)
+
+    monkeypatch.setattr(locate, "open_regular_file", opening)
+    manager.save(2, 2)
+    assert not failures
+    assert checkpoint.Manager(tmp_path).latest() == 2
