@@ -28,9 +28,9 @@ from aio import AioError, Engine, Operation, read_regular_file
 from checkpoint._native import ffi
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.files.replacing import Replacement
-from checkpoint.failed_writes import FailedWrite
 from checkpoint.format.checksum import copy_ranges
 from checkpoint.sheltered import sheltered
+from checkpoint.transfer.failed_writes import FailedWrite
 from checkpoint.transfer.memory import staging_slab
 
 _BLOCK_BYTES = 8 << 20
