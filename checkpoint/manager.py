@@ -30,10 +30,10 @@ from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.directory.relocation import Relocation, may_be_directory
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
-from checkpoint.known.manifests import KnownManifests
+from checkpoint.known.manifests import UNSAID, KnownManifests, Listing
 from checkpoint.known.verdicts import LoadedStep, Verdict, is_directory, warned, weakest
 from checkpoint.known.watched_loads import WatchedLoads
-from checkpoint.loading.api import is_unmixed, listed, load
+from checkpoint.loading.api import check_unmixed, for_several, load
 from checkpoint.outside import within
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, accompanied, ranks_of
 from checkpoint.ranks.turn import Turn, in_turn
@@ -48,7 +48,6 @@ from checkpoint.series import (
     outdated,
     step_path,
     steps_in,
-    warn_if_ahead,
 )
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.transfer.memory import KeptMemory, check_engine
@@ -166,8 +165,8 @@ class Manager:
 
         def look(looking: Turn) -> list[int]:
             verdicts = dict(self._judged(looking, self._judge, is_all=False))
-            listing = self._candidates(looking, lambda _: True)
-            return sorted(step for step in listing if verdicts.get(step) is Verdict.WHOLE)
+            listing = self._candidates(looking, None, ends=True)
+            return sorted(step for step, _ in listing if verdicts.get(step) is Verdict.WHOLE)
 
         return in_turn(self._ranks, Operation.STEPS, look)
 
@@ -194,7 +193,7 @@ class Manager:
 
     def _find(self, step: int | None, given: dict[str, Any], loading: Turn) -> Any:
         self._check_same(loading, step)
-        options = listed(given)
+        options = for_several(given)
         if step is not None:
             path = self.path(step)
             look = partial(self._load, path, options)
@@ -223,9 +222,8 @@ class Manager:
         """Loads a step, behind those that were passed over, and adds what it held to `found`."""
         path = self.path(step)
         verdict = self._loads.verdict(path, lambda: found.append(self._load(path, options)))
-        damaged = self._loads.damaged_of(passed_over, self.path)
-        if verdict is Verdict.WHOLE and not is_unmixed(path, damaged, options):
-            return Verdict.ABSENT
+        if verdict is Verdict.WHOLE:
+            check_unmixed(options, list(map(self.path, passed_over)))
         return verdict
 
     def _load(self, path: Path, options: dict[str, Any]) -> Any:
@@ -268,34 +266,51 @@ class Manager:
         nothing else is to be looked for, and nothing behind one that is whole.
 
         A listing is outdated when another process removes what is in it and saves anew. Where
-        something is absent all is listed and judged again, until nothing changes any more.
+        something is absent all is listed again, and judged from the beginning if that changed.
         """
-        before: list[int] | None = None
-        for _ in range(_MAX_LISTINGS):
-            ends = partial(_repeats, before if is_all else None)
-            listing = self._candidates(looking, ends)
-            if listing == before:
+        before: Listing | None = None
+        judged, changes, absent = 0, 0, True
+        while changes < _MAX_LISTINGS:
+            is_over = before is not None and judged == len(before)
+            listing = self._candidates(looking, before if is_all and is_over else None)
+            if listing != before:
+                before, judged, changes, absent = listing, 0, changes + 1, not listing
+            elif is_over:
                 return
-            before = listing
-            absent = not listing
-            for step in listing:
-                is_last = is_all and step == listing[-1] and not absent
-                verdict = self._everywhere(looking, step, judge, is_all, is_last)
-                absent = absent or verdict is Verdict.ABSENT
+            for step, saved in listing[judged:]:
+                judged += 1
+                is_last = is_all and judged == len(listing) and not absent
+                placed = partial(self._in_place, step, saved, judge)
+                verdict = self._everywhere(looking, step, placed, is_all, is_last)
                 yield step, verdict
-            if not absent:
+                if verdict is Verdict.ABSENT:
+                    absent = True
+                    break
+            if judged == len(listing) and not absent:
                 return
 
-    def _candidates(self, looking: Turn, ends: Callable[[list[list[int]]], bool]) -> list[int]:
-        """What rank 0 finds, on every rank; what was saved last comes first."""
-        is_first = self._ranks.rank == 0
-        return looking.together(lambda: self._ordered() if is_first else [], ends)[0]
+    def _in_place(self, step: int, saved: int, judge: Callable[[int], Verdict]) -> Verdict:
+        """What is found of a step. One that did not say when it was saved, and now does, could not
+        be read for a moment: it is absent where it was listed, and found in its place.
+        """
+        is_asked = saved == UNSAID and not self._ranks.rank
+        if is_asked and self._known.saved(self.path(step)) is not None:
+            return Verdict.ABSENT
+        return judge(step)
+
+    def _candidates(self, looking: Turn, last: Listing | None, ends: bool = False) -> Listing:
+        """What rank 0 finds, on every rank; what was saved last comes first. Nothing else is to be
+        looked for where it is the `last` one again, or `ends` in any case.
+        """
+        listing = looking.together(self._ordered, lambda every: ends or every[0] == last)[0]
+        self._loads.keep(self.path(step) for step, _ in listing)
+        return listing
 
     def _everywhere(
         self,
         looking: Turn,
         step: int,
-        judge: Callable[[int], Verdict],
+        judge: Callable[[], Verdict],
         ends_whole: bool,
         is_last: bool,
     ) -> Verdict:
@@ -306,7 +321,7 @@ class Manager:
             is_whole = verdict is Verdict.WHOLE
             return (ends_whole and is_whole) or (is_last and verdict is not Verdict.ABSENT)
 
-        answers = looking.together(lambda: judge(step), ends)
+        answers = looking.together(judge, ends)
         lacking = [rank for rank, answer in enumerate(answers) if answer != Verdict.WHOLE]
         if lacking and len(lacking) < len(answers):
             logger.warning("%s is passed over: not whole on ranks %s", self.path(step), lacking)
@@ -321,22 +336,16 @@ class Manager:
         return pending
 
     def _found(self) -> list[int]:
-        """Every step there is something of. What is no directory is no step."""
-        if not self.root.is_dir():
+        """Every step there is something of, for rank 0. What is no directory is no step."""
+        if self._ranks.rank or not self.root.is_dir():
             return []
         return [step for step in steps_in(self.root) if is_directory(self.path(step))]
 
-    def _ordered(self) -> list[int]:
+    def _ordered(self) -> Listing:
         """Every step there is something of, those first that do not say when they were saved: they
         are damaged or unfinished. What was saved last comes next.
         """
-
-        def order(step: int) -> tuple[bool, int, int]:
-            saved = self._known.saved(path := self.path(step))
-            warn_if_ahead(path, saved or 0)
-            return saved is None, saved or 0, step
-
-        return sorted(self._found(), key=order, reverse=True)
+        return self._known.ordered({step: self.path(step) for step in self._found()})
 
     def _judge(self, step: int) -> Verdict:
         return self._loads.judge(self.path(step))
@@ -358,7 +367,8 @@ class Manager:
 
     def _retire(self, cancellation: Cancellation) -> None:
         finished: list[Finished] = []
-        for step in self._found():
+        self._loads.keep(map(self.path, steps := self._found()))
+        for step in steps:
             cancellation.check()
             path = self.path(step)
             if path.is_symlink() or self._loads.was_damaged(path):
@@ -388,7 +398,3 @@ class Manager:
         with warned(path):
             if remove_checkpoint(path, uuid, self._stripe_dirs):
                 self._loads.forget(path)
-
-
-def _repeats(before: list[int] | None, every: list[list[int]]) -> bool:
-    return every[0] == before

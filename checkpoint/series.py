@@ -116,7 +116,8 @@ def _last_in(root: Path, now: int) -> int:
     claimed: list[tuple[int, Path]] = []
     with suppress(OSError):  # missing, or not to be listed, and then nobody can order it either
         paths = [step_path(root, step) for step in steps_in(root)]
-        claimed.extend((peek_saved(path) or 0, path) for path in paths)
+        # Twice, of one that says nothing: it may be that it could not be read for a moment.
+        claimed.extend((peek_saved(path) or peek_saved(path) or 0, path) for path in paths)
     own = {one.saved for one in list(_given) if root in one.roots}
     for saved, path in sorted(claimed, reverse=True):
         if saved < now or saved in own:  # what this process wrote need not be read

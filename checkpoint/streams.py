@@ -13,12 +13,10 @@ import errno
 import functools
 import io
 import os
-import sys
 import warnings
 import weakref
 from collections import OrderedDict, deque
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, cast
@@ -31,7 +29,8 @@ from checkpoint._native import ffi
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.files.replacing import Replacement
 from checkpoint.format.checksum import copy_ranges
-from checkpoint.sheltered import describe, sheltered
+from checkpoint.sheltered import sheltered
+from checkpoint.transfer.failed_writes import FailedWrite
 from checkpoint.transfer.memory import staging_slab
 
 _BLOCK_BYTES = 8 << 20
@@ -39,8 +38,6 @@ _NUM_BLOCKS = 8
 _READ_AHEAD = 5
 _SMALL_READ_BYTES = 64 << 10
 _THREAD = "ckpt-stream"
-_MOST_ERRORS = 100
-"""That may have come of each other."""
 
 _NOTHING = bool
 """In the place of a finalizer. That of `io` would call `close`: in Python, which swallows what
@@ -94,7 +91,7 @@ class _StreamWriter(io.BufferedIOBase):
         self._filled = 0
         self._offset = 0
         self._failed = False
-        self._failure: _Failure | None = None
+        self._failure: FailedWrite | None = None
         try:
             sheltered(lambda _: self._create(), _THREAD)
             self._warn_if_dropped()
@@ -137,16 +134,18 @@ class _StreamWriter(io.BufferedIOBase):
     def write(self, data: Any, /) -> int:
         """Takes all of `data`. Raises the error of any write before, too."""
         self._check_open()
-        self._check_whole()
+        if self._failure is not None:  # also while that is handled: it may be tried again there
+            raise self._failure.error(self.name)
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")  # no shape with a 0 can be cast
         done = 0
+        failure = self._failure = FailedWrite()  # until all is taken, wherever an interrupt comes
         try:
             while done < len(view):
                 done += self._take(view[done:])
+            self._failure = None
         except BaseException as error:
-            self._failed = True
-            self._failure = _Failure.of(error)
+            failure.come(error)
             raise
         return done
 
@@ -190,7 +189,7 @@ class _StreamWriter(io.BufferedIOBase):
 
     def _finish(self) -> None:
         try:
-            if not self._failed:
+            if not self._failed and self._failure is None:
                 self._commit()
         finally:
             self._let_go()
@@ -233,35 +232,8 @@ class _StreamWriter(io.BufferedIOBase):
 
     def _check_whole(self) -> None:
         """Raises OSError where something that was written is lost and nobody is about to say so."""
-        failure = self._failure
-        if failure is not None and not failure.is_handled():
-            what = (
-                "a write has failed, and nothing of the stream is kept; open it anew and write all"
-            )
-            raise OSError(failure.errno, f"{what} of it again: {failure.what}", self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """Of a write, for whoever goes on behind it: what the error was, which is not held."""
-
-    errno: int
-    what: str
-    number: int
-
-    @classmethod
-    def of(cls, error: BaseException) -> _Failure:
-        number = error.errno if isinstance(error, OSError) else None
-        return cls(number or errno.ECANCELED, describe(error), id(error))
-
-    def is_handled(self) -> bool:
-        """Whether it is on its way, or being handled, or what came of it is."""
-        error = sys.exception()
-        for _ in range(_MOST_ERRORS):
-            if error is None or id(error) == self.number:
-                break
-            error = error.__context__
-        return error is not None
+        if self._failure is not None and not self._failure.is_handled():
+            raise self._failure.error(self.name)
 
 
 class _BufferedReader(io.BufferedReader):

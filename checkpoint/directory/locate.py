@@ -137,9 +137,21 @@ def with_current_manifest(
                 manifest = newer
             elif isinstance(error, CorruptCheckpointError) and error.path is None:
                 raise error.in_file(checkpoint / MANIFEST_NAME) from error
+            elif isinstance(error, FileNotFoundError):
+                _check_none_of(manifest, checkpoint, error)
+                raise
             else:
                 raise
     raise AssertionError("the last attempt returns or raises")
+
+
+def _check_none_of(manifest: Manifest, checkpoint: Path, error: FileNotFoundError) -> None:
+    """Raises CorruptCheckpointError for a data file that is missing where its manifest is there: it
+    went between a look at it and its opening. What is removed loses its manifest first.
+    """
+    for file in manifest.files:
+        if str(path := manifest.file_path(checkpoint, file)) == error.filename:
+            raise CorruptCheckpointError(_missing(file), path=path) from error
 
 
 def check_still_there(manifest: Manifest, checkpoint: Path) -> None:
@@ -242,10 +254,7 @@ def check_data_file(manifest: Manifest, checkpoint: Path, file: FileRecord) -> P
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
-        what = "the data file is missing"
-        if file.root is not None:
-            what += "; if its directory was moved, say where to with stripe_dirs="
-        raise CorruptCheckpointError(what, path=path) from error
+        raise CorruptCheckpointError(_missing(file), path=path) from error
     if not stat.S_ISREG(status.st_mode):
         raise CorruptCheckpointError("the data file is not a regular file", path=path)
     if status.st_size != file.nbytes:
@@ -253,3 +262,10 @@ def check_data_file(manifest: Manifest, checkpoint: Path, file: FileRecord) -> P
             f"the data file has {status.st_size} bytes, the manifest says {file.nbytes}", path=path
         )
     return path
+
+
+def _missing(file: FileRecord) -> str:
+    what = "the data file is missing"
+    if file.root is not None:
+        what += "; if its directory was moved, say where to with stripe_dirs="
+    return what

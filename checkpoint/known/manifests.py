@@ -6,6 +6,7 @@ changed would take the interpreter from the training beside it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,12 @@ from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import Manifest
+from checkpoint.series import warn_if_ahead
 
 _Stamp = tuple[int, int, int, int, int]
+Listing = list[list[int]]
+"""Steps, each with when it says that it was saved."""
+UNSAID = -1
 
 
 class KnownManifests:
@@ -83,6 +88,21 @@ class KnownManifests:
             with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
                 return self.check(checkpoint).saved
         return saved
+
+    def ordered(self, steps: Mapping[int, Path]) -> Listing:
+        """Steps at paths, those first that do not say when they were saved, and then the last."""
+        found = []
+        for step, path in steps.items():
+            saved = self.saved(path)
+            warn_if_ahead(path, saved or 0)
+            found.append([step, UNSAID if saved is None else saved])
+        return sorted(found, key=lambda one: (one[1] == UNSAID, one[1], one[0]), reverse=True)
+
+    def keep(self, checkpoints: Set[Path]) -> None:
+        """All others are gone."""
+        for path in list(self._known):
+            if path not in checkpoints:
+                self.forget(path)
 
     def forget(self, checkpoint: Path) -> None:
         """The checkpoint is gone."""

@@ -96,13 +96,6 @@ class WatchedLoads:
             loading.apart(fail)
         return found.pop()
 
-    def damaged_of(self, steps: Iterable[int], path: Callable[[int], Path]) -> list[Path]:
-        """Of steps that a load passed over, those of which it may have read something, wherever it
-        had the data from.
-        """
-        known = damaged_saves()
-        return [path(step) for step in steps if peek_uuid(path(step)) in known]
-
     def was_damaged(self, checkpoint: Path) -> bool:
         """Whether a load found damage in what is there still, or in what may be there still, where
         the manifest cannot be read.
@@ -114,6 +107,14 @@ class WatchedLoads:
         except (OSError, CorruptCheckpointError, IncompleteCheckpointError):
             return has_damaged_manifest(checkpoint)
         return is_damaged(checkpoint, manifest)
+
+    def keep(self, checkpoints: Iterable[Path]) -> None:
+        """All others are gone, by whomever they were removed."""
+        there = set(checkpoints)
+        self._manifests.keep(there)
+        for path in list(self._before):
+            if path not in there:
+                self._before.pop(path, None)
 
     def forget(self, checkpoint: Path) -> None:
         """The checkpoint is gone."""

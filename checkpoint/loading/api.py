@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,11 +17,11 @@ from checkpoint.collector import paused_collector
 from checkpoint.directory.destination import PathLike, checkpoint_path
 from checkpoint.directory.locate import with_current_manifest
 from checkpoint.directory.relocation import Relocation, StripeDirs, relocation
-from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.records import Manifest
 from checkpoint.format.tree import MISSING, DataNode, data_nodes, decode_tree, empty_tree
 from checkpoint.known.damage import Read, damage_noted
-from checkpoint.loading.into import IntoPlan, count_whole_targets, names_lacking, plan_into
+from checkpoint.loading.attempts import Attempts
+from checkpoint.loading.into import IntoPlan, count_whole_targets, plan_into
 from checkpoint.loading.reading import TensorRead, read_tensors, read_while_assembling
 from checkpoint.outside import entrance
 from checkpoint.plan.selection import Selection
@@ -94,12 +93,13 @@ def load(
     moved = relocation(stripe_dirs)
     wanted = _Wanted(Selection(only, strict=strict), _device(map_location), dtype)
     is_inference = torch.is_inference_mode_enabled()
+    attempts = into if isinstance(into, Attempts) else Attempts(into)
     copier = copier_of_caller(follows=True)
     options = ReadOptions(engine=engine, staging_bytes=staging_bytes, verify=verify, copier=copier)
 
     def work(cancellation: Cancellation) -> Any:
         own = replace(options, cancellation=cancellation)
-        kind = _load_new if into is None else partial(_load_into, into=into, before=[])
+        kind = _load_new if into is None else partial(_load_into, attempts=attempts)
         attempt = partial(kind, checkpoint=checkpoint, wanted=wanted, options=own)
         with closing(copier), torch.inference_mode(is_inference), copier.as_caller():
             return _noting_damage(checkpoint, attempt, moved)
@@ -113,44 +113,27 @@ def _noting_damage(checkpoint: Path, attempt: Callable[..., Any], moved: Relocat
         return with_current_manifest(checkpoint, read.by(partial(attempt, read=read)), moved)
 
 
-def listed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` of `load` for several loads: of patterns and directories an iterator has a list."""
-    return {
-        name: list(value) if isinstance(value, Iterator) else value
-        for name, value in options.items()
-    }
+def for_several(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` of `load` for several loads: of patterns and directories an iterator has a list,
+    and `into` is one tree.
+    """
+    given = dict(options)
+    for name in ("only", "stripe_dirs"):
+        if isinstance(value := given.get(name), Iterator):
+            given[name] = list(value)
+    if given.get("into") is not None:
+        given["into"] = Attempts(given["into"])
+    return given
 
 
 @entrance
-def is_unmixed(loaded: Path, damaged: Sequence[Path], options: Mapping[str, Any]) -> bool:
-    """For `options` of `load`, by which a checkpoint was loaded behind others that turned out to be
-    damaged: raises CorruptCheckpointError naming tensors of `into` that it lacks and one of them
-    has. They may hold values of that, also damaged ones. False if it is gone by now.
+def check_unmixed(options: Mapping[str, Any], damaged: Collection[Path]) -> None:
+    """For `options` of several loads, of which the last one has loaded: raises for leaves of `into`
+    that the others may have left values in, see `Attempts.check`.
     """
     into = options.get("into")
-    if not damaged or into is None or options.get("strict", True):
-        return True
-    selection = Selection(options.get("only"), strict=False)
-    lacking = partial(names_lacking, into=into, selection=selection)
-    try:
-        left = with_current_manifest(loaded, lacking)
-    except (FileNotFoundError, IncompleteCheckpointError):
-        return False
-    for path in damaged if left else ():
-        try:
-            names = sorted(left - with_current_manifest(path, lacking))
-        except (OSError, CorruptCheckpointError, IncompleteCheckpointError):
-            continue  # nothing of it was read
-        if names:
-            raise CorruptCheckpointError(
-                f"damaged, and {', '.join(names[:3])} of into may hold some of it: "
-                f"{loaded.name}, which was loaded in its place, lacks "
-                f"{'these' if len(names) > 1 else 'this'}; give "
-                f"{'them values' if len(names) > 1 else 'it values'}, and load that step by its "
-                "number",
-                path=path,
-            )
-    return True
+    if isinstance(into, Attempts) and not options.get("strict", True):
+        into.check(damaged, options.get("only"))
 
 
 def _device(map_location: str | torch.device | None) -> torch.device | None:
@@ -202,10 +185,15 @@ class _Wanted:
     device: torch.device | None
     dtype: torch.dtype | None
 
+    def anew(self) -> _Wanted:
+        """The same of another save, which is there by now."""
+        return replace(self, selection=self.selection.anew())
+
 
 def _load_new(
     manifest: Manifest, checkpoint: Path, wanted: _Wanted, options: ReadOptions, read: Read
 ) -> Any:
+    wanted = wanted.anew()
     assemble = partial(_assemble, manifest, wanted)
     if wanted.selection.is_everything:
         tree = read_while_assembling(manifest, checkpoint, assemble, options)
@@ -258,17 +246,14 @@ def _assemble_selected(manifest: Manifest, wanted: _Wanted) -> tuple[Any, dict[i
 def _load_into(
     manifest: Manifest,
     checkpoint: Path,
-    into: Any,
+    attempts: Attempts,
     wanted: _Wanted,
     options: ReadOptions,
     read: Read,
-    before: list[Manifest],
 ) -> Any:
-    """`before` are saves that were tried before this one, and replaced meanwhile."""
-    selection = wanted.selection
-    if not selection.is_strict:
-        _check_unmixed(before, manifest, checkpoint, into, selection)
-        before.append(manifest)
+    wanted = wanted.anew()
+    selection, into = wanted.selection, attempts.into
+    options = replace(options, begins=partial(attempts.begin, checkpoint, manifest))
 
     @paused_collector()
     def planned() -> IntoPlan:
@@ -284,26 +269,10 @@ def _load_into(
     if rest:
         read_tensors(manifest, checkpoint, rest, options)
     read.is_all = options.verify and _are_all(plan.reads, manifest)
+    attempts.begin(checkpoint, manifest)
+    if not selection.is_strict:
+        attempts.check_same_place(checkpoint, manifest, selection)
     return plan.finish()
-
-
-def _check_unmixed(
-    before: Sequence[Manifest], manifest: Manifest, path: Path, into: Any, selection: Selection
-) -> None:
-    """Raises BlockingIOError for leaves of `into` that this save lacks and one before it had, some
-    of which may have been read.
-    """
-    left = names_lacking(manifest, into, selection) if before else set()
-    for one in before if left else ():
-        names = sorted(left - names_lacking(one, into, selection))
-        if names:
-            raise BlockingIOError(
-                errno.EAGAIN,
-                f"was saved over while it was loaded, and {', '.join(names[:3])} of into may hold "
-                f"some of the save before, which alone has {'these' if len(names) > 1 else 'this'};"
-                f" give {'them values' if len(names) > 1 else 'it values'}, and load again",
-                str(path),
-            )
 
 
 def _read_while_planning(

@@ -70,6 +70,7 @@ def read_files(
     With `problems` damage is added to that list, and what can still be read is read.
     """
     paths = _check_files(manifest, checkpoint, by_file, problems)
+    options.begins()
     with _engine(options, len(paths)) as engine:
         files = []
         for lane, (number, path) in enumerate(paths.items()):
@@ -100,6 +101,7 @@ def read_while_assembling(
     except CorruptCheckpointError:
         assemble()  # what is wrong with the manifest itself is told first
         raise
+    options.begins()
     awaited = _AwaitedPlaces()
     with _engine(options, len(paths)) as engine:
         files = []

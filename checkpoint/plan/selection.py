@@ -34,6 +34,10 @@ class Selection:
         self._matched: set[str] = set()
         self._wanted: dict[str, bool] = {}
 
+    def anew(self) -> Selection:
+        """The same patterns, for another checkpoint: they have matched nothing yet."""
+        return Selection(self._patterns, strict=self.is_strict)
+
     @property
     def is_everything(self) -> bool:
         return self._patterns is None

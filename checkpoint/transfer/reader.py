@@ -84,7 +84,7 @@ class FileReads:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
     """How a load reads: its engine (None: one of its own), its memory, whether it verifies, what
-    brings bytes to devices, and what may ask it to stop.
+    brings bytes to devices, what may ask it to stop, and what is told before the first read.
     """
 
     engine: Engine | None
@@ -92,6 +92,7 @@ class ReadOptions:
     verify: bool
     copier: Copier = NO_DEVICES
     cancellation: Cancellation = field(default_factory=Cancellation)
+    begins: Callable[[], object] = bool
 
 
 class Reader:

@@ -1,0 +1,137 @@
+"""Steps of a root that others write to, or that cannot be read for a moment, as they are listed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint import series
+from checkpoint.directory import locate
+from checkpoint.format.manifest import MANIFEST_NAME
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
+
+
+@pytest.mark.parametrize("find", [checkpoint.Manager.latest, checkpoint.Manager.load])
+def test_what_was_saved_last_is_found_where_all_that_was_listed_before_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, find: Callable[[checkpoint.Manager], Any]
+) -> None:
+    """The first steps of the listing; another one stays, for it is a multiple."""
+    trainer, manager = (checkpoint.Manager(tmp_path, keep=2, keep_every=100) for _ in range(2))
+    for step in (100, 101, 102):
+        trainer.save(step, step)
+    listed, later = manager._ordered, [103, 104, 105]
+
+    def listing() -> list[list[int]]:
+        found = listed()
+        while later:
+            trainer.save(later[0], later.pop(0))
+        return found
+
+    monkeypatch.setattr(manager, "_ordered", listing)
+    assert find(manager) == 105
+    assert manager.steps() == [100, 104, 105]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize(
+    ("find", "expected"),
+    [
+        (checkpoint.Manager.latest, 3),
+        (checkpoint.Manager.load, 3),
+        (checkpoint.Manager.steps, [1, 2, 3]),
+    ],
+)
+def test_an_old_step_that_cannot_be_read_as_it_is_listed_is_not_the_last(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    find: Callable[[checkpoint.Manager], Any],
+    expected: Any,
+) -> None:
+    manager = checkpoint.Manager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, step)
+    opened, failures = locate.open_regular_file, [manager.path(1) / MANIFEST_NAME] * 2
+
+    def opening(path: Path, **options: Any) -> Any:
+        if path in failures:
+            failures.remove(path)
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, **options)
+
+    monkeypatch.setattr(locate, "open_regular_file", opening)
+    assert find(checkpoint.Manager(tmp_path)) == expected
+    assert not failures
+
+
+def test_a_manager_remembers_nothing_of_steps_that_others_removed(tmp_path: Path) -> None:
+    trainer, manager = checkpoint.Manager(tmp_path, keep=1), checkpoint.Manager(tmp_path)
+    for step in range(5):
+        trainer.save(step, step)
+        assert manager.load() == step
+        assert manager.steps() == [step]
+    assert set(manager._known._known) == set(manager._loads._before) == {manager.path(4)}
+    shutil.rmtree(manager.path(4))
+    manager.retire()
+    assert not manager._known._known
+    assert not manager._loads._before
+
+
+def test_data_that_go_as_they_are_opened_are_damage_where_their_manifest_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a disk that goes: what is removed loses its manifest first."""
+    manager = checkpoint.Manager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"w": torch.full((4,), float(step))})
+    (data,) = manager.path(2).rglob("*.safetensors")
+    checked = locate.check_data_file
+
+    def check_and_go(*given: Any) -> Path:
+        path = checked(*given)
+        if path == data and path.exists():
+            path.rename(tmp_path / "away")
+        return path
+
+    monkeypatch.setattr("checkpoint.loading.reading.check_data_file", check_and_go)
+    with pytest.raises(checkpoint.CorruptCheckpointError, match="data file is missing") as caught:
+        checkpoint.load(manager.path(2))
+    assert caught.value.path == str(data)
+    (tmp_path / "away").rename(data)
+    assert manager.load()["w"][0] == 1
+    assert manager.loaded is not None
+    assert manager.loaded.passed_over == (2,)
+
+
+def test_a_save_is_later_than_a_step_beside_it_that_cannot_be_read_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a host whose clock is ahead."""
+    manager = checkpoint.Manager(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda now=time.time_ns: now() + 10**12)
+        manager.save(1, 1)
+    monkeypatch.setattr(series, "_given", [])  # as in another process
+    opened, failures = locate.open_regular_file, [manager.path(1) / MANIFEST_NAME]
+
+    def opening(path: Path, **options: Any) -> Any:
+        if path in failures:
+            failures.remove(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, **options)
+
+    monkeypatch.setattr(locate, "open_regular_file", opening)
+    manager.save(2, 2)
+    assert not failures
+    assert checkpoint.Manager(tmp_path).latest() == 2
