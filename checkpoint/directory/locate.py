@@ -43,8 +43,8 @@ def read_manifest(checkpoint: Path, moved: Relocation = AS_SAVED) -> Manifest:
     except (OSError, CorruptCheckpointError):
         if (place := _place_of_manifest(checkpoint)) is not None:
             _in_doubt[place] = None
-            while len(_in_doubt) > _MOST_IN_DOUBT:
-                _in_doubt.pop(next(iter(_in_doubt)), None)
+            for oldest in list(_in_doubt)[:-_MOST_IN_DOUBT]:  # a copy: other threads read, too
+                _in_doubt.pop(oldest, None)
         raise
     if _in_doubt and (place := _place_of_manifest(checkpoint)) is not None:
         _in_doubt.pop(place, None)

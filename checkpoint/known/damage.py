@@ -130,8 +130,8 @@ def note(checkpoint: Path, manifest: Manifest, files: Iterable[FileRecord] | Non
     damage = _Damage(manifest.uuid, _place(checkpoint))
     for place in _data_places(checkpoint, manifest, files):
         _damaged[place] = damage
-    while len(_damaged) > _MOST_DAMAGED:
-        _damaged.pop(next(iter(_damaged)), None)
+    for oldest in list(_damaged)[:-_MOST_DAMAGED]:  # a copy: other threads read, too
+        _damaged.pop(oldest, None)
 
 
 def _note_whole(checkpoint: Path, manifest: Manifest) -> None:

@@ -94,8 +94,8 @@ def give_attributes(descriptor: int, replaced: Attributes | None, path: Path) ->
         return
     if replaced not in _told:
         _told[replaced] = None
-        while len(_told) > _MOST_TOLD:
-            _told.pop(next(iter(_told)), None)
+        for oldest in list(_told)[:-_MOST_TOLD]:  # a copy: others are told on other threads
+            _told.pop(oldest, None)
         logger.warning(
             "%s: a new file has permissions %04o, and what it replaces had %04o: this process "
             "may not give it %s; set them with chmod and chgrp, or save as the owner or as one "
