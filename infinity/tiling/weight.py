@@ -129,7 +129,7 @@ class TiledWeight(torch.Tensor):
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         if isinstance(gradient, OffloadedGradient) and gradient.stands_for(self._gradients(), 0):
-            return  # ``weight.grad += x`` has changed it already
+            return gradient.becomes_it()  # ``weight.grad += x`` has changed it already
         if self._is_part:
             raise RuntimeError(
                 f"a view of {self._name}, which is in tiles, has no gradient of its own; assign to "

@@ -99,7 +99,7 @@ class OffloadedParameter(nn.Parameter):
     def grad(self, gradient: torch.Tensor | None) -> None:
         own = self.offload_owner, self.offload_index
         if isinstance(gradient, OffloadedGradient) and gradient.stands_for(*own):
-            return  # ``p.grad += x`` has changed it already
+            return gradient.becomes_it()  # ``p.grad += x`` has changed it already
         if gradient is not None:
             if not self.offload_trainable:
                 raise came_frozen(self._name, "cannot be given a gradient")
