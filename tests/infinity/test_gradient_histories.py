@@ -230,6 +230,25 @@ def test_no_graph_outlives_the_block(nvme: Path) -> None:
     del offloaded
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_functions_with_inplace_change_the_gradient(create_graph: bool, nvme: Path) -> None:
+    model = seeded(make)
+    plain = copy.deepcopy(model)
+
+    def use(model: nn.Module) -> torch.Tensor:
+        vector_loss(model, 0).backward(create_graph=create_graph)
+        gradient = _weight(model).grad
+        assert gradient is not None
+        nn.functional.relu(gradient, inplace=True)
+        changed = gradient.detach().clone()
+        model.zero_grad()
+        return changed
+
+    with infinity.offload(model, nvme, host_memory="1GiB"):
+        ours = use(model)
+    assert same_bits(ours, use(plain))
+
+
 def test_a_gradient_in_tiles_is_refused_as_a_whole_one(nvme: Path) -> None:
     model = seeded(make)
     with infinity.offload(model, nvme, host_memory="1GiB", max_parameter_bytes=1 << 18):

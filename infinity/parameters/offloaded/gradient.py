@@ -213,7 +213,7 @@ def _checked(
     with torch._C._DisableTorchDispatch():
         plain = {id(view): view.as_subclass(torch.Tensor) for view in views}
     changes = [Changes(func, plain[id(view)], counts_changes) for view in views]
-    target = tree_leaves(args[:1]) if _is_in_place(func) else []
+    target = tree_leaves(args[:1]) if _is_in_place(func, kwargs) else []
     for view in (view for view in views if any(view is one for one in target)):
         _refuse_change(func, view)
     with _served_by_others() if counts_changes is None else nullcontext():
@@ -238,7 +238,8 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     found = {id(gradient): gradient for gradient in _gradients_in((args, kwargs))}
     values = {key: gradient.read() for key, gradient in found.items()}
     changes = {key: Changes(func, tensor) for key, tensor in values.items()}
-    target = set(map(id, tree_leaves(args[:1]))) if _is_in_place(func) else set()
+    is_in_place = _is_in_place(func, kwargs)
+    target = set(map(id, tree_leaves(args[:1]))) if is_in_place else set()
     is_target = any(key in target for key in found)
     seen = {k: v if k in target else found[k].differentiable(v) for k, v in values.items()}
     args, kwargs = _with_values((args, kwargs), seen)
@@ -296,8 +297,10 @@ def _copy_exactly(values: torch.Tensor, source: Any) -> None:
     values.copy_(source)
 
 
-def _is_in_place(func: Any) -> bool:
+def _is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """By its name: not all operations on lists count the changes that they make."""
+    if kwargs.get("inplace") is True:  # activations and dropout of torch.nn.functional
+        return True
     name = getattr(func, "__name__", "")
     return bool(name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
 
