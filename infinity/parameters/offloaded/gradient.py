@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.parameters.offloaded.changes import Changes, wait_for, writes_later
 from infinity.parameters.offloaded.histories import ChangeCount, histories_of, with_histories
-from infinity.parameters.offloaded.metadata import ABOUT_GRADIENTS
 from infinity.parameters.offloaded.modes import without_history
-from infinity.parameters.offloaded.placeholders import as_they_are, storage_of
+from infinity.parameters.offloaded.placeholders import ABOUT_GRADIENTS, as_they_are, storage_of
 
 
 class GradientOwner(Protocol):

@@ -27,9 +27,9 @@ from infinity.parameters.offloaded.changes import (
 )
 from infinity.parameters.offloaded.differentiated import PASSES, by_edges, is_by_inputs_alone
 from infinity.parameters.offloaded.gradient import GradientOwner, OffloadedGradient
-from infinity.parameters.offloaded.metadata import ABOUT_PARAMETERS
 from infinity.parameters.offloaded.modes import outside_inference
 from infinity.parameters.offloaded.placeholders import (
+    ABOUT_PARAMETERS,
     came_frozen,
     is_mapped,
     is_placeholder,
