@@ -33,8 +33,8 @@ from infinity.optim.rule import OptimizerRule
 from infinity.optim.state_reference import StateReference
 from infinity.optim.stepping import as_norm, clip_coefficient, options_of, updates_for
 from infinity.parameters.offloaded.becoming import become_offloaded
-from infinity.parameters.offloaded.gradient import ChangeCount
 from infinity.parameters.offloaded.handlers import check_not_moving
+from infinity.parameters.offloaded.histories import ChangeCount
 from infinity.parameters.offloaded.modes import own_modes, unseen
 from infinity.parameters.offloaded.parameter import take_grad
 from infinity.parameters.records import Record

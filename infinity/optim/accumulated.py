@@ -18,8 +18,7 @@ import torch
 from aio.errors import let_go
 from infinity.backward_passes import BackwardPasses
 from infinity.optim.loss_scale import GradientScale, LossScale
-from infinity.parameters.offloaded.gradient import ChangeCount
-from infinity.parameters.offloaded.histories import history_of
+from infinity.parameters.offloaded.histories import ChangeCount, history_of
 from infinity.parameters.offloaded.parameter import take_grad
 from infinity.parameters.offloaded.placeholders import came_frozen
 from infinity.parameters.records import Record
@@ -166,6 +165,7 @@ class Accumulated:
         self._state.clear_gradients(index)
         self._consumed.discard(index)
         self._ages[index] += 1
+        self._counts[index].marks.clear()  # who has it still may not keep the graph
         self._counts[index] = ChangeCount()
         if gradient is not None:
             with self._or_lost(index):
@@ -200,14 +200,20 @@ class Accumulated:
                 "call offloaded.step(), or optimizer.zero_grad() after optimizer.step()"
             )
         with self._adding:  # autograd has several threads for several devices
+            if torch.is_grad_enabled() and self.has(index):
+                self._ages[index] += 1  # where it makes graphs, it adds up in another tensor
             self.add(index, taken(gradient))
             self._note_history(index, gradient)
         return True
 
     def _note_history(self, index: int, gradient: torch.Tensor) -> None:
         if gradient.requires_grad:
-            count = self._counts[index]
-            count.histories = (*count.histories, history_of(gradient))
+            self._counts[index].marks.append(history_of(gradient))
+
+    def forget_histories(self) -> None:
+        """Let go of the graphs that the gradients depend on."""
+        for count in self._counts:
+            count.marks.clear()
 
     def _check_trained(self, index: int) -> None:
         record = self._records[index]
@@ -265,6 +271,7 @@ class Accumulated:
     def _forget_used(self) -> None:
         self._consumed.clear()
         self._ages = [age + 1 for age in self._ages]
+        self.forget_histories()
         self._counts = [ChangeCount() for _ in self._ages]
         self._forget_factors()
         self._is_to_be_cleared = False

@@ -65,3 +65,4 @@ class LeftGradients:
                 len(left),
                 self._records[left[0]].name,
             )
+        self._accumulated.forget_histories()

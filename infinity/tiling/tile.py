@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.parameters.offloaded.changes import Changes, copy_of, wait_for, writes_later
-from infinity.parameters.offloaded.gradient import ChangeCount, GradientOwner, OffloadedGradient
+from infinity.parameters.offloaded.gradient import GradientOwner, OffloadedGradient
+from infinity.parameters.offloaded.histories import ChangeCount
 from infinity.parameters.offloaded.modes import outside_inference, own_modes, without_history
 from infinity.parameters.offloaded.parameter import SHOWS_MEMORY
 from infinity.parameters.offloaded.placeholders import as_they_are

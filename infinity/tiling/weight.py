@@ -20,9 +20,13 @@ from torch.utils._pytree import tree_leaves
 from infinity.parameters.offloaded.assigned import check_assigned
 from infinity.parameters.offloaded.differentiated import PASSES
 from infinity.parameters.offloaded.gradient import OffloadedGradient, Source, read_only
-from infinity.parameters.offloaded.metadata import ABOUT_TILED
 from infinity.parameters.offloaded.parameter import cannot_be_copied
-from infinity.parameters.offloaded.placeholders import as_they_are, placeholder, refusal_of_gradient
+from infinity.parameters.offloaded.placeholders import (
+    ABOUT_TILED,
+    as_they_are,
+    placeholder,
+    refusal_of_gradient,
+)
 from infinity.tiling.groups import multiply_groups
 from infinity.tiling.pieces import Rows, look_up, multiply, multiply_with_one
 from infinity.tiling.tile import (
@@ -129,7 +133,7 @@ class TiledWeight(torch.Tensor):
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         if isinstance(gradient, OffloadedGradient) and gradient.stands_for(self._gradients(), 0):
-            return  # ``weight.grad += x`` has changed it already
+            return gradient.becomes_it()  # ``weight.grad += x`` has changed it already
         if self._is_part:
             raise RuntimeError(
                 f"a view of {self._name}, which is in tiles, has no gradient of its own; assign to "

@@ -17,18 +17,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.parameters.offloaded.changes import Changes, wait_for, writes_later
-from infinity.parameters.offloaded.histories import histories_of, with_histories
-from infinity.parameters.offloaded.metadata import ABOUT_GRADIENTS
+from infinity.parameters.offloaded.histories import ChangeCount, histories_of, with_histories
 from infinity.parameters.offloaded.modes import without_history
-from infinity.parameters.offloaded.placeholders import as_they_are, storage_of
-
-
-@dataclass(slots=True, eq=False)
-class ChangeCount:
-    """How often the values of a gradient changed, until it was cleared or replaced."""
-
-    changes: int = 0
-    histories: tuple[torch.Tensor, ...] = ()  # see ``histories.history_of``
+from infinity.parameters.offloaded.placeholders import ABOUT_GRADIENTS, as_they_are, storage_of
 
 
 class GradientOwner(Protocol):
@@ -67,7 +58,8 @@ class OffloadedGradient(torch.Tensor):
     _owner: GradientOwner
     _index: int
     _age: int
-    _is_detached = False
+    _marks: Sequence[list[torch.Tensor]]
+    """Its history; of its parts, if it has some."""
 
     @staticmethod
     def of(owner: GradientOwner, index: int, face: torch.Tensor) -> OffloadedGradient:
@@ -76,6 +68,7 @@ class OffloadedGradient(torch.Tensor):
             gradient = face.as_subclass(OffloadedGradient)
         gradient._owner, gradient._index = owner, index
         gradient._age = owner.gradient_age(index)
+        gradient._marks = [count.marks for count in owner.gradient_counts(index)]
         return gradient
 
     def stands_for(self, owner: GradientOwner, index: int) -> bool:
@@ -89,27 +82,31 @@ class OffloadedGradient(torch.Tensor):
 
     def differentiable(self, values: torch.Tensor) -> torch.Tensor:
         """``values``, behind the marks of their histories."""
-        counts = () if self._is_detached else self._owner.gradient_counts(self._index)
-        marks = [mark for count in counts for mark in count.histories]
+        marks = [mark for part in self._marks for mark in part]
         return with_histories(values, marks, self.name_of_parameter)
 
     def detached(self) -> OffloadedGradient:
         same = OffloadedGradient.of(self._owner, self._index, self)
-        same._age, same._is_detached = self._age, True
+        same._age, same._marks = self._age, [[] for _ in self._marks]
         return same
 
     def set_histories(self, marks: Sequence[torch.Tensor] = (), *, joins: bool = False) -> Any:
-        for count in self._owner.gradient_counts(self._index):
-            count.histories = (*(count.histories if joins else ()), *marks)
+        for part in self._marks:
+            part[:] = (*(part if joins else ()), *marks)
         return self
+
+    def becomes_it(self) -> None:
+        """The parameter's gradient, of which it may have been detached, has its history now."""
+        counts = self._owner.gradient_counts(self._index)
+        for count, marks in zip(counts, self._marks, strict=True):
+            count.marks = marks
 
     def keep(self, values: torch.Tensor) -> None:
         """What ``read`` gave was changed."""
         self._owner.keep_gradient(self._index, values)
 
-    def refuse(self, name: str) -> None:
-        """Raise what an operation of that name cannot be done for."""
-        _refuse(name, self.name_of_parameter)
+    def refuse(self, operation: str) -> None:
+        _refuse(operation, self.name_of_parameter)
 
     @property
     def name_of_parameter(self) -> str:
@@ -215,26 +212,33 @@ def _checked(
     with torch._C._DisableTorchDispatch():
         plain = {id(view): view.as_subclass(torch.Tensor) for view in views}
     changes = [Changes(func, plain[id(view)], counts_changes) for view in views]
-    target = tree_leaves(args[:1]) if _is_in_place(func) else []
+    target = tree_leaves(args[:1]) if _is_in_place(func, kwargs) else []
+    for view in (view for view in views if any(view is one for one in target)):
+        _refuse_change(func, view)
     with _served_by_others() if counts_changes is None else nullcontext():
         result = func(*_with_values(args, plain), **_with_values(kwargs, plain))
     wait_for(func, result)
     for view, change in zip(views, changes, strict=True):
-        if change.are_there() or any(view is one for one in target):
-            raise RuntimeError(
-                f"{getattr(func, '__name__', func)} changed a view of the gradient of "
-                f"{view._source.name}, which is a copy: the gradient itself is as it was; change "
-                "the whole of it in place, or assign to the parameter's grad"
-            )
+        if change.are_there():
+            _refuse_change(func, view)
     return result
+
+
+def _refuse_change(func: Any, view: GradientValues) -> None:
+    name = getattr(func, "__name__", func)
+    raise RuntimeError(
+        f"{name} changed a view of the gradient of {view._source.name}, which is a copy: it is as "
+        "it was itself; change the whole of it in place, or assign to the parameter's grad"
+    )
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """``func`` of the values in the place of the gradients; what it changed of them is kept."""
     found = {id(gradient): gradient for gradient in _gradients_in((args, kwargs))}
-    values = _values_in((args, kwargs))
+    values = {key: gradient.read() for key, gradient in found.items()}
     changes = {key: Changes(func, tensor) for key, tensor in values.items()}
-    target = set(map(id, tree_leaves(args[:1]))) if _is_in_place(func) else set()
+    is_in_place = _is_in_place(func, kwargs)
+    target = set(map(id, tree_leaves(args[:1]))) if is_in_place else set()
     is_target = any(key in target for key in found)
     seen = {k: v if k in target else found[k].differentiable(v) for k, v in values.items()}
     args, kwargs = _with_values((args, kwargs), seen)
@@ -256,11 +260,6 @@ tiles, views of gradients), which replace theirs.
 """
 
 
-def _values_in(tree: Any) -> dict[int, torch.Tensor]:
-    found = {id(gradient): gradient for gradient in _gradients_in(tree)}
-    return {key: gradient.read() for key, gradient in found.items()}
-
-
 def _with_values(tree: Any, values: Mapping[int, torch.Tensor]) -> Any:
     return tree_map(lambda leaf: values.get(id(leaf), leaf), tree)
 
@@ -276,9 +275,11 @@ def _overwrite(gradient: OffloadedGradient, fill: Callable[[torch.Tensor], Any])
 
 def _overwrite_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``func``, which gives its first argument, a gradient, values that owe nothing to the old."""
-    rest = _with_values((args[1:], kwargs), _values_in((args[1:], kwargs)))
+    sources = {id(one): one.differentiable(one.read()) for one in _gradients_in((args[1:], kwargs))}
+    rest = _with_values((args[1:], kwargs), sources)
     _overwrite(args[0], lambda values: func(values, *rest[0], **rest[1]))
-    return args[0].set_histories(histories_of(rest))
+    # Where nothing has a history, what it had stays.
+    return args[0].set_histories(histories_of(rest), joins=not torch.is_grad_enabled())
 
 
 def _copy_exactly(values: torch.Tensor, source: Any) -> None:
@@ -295,16 +296,16 @@ def _copy_exactly(values: torch.Tensor, source: Any) -> None:
     values.copy_(source)
 
 
-def _is_in_place(func: Any) -> bool:
+def _is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """By its name: not all operations on lists count the changes that they make."""
+    if kwargs.get("inplace") is True:  # activations and dropout of torch.nn.functional
+        return True
     name = getattr(func, "__name__", "")
-    return bool(name.endswith("_") and not name.endswith("__"))
+    return bool(name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
 
 
 def _as_seen(
-    result: Any,
-    found: Mapping[int, OffloadedGradient],
-    values: Mapping[int, torch.Tensor],
+    result: Any, found: Mapping[int, OffloadedGradient], values: Mapping[int, torch.Tensor]
 ) -> Any:
     """``result`` with the gradients in the place of their values, and views of these read only."""
     by_values = {id(tensor): found[key] for key, tensor in values.items()}
@@ -323,9 +324,7 @@ def _read_only(leaf: Any, owners: Mapping[Any, Source]) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
         return leaf
     source = owners.get(storage_of(leaf))
-    if source is None or (leaf.requires_grad and leaf.grad_fn is not None):
-        return leaf
-    return read_only(leaf, source)
+    return leaf if source is None else read_only(leaf, source)
 
 
 def read_only(values: torch.Tensor, source: Source) -> GradientValues:
@@ -342,8 +341,8 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         for position, gradient in enumerate(args[0]):
             own = [gradient, *(arg[position] for arg in args[1:2]), *args[2:]]
             of_one = _OVERWRITE_EACH[func]
-            is_ours = isinstance(gradient, OffloadedGradient)
-            (_overwrite_by if is_ours else _on_values)(of_one, own, kwargs)
+            overwrite = _overwrite_by if isinstance(gradient, OffloadedGradient) else _on_values
+            overwrite(of_one, own, kwargs)
         return None
     results = []
     for position in range(count):

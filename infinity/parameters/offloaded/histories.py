@@ -5,18 +5,29 @@ and can be used for anything but to differentiate it: there a backward pass woul
 a word, all that the gradient depends on, so it is refused by name.
 
 A mark of one element stands for the gradient in its graph: what asks for derivatives by anything
-that the gradient depends on comes to it.
+that the gradient depends on comes to it. A list of marks is what a tensor in memory has as its
+history: all that stand for one tensor share it, and what was detached has one of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from infinity.parameters.offloaded.modes import unseen
+
+
+@dataclass(slots=True, eq=False)
+class ChangeCount:
+    """How often the values of a gradient changed, until it was cleared or replaced."""
+
+    changes: int = 0
+    marks: list[torch.Tensor] = field(default_factory=list)
+    """Of what it depends on."""
 
 
 @unseen

@@ -27,9 +27,9 @@ from infinity.parameters.offloaded.changes import (
 )
 from infinity.parameters.offloaded.differentiated import PASSES, by_edges, is_by_inputs_alone
 from infinity.parameters.offloaded.gradient import GradientOwner, OffloadedGradient
-from infinity.parameters.offloaded.metadata import ABOUT_PARAMETERS
 from infinity.parameters.offloaded.modes import outside_inference
 from infinity.parameters.offloaded.placeholders import (
+    ABOUT_PARAMETERS,
     came_frozen,
     is_mapped,
     is_placeholder,
@@ -99,7 +99,7 @@ class OffloadedParameter(nn.Parameter):
     def grad(self, gradient: torch.Tensor | None) -> None:
         own = self.offload_owner, self.offload_index
         if isinstance(gradient, OffloadedGradient) and gradient.stands_for(*own):
-            return  # ``p.grad += x`` has changed it already
+            return gradient.becomes_it()  # ``p.grad += x`` has changed it already
         if gradient is not None:
             if not self.offload_trainable:
                 raise came_frozen(self._name, "cannot be given a gradient")
