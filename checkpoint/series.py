@@ -121,10 +121,11 @@ def _last_in(root: Path, now: int) -> int:
         if saved < now or saved in own:  # what this process wrote need not be read
             return saved
         # A damaged manifest may claim any time, and what is saved next has to be later.
-        with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
-            saved = read_manifest(path).saved
-            warn_if_ahead(path, saved)
-            return saved
+        for _ in range(2):
+            with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
+                saved = read_manifest(path).saved
+                warn_if_ahead(path, saved)
+                return saved
     return 0
 
 

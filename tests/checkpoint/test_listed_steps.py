@@ -114,19 +114,23 @@ def test_data_that_go_as_they_are_opened_are_damage_where_their_manifest_stays(
     assert manager.loaded.passed_over == (2,)
 
 
+@pytest.mark.parametrize("failing", [0, 1])
 def test_a_save_is_later_than_a_step_beside_it_that_cannot_be_read_for_a_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """Of a host whose clock is ahead."""
+    """Of a host whose clock is ahead: as it is asked when it was saved, or whether that is so."""
     manager = checkpoint.Manager(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(time, "time_ns", lambda now=time.time_ns: now() + 10**12)
         manager.save(1, 1)
     monkeypatch.setattr(series, "_given", [])  # as in another process
-    opened, failures = locate.open_regular_file, [manager.path(1) / MANIFEST_NAME]
+    manifest, opened = manager.path(1) / MANIFEST_NAME, locate.open_regular_file
+    sound, failures = [manifest] * failing, [manifest]
 
     def opening(path: Path, **options: Any) -> Any:
-        if path in failures:
+        if path in sound:
+            sound.remove(path)
+        elif path in failures:
             failures.remove(path)
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return opened(path, **options)
