@@ -31,7 +31,7 @@ from checkpoint.directory.relocation import Relocation, may_be_directory
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
 from checkpoint.known.manifests import UNSAID, KnownManifests, Listing
-from checkpoint.known.verdicts import LoadedStep, Verdict, is_directory, warned, weakest
+from checkpoint.known.verdicts import LoadedStep, Verdict, warned, weakest
 from checkpoint.known.watched_loads import WatchedLoads
 from checkpoint.loading.api import check_unmixed, for_several, load
 from checkpoint.outside import within
@@ -336,10 +336,10 @@ class Manager:
         return pending
 
     def _found(self) -> list[int]:
-        """Every step there is something of, for rank 0. What is no directory is no step."""
+        """Every step there may be something of, for rank 0. What is no directory is no step."""
         if self._ranks.rank or not self.root.is_dir():
             return []
-        return [step for step in steps_in(self.root) if is_directory(self.path(step))]
+        return [step for step in steps_in(self.root) if may_be_directory(self.path(step))]
 
     def _ordered(self) -> Listing:
         """Every step there is something of, those first that do not say when they were saved: they
@@ -370,10 +370,9 @@ class Manager:
         self._loads.keep(map(self.path, steps := self._found()))
         for step in steps:
             cancellation.check()
-            path = self.path(step)
-            if path.is_symlink() or self._loads.was_damaged(path):
-                continue
-            with warned(path):
+            with warned(path := self.path(step)):
+                if path.is_symlink() or self._loads.was_damaged(path):
+                    continue
                 try:
                     manifest, since = self._known.check(path), changed(path)
                 except IncompleteCheckpointError:

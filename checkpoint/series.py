@@ -113,21 +113,30 @@ def _places(path: Path) -> Iterator[Path]:
 
 def _last_in(root: Path, now: int) -> int:
     """When the newest step was saved, where that is not before `now`; else 0 or any before."""
-    claimed: list[tuple[int, Path]] = []
-    with suppress(OSError):  # missing, or not to be listed, and then nobody can order it either
-        paths = [step_path(root, step) for step in steps_in(root)]
-        # Twice, of one that says nothing: it may be that it could not be read for a moment.
-        claimed.extend((peek_saved(path) or peek_saved(path) or 0, path) for path in paths)
+    paths = [step_path(root, step) for step in _listed(root)]
+    # Twice, of one that says nothing: it may be that it could not be read for a moment.
+    claimed = [(peek_saved(path) or peek_saved(path) or 0, path) for path in paths]
     own = {one.saved for one in list(_given) if root in one.roots}
     for saved, path in sorted(claimed, reverse=True):
         if saved < now or saved in own:  # what this process wrote need not be read
             return saved
         # A damaged manifest may claim any time, and what is saved next has to be later.
-        with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
-            saved = read_manifest(path).saved
-            warn_if_ahead(path, saved)
-            return saved
+        for _ in range(2):
+            with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
+                saved = read_manifest(path).saved
+                warn_if_ahead(path, saved)
+                return saved
     return 0
+
+
+def _listed(root: Path) -> list[int]:
+    """`steps_in`; none where it is missing, or not to be listed: nobody can order it either then.
+    That is asked twice, for it may be so for a moment.
+    """
+    for _ in range(2):
+        with suppress(OSError):
+            return steps_in(root)
+    return []
 
 
 def warn_if_ahead(path: Path, saved: int) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio.errors import check_path
+from checkpoint.absence import is_name
 
 PathLike = str | os.PathLike[str]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -77,12 +78,17 @@ def checkpoint_path(path: PathLike, name: str = "path") -> Path:
 
 def check_place(path: PathLike, name: str = "path") -> None:
     """Raises TypeError for what is no path, by its `name` among the arguments, ValueError for an
-    empty one and for a URL.
+    empty one, for a text that no file can be called, and for a URL.
     """
     check_path(name, path)
     given = os.fspath(path)
     if not given:
         raise ValueError(f"{name} is empty; give '.' for the current directory")
+    if not is_name(given):
+        raise ValueError(
+            f"{name}={given!r} is no path: no file has a zero byte, or half of a surrogate pair, "
+            "in its name"
+        )
     if _URL.match(given):
         raise ValueError(
             f"{name}={given!r} is a URL, and only file systems are written to and read; give a "

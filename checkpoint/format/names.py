@@ -19,7 +19,10 @@ _ESCAPED = "escaped~"
 
 def natural_name(path: Path) -> str:
     """`("model", "h.0.weight")` gives `model.h.0.weight`; the root itself is called `state`."""
-    name = ".".join(map(str, path)) or ROOT_NAME
+    try:
+        name = ".".join(map(str, path)) or ROOT_NAME
+    except ValueError:
+        name = ".".join(key if isinstance(key, str) else shown(key) for key in path)
     if name.isascii():  # as most are
         return name
     # Half of a surrogate pair is a legal Python string and no legal UTF-8.
@@ -77,7 +80,20 @@ def _is_utf8(text: str) -> bool:
 
 def render(path: Path, root: str = "state") -> str:
     """`state['trainer']['callbacks'][2]`, as a user would write the access."""
-    return root + "".join(f"[{key!r}]" for key in path)
+    return root + "".join(f"[{shown(key)}]" for key in path)
+
+
+def shown(key: object) -> str:
+    """A key as Python writes it, and an int of so many digits that it refuses (thousands) in
+    hexadecimal ones.
+    """
+    try:
+        return repr(key)
+    except ValueError:
+        if isinstance(key, tuple):
+            items = ", ".join(map(shown, key))
+            return f"({items},)" if len(key) == 1 else f"({items})"
+        return hex(key) if isinstance(key, int) else object.__repr__(key)
 
 
 def closest(name: str, names: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from checkpoint.errors import CorruptCheckpointError
-from checkpoint.format.names import Path, kind_of, natural_name, render, unique_names
+from checkpoint.format.names import Path, kind_of, natural_name, render, shown, unique_names
 from checkpoint.format.scalars import (
     Node,
     decode_scalar,
@@ -340,7 +340,9 @@ class _Decoder:
         for key, item in pairs:
             value = self.decode((*path, key), item)
             if key in target:
-                raise CorruptCheckpointError(f"{render(path)}: the key {key!r:.200} is there twice")
+                raise CorruptCheckpointError(
+                    f"{render(path)}: the key {shown(key):.200} is there twice"
+                )
             if value is not MISSING:
                 target[key] = value
         return self._kept(path, target, not pairs)

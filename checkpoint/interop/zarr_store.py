@@ -33,6 +33,8 @@ from checkpoint.loading.opened import open_current
 from checkpoint.tensors.assembly import array_dtype, view_of
 from checkpoint.tensors.sources import ByteSource
 
+_MOST_DIGITS = len(str(2**63))
+
 
 class Blob(Protocol):
     """The bytes of one key."""
@@ -243,7 +245,7 @@ class CheckpointBlobs(Mapping[str, Blob]):
         if not found or place not in self._arrays:
             raise KeyError(key)
         source, layout = self._arrays[place]
-        numbers = tuple(int(part) if part.isdecimal() else -1 for part in index.split("/") if part)
+        numbers = tuple(_number(part) for part in index.split("/") if part)
         grid = layout.grid
         if len(numbers) != len(grid) or "/".join(map(str, numbers)) != index:
             raise KeyError(key)
@@ -286,6 +288,13 @@ class CheckpointBlobs(Mapping[str, Blob]):
                     yield path
                 else:
                     yield from self.below(path)
+
+
+def _number(part: str) -> int:
+    """Of a chunk along a dimension; -1 for what is none, as what has more digits than sizes have:
+    Python refuses to read thousands.
+    """
+    return int(part) if part.isdecimal() and len(part) <= _MOST_DIGITS else -1
 
 
 def _first(numbers: str, grid: tuple[int, ...]) -> list[str]:

@@ -118,15 +118,6 @@ def is_unreadable(checkpoint: Path, error: OSError) -> bool:
     return bool(homes & {file, *file.parents}) or is_data_file_name(file.name)
 
 
-def is_directory(path: Path) -> bool:
-    """Whether there is one; of what cannot be looked at a warning says why."""
-    try:
-        return path.is_dir()
-    except OSError as error:
-        logger.warning("%s is passed over: %s", path, error)
-        return False
-
-
 def pass_over(path: Path, error: Exception, handled: BaseException | None) -> None:
     """Says why a step is not loaded. The error holds nothing then: what refers to itself through
     what it came through would keep what is loaded in its place. What the caller `handled` before,

@@ -261,3 +261,24 @@ def test_options_of_another_type_are_refused_by_name(tmp_path: Path, odd: Any) -
                 export()
         with pytest.raises(TypeError, match="file is a"):
             checkpoint.write_references(path, odd)
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\ud800"], ids=ascii)
+def test_a_text_that_no_file_can_be_called_is_refused_by_the_argument(
+    tmp_path: Path, text: str
+) -> None:
+    state, step = {"w": torch.ones(1)}, tmp_path / "step"
+    checkpoint.save(state, step)
+    calls: list[tuple[str, Any]] = [
+        ("path", lambda: checkpoint.save(state, text)),
+        ("path", lambda: checkpoint.load(text)),
+        ("path", lambda: checkpoint.open_stream(text, "wb")),
+        ("root", lambda: checkpoint.Manager(text)),
+        ("folder", lambda: checkpoint.export_safetensors(step, text)),
+        ("stripe_dirs", lambda: checkpoint.save(state, step, stripe_dirs=[text])),
+        ("stripe_dirs", lambda: checkpoint.load(step, stripe_dirs=[text])),
+        ("stripe_dirs", lambda: checkpoint.load(step, stripe_dirs={text: tmp_path})),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=rf"^{name}=.* is no path: no file has a zero byte"):
+            call()

@@ -114,19 +114,23 @@ def test_data_that_go_as_they_are_opened_are_damage_where_their_manifest_stays(
     assert manager.loaded.passed_over == (2,)
 
 
+@pytest.mark.parametrize("failing", [0, 1])
 def test_a_save_is_later_than_a_step_beside_it_that_cannot_be_read_for_a_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """Of a host whose clock is ahead."""
+    """Of a host whose clock is ahead: as it is asked when it was saved, or whether that is so."""
     manager = checkpoint.Manager(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(time, "time_ns", lambda now=time.time_ns: now() + 10**12)
         manager.save(1, 1)
     monkeypatch.setattr(series, "_given", [])  # as in another process
-    opened, failures = locate.open_regular_file, [manager.path(1) / MANIFEST_NAME]
+    manifest, opened = manager.path(1) / MANIFEST_NAME, locate.open_regular_file
+    sound, failures = [manifest] * failing, [manifest]
 
     def opening(path: Path, **options: Any) -> Any:
-        if path in failures:
+        if path in sound:
+            sound.remove(path)
+        elif path in failures:
             failures.remove(path)
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return opened(path, **options)
@@ -135,3 +139,63 @@ def test_a_save_is_later_than_a_step_beside_it_that_cannot_be_read_for_a_moment(
     manager.save(2, 2)
     assert not failures
     assert checkpoint.Manager(tmp_path).latest() == 2
+
+
+def test_a_save_is_later_than_steps_of_a_root_that_cannot_be_listed_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a host whose clock is ahead."""
+    manager = checkpoint.Manager(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda now=time.time_ns: now() + 10**12)
+        manager.save(1, 1)
+    monkeypatch.setattr(series, "_given", [])  # as in another process
+    listed, failures = series.steps_in, [errno.EIO]
+
+    def listing(root: Path) -> list[int]:
+        if failures:
+            raise OSError(failures.pop(), "for a moment", str(root))
+        return listed(root)
+
+    monkeypatch.setattr(series, "steps_in", listing)
+    manager.save(2, 2)
+    assert not failures
+    assert checkpoint.Manager(tmp_path).latest() == 2
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_step_whose_directory_cannot_be_looked_at_is_listed_or_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    manager = checkpoint.Manager(tmp_path / "run", keep=2)
+    for step in (1, 2):
+        manager.save(step, step)
+    looked, failures = Path.stat, [manager.path(2)] * times
+
+    def looking(path: Path, **options: Any) -> os.stat_result:
+        is_within = times > 1 and manager.path(2) in path.parents
+        if path in failures or is_within:
+            failures.pop()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return looked(path, **options)
+
+    opened = locate.open_regular_file
+
+    def opening(path: Path, **options: Any) -> Any:
+        if times > 1 and manager.path(2) in path.parents:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", looking)
+        patch.setattr(locate, "open_regular_file", opening)
+        found = checkpoint.Manager(tmp_path / "run")
+        assert found.load() == (2 if times == 1 else 1)
+        assert found.loaded is not None
+        assert found.loaded.passed_over == (() if times == 1 else (2,))
+        if times > 1:
+            shutil.rmtree(manager.path(1))
+            with pytest.raises(FileNotFoundError, match="damaged or unreadable: steps 2"):
+                found.load()
+            found.retire()
+    assert manager.steps() == ([1, 2] if times == 1 else [2])

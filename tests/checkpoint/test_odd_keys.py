@@ -82,3 +82,31 @@ def test_a_record_as_a_key_is_refused_with_its_place(tmp_path: Path, tree: objec
 def test_a_record_as_a_key_in_a_manifest_is_refused() -> None:
     with pytest.raises(CorruptCheckpointError, match="void cannot be a key"):
         decode_tree({"set": [{"numpy": ["|V3", "616263"]}]}, lambda _, node: node)
+
+
+LONG = [10**5000, -(10**5000), (1, (10**5000,))]
+
+
+@pytest.mark.parametrize("key", LONG, ids=["positive", "negative", "in tuples"])
+def test_a_key_of_more_digits_than_python_writes_is_a_key_like_others(
+    tmp_path: Path, key: Any
+) -> None:
+    checkpoint.save({key: torch.ones(3), "b": {key: 7}}, tmp_path / "step")
+    loaded = checkpoint.load(tmp_path / "step")
+    assert torch.equal(loaded[key], torch.ones(3))
+    assert loaded["b"][key] == 7
+    live = {key: torch.zeros(3)}
+    checkpoint.load(tmp_path / "step", into=live)
+    assert torch.equal(live[key], torch.ones(3))
+    (name,) = checkpoint.list_tensors(tmp_path / "step")
+    assert list(checkpoint.load(tmp_path / "step", only=name)) == [key]
+    with pytest.raises(TypeError, match=r"cannot save state\[.*0x.*: builtins.object is not"):
+        checkpoint.save({key: object()}, tmp_path / "step")
+    with pytest.raises(ValueError, match=r"into\[.*0x.* is not in the checkpoint"):
+        checkpoint.load(tmp_path / "step", into={"c": {key: torch.zeros(1)}})
+
+
+def test_a_long_key_that_is_there_twice_is_damage() -> None:
+    pair = [{"int": hex(10**5000)}, 1]
+    with pytest.raises(CorruptCheckpointError, match=r"the key 0x.* is there twice"):
+        decode_tree({"items": [pair, pair]}, lambda *_: None)

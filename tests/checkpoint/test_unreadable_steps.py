@@ -14,6 +14,7 @@ import torch
 
 import checkpoint
 from checkpoint import manager as manager_module
+from checkpoint.directory import locate
 from checkpoint.format.manifest import MANIFEST_NAME
 from tests.support.memory import folder_in_memory
 
@@ -74,16 +75,18 @@ def test_a_step_whose_manifest_is_on_a_bad_sector_is_passed_over(
 def test_a_directory_that_cannot_be_looked_at_is_passed_over(
     series: checkpoint.Manager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_dir = Path.is_dir
+    is_dir, opened = Path.is_dir, locate.open_regular_file
 
-    def stale(path: Path) -> bool:
-        if path.name == "step-2":
+    def check(path: Path) -> Path:
+        if "step-2" in path.parts:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return is_dir(path)
+        return path
 
-    monkeypatch.setattr(Path, "is_dir", stale)
+    monkeypatch.setattr(Path, "is_dir", lambda path: is_dir(check(path)))
+    monkeypatch.setattr(locate, "open_regular_file", lambda path: opened(check(path)))
     assert series.steps() == [0, 1]
     assert series.load()["step"] == 1
+    assert series.loaded == checkpoint.LoadedStep(1, (2,))
     assert caplog.records[0].levelno == logging.WARNING
 
 

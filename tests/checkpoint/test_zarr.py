@@ -245,7 +245,16 @@ def test_the_store_travels_to_other_processes(path: Path, state: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    "key", ["model", "model/base/c/9/9", "model/base/c/0", "model/base/c/00/0", "x/c/0", "flag/c/0"]
+    "key",
+    [
+        "model",
+        "model/base/c/9/9",
+        "model/base/c/0",
+        "model/base/c/00/0",
+        "x/c/0",
+        "flag/c/0",
+        pytest.param(f"model/base/c/0/{'9' * 5000}", id="long"),
+    ],
 )
 def test_keys_that_are_not_there_are_not_there(path: Path, key: str) -> None:
     assert key not in checkpoint.open_zarr(path).store.blobs  # type: ignore[attr-defined]
