@@ -89,6 +89,7 @@ def test_disks_do_not_stand_still_for_a_device_that_is_behind() -> None:
     assert outcome.over_the_larger < 1.1
 
 
+@pytest.mark.proof
 def test_a_step_with_state_on_nvme_takes_what_the_disks_do() -> None:
     """And not much longer: of two layers the ends, at which disks are idle, are a large part."""
     budget = Budget(host_bytes=3 * GIB, device_bytes=WEIGHTS)

@@ -309,6 +309,7 @@ def test_bench_whose_output_is_full_names_it_and_writes_what_it_can(
     assert left_in(directories) == []
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("encoding", matrix(["ascii", "latin-1", "utf-8"], usual=["ascii"]))
 def test_bench_shows_its_table_in_the_characters_that_there_are(
     directories: list[Path], encoding: str
@@ -330,6 +331,7 @@ def test_bench_is_a_command_of_the_distribution() -> None:
     assert getattr(importlib.import_module(module), function) is cli.main
 
 
+@pytest.mark.proof
 def test_bench_on_limited_ssds_counts_each_disk(ssds: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     bench = [sys.executable, "-m", "checkpoint.bench.cli", "--dir={}", "--json", str(out)]

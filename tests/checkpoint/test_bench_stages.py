@@ -11,6 +11,7 @@ import pytest
 import checkpoint
 
 
+@pytest.mark.proof
 def test_every_stage_has_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "stages.json"
     small = ["--size", "32MiB", "--tensors", "300", "--requests", "100", "--rounds", "1"]

@@ -38,6 +38,7 @@ def test_demo_made_small_resumes_reports_and_leaves_only_its_results(tmp_path: P
     assert "host memory budget" in done.stdout
 
 
+@pytest.mark.proof
 def test_demo_with_a_budget_that_cannot_work_ends_with_the_least_one(tmp_path: Path) -> None:
     done = run_demo(tmp_path, "--host-memory", "100kB")
     assert done.returncode == 1

@@ -198,6 +198,7 @@ def test_tensors_that_are_not_used_are_named_in_a_warning(
     assert "has tensors that Module has not; not used: third.weight" in caplog.text
 
 
+@pytest.mark.proof
 def test_a_pickled_file_is_refused_with_a_command_that_converts_it(
     nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
