@@ -15,6 +15,7 @@ from checkpoint.saving import api as saving
 from tests.support import cgroup
 
 MIB = 1 << 20
+REASON = cgroup.unavailable_reason()
 
 
 def _process(folder: Path, groups: str, mounts: str) -> Path:
@@ -78,7 +79,7 @@ def test_a_process_without_groups_has_no_limits(tmp_path: Path) -> None:
     assert memory_limits(tmp_path / "none") == []
 
 
-@pytest.mark.skipif(cgroup.unavailable_reason() is not None, reason="no memory cgroup can be made")
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_memory_to_take_is_less_than_the_limit_of_the_own_group() -> None:
     program = "from checkpoint.transfer.memory import available_bytes, machine_bytes as m; " + (
         "print(available_bytes(), m())"
@@ -147,7 +148,7 @@ def test_processors_without_groups_are_those_of_the_affinity(
     assert num_processors(tmp_path / "none") == 32
 
 
-@pytest.mark.skipif(cgroup.unavailable_reason() is not None, reason="no cgroup can be made")
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_slab_larger_than_the_memory_of_its_group_is_not_locked() -> None:
     program = (
         "from aio import AioError, Slab\n"

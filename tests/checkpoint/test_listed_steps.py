@@ -114,16 +114,22 @@ def test_data_that_go_as_they_are_opened_are_damage_where_their_manifest_stays(
     assert manager.loaded.passed_over == (2,)
 
 
+def saved_ahead(root: Path, monkeypatch: pytest.MonkeyPatch) -> checkpoint.Manager:
+    """With a step of a host whose clock is ahead, which this process knows nothing of."""
+    manager = checkpoint.Manager(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda now=time.time_ns: now() + 10**12)
+        manager.save(1, 1)
+    monkeypatch.setattr(series, "_given", [])
+    return manager
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_save_is_later_than_a_step_beside_it_that_cannot_be_read_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """Of a host whose clock is ahead: as it is asked when it was saved, or whether that is so."""
-    manager = checkpoint.Manager(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "time_ns", lambda now=time.time_ns: now() + 10**12)
-        manager.save(1, 1)
-    monkeypatch.setattr(series, "_given", [])  # as in another process
+    manager = saved_ahead(tmp_path, monkeypatch)
     manifest, opened = manager.path(1) / MANIFEST_NAME, locate.open_regular_file
     sound, failures = [manifest] * failing, [manifest]
 
@@ -145,11 +151,7 @@ def test_a_save_is_later_than_steps_of_a_root_that_cannot_be_listed_for_a_moment
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a host whose clock is ahead."""
-    manager = checkpoint.Manager(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "time_ns", lambda now=time.time_ns: now() + 10**12)
-        manager.save(1, 1)
-    monkeypatch.setattr(series, "_given", [])  # as in another process
+    manager = saved_ahead(tmp_path, monkeypatch)
     listed, failures = series.steps_in, [errno.EIO]
 
     def listing(root: Path) -> list[int]:

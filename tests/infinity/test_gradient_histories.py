@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from tests.support.models import Stack, seeded
+from tests.support.models import Stack, first_weight, seeded
 from tests.support.models import vector_loss as loss_of_width
 from tests.support.training import same_bits
 
@@ -29,14 +29,8 @@ make = partial(Stack, WIDTH, 3)
 vector_loss = partial(loss_of_width, width=WIDTH)
 
 
-def _weight(model: nn.Module) -> torch.Tensor:
-    layers: Any = model.get_submodule("layers")  # of another class, in tiles
-    weight: torch.Tensor = layers[0].weight
-    return weight
-
-
 def _penalty(model: nn.Module) -> torch.Tensor:
-    gradient = _weight(model).grad
+    gradient = first_weight(model).grad
     assert gradient is not None
     return gradient.square().sum()
 
@@ -51,13 +45,13 @@ def _by_others(model: nn.Module) -> Any:
 
 
 def _of_itself(model: nn.Module) -> Any:
-    gradient = _weight(model).grad
+    gradient = first_weight(model).grad
     assert gradient is not None
     return torch.autograd.grad(gradient, list(model.parameters()), torch.ones_like(gradient))
 
 
 def _of_a_view(model: nn.Module) -> Any:
-    gradient = _weight(model).grad
+    gradient = first_weight(model).grad
     assert gradient is not None
     (vector_loss(model, 1) + gradient[0].sum()).backward()
 
@@ -78,16 +72,16 @@ def test_a_gradient_is_not_differentiated_as_if_it_were_a_constant(
         loss = vector_loss(model, 0)
         if how in ("added", "copied", "a row"):
             loss.backward()
-            ours = _weight(model).grad
+            ours = first_weight(model).grad
             assert ours is not None
             other = model.get_parameter("layers.1.weight")
             if how == "a row":
-                ours[0] = _weight(model)[0] * other[0]
+                ours[0] = first_weight(model)[0] * other[0]
             else:
-                (ours.add_ if how == "added" else ours.copy_)(_weight(model) * other)
+                (ours.add_ if how == "added" else ours.copy_)(first_weight(model) * other)
         elif how == "assigned":
-            gradients = torch.autograd.grad(loss, [_weight(model)], create_graph=True)
-            _weight(model).grad = gradients[0]
+            gradients = torch.autograd.grad(loss, [first_weight(model)], create_graph=True)
+            first_weight(model).grad = gradients[0]
         else:
             loss.backward(create_graph=True)
         if how == "accumulated":
@@ -99,7 +93,7 @@ def test_a_gradient_is_not_differentiated_as_if_it_were_a_constant(
             ours.detach_()
             ours.copy_(theirs) if how.startswith("copied") else ours.add_(theirs[:])
         if how == "overwritten":  # which leaves the history as it is, in memory too
-            ours = _weight(model).grad
+            ours = first_weight(model).grad
             assert ours is not None
             with torch.no_grad():
                 ours.copy_(torch.ones_like(ours))
@@ -121,14 +115,14 @@ def test_what_does_not_differentiate_it_has_the_bits_of_plain_torch(
         seen = []
         for number in range(2):
             vector_loss(model, number).backward(create_graph=True)
-            gradient = _weight(model).grad
+            gradient = first_weight(model).grad
             assert gradient is not None
             seen += [gradient.norm().detach(), torch.zeros_like(gradient), gradient > 0]
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             for constant in (gradient.detach(), gradient.data):
-                (constant * _weight(model)).sum().backward()
+                (constant * first_weight(model)).sum().backward()
             gradient.detach_()
-            (gradient * _weight(model)).sum().backward()
+            (gradient * first_weight(model)).sum().backward()
             seen.append(gradient.detach().clone())
             model.zero_grad(set_to_none=number == 0)
             _penalty(model) if number else None
@@ -147,16 +141,16 @@ def test_what_was_detached_has_a_history_of_its_own(tiled: bool, nvme: Path) -> 
     given: dict[str, Any] = {"max_parameter_bytes": 1 << 18} if tiled else {}
     with infinity.offload(model, nvme, host_memory="1GiB", **given):
         vector_loss(model, 0).backward(create_graph=True)
-        before = _weight(model).grad
+        before = first_weight(model).grad
         assert before is not None
         detached = before.detach()
-        _weight(model).grad = detached
+        first_weight(model).grad = detached
         assert not _penalty(model).requires_grad
         with pytest.raises(RuntimeError, match="cannot be differentiated"):
             before.sum().backward()
-        before.data.add_(_weight(model))
+        before.data.add_(first_weight(model))
         assert not _penalty(model).requires_grad
-        detached.add_(_weight(model))
+        detached.add_(first_weight(model))
         with pytest.raises(RuntimeError, match="cannot be differentiated"):
             _penalty(model).backward()
         model.zero_grad()
@@ -168,7 +162,7 @@ def test_a_view_of_a_gradient_with_a_history_is_for_reading(tiled: bool, nvme: P
     given: dict[str, Any] = {"max_parameter_bytes": 1 << 18} if tiled else {}
     with infinity.offload(model, nvme, host_memory="1GiB", **given):
         vector_loss(model, 0).backward(create_graph=True)
-        gradient = _weight(model).grad
+        gradient = first_weight(model).grad
         assert gradient is not None
         view, values = gradient.view(-1), gradient.detach().clone()
         assert same_bits(view.detach().clone(), values.view(-1))
@@ -189,10 +183,10 @@ def test_a_pass_that_makes_graphs_adds_up_in_another_tensor(tiled: bool, nvme: P
     given: dict[str, Any] = {"max_parameter_bytes": 1 << 18} if tiled else {}
     with infinity.offload(model, nvme, host_memory="1GiB", **given):
         vector_loss(model, 0).backward()
-        before = _weight(model).grad
+        before = first_weight(model).grad
         assert before is not None
         vector_loss(model, 1).backward()
-        now = _weight(model).grad
+        now = first_weight(model).grad
         assert now is not None
         assert same_bits(before, now)  # in the same one
         vector_loss(model, 2).backward(create_graph=True)
@@ -237,7 +231,7 @@ def test_functions_with_inplace_change_the_gradient(create_graph: bool, nvme: Pa
 
     def use(model: nn.Module) -> torch.Tensor:
         vector_loss(model, 0).backward(create_graph=create_graph)
-        gradient = _weight(model).grad
+        gradient = first_weight(model).grad
         assert gradient is not None
         nn.functional.relu(gradient, inplace=True)
         changed = gradient.detach().clone()
@@ -253,7 +247,7 @@ def test_a_gradient_in_tiles_is_refused_as_a_whole_one(nvme: Path) -> None:
     model = seeded(make)
     with infinity.offload(model, nvme, host_memory="1GiB", max_parameter_bytes=1 << 18):
         vector_loss(model, 0).backward(create_graph=True)
-        gradient = _weight(model).grad
+        gradient = first_weight(model).grad
         assert gradient is not None
         with pytest.raises(RuntimeError, match=REFUSED):
             (vector_loss(model, 1) + gradient.square().sum()).backward()
@@ -278,9 +272,9 @@ def test_an_operation_in_place_by_a_gradient_keeps_the_history_of_its_target(nvm
 
     def use(model: nn.Module) -> torch.Tensor:
         vector_loss(model, 0).backward()
-        x = torch.ones_like(_weight(model)).requires_grad_()
+        x = torch.ones_like(first_weight(model)).requires_grad_()
         y = x * 2
-        gradient = _weight(model).grad
+        gradient = first_weight(model).grad
         assert gradient is not None
         y.mul_(gradient)
         (found,) = torch.autograd.grad(y.sum(), [x])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import infinity
-from tests.support.models import Stack, seeded, vector_loss
+from tests.support.models import Stack, first_weight, seeded, vector_loss
 from tests.support.training import same_bits, values_of
 
 WIDTH = 384
@@ -19,38 +19,32 @@ make = partial(Stack, WIDTH, 2)
 loss_of = partial(vector_loss, width=WIDTH)
 
 
-def _weight(model: nn.Module) -> torch.Tensor:
-    layers: Any = model.get_submodule("layers")  # of another class, in tiles
-    weight: torch.Tensor = layers[0].weight
-    return weight
-
-
 @pytest.mark.parametrize("given", [{}, {"max_parameter_bytes": 1 << 18}], ids=["whole", "tiles"])
 def test_gradients_and_gathered_weights_are_read_and_changed_in_inference_mode(
     given: dict[str, Any], nvme: Path
 ) -> None:
     model = seeded(make)
-    before = _weight(model).detach().clone()
+    before = first_weight(model).detach().clone()
     with infinity.offload(model, nvme, host_memory="1GiB", **given) as offloaded:
         loss_of(model, 0).backward()
-        gradient = offloaded.gradient(_weight(model))
+        gradient = offloaded.gradient(first_weight(model))
         assert gradient is not None
         with torch.inference_mode():
-            ours = _weight(model).grad
+            ours = first_weight(model).grad
             assert ours is not None
             assert torch.equal(ours.norm(), gradient.norm())
             ours.mul_(0.5)
-        changed = offloaded.gradient(_weight(model))
+        changed = offloaded.gradient(first_weight(model))
         assert changed is not None
         assert same_bits(changed, gradient * 0.5)
         with torch.inference_mode(), offloaded.gathered(modify=True):
-            _weight(model).mul_(0.5)
-            _weight(model)[0] = 1.0
+            first_weight(model).mul_(0.5)
+            first_weight(model)[0] = 1.0
         loss_of(model, 0).backward()
         model.zero_grad()
     before *= 0.5
     before[0] = 1.0
-    assert same_bits(_weight(model).detach(), before)
+    assert same_bits(first_weight(model).detach(), before)
 
 
 @pytest.mark.parametrize("given", [{}, {"max_parameter_bytes": 1 << 18}], ids=["whole", "tiles"])

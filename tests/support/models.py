@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -197,3 +197,10 @@ def vector_loss(model: nn.Module, step: int, *, width: int = 256) -> torch.Tenso
 
 low_vector_loss = partial(vector_loss, width=360)
 """For ``LowStack``."""
+
+
+def first_weight(model: nn.Module) -> torch.Tensor:
+    """Of the first layer of a stack, whole or in tiles."""
+    layers: Any = model.get_submodule("layers")
+    weight: torch.Tensor = layers[0].weight
+    return weight
