@@ -31,7 +31,7 @@ from checkpoint.directory.relocation import Relocation, may_be_directory
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
 from checkpoint.known.manifests import UNSAID, KnownManifests, Listing
-from checkpoint.known.verdicts import LoadedStep, Verdict, warned, weakest
+from checkpoint.known.verdicts import LoadedStep, Verdict, told, warned, weakest
 from checkpoint.known.watched_loads import WatchedLoads
 from checkpoint.loading.api import check_unmixed, for_several, load
 from checkpoint.outside import within
@@ -198,14 +198,14 @@ class Manager:
             path = self.path(step)
             look = partial(self._load, path, options)
             state = self._loads.load_apart(loading, path, look, options)
-            self._tell(step, [])
+            self.loaded = told(self.root, step, ())
             return state
         found, passed_over = list[Any](), list[int]()
         attempt = partial(self._attempt, options, found, passed_over)
         for candidate, verdict in self._judged(loading, attempt):
             path = self.path(candidate)
             if verdict is Verdict.WHOLE:
-                self._tell(candidate, passed_over)
+                self.loaded = told(self.root, candidate, passed_over)
                 return found[-1]
             found.clear()
             if verdict is Verdict.DAMAGED and candidate not in passed_over:
@@ -229,18 +229,6 @@ class Manager:
     def _load(self, path: Path, options: dict[str, Any]) -> Any:
         there = [stripe for stripe in self._stripe_dirs if may_be_directory(stripe)]
         return within(load)(path, **{"stripe_dirs": there, **options})
-
-    def _tell(self, step: int, passed_over: Sequence[int]) -> None:
-        self.loaded = LoadedStep(step, tuple(passed_over))
-        if passed_over:
-            logger.warning(
-                "%s: step %d was loaded; saved later, damaged and passed over: %s",
-                self.root,
-                step,
-                ", ".join(map(str, passed_over)),
-            )
-        else:
-            logger.info("%s: step %d was loaded", self.root, step)
 
     # Agreeing with the other ranks.
 
@@ -290,13 +278,17 @@ class Manager:
                 return
 
     def _in_place(self, step: int, saved: int, judge: Callable[[int], Verdict]) -> Verdict:
-        """What is found of a step. One that did not say when it was saved, and now does, could not
-        be read for a moment: it is absent where it was listed, and found in its place.
+        """What is found of a step. One that did not say when it was saved is looked at, and nothing
+        else: if it can be read by now, it could not be for a moment, and is absent where it was
+        listed, and found in its place.
         """
-        is_asked = saved == UNSAID and not self._ranks.rank
+        if saved != UNSAID:
+            return judge(step)
+        is_asked = not self._ranks.rank
         if is_asked and self._known.saved(self.path(step)) is not None:
             return Verdict.ABSENT
-        return judge(step)
+        verdict = self._judge(step)
+        return Verdict.ABSENT if is_asked and verdict is Verdict.WHOLE else verdict
 
     def _candidates(self, looking: Turn, last: Listing | None, ends: bool = False) -> Listing:
         """What rank 0 finds, on every rank; what was saved last comes first. Nothing else is to be

@@ -60,6 +60,23 @@ class LoadedStep:
     passed_over: tuple[int, ...]
 
 
+def told(root: Path, step: int, found: Sequence[int]) -> LoadedStep:
+    """What was loaded, in the log as well; `found` are steps that were passed over. Of these the
+    loaded one is none: it was saved anew since.
+    """
+    passed_over = tuple(one for one in found if one != step)
+    if passed_over:
+        logger.warning(
+            "%s: step %d was loaded; saved later, damaged and passed over: %s",
+            root,
+            step,
+            ", ".join(map(str, passed_over)),
+        )
+    else:
+        logger.info("%s: step %d was loaded", root, step)
+    return LoadedStep(step, passed_over)
+
+
 def weakest(found: Sequence[str]) -> Verdict:
     """What counts of what the ranks found, by their values."""
     return next((v for v in (Verdict.DAMAGED, Verdict.ABSENT) if v in found), Verdict.WHOLE)

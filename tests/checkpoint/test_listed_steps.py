@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def test_what_was_saved_last_is_found_where_all_that_was_listed_before_it_is_gon
     assert manager.steps() == [100, 104, 105]
 
 
+@pytest.mark.parametrize("times", [2, 4])
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
 @pytest.mark.parametrize(
     ("find", "expected"),
@@ -55,14 +57,16 @@ def test_what_was_saved_last_is_found_where_all_that_was_listed_before_it_is_gon
 def test_an_old_step_that_cannot_be_read_as_it_is_listed_is_not_the_last(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    times: int,
     code: int,
     find: Callable[[checkpoint.Manager], Any],
     expected: Any,
 ) -> None:
+    """Nor one that can be read again just as it is to be loaded (4)."""
     manager = checkpoint.Manager(tmp_path)
     for step in (1, 2, 3):
         manager.save(step, step)
-    opened, failures = locate.open_regular_file, [manager.path(1) / MANIFEST_NAME] * 2
+    opened, failures = locate.open_regular_file, [manager.path(1) / MANIFEST_NAME] * times
 
     def opening(path: Path, **options: Any) -> Any:
         if path in failures:
@@ -73,6 +77,31 @@ def test_an_old_step_that_cannot_be_read_as_it_is_listed_is_not_the_last(
     monkeypatch.setattr(locate, "open_regular_file", opening)
     assert find(checkpoint.Manager(tmp_path)) == expected
     assert not failures
+
+
+def test_a_damaged_step_that_is_saved_anew_meanwhile_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one was gone, and all was listed again."""
+    trainer, manager = checkpoint.Manager(tmp_path), checkpoint.Manager(tmp_path)
+    for step in (1, 2, 3):
+        trainer.save(step, {"w": torch.full((4,), float(step))})
+    (data,) = manager.path(3).rglob("*.safetensors")
+    data.write_bytes(data.read_bytes()[:-1])
+    listed, changes = manager._ordered, [partial(trainer.save, 3, {"w": torch.full((4,), 33.0)})]
+
+    def listing() -> list[list[int]]:
+        found = listed()
+        if manager.path(2).exists():
+            shutil.rmtree(manager.path(2))
+        elif changes:
+            changes.pop()()
+            return listed()
+        return found
+
+    monkeypatch.setattr(manager, "_ordered", listing)
+    assert manager.load()["w"][0] == 33
+    assert manager.loaded == checkpoint.LoadedStep(3, ())
 
 
 def test_a_manager_remembers_nothing_of_steps_that_others_removed(tmp_path: Path) -> None:
