@@ -272,6 +272,7 @@ def _load_into(
     attempts.begin(checkpoint, manifest)
     if not selection.is_strict:
         attempts.check_same_place(checkpoint, manifest, selection)
+    attempts.end()
     return plan.finish()
 
 

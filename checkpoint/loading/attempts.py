@@ -15,10 +15,19 @@ from typing import Any
 
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.records import Manifest
-from checkpoint.loading.into import names_lacking
+from checkpoint.loading.into import names_lacking, values_lacking
 from checkpoint.plan.selection import Selection
 
-_Save = tuple[Path, Manifest]
+
+@dataclass(slots=True)
+class _Begun:
+    """A save of which reading has begun; `has_values`: the tree has its plain values, too, which
+    come last. What ends behind that is ended by others: ranks go on together.
+    """
+
+    path: Path
+    manifest: Manifest
+    has_values: bool = False
 
 
 @dataclass(slots=True)
@@ -26,13 +35,17 @@ class Attempts:
     """At loading into a tree. Manifests are kept: they may be gone, or not be readable, by then."""
 
     into: Any
-    _begun: list[_Save] = field(default_factory=list)
+    _begun: list[_Begun] = field(default_factory=list)
     """Of which some may be in it."""
 
     def begin(self, checkpoint: Path, manifest: Manifest) -> None:
         """Reading begins, of this save. Idempotent."""
-        if not self._begun or self._begun[-1][1] is not manifest:
-            self._begun.append((checkpoint, manifest))
+        if not self._begun or self._begun[-1].manifest is not manifest:
+            self._begun.append(_Begun(checkpoint, manifest))
+
+    def end(self) -> None:
+        """All of the last save was read, and plain values are about to be replaced."""
+        self._begun[-1].has_values = True
 
     def check_same_place(self, path: Path, manifest: Manifest, selection: Selection) -> None:
         """Raises BlockingIOError for leaves that this save at a path lacks, which has been read,
@@ -55,7 +68,7 @@ class Attempts:
         """
         if not self._begun:
             return
-        loaded, manifest = self._begun[-1]
+        loaded, manifest = self._begun[-1].path, self._begun[-1].manifest
         for path, names in self._mixed(manifest, Selection(only, strict=False)):
             what = (
                 f"{_listed(names)} of into may hold some of it: {loaded.name}, which was loaded in "
@@ -69,12 +82,17 @@ class Attempts:
             raise BlockingIOError(errno.EAGAIN, what, str(path))
 
     def _mixed(self, manifest: Manifest, selection: Selection) -> Iterator[tuple[Path, list[str]]]:
-        before = [save for save in self._begun if save[1] is not manifest]
-        left = names_lacking(manifest, self.into, selection) if before else set()
-        for path, one in before if left else ():
-            names = left - names_lacking(one, self.into, selection)
+        before = [save for save in self._begun if save.manifest is not manifest]
+        if not before:
+            return
+        given = self.into, selection
+        data, values = names_lacking(manifest, *given), values_lacking(manifest, *given)
+        for save in before:
+            names = data - names_lacking(save.manifest, *given) if data else set()
+            if values and save.has_values:
+                names |= values - values_lacking(save.manifest, *given)
             if names:
-                yield path, sorted(names)
+                yield save.path, sorted(names)
 
 
 def _listed(names: list[str]) -> str:

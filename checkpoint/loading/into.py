@@ -156,6 +156,15 @@ def names_lacking(manifest: Manifest, into: Any, selection: Selection) -> set[st
     return {name for _, name, place in _wanted_leaves(live, saved, selection) if saved.lacks(place)}
 
 
+def values_lacking(manifest: Manifest, into: Any, selection: Selection) -> set[str]:
+    """Names of plain values of a live tree, of those asked for and replaced in it, that are not
+    saved.
+    """
+    saved = SavedLeaves(manifest)
+    names = {natural_name(path) for path in _values_in((), into) if saved.lacks(path)}
+    return set(filter(selection.wants, names))
+
+
 def _wanted_leaves(
     live: EncodedTree, saved: SavedLeaves, selection: Selection
 ) -> Iterator[tuple[Leaf, str, Path]]:
@@ -195,6 +204,16 @@ _CONTAINERS = (dict, OrderedDict, list, tuple)
 
 def _items(tree: Any) -> list[tuple[object, Any]]:
     return list(tree.items() if isinstance(tree, dict) else enumerate(tree))
+
+
+def _values_in(path: Path, tree: Any, is_held: bool = False) -> Iterator[Path]:
+    """Places of plain values that are replaced where they are: what is in tuples alone is not."""
+    if type(tree) in _CONTAINERS:
+        is_held = is_held or type(tree) is not tuple
+        for key, item in _items(tree):
+            yield from _values_in((*path, key), item, is_held)
+    elif is_held and not is_target(tree):
+        yield path
 
 
 def _check_values(path: Path, into: Any, saved: SavedLeaves, selection: Selection) -> int:

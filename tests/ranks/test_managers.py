@@ -51,6 +51,17 @@ def test_damage_of_a_step_that_one_rank_loads_by_its_number_keeps_the_sound_one(
     assert first["kept"] == second["kept"] == [1, 2, 3]
 
 
+def test_values_of_a_step_that_another_rank_passes_over_are_told(tmp_path: Path) -> None:
+    first, second = run_ranks(rank_managers.values_of_a_step_passed_over, tmp_path, 2)
+    for name in ("new", "pair"):
+        assert second[name].startswith("CorruptCheckpointError"), second
+        assert f"{name}" in second[name].partition("of into may hold")[0], second
+        assert first[name].startswith("RankFailedError: rank 1 failed: CorruptCheckpointError")
+    for told in (first, second):
+        assert told["both"] == ""
+        assert told["loaded"] == [1, True]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("wanted", "seed"), matrix([(12, 0), *[(40, seed) for seed in (1, 5, 9)]], usual=[(12, 0)])

@@ -17,6 +17,7 @@ import checkpoint
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.records import Manifest
 from checkpoint.known.manifests import KnownManifests
+from checkpoint.known.verdicts import LoadedStep
 from tests.support.interrupts import interrupt, sampled
 from tests.support.rank_jobs import complaint
 
@@ -136,6 +137,33 @@ def damage_by_number(rank: int, folder: Path) -> dict[str, Any]:
     told: dict[str, Any] = {"load": complaint(lambda: manager.load(2, into=into))}
     manager.save(3, {"part": Part(rank, coordinator.world_size, 3)})
     return {**told, "kept": manager.steps()}
+
+
+def values_of_a_step_passed_over(rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 0 reads damage of a step that rank 1 has loaded all of, into trees that may lack some:
+    the step before has neither `new` nor the second one of the pair.
+    """
+    coordinator = checkpoint.GroupCoordinator()
+    manager = checkpoint.Manager(folder / "run", coordinator=coordinator)
+    part = Part(rank, coordinator.world_size, -1)
+    manager.save(1, {"part": part, "both": 1, "pair": (1,)})
+    manager.save(2, {"part": part, "both": 2, "pair": (2, 2), "new": 2})
+    if rank == 0:
+        (file,) = manager.path(2).rglob("r0-0.safetensors")
+        with file.open("r+b") as opened:
+            opened.seek(4096)
+            opened.write(b"damage")
+    dist.barrier()
+    given: dict[str, dict[str, Any]] = {
+        "new": {"part": part, "new": 0},
+        "both": {"part": part, "both": 0},
+        "pair": {"part": part, "pair": (0, 0)},
+    }
+    told = {
+        name: complaint(partial(manager.load, into=into, strict=False))
+        for name, into in given.items()
+    }
+    return {**told, "loaded": [given["both"]["both"], manager.loaded == LoadedStep(1, (2,))]}
 
 
 @contextmanager
