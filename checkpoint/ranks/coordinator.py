@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from checkpoint.ranks.within import is_within
 from checkpoint.sheltered import Worker
 
 T = TypeVar("T")
@@ -117,15 +118,35 @@ class Arrival(dict[str, str]):
         return self.setdefault("what", what) == what
 
 
+def is_amid(ranks: Coordinator) -> bool:
+    """Whether this thread would wait for itself: it is in the midst of another operation of these
+    ranks. Those hear of what is wrong if that one ends by the error.
+    """
+    return ranks.world_size > 1 and is_within(ranks)
+
+
+def amid(ranks: Coordinator, operation: Operation) -> RuntimeError:
+    """The error of an operation where `is_amid`."""
+    return RuntimeError(
+        f"rank {ranks.rank} {doing(operation)} in a handler of a signal or of the log (or a "
+        "finalizer) that has come in the midst of another call with the same coordinator, which "
+        "goes on only when that ends; set a flag there, and make the call later"
+    )
+
+
 def accompanied(ranks: Coordinator, operation: Operation, way: Callable[[Arrival], T]) -> T:
     """Goes the way to the first meeting of an operation, and on. Where it ends before, because it
     fails or is interrupted at whatever line, that is what this rank brings to the meeting: the
     operation fails on every rank.
 
-    Whoever meets for the operation says so before: the arrival is for "meeting" then.
+    Whoever meets for the operation says so before: the arrival is for "meeting" then. Raises
+    RuntimeError where it `is_amid`, of which nobody is told.
     """
     arrival = Arrival()
     try:
+        if is_amid(ranks):
+            arrival.is_for("nothing")
+            raise amid(ranks, operation)
         return way(arrival)
     except BaseException as error:
         # Alone it is raised here: a frame that is given it would keep what it has come through.

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from checkpoint.ranks.coordinator import Coordinator, Operation, tell
+from checkpoint.ranks.coordinator import Coordinator, Operation, amid, is_amid, tell
+from checkpoint.ranks.within import Within, enter
 from checkpoint.sheltered import Cancellation, Worker, wait_for
 
 T = TypeVar("T")
@@ -21,8 +22,11 @@ T = TypeVar("T")
 class Turn:
     """The meetings of one operation, see `in_turn`."""
 
+    is_refused = False
+    """It never begins: the thread `is_amid`."""
     _has_begun = False
     _is_over = False
+    _within: Within | None = None
 
     def __init__(self, ranks: Coordinator, operation: Operation) -> None:
         self._ranks, self._operation = ranks, operation
@@ -62,12 +66,15 @@ class Turn:
             if cancellation.is_requested:  # nobody may wait for this any more
                 self._end()
 
+        self._within = enter(self._ranks)
         self._run(begin)
 
     def end(self) -> None:
         """Lets the next one use the coordinator. To be called again after an interrupt."""
         if self._has_begun:
             self._run(lambda _: self._end())
+        if self._within is not None:
+            self._within.ends()
 
     def _end(self) -> None:
         if self._has_begun:
@@ -140,14 +147,20 @@ def before_turn(
     it calls `turn.begin()`. It may fail there, on this rank alone or on all: in either case every
     rank comes to the first meeting of the turn with its error. `tell_before` is called first with
     that, for ranks that are on their way to what comes before.
+
+    Raises RuntimeError where it `is_amid`, of which nobody is told.
     """
     turn = Turn(ranks, operation)
     try:
         try:
+            if is_amid(ranks):
+                turn.is_refused = True
+                raise amid(ranks, operation)
             return look(turn)
         except BaseException as error:
-            tell_before(error)
-            turn.tell(error)
+            if not turn.is_refused:
+                tell_before(error)
+                turn.tell(error)
             raise
         finally:
             turn.end()

@@ -62,6 +62,19 @@ def test_values_of_a_step_that_another_rank_passes_over_are_told(tmp_path: Path)
         assert told["loaded"] == [1, True]
 
 
+def test_calls_in_handlers_that_would_wait_for_what_they_broke_into_are_refused(
+    tmp_path: Path,
+) -> None:
+    for rank, told in enumerate(run_ranks(rank_managers.calls_in_handlers, tmp_path, 2)):
+        assert told.pop("after") == [0, 4]
+        assert told.pop("unhandled").startswith(f"RuntimeError: rank {rank} saves a checkpoint in")
+        for name, (loaded, heard) in told.items():
+            assert loaded == 1, name
+            (complaint,) = heard
+            assert complaint.startswith(f"RuntimeError: rank {rank} "), name
+            assert complaint.endswith("set a flag there, and make the call later"), name
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("wanted", "seed"), matrix([(12, 0), *[(40, seed) for seed in (1, 5, 9)]], usual=[(12, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -164,6 +165,46 @@ def values_of_a_step_passed_over(rank: int, folder: Path) -> dict[str, Any]:
         for name, into in given.items()
     }
     return {**told, "loaded": [given["both"]["both"], manager.loaded == LoadedStep(1, (2,))]}
+
+
+def calls_in_handlers(rank: int, folder: Path) -> dict[str, Any]:
+    """The handler of a signal calls a manager while that, or another one of these ranks, loads."""
+    coordinator = checkpoint.GroupCoordinator()
+    manager = checkpoint.Manager(folder / "run", coordinator=coordinator)
+    for step in (1, 2):
+        manager.save(step, {"step": step})
+    dist.barrier()
+    (manager.path(2) / "manifest.json").write_bytes(b"damage")
+    calls: dict[str, Callable[[], object]] = {
+        "save": partial(manager.save, 3, {"step": 3}),
+        "save behind": partial(manager.save_async, 3, {"step": 3}),
+        "latest": manager.latest,
+        "steps": manager.steps,
+        "load": manager.load,
+        "make": partial(checkpoint.Manager, folder / "other", coordinator=coordinator),
+    }
+    told: dict[str, Any] = {}
+
+    class Handler(logging.Handler):
+        """Of the log: so the signal comes at the same point on all ranks."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+
+    handler = Handler()
+    for name, call in calls.items():
+        heard: list[str] = []
+        signal.signal(signal.SIGUSR1, lambda *_, call=call: heard.append(complaint(call)))
+        logging.getLogger("checkpoint").addHandler(handler)
+        loaded = manager.load()
+        logging.getLogger("checkpoint").removeHandler(handler)
+        told[name] = [loaded["step"], sorted(set(heard))]
+    signal.signal(signal.SIGUSR1, lambda *_: manager.save(3, {"step": 3}))
+    logging.getLogger("checkpoint").addHandler(handler)
+    told["unhandled"] = complaint(manager.load)
+    logging.getLogger("checkpoint").removeHandler(handler)
+    told["after"] = [manager.save(4, {"step": 4}).num_tensors, manager.load()["step"]]
+    return told
 
 
 @contextmanager
