@@ -351,8 +351,8 @@ class Manager:
         whose clock is ahead was copied in) stays with a warning until the next save.
         Damaged checkpoints stay, for somebody to look at; they do not count as kept, nor do those
         that anything of this process found so as it read them, or could not read, until all of them
-        has been read. What cannot be removed is a warning. Of several ranks the first one removes,
-        and nobody waits for it.
+        has been read, nor those of which another rank knew that when it saved last. What cannot be
+        removed is a warning. Of several ranks the first one removes, and nobody waits for it.
         """
         if not self._ranks.rank:
             sheltered(self._retire, "checkpoint-retire")

@@ -109,7 +109,7 @@ def damage_noted(checkpoint: Path) -> Iterator[Read]:
 
 
 def damaged_saves() -> set[str]:
-    """The ids of those of which damage is known, wherever it was read."""
+    """The ids of those of which this process knows damage, wherever it was read."""
     return {damage.uuid for damage in list(_damaged.values())}
 
 

@@ -19,6 +19,7 @@ from checkpoint.known.damage import (
     is_there,
     note,
 )
+from checkpoint.known.elsewhere import told_saves
 from checkpoint.known.manifests import KnownManifests
 from checkpoint.known.verdicts import Verdict, failure_of, verdict_of
 from checkpoint.ranks.turn import Turn
@@ -97,16 +98,17 @@ class WatchedLoads:
         return found.pop()
 
     def was_damaged(self, checkpoint: Path) -> bool:
-        """Whether a load found damage in what is there still, or in what may be there still, where
-        the manifest cannot be read.
+        """Whether a load, also that of another rank, found damage in what is there still, or in
+        what may be there still, where the manifest cannot be read.
         """
-        if not damaged_saves():
+        told = told_saves()
+        if not told and not damaged_saves():
             return False
         try:
             manifest = self._manifests.placed(checkpoint)
         except (OSError, CorruptCheckpointError, IncompleteCheckpointError):
             return has_damaged_manifest(checkpoint)
-        return is_damaged(checkpoint, manifest)
+        return manifest.uuid in told or is_damaged(checkpoint, manifest)
 
     def keep(self, checkpoints: Iterable[Path]) -> None:
         """All others are gone, by whomever they were removed."""

@@ -23,6 +23,7 @@ from checkpoint.directory.destination import (
 from checkpoint.format.checksum import GRAIN_SIZES
 from checkpoint.format.manifest import check_limits
 from checkpoint.format.records import Manifest, SaveInfo
+from checkpoint.known.elsewhere import note_told
 from checkpoint.plan.state_plan import FilePlan, StatePlan, plan_files, plan_state
 from checkpoint.plan.write_runs import (
     LARGE_SLOT_BYTES,
@@ -304,6 +305,7 @@ def plan_save(
         return account_of(state_plan, target, stripes, uuid)
 
     every = together(coordinator, check)
+    note_told(coordinator, (save for theirs in every for save in theirs["damaged"]))
     target, stripes, state_plan, saved = found[0]
 
     def decide() -> SavePlan:

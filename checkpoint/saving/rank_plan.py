@@ -9,6 +9,7 @@ from typing import Any
 
 from checkpoint.format.records import ChunkRecord, TensorRecord
 from checkpoint.format.slices import flat_first, range_boxes
+from checkpoint.known.damage import damaged_saves
 from checkpoint.plan.ownership import OwnedRanges, Piece, share_out
 from checkpoint.plan.state_plan import FilePlan, StatePlan, plan_part_files
 from checkpoint.plan.striping import Part
@@ -44,12 +45,13 @@ class RankPlan:
 def account_of(
     state: StatePlan, target: Path, stripes: Sequence[Path], uuid: str | None
 ) -> dict[str, Any]:
-    """What a rank tells the others before a save, as JSON: what it has and where it goes. `uuid` is
-    that of the save, from rank 0.
+    """What a rank tells the others before a save, as JSON: what it has and where it goes, and of
+    which saves it knows damage. `uuid` is that of the save, from rank 0.
     """
     return {
         "name": target.name,
         "uuid": uuid,
+        "damaged": sorted(damaged_saves()),
         "stripes": [str(stripe) for stripe in stripes],
         "tensors": [
             list(_owned_ranges(tensor.record.name, tensor.source)) for tensor in state.tensors

@@ -20,7 +20,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint": (
         *("format", "ranks", "directory.files", "directory", "tensors", "plan", "transfer"),
-        *("saving", "known", "loading", "interop", "dcp", "bench"),
+        *("known", "saving", "loading", "interop", "dcp", "bench"),
     ),
     "checkpoint.bench": ("conditions", "systems", "measure", "output"),
     "infinity": (

@@ -51,6 +51,12 @@ def test_damage_of_a_step_that_one_rank_loads_by_its_number_keeps_the_sound_one(
     assert first["kept"] == second["kept"] == [1, 2, 3]
 
 
+def test_damage_that_one_rank_reads_by_itself_keeps_the_sound_one(tmp_path: Path) -> None:
+    first, second = run_ranks(rank_managers.damage_apart, tmp_path, 2)
+    assert second["load"].startswith("CorruptCheckpointError")
+    assert first["kept"] == second["kept"] == [[1], [1, 2], [1, 2, 3], [3, 4]]
+
+
 def test_values_of_a_step_that_another_rank_passes_over_are_told(tmp_path: Path) -> None:
     first, second = run_ranks(rank_managers.values_of_a_step_passed_over, tmp_path, 2)
     for name in ("new", "pair"):

@@ -140,6 +140,31 @@ def damage_by_number(rank: int, folder: Path) -> dict[str, Any]:
     return {**told, "kept": manager.steps()}
 
 
+def damage_apart(rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 alone reads damage of a step, and later that it is sound; what is kept meanwhile."""
+    coordinator = checkpoint.GroupCoordinator()
+    manager = checkpoint.Manager(folder / "run", keep=2, coordinator=coordinator)
+
+    def save(step: int) -> list[int]:
+        manager.save(step, {"part": Part(rank, coordinator.world_size, step)})
+        return manager.steps()
+
+    kept = [save(step) for step in (1, 2)]
+    (file,) = manager.path(2).rglob("r1-0.safetensors")
+    sound = file.read_bytes()
+    dist.barrier()
+    told = ""
+    if rank == 1:
+        file.write_bytes(sound[:4096] + b"damage" + sound[4102:])
+        told = complaint(partial(checkpoint.load, manager.path(2)))
+    kept.append(save(3))
+    if rank == 1:
+        file.write_bytes(sound)
+        checkpoint.load(manager.path(2))
+    kept.append(save(4))
+    return {"load": told, "kept": kept}
+
+
 def values_of_a_step_passed_over(rank: int, folder: Path) -> dict[str, Any]:
     """Rank 0 reads damage of a step that rank 1 has loaded all of, into trees that may lack some:
     the step before has neither `new` nor the second one of the pair.
@@ -194,7 +219,9 @@ def calls_in_handlers(rank: int, folder: Path) -> dict[str, Any]:
     handler = Handler()
     for name, call in calls.items():
         heard: list[str] = []
-        signal.signal(signal.SIGUSR1, lambda *_, call=call: heard.append(complaint(call)))
+        signal.signal(
+            signal.SIGUSR1, lambda *_, call=call, heard=heard: heard.append(complaint(call))
+        )
         logging.getLogger("checkpoint").addHandler(handler)
         loaded = manager.load()
         logging.getLogger("checkpoint").removeHandler(handler)
