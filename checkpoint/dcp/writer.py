@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -71,11 +71,23 @@ _SAVE = "save"
 _here = threading.local()
 
 
-def _asked_here() -> WeakKeyDictionary[StorageWriter, Path]:
+class _Place(NamedTuple):
+    """A path without links, and what was given for it: the name of a link may be that of a step."""
+
+    path: Path
+    given: PathLike
+
+    @classmethod
+    def of(cls, given: PathLike, name: str) -> _Place:
+        """Raises as `checkpoint_path`."""
+        return cls(checkpoint_path(given, name), Path(given).absolute())
+
+
+def _asked_here() -> WeakKeyDictionary[StorageWriter, _Place]:
     """The paths that this thread gave to writers: DCP resets a writer for each save."""
     if not hasattr(_here, "asked"):
         _here.asked = WeakKeyDictionary()
-    asked: WeakKeyDictionary[StorageWriter, Path] = _here.asked
+    asked: WeakKeyDictionary[StorageWriter, _Place] = _here.asked
     return asked
 
 
@@ -97,8 +109,9 @@ def _tensor_bytes(plan: SavePlan) -> int:
 class _Save:
     """One save of rank 0, from its plan to its end."""
 
-    def __init__(self, destination: Destination) -> None:
+    def __init__(self, destination: Destination, given: PathLike) -> None:
         self.destination = destination
+        self.given = given
         self.generation = Generation(destination)
         self._thread = threading.current_thread()
 
@@ -138,7 +151,7 @@ class StorageWriter(TorchStorageWriter):
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         super().__init__()
-        self.path = checkpoint_path(path)
+        self._place = _Place.of(path, "path")
         self._stripes = stripe_paths(stripe_dirs)
         check_staging_bytes(staging_bytes)
         self._staging_bytes = staging_bytes
@@ -151,15 +164,15 @@ class StorageWriter(TorchStorageWriter):
         if save is not None and save.is_over():
             self._end(save)
         if checkpoint_id is not None:
-            self.path = checkpoint_path(checkpoint_id, "checkpoint_id")
-            _asked_here()[self] = self.path
+            self._place = _Place.of(checkpoint_id, "checkpoint_id")
+            _asked_here()[self] = self._place
         self._save_id = secrets.token_hex(8)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is made before all plans are known. Raises ValueError for ranks that do not talk
         to each other: a checkpoint is committed by one of them.
         """
-        _asked_here().setdefault(self, self.path)
+        _asked_here().setdefault(self, self._place)
         if not kwargs.get("use_collectives", True) and _num_ranks() > 1:
             raise ValueError(
                 "use_collectives=False of torch.distributed.checkpoint.save makes a checkpoint of "
@@ -175,9 +188,9 @@ class StorageWriter(TorchStorageWriter):
 
         Raises OSError; BlockingIOError while another save to this checkpoint is running.
         """
-        path = self._path_here()
+        path, given = self._place_here()
         destination = Destination(path, new_uuid(path), self._stripes)
-        save = self._claim(_Save(destination))
+        save = self._claim(_Save(destination, given))
         try:
             end_given_up(destination.path)
             sheltered(lambda _: save.begin(), _THREAD)
@@ -213,9 +226,14 @@ class StorageWriter(TorchStorageWriter):
             self._end(running)
         return save
 
-    def _path_here(self) -> Path:
+    @property
+    def path(self) -> Path:
+        """Where the next save goes."""
+        return self._place.path
+
+    def _place_here(self) -> _Place:
         """Where this thread saves to; another one may have given the writer another path since."""
-        return _asked_here().get(self, self.path)
+        return _asked_here().get(self, self._place)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Every rank writes its items and makes them durable. Raises OSError naming the file, and
@@ -230,7 +248,7 @@ class StorageWriter(TorchStorageWriter):
                     f"{order.num_stripes}; give every rank the same"
                 )
             uuid = self._uuid_of(order)
-            destination = Destination(self._path_here(), uuid, self._stripes)
+            destination = Destination(self._place_here().path, uuid, self._stripes)
             items = Items(plan.items, planner)
             copier = copier_of_caller()
             items.begin_reading(copier)
@@ -252,7 +270,7 @@ class StorageWriter(TorchStorageWriter):
 
     def _uuid_of(self, order: _Order) -> str:
         """The id of the save that runs, which the order of a kept plan does not have."""
-        save, path = self._own_save(), self._path_here()
+        save, path = self._own_save(), self._place_here().path
         if save is not None:
             return save.destination.uuid
         if not order.is_used and (path / order.uuid).is_dir():
@@ -281,7 +299,7 @@ class StorageWriter(TorchStorageWriter):
             destination = save.destination
             names = metadata.state_dict_metadata
             tree_of = partial(build_tree, paths=metadata.planner_data)
-            saved = time_of_save(destination.path, destination.uuid)
+            saved = time_of_save(save.given, destination.uuid)
             manifest = manifest_of(
                 destination, written, names, tree_of, world_size=len(results), saved=saved
             )
@@ -301,7 +319,7 @@ class StorageWriter(TorchStorageWriter):
             del self._running[_SAVE]
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=str(self._path_here()), save_id=self._save_id)
+        return StorageMeta(checkpoint_id=str(self._place_here().path), save_id=self._save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -116,8 +116,15 @@ def test_a_save_that_still_runs_is_earlier_than_the_next_one(
     assert checkpoint.Manager(tmp_path).latest() == 2
 
 
+def save_by_dcp_to_an_id(path: Path, step: int) -> None:
+    writer = StorageWriter(path.with_name("another"))
+    dcp.save(state(step), checkpoint_id=path, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("save", [*DOORS, save_by_dcp_to_an_id])
 def test_a_save_through_a_link_or_a_relative_path_is_later_than_the_steps_there(
-    tmp_path: Path, set_clock: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, set_clock: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, save: Save
 ) -> None:
     checkpoint.save(state(1), tmp_path / "run" / "step-1")
     (tmp_path / "link").symlink_to(tmp_path / "run")
@@ -126,7 +133,7 @@ def test_a_save_through_a_link_or_a_relative_path_is_later_than_the_steps_there(
     monkeypatch.chdir(tmp_path / "run")
     set_clock(-HOUR)
     for step, path in ((2, tmp_path / "link" / "step-2"), (3, Path("step-3")), (4, Path("step-4"))):
-        checkpoint.save(state(step), path)
+        save(path, step)
         assert checkpoint.Manager(tmp_path / "run").latest() == step
 
 
