@@ -13,12 +13,10 @@ import logging
 import os
 import re
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from itertools import count
-from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -27,7 +25,7 @@ from aio.errors import check_int
 from aio.files import MAX_OFFSET, File
 from aio.opening import warn_buffered
 from aio.operation import Operation, Outcome, Request, Ticket
-from aio.process.threads import Thread, join_thread, say, start_thread
+from aio.process.threads import Changes, Latch, Thread, join_thread, say, start_thread
 from aio.process.unasked import tell
 
 if TYPE_CHECKING:
@@ -36,8 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REAP_MAX = 256
-_SHORTAGE_SECONDS = 0.01
-"""How long to wait for others to give memory back."""
+# Looked up here, as that takes memory.
+_wait_for_memory, _let_go = lib.aio_wait_for_memory, ffi.release
 _MAX_SHORTAGES = 100
 """So often where it need not be memory that lacks, or an error on its way may have others give it
 back."""
@@ -45,7 +43,15 @@ back."""
 _FIELD_NAME = re.compile(":[^:]*:")
 _KINDS = {"read": lib.AIO_READ, "write": lib.AIO_WRITE}
 
+_Handed: TypeAlias = "tuple[Any, int, Ticket, Any, _Handed | None]"
+"""What C is given of a request, its token, its ticket and its buffer, and the same of another one:
+what goes through a list takes memory.
+"""
 _live: "set[Core]" = set()
+_has_closed_all = Latch()
+"""The process ends, and waits for no engine that is made from here on: each transfer is waited for
+as it is submitted.
+"""
 
 
 class Core:
@@ -60,7 +66,7 @@ class Core:
         # Guards the counts of the files and closing. A finalizer may close a file inside any
         # allocation, also one made with the lock held: hence an RLock.
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)  # a closed file has no operation left
+        self.changes = Changes()  # a closed file has no operation left
         self._slot: Any = slot
         self._closing = False
         # What warns of a file that is dropped before it is closed.
@@ -71,7 +77,7 @@ class Core:
         self._completions = ffi.new("aio_completion[]", _REAP_MAX)
         self._num_reaped = self._num_settled = 0  # of them; the reaper thread's own
         self._has_drained = False
-        self._thread = Thread(_reap, "aio-reaper", (self,))
+        self._thread = Thread(_reap, "aio-reaper", (self,), tells=True)
         try:
             start_thread(self._thread)
             _live.add(self)
@@ -107,6 +113,7 @@ class Core:
         _check_requests(requests)
         batch = ffi.new("aio_request[]", len(requests))
         entries: dict[int, tuple[Ticket, Any]] = {}
+        handed: _Handed | None = None
         operations: list[Operation] = []
         for native, request in zip(batch, requests, strict=True):
             view = _export(request)
@@ -118,11 +125,21 @@ class Core:
             native.kind = _KINDS[request.kind]
             ticket = Ticket(self, request, len(view))
             entries[token] = ticket, view
+            handed = native, token, ticket, view, handed
             operations.append(Operation(request, ticket))
-        self._hand_over(batch, entries, lane)
+        self._hand_over(batch, entries, handed, lane)
+        if _has_closed_all.is_set() and not self.on_reaper():
+            for ticket, _ in entries.values():
+                ticket.wait(None)
         return operations
 
-    def _hand_over(self, batch: Any, entries: dict[int, tuple[Ticket, Any]], lane: int) -> None:
+    def _hand_over(
+        self,
+        batch: Any,
+        entries: dict[int, tuple[Ticket, Any]],
+        handed: "_Handed | None",
+        lane: int,
+    ) -> None:
         """Queues the batch in C; blocks without the GIL while the lane is full."""
         slot = self._slot  # keeps the C engine until this call is over
         try:
@@ -136,22 +153,24 @@ class Core:
                     self._complete(native.token, Outcome(0, error, 0.0, 0.0))
         except BaseException:
             # An interrupt may have kept the call from being made. C says what it will report; of
-            # the rest nobody has an operation, but whoever drains may wait for it.
+            # the rest nobody has an operation, but whoever drains may wait for it. Nothing of this
+            # takes memory, unless somebody waits already.
             num_shortages = 0
             while True:
                 try:
-                    for native in batch:
+                    while handed is not None:
+                        native, token, ticket, view, following = handed
                         if not native.accepted:
-                            ticket, view = entries[native.token]
-                            self._release(native.token, ticket, view)
+                            self._release(token, ticket, view)
                             ticket.cancel()
-                            self._in_flight.pop(native.token, None)
+                            self._in_flight.pop(token, None)
+                        handed = following
                     break
                 except MemoryError:  # the caller may be the one who can give some back
                     num_shortages += 1
                     if num_shortages > _MAX_SHORTAGES:
                         raise
-                    self._wait_for_memory()
+                    _wait_for_memory()
                 except Exception:  # not of a signal: it would come up again at every turn
                     raise
                 except BaseException:  # another interrupt; what is left here would never end
@@ -182,20 +201,25 @@ class Core:
 
         Returns what closing the file raised: this may be the thread that reaps for everybody.
         """
-        ffi.release(view)  # first: whoever sees the outcome may expect the buffer to be free
-        with self.lock:
-            ticket.file.in_flight.discard(token)
-            try:
-                self.close_if_unused(ticket.file)
-            except OSError as error:
-                return error
+        _let_go(view)  # first: whoever sees the outcome may expect the buffer to be free
+        file = ticket.file
+        file.in_flight.discard(token)
+        try:
+            self.close_if_unused(file)
+        except OSError as error:
+            return error
         return None
 
     def close_if_unused(self, file: File) -> None:
-        """For whoever has used a file: closes it if only he was waited for."""
+        """For whoever has used a file: closes it if only he was waited for.
+
+        Takes no lock where there is more to wait for: a finalizer may be waiting within it.
+        """
+        if not (file.is_closed and file.is_unused):  # whoever changes that looks then
+            return
         with self.lock:
             if file.is_closed and file.is_unused:
-                self.changed.notify_all()  # first: they wait for the lock anyway
+                self.changes.tell()  # first: they look with the lock held
                 file.close_descriptors()
 
     def reap(self) -> None:
@@ -204,22 +228,25 @@ class Core:
         Everybody waits for it: where there is no memory, it goes on when there is some.
         """
         num_others = 0
+        is_short = False
+        has_begun = self._thread.has_begun
         while not self._has_drained:
+            # All that is called is called in here: where there is no memory, calls raise.
             try:
+                if is_short:
+                    _wait_for_memory()
+                    is_short = False
+                if not has_begun.is_set():
+                    has_begun.set()
                 self._reap_some()
+                num_others = 0
             except MemoryError:
-                self._wait_for_memory()
+                is_short = True
             except Exception:  # where Python itself has no memory, it may say something else
+                is_short = True
                 num_others += 1
                 if num_others > _MAX_SHORTAGES:
                     raise
-                self._wait_for_memory()
-
-    def _wait_for_memory(self) -> None:
-        try:
-            time.sleep(_SHORTAGE_SECONDS)
-        except MemoryError:  # not even for that
-            return
 
     def _reap_some(self) -> None:
         """Goes on where the last call was left. Between C's answer and its being noted nothing
@@ -298,7 +325,6 @@ def _check_requests(requests: object) -> None:
             raise TypeError(
                 f"file is a {type(request.file).__name__}, not a File: open one with Engine.open"
             )
-        check_int("offset", request.offset)
 
 
 def _export(request: Request) -> Any:
@@ -328,7 +354,7 @@ def _check_plain(buffer: "BufferLike") -> None:
 
 
 def _checked_offset(request: Request, nbytes: int) -> int:
-    offset = index(request.offset)
+    offset = check_int("offset", request.offset)
     if not 0 <= offset <= MAX_OFFSET - nbytes:
         raise ValueError(
             f"cannot {request.kind} {nbytes} bytes at offset {offset} of {request.file.path}:"
@@ -340,5 +366,6 @@ def _checked_offset(request: Request, nbytes: int) -> int:
 @atexit.register
 def _close_all() -> None:
     """Before the interpreter goes: what was submitted is still carried out."""
+    _has_closed_all.set()
     for core in list(_live):
         core.close()

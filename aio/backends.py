@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from aio._native import ffi, lib
 from aio.errors import AioError, check_flag, check_int
+from aio.process.threads import NO_MORE_THREADS
 
 Backend = Literal["auto", "libaio", "io_uring", "posix", "memory"]
 
@@ -65,7 +66,7 @@ class MemoryBackend:
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} is not a probability")
         for name in ("seed", "errno", "gate"):
-            check_int(name, getattr(self, name))
+            object.__setattr__(self, name, check_int(name, getattr(self, name)))
         check_flag("refuse_direct", self.refuse_direct)
 
 
@@ -80,7 +81,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("queue_depth", "block_bytes", "lanes", "max_pending_bytes"):
-            check_int(name, getattr(self, name))
+            object.__setattr__(self, name, check_int(name, getattr(self, name)))
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         if not 1 <= self.queue_depth <= 4096:
             raise ValueError(f"queue_depth={self.queue_depth} is not between 1 and 4096")
@@ -174,9 +175,8 @@ def _explain(name: str, code: int, limits: Limits) -> str:
         )
     if code == lib.AIO_NO_THREAD:
         return (
-            f"{os.strerror(errno.EAGAIN)}: each of {limits.lanes} lanes takes a thread, and the"
-            " process or its user has as many as it may have; raise RLIMIT_NPROC (ulimit -u) or"
-            " pids.max of its cgroup, or use fewer lanes"
+            f"{os.strerror(errno.EAGAIN)}: each of {limits.lanes} lanes takes a thread, and"
+            f" {NO_MORE_THREADS}, or use fewer lanes"
         )
     if code in _DESCRIPTORS:
         return f"{reason}: a lane takes up to two; close some, or raise RLIMIT_NOFILE (ulimit -n)"

@@ -8,13 +8,10 @@ Invariants:
   anything lies apart, free ranges have no pages, so memory is at most that size, too.
 """
 
-import errno
-import logging
 import os
 import threading
 import time
 import weakref
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
@@ -22,14 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from aio._native import ffi, lib
-from aio.errors import AioError, check_flag, check_int
-from aio.process.cgroups import memory_limits
+from aio.errors import check_flag, check_int, check_seconds
+from aio.process.memory import lock_memory
 from aio.process.threads import LOOK_SECONDS
 from aio.ranges import RangeAllocator
 
-logger = logging.getLogger(__name__)
-
-_MEMORY = Path("/proc/meminfo")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _APART = -1
 """In place of an offset: the range is a mapping of its own."""
@@ -102,7 +96,7 @@ class Slab:
         huge_pages: bool = True,
         inherited: bool = True,
     ) -> None:
-        check_int("nbytes", nbytes)
+        nbytes = check_int("nbytes", nbytes)
         check_flag("huge_pages", huge_pages)
         check_flag("inherited", inherited)
         if lock != "required":
@@ -114,7 +108,7 @@ class Slab:
         self._address = _address_of(self._mapping)
         self._kind = huge_pages, inherited
         if lock:
-            _lock(self._mapping, self._nbytes, required=lock == "required")
+            lock_memory(self._mapping.address, self._nbytes, required=lock == "required")
         self._allocator = RangeAllocator(self._nbytes, alignment=_PAGE_BYTES)
         # What is handed out, by a reference that goes to `_ended` when the owner does. That may be
         # at any allocation, on any thread, also inside the lock; putting it there takes no lock,
@@ -145,6 +139,7 @@ class Slab:
         Raises SlabFullError when no free range is large enough, ValueError when nbytes is
         negative or the slab is closed.
         """
+        nbytes = check_int("nbytes", nbytes)
         if nbytes < 0:
             raise ValueError(f"cannot take {nbytes} bytes from the slab")
         with self._lock:
@@ -214,6 +209,7 @@ class Slab:
         A range that came back since this thread's last allocate() or wait_for_release() counts,
         so that nothing is missed between a SlabFullError and this call. None waits without limit.
         """
+        check_seconds("timeout", timeout)
         if self._release_is_new():
             return True
         if timeout is not None and timeout <= 0:
@@ -372,29 +368,3 @@ def _map(nbytes: int, huge_pages: bool, inherited: bool) -> Any:
 
 def _address_of(mapping: Any) -> int:
     return int(ffi.cast("uintptr_t", mapping.address))
-
-
-def _lock(mapping: Any, nbytes: int, *, required: bool) -> None:
-    available = _available_bytes()
-    if nbytes > available:  # the kernel would end processes for it
-        error = errno.ENOMEM
-        cause = f"{available} are available"
-    elif error := -lib.aio_lock_memory(mapping.address, nbytes):
-        cause = f"{os.strerror(error)}; raise RLIMIT_MEMLOCK (ulimit -l)"
-    else:
-        return
-    message = f"cannot lock {nbytes} bytes of memory: {cause}"
-    if required:
-        raise AioError(message, errno=error, nbytes=nbytes)
-    logger.warning("%s, or the kernel may swap the buffers out and I/O waits for them", message)
-
-
-def _available_bytes() -> int:
-    """What can be had without swapping, as far as the kernel tells: of the machine, and of what the
-    control groups of this process give it.
-    """
-    left = [limit.left_bytes for limit in memory_limits()]
-    if _MEMORY.exists():
-        fields = _MEMORY.read_text(encoding="utf-8").split()
-        left.append(int(fields[fields.index("MemAvailable:") + 1]) * 1024)
-    return min(left, default=1 << 63)

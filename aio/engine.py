@@ -137,7 +137,7 @@ class Engine:
         self._core.check_usable()
         check_path("path", path)
         if size is not None:
-            check_int("size", size)
+            size = check_int("size", size)
         if mode not in MODES:
             raise ValueError(f'mode={mode!r} is not one of "r", "r+", "w" and "x"')
         if size is not None and (mode == "r" or size < 0):
@@ -179,7 +179,7 @@ class Engine:
         MemoryError. Errors of the transfers themselves are raised by Operation.result().
         """
         if lane is not None:
-            check_int("lane", lane)
+            lane = check_int("lane", lane)
             if not 0 <= lane < self.lanes:
                 raise ValueError(f"lane={lane} is not between 0 and {self.lanes - 1}")
         return self._core.submit(requests, -1 if lane is None else lane)

@@ -7,6 +7,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import index
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
@@ -97,10 +98,13 @@ def is_no_room(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
-def check_int(name: str, value: object) -> None:
-    """Raises TypeError for an argument that is no whole number."""
+def check_int(name: str, value: object) -> int:
+    """An argument that is a whole number, as one of Python: those of numpy have so many bits and no
+    more, and what is counted with them comes out wrong. TypeError for what is none.
+    """
     if not hasattr(value, "__index__"):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not an int")
+    return index(value)
 
 
 def check_flag(name: str, value: object) -> None:
@@ -119,9 +123,13 @@ def check_path(name: str, value: object) -> None:
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raises TypeError for an argument that is no time to wait: a number of seconds, or None."""
+    """Raises TypeError for an argument that is no time to wait: a number of seconds, or None; and
+    ValueError for NaN, which never comes.
+    """
     if value is not None and not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a number of seconds")
+    if value is not None and value != value:
+        raise ValueError(f"{name}={value!r} is not a number of seconds")
 
 
 class NotRegularFileError(ValueError):

@@ -23,6 +23,7 @@ from aio._native import ffi, lib
 from aio.errors import AioError, check_int, check_path, naming
 from aio.opening import Direct, Mode, Opening, warn_unreserved
 from aio.process.descriptors import Descriptor
+from aio.process.threads import LOOK_SECONDS, Changes, Latch
 from aio.process.unasked import FirstError, tell
 
 # The kernel counts in signed 64-bit integers.
@@ -36,7 +37,7 @@ class Owner(Protocol):
     """What a file asks of the engine that it belongs to."""
 
     lock: threading.RLock
-    changed: threading.Condition
+    changes: Changes
     """A closed file has no operation left."""
     open_files: "set[weakref.ref[File]]"
     """What warns of a file that is dropped before it is closed."""
@@ -81,9 +82,8 @@ class File:
         self._watch: weakref.ref[File] | None = None
 
     def open(self, block_bytes: int) -> None:
-        """For Engine.open, which begins or abandons the file next. Changes no file that exists.
-
-        Raises as Engine.open.
+        """For Engine.open, which begins or abandons the file next, and for what it raises. Changes
+        no file that exists.
         """
         self._opening.open()
         self._direct = self._opening.open_direct()
@@ -190,7 +190,7 @@ class File:
         file system cannot reserve, the file is made longer only, with one warning for all of its
         files.
         """
-        self._check_writable("allocate space in", offset=offset, nbytes=nbytes)
+        offset, nbytes = self._check_writable("allocate space in", offset=offset, nbytes=nbytes)
         if offset < 0 or not 0 <= nbytes <= MAX_OFFSET - offset:
             raise ValueError(f"cannot allocate {nbytes} bytes at offset {offset} of {self.path}")
         tries = itertools.count()
@@ -210,7 +210,7 @@ class File:
 
         Raises AioError.
         """
-        self._check_writable("zero", offset=offset, nbytes=nbytes)
+        offset, nbytes = self._check_writable("zero", offset=offset, nbytes=nbytes)
         if offset < 0 or not 0 <= nbytes <= MAX_OFFSET - offset:
             raise ValueError(f"cannot zero {nbytes} bytes at offset {offset} of {self.path}")
         error = -self._call(lambda native: lib.aio_file_zero(native, offset, nbytes))
@@ -258,19 +258,22 @@ class File:
 
     @property
     def is_unused(self) -> bool:
-        """For the engine, with its lock held: nobody needs the descriptors any more."""
+        """For the engine: nobody needs the descriptors any more."""
         return not self.in_flight and not self.uses
 
-    def _may_close(self) -> bool:
-        """Whether nothing is left to wait for: for a call that this thread is in (a handler
+    def _change_unless_closable(self) -> Latch | None:
+        """None if nothing is left to wait for: for a call that this thread is in (a handler
         interrupted it, or its end) nobody can wait.
         """
         here = threading.get_ident()
-        return not self.in_flight and all(thread == here for thread in self.uses.values())
+        with self._core.lock:
+            if not self.in_flight and all(thread == here for thread in self.uses.values()):
+                return None
+            return self._core.changes.next()
 
     def truncate(self, nbytes: int) -> None:
         """Makes the file exactly this long. Raises AioError; RuntimeError in a forked child."""
-        self._check_writable("truncate", nbytes=nbytes)
+        (nbytes,) = self._check_writable("truncate", nbytes=nbytes)
         if not 0 <= nbytes <= MAX_OFFSET:
             raise ValueError(f"cannot truncate {self.path} to {nbytes} bytes")
         if error := -self._call(lambda native: lib.aio_file_truncate(native, nbytes)):
@@ -310,10 +313,9 @@ class File:
             return
         with core.lock:
             self._forget()
-            if self.is_unused:
-                self.close_descriptors()
-            elif not core.on_reaper():
-                core.changed.wait_for(self._may_close)
+        while not core.on_reaper() and (change := self._change_unless_closable()) is not None:
+            change.wait(LOOK_SECONDS)
+        core.close_if_unused(self)
         tell()
 
     def close_descriptors(self) -> None:
@@ -353,14 +355,15 @@ class File:
         if self.is_closed:
             raise ValueError(f"{self.path} is closed")
 
-    def _check_writable(self, action: str, **numbers: int) -> None:
+    def _check_writable(self, action: str, **numbers: int) -> list[int]:
+        """Gives the numbers, as those of Python."""
         self.check_open()
-        for name, number in numbers.items():
-            check_int(name, number)
+        given = [check_int(name, number) for name, number in numbers.items()]
         if self.mode == "r":
             raise ValueError(
                 f'cannot {action} {self.path}: it was opened with mode "r", open it with "r+"'
             )
+        return given
 
     def _error(self, action: str, code: int, offset: int, nbytes: int) -> AioError:
         return AioError(

@@ -60,6 +60,9 @@ class Outcome(NamedTuple):
     finished: float
 
 
+_CANCELED = Outcome(0, errno.ECANCELED, 0.0, 0.0)
+
+
 class Host(Protocol):
     """What a ticket needs to know of the engine."""
 
@@ -105,10 +108,12 @@ class Ticket:
         """It never was in flight, and its caller has what kept it; may be repeated after an
         interrupt.
         """
-        self.outcome = Outcome(0, errno.ECANCELED, 0.0, 0.0)
+        self.outcome = _CANCELED
         self._wake()
 
     def _wake(self) -> None:
+        if not self._waiters:  # a list takes memory
+            return
         for waiter in list(self._waiters):  # each takes itself off the list
             with contextlib.suppress(RuntimeError):  # it was woken before
                 waiter.release()

@@ -22,8 +22,7 @@ class RangeAllocator:
 
     def __init__(self, nbytes: int, *, alignment: int = 4096) -> None:
         """`nbytes` that do not fill a multiple of `alignment` at the end are never handed out."""
-        check_int("alignment", alignment)
-        check_int("nbytes", nbytes)
+        alignment, nbytes = check_int("alignment", alignment), check_int("nbytes", nbytes)
         if alignment < 1:
             raise ValueError(f"alignment={alignment} is not a positive number of bytes")
         if nbytes < 0:
@@ -68,7 +67,7 @@ class RangeAllocator:
 
     def rounded(self, nbytes: int) -> int:
         """What a range of `nbytes` takes from the space."""
-        return -(-nbytes // self.alignment) * self.alignment
+        return -(-check_int("nbytes", nbytes) // self.alignment) * self.alignment
 
     def allocate(self, nbytes: int) -> int | None:
         """The offset of a range of at least `nbytes`, or None when no free range is large enough.
@@ -77,9 +76,9 @@ class RangeAllocator:
         Raises ValueError unless nbytes > 0. An interrupt on the way back leaves a range that
         nobody knows of, see `release_others`.
         """
-        if nbytes <= 0:
-            raise ValueError(f"cannot allocate {nbytes} bytes: ask for one or more")
         wanted = self.rounded(nbytes)
+        if wanted <= 0:
+            raise ValueError(f"cannot allocate {nbytes} bytes: ask for one or more")
         self._index()
         position = bisect.bisect_left(self._by_size, (wanted, 0))
         if position == len(self._by_size):
@@ -99,6 +98,7 @@ class RangeAllocator:
 
         ValueError unless a range of as many bytes as `sizes` take in whole is allocated there.
         """
+        offset = check_int("offset", offset)
         parts, end = {}, offset
         for nbytes in sizes:
             if nbytes <= 0:
@@ -122,10 +122,11 @@ class RangeAllocator:
             raise ValueError(
                 f"cannot release nothing at offset {offset}: give the size of the range"
             )
+        offset = check_int("offset", offset)
         ends, end = {}, offset
         for nbytes in sizes:
             size = self._allocated.get(end)
-            if size is None or size != -(-nbytes // self.alignment) * self.alignment:
+            if size is None or size != self.rounded(nbytes):
                 known = "not allocated" if size is None else f"allocated with {size} bytes"
                 raise ValueError(f"cannot release {nbytes} bytes at offset {end}: it is {known}")
             ends[end] = end = end + size
@@ -145,6 +146,7 @@ class RangeAllocator:
 
     def grow(self, nbytes: int) -> None:
         """Adds `nbytes` at the end, in whole multiples of the alignment."""
+        nbytes = check_int("nbytes", nbytes)
         if nbytes < 0:
             raise ValueError(f"cannot grow by {nbytes} bytes")
         added = nbytes // self.alignment * self.alignment

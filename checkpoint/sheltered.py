@@ -19,7 +19,14 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from aio.errors import let_go
-from aio.process.threads import Latch, WatchedThread, is_refusal, start_apart
+from aio.process.threads import (
+    NO_MORE_THREADS,
+    Latch,
+    WatchedThread,
+    begun,
+    is_refusal,
+    start_apart,
+)
 
 T = TypeVar("T")
 
@@ -104,7 +111,7 @@ class Worker(Generic[T]):
         # `Thread.start` is many steps, between which an interrupt would leave half a thread. This
         # is one: either it has been made or it has not. It makes the thread that counts.
         try:
-            start_apart(_Thread(self._run, self._name))
+            start_apart(_Thread(self._run, self._name, tells=True))
         except RuntimeError as error:
             if not is_refusal(error):
                 raise
@@ -134,18 +141,21 @@ class Worker(Generic[T]):
     def _run(self) -> None:
         try:
             work = self._work.pop()
-        except IndexError:
+        except IndexError:  # another thread has it, or it was withdrawn
+            begun()
             return
-        if not self._claimed_for("work"):
-            return
-        try:
-            self._result = work(self.cancellation)
-        except BaseException as error:
-            self._error = let_go(error)
-        del work
         ended = self.ended
-        del self  # an error that is kept leads to this frame
-        ended.set()
+        try:
+            begun()
+            if self._claimed_for("work"):
+                self._result = work(self.cancellation)
+        except BaseException as error:
+            self._error = error  # first: there may be no memory for what follows
+            let_go(error)
+        finally:
+            del work
+            del self  # an error that is kept leads to this frame
+            ended.set()
 
     def _claimed_for(self, what: str) -> bool:
         """Whether it is to do this, "work" or "nothing": what comes first."""
@@ -205,6 +215,5 @@ def no_thread(name: str) -> OSError:
     """The error of a thread that could not be started."""
     return OSError(
         errno.EAGAIN,
-        f"cannot start the thread {name}: the process or its user has as many as it may have "
-        "(`ulimit -u`, pids.max of its cgroup)",
+        f"cannot start the thread {name}: {NO_MORE_THREADS}",
     )

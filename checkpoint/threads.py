@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-from aio.process.threads import WatchedThread, is_refusal
+from aio.process.threads import WatchedThread, begun, is_refusal
 from checkpoint.sheltered import StoppedError, no_thread
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: st
 
     def run(index: int) -> None:
         try:
+            begun()
             results[index] = tasks[index]()
         except BaseException as error:
             errors.append(error)
@@ -55,10 +56,10 @@ def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: st
 
 
 def started(run: Callable[[], None], name: str) -> threading.Thread:
-    """A thread that does this. Raises OSError (EAGAIN) if there is none to be had, and MemoryError
-    if that has no memory to begin with.
+    """A thread that does this, and calls `begun` in it. Raises OSError (EAGAIN) if there is none to
+    be had, and MemoryError if that has no memory to begin with.
     """
-    thread = WatchedThread(run, name)
+    thread = WatchedThread(run, name, tells=True)
     try:
         thread.start()
     except RuntimeError as error:
@@ -104,6 +105,7 @@ class Workers:
         return done
 
     def _run(self) -> None:
+        begun()
         while (work := self._work.get()) is not None:
             work()
             # Nothing of the last work outlives it while the thread waits.

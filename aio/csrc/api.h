@@ -142,6 +142,8 @@ int aio_file_zero(const aio_file *file, uint64_t offset, uint64_t nbytes);
 int aio_file_extend(aio_file *file, uint64_t end);
 /* Makes the file exactly this long. -EINTR as any other error. */
 int aio_file_truncate(aio_file *file, uint64_t size);
+/* Gives others a hundredth of a second to give memory back, and takes none. */
+void aio_wait_for_memory(void);
 /* 1 once the kernel has refused a direct transfer that kept the stated alignments. */
 int aio_file_direct_refused(const aio_file *file);
 

@@ -57,6 +57,11 @@ void aio_pause(void) {
     nanosleep(&millisecond, NULL);
 }
 
+void aio_wait_for_memory(void) {
+    const struct timespec hundredth = {.tv_nsec = 10000000};
+    nanosleep(&hundredth, NULL);
+}
+
 int aio_wake(int fd) {
     const uint64_t one = 1;
     while (write(fd, &one, sizeof one) < 0)

@@ -24,6 +24,11 @@ _REFUSALS = (
     ("can't create new thread at interpreter shutdown",),
 )
 """What Python says where the system gives no thread, as arguments of a RuntimeError."""
+NO_MORE_THREADS = (
+    "the process or its user has as many threads as it may have, or no address space for the stack"
+    " of one more: raise RLIMIT_NPROC (ulimit -u), pids.max of its cgroup or RLIMIT_AS (ulimit -v)"
+)
+"""Why the system gives no thread, which it does not tell, and what to do about it."""
 LOOK_SECONDS = 1.0
 """How often those who wait look by themselves: an interrupt may keep them from being told."""
 
@@ -116,6 +121,9 @@ class WatchedThread(threading.Thread):
     The system gives a thread, and Python finds no memory for its first step: it ends with a line on
     stderr, and whoever waits for what it was to set waits for ever. What is called in it is let go
     of at its end, and is known by that. Where `threading` calls something else one day, it waits.
+
+    It runs from where its target calls `begun`, if that `tells`: others rely on it from there on.
+    Else it runs from one step before its target, and may end between the two.
     """
 
     def __init__(
@@ -125,9 +133,11 @@ class WatchedThread(threading.Thread):
         args: tuple[Any, ...] = (),
         *,
         daemon: bool = False,
+        tells: bool = False,
     ) -> None:
         super().__init__(target=target, name=name, args=args, daemon=daemon)
         self.has_begun = Latch()
+        self._tells = tells
         self._called: list[weakref.ref[object]] = []
         self._started = _Start(partial(_are_gone, self._called), name)
 
@@ -147,7 +157,8 @@ class WatchedThread(threading.Thread):
             raise
 
     def run(self) -> None:
-        self.has_begun.set()
+        if not self._tells:
+            self.has_begun.set()
         super().run()
 
     def has_died(self) -> bool:
@@ -157,6 +168,15 @@ class WatchedThread(threading.Thread):
 
 _BOOTSTRAP: Callable[..., Any] = vars(threading.Thread).get("_bootstrap", threading.Thread.run)
 """What `threading` has the new thread call."""
+
+
+def begun() -> None:
+    """Of a target that tells: whatever comes from here on, others are told of its end. May be
+    repeated where there was no memory.
+    """
+    thread = threading.current_thread()
+    if isinstance(thread, WatchedThread):
+        thread.has_begun.set()
 
 
 def _are_gone(called: Sequence[weakref.ref[object]]) -> bool:
@@ -182,9 +202,14 @@ class Thread(WatchedThread):
     """For `start_thread` and `join_thread`. The interpreter does not wait for it at its end."""
 
     def __init__(
-        self, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()
+        self,
+        target: Callable[..., object],
+        name: str,
+        args: tuple[Any, ...] = (),
+        *,
+        tells: bool = False,
     ) -> None:
-        super().__init__(target, name, args, daemon=True)
+        super().__init__(target, name, args, daemon=True, tells=tells)
         self._claim: dict[str, str] = {}
         self.has_ended = Latch()
 
@@ -247,9 +272,8 @@ def start_thread(thread: Thread) -> None:
         if not is_refusal(error):
             raise
         raise AioError(
-            f"cannot start the thread {thread.name}: {error}; the process or its user has as many"
-            " threads as it may have: raise RLIMIT_NPROC (ulimit -u) or pids.max of its cgroup, or"
-            " use fewer workers",
+            f"cannot start the thread {thread.name}: {error}; {NO_MORE_THREADS}, or use fewer"
+            " workers",
             errno=errno.EAGAIN,
         ) from error
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from aio import Engine
+from aio.process.threads import begun
 from checkpoint.collector import paused_collector
 from checkpoint.directory.locate import check_data_file
 from checkpoint.errors import CorruptCheckpointError
@@ -178,13 +179,14 @@ class _AwaitedPlaces:
 @contextmanager
 def _in_background(reader: Reader) -> Iterator[None]:
     """Runs a reader during the block and waits for it. An error of the block comes first."""
-    errors: list[BaseException] = []
+    errors: list[BaseException | None] = [None]  # a place for it: there may be no memory for one
 
     def run() -> None:
         try:
+            begun()
             reader.run()
         except BaseException as error:
-            errors.append(error)
+            errors[0] = error
 
     thread = started(run, "checkpoint-read")
     try:
@@ -194,8 +196,8 @@ def _in_background(reader: Reader) -> Iterator[None]:
         reader.stop()
         thread.join()
         raise
-    if errors:
-        raise errors.pop()
+    if (failure := errors.pop()) is not None:
+        raise failure
 
 
 def _check_files(

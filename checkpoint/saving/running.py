@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from aio import Engine
-from aio.process.threads import Latch, say
+from aio.process.threads import Latch, begun, say
 from checkpoint.directory.lock import end_given_up
 from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, apart
@@ -219,6 +219,7 @@ class _Copying:
         self._pending = pending
 
     def _copy(self) -> None:
+        begun()
         if self._snapshot.copy():
             self._pending.set_staged()
 

@@ -119,7 +119,7 @@ class GradientInbox:
         self._closing = False
         self._lock = threading.Lock()
         self._changes = Changes()
-        self._thread = Thread(self._run, "infinity-gradients")
+        self._thread = Thread(self._run, "infinity-gradients", tells=True)
         try:
             start_thread(self._thread)
         except BaseException:
@@ -174,6 +174,7 @@ class GradientInbox:
 
     def _run(self) -> None:
         stay_in_background()
+        self._thread.has_begun.set()
         while self._wait_for_one():
             self._start_pieces()
             if self._pending:

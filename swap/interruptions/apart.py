@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from aio.errors import let_go
-from aio.process.threads import Thread, join_thread, start_thread
+from aio.process.threads import Thread, begun, join_thread, start_thread
 from swap.processors import stay_in_background
 
 
@@ -18,17 +18,21 @@ def run_apart(action: Callable[[], None], name: str) -> None:
     action has begun or after it has ended, and nowhere in between. Raises what ``action`` raises,
     and ``AioError`` where there is no thread to be had; nothing is done then.
     """
-    failures: list[BaseException] = []
+    # With a place for what it raises, which may be that there is no memory.
+    outcome: list[BaseException | None] = [MemoryError(f"the thread {name} did not end its work")]
 
     def run() -> None:
-        stay_in_background()
-        with torch.no_grad():
-            try:
+        try:
+            begun()
+            stay_in_background()
+            with torch.no_grad():
                 action()
-            except BaseException as failure:  # raised where it is waited for
-                failures.append(let_go(failure))
+            outcome[0] = None
+        except BaseException as failure:  # raised where it is waited for
+            outcome[0] = failure
+            let_go(failure)
 
-    thread = Thread(run, name)
+    thread = Thread(run, name, tells=True)
     try:
         start_thread(thread)
         join_thread(thread)
@@ -42,5 +46,5 @@ def run_apart(action: Callable[[], None], name: str) -> None:
             except BaseException:  # there is one interrupt on its way, which says so
                 pass
         raise
-    if failures:
-        raise failures[0]
+    if outcome[0] is not None:
+        raise outcome[0]

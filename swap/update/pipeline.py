@@ -41,9 +41,7 @@ _REMEDY = "the step is not finished: mend that, then call offloaded.flush() to f
 
 
 class UpdatePipeline:
-    """Runs passes on a thread of its own, one at a time. ``overlap=False`` does one transfer after
-    the other.
-    """
+    """Runs passes on its own thread, in turn; with ``overlap=False`` one transfer at a time."""
 
     def __init__(self, stages: Stages, weights: WeightCache, *, overlap: bool = True) -> None:
         self._stages = stages
@@ -56,7 +54,7 @@ class UpdatePipeline:
         self.speculation_failure: BaseException | None = None
         self._failure: BaseException | None = None
         self._left: tuple[Step, list[Subgroup]] | None = None
-        self._thread = Thread(self._run, "infinity-update")
+        self._thread = Thread(self._run, "infinity-update", tells=True)
         try:
             start_thread(self._thread)
         except BaseException:
@@ -194,6 +192,7 @@ class UpdatePipeline:
 
     def _run(self) -> None:
         stay_in_background()
+        self._thread.has_begun.set()
         while (work := self._work.get()) is not None:
             with torch.no_grad():
                 try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aio import AioError, Engine, MemoryBackend, Operation, Request
+from aio import AioError, Engine, File, MemoryBackend, Operation, Request
 from tests.aio.conftest import Gate, open_descriptors, random_bytes, run_python
 
 MIB = 1 << 20
@@ -303,6 +303,48 @@ def test_interpreter_exit_with_operations_in_flight_writes_them_all(
     assert run_python(script, str(path), real_backend) == ["called"]
     expected = b"".join(bytes([i]) * 1_000_001 for i in range(20))
     assert path.read_bytes() == expected
+
+
+def test_file_that_is_closed_where_the_lock_of_the_engine_is_held_is_closed(
+    gate: Gate, gated: Engine, tmp_path: Path
+) -> None:
+    file = gated.open(tmp_path / "data", "w")
+    operations = [gated.write(file, i * 100, bytes(100)) for i in range(3)]
+    timer = threading.Timer(0.02, gate.open)
+    closer = threading.Thread(target=lambda: _close_as_finalizer(gated, file), daemon=True)
+    timer.start()
+    closer.start()
+    closer.join(20)
+    assert not closer.is_alive()
+    assert [operation.result() for operation in operations] == [100] * 3
+    timer.join()
+
+
+def _close_as_finalizer(engine: Engine, file: File) -> None:
+    with engine._core.lock:  # a finalizer may run within
+        file.close()
+
+
+_LATE_EXIT = """
+    import atexit
+    import sys
+
+    @atexit.register
+    def write():  # runs when aio has closed every engine that there is
+        engine = Engine("posix", queue_depth=4, block_bytes=1 << 16)
+        file = engine.open(sys.argv[1], "w")
+        for i in range(20):
+            operation = engine.write(file, i * 1_000_001, bytes([i]) * 1_000_001)
+        print(operation.done())
+
+    from aio import Engine
+"""
+
+
+def test_what_is_submitted_when_engines_are_closed_already_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    assert run_python(_LATE_EXIT, str(path)) == ["True"]
+    assert path.read_bytes() == b"".join(bytes([i]) * 1_000_001 for i in range(20))
 
 
 def _native_threads() -> int:

@@ -9,7 +9,7 @@ import pytest
 from aio import Slab
 from tests.aio.conftest import run_python
 
-# Hands over requests with the nth allocation failing, and those behind it.
+# Hands over requests with the nth allocation failing, and so many behind it.
 _SUBMIT = """
     import _testcapi
     import os
@@ -20,7 +20,7 @@ _SUBMIT = """
     with Engine("posix") as engine, engine.open(sys.argv[1], "w") as file:
         for first in range(120):
             try:
-                _testcapi.set_nomemory(first, first + 6)
+                _testcapi.set_nomemory(first, first + int(sys.argv[2]))
                 engine.submit([Request("write", file, 0, data), Request("write", file, 10, data)])
             except MemoryError:
                 pass
@@ -96,9 +96,12 @@ def test_a_request_ends_wherever_there_is_no_memory_to_tell_of_it(
     assert lines[-1:] == ["80"], lines
 
 
-def test_a_file_waits_for_no_request_that_there_was_no_memory_for(tmp_path: object) -> None:
+@pytest.mark.parametrize("length", [6, 3000])
+def test_a_file_waits_for_no_request_that_there_was_no_memory_for(
+    length: int, tmp_path: object
+) -> None:
     pytest.importorskip("_testcapi")
-    assert run_python(_SUBMIT, f"{tmp_path}/file") == []
+    assert run_python(_SUBMIT, f"{tmp_path}/file", str(length)) == []
 
 
 class _Lost(SimpleQueue[Any]):

@@ -189,6 +189,7 @@ def test_engine_without_threads_says_what_there_is_too_little_of(tmp_path: Path)
         assert line.startswith("Resource temporarily unavailable | cannot start an engine")
         assert "each of 4 lanes takes a thread" in line
         assert "RLIMIT_NPROC" in line
+        assert "RLIMIT_AS" in line
 
 
 def test_close_that_fails_names_the_file_and_closes_both_descriptors(
@@ -219,9 +220,12 @@ def test_threads_have_room_beside_what_libraries_keep_for_each_of_them(tmp_path:
 
 
 def test_slab_larger_than_the_memory_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aio.buffers._available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("aio.process.memory.available_bytes", lambda: 1 << 20)
     with pytest.raises(AioError, match="1048576 are available"):
         Slab(2 << 20, lock="required")
+    monkeypatch.setattr("aio.process.memory.available_bytes", lambda: 1 << 30)
+    with pytest.raises(AioError, match="1073741824 are available, and it takes 108"):
+        Slab((1 << 30) - 4096, lock="required")  # the kernel's own tables are left no room
     with pytest.raises(MemoryError):
         Slab(1 << 64)
     with pytest.raises(ValueError, match="max_pending_bytes=18446744073709551616 is not between"):

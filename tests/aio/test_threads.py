@@ -13,11 +13,21 @@ from typing import Any
 
 import pytest
 
+from aio import Engine
 from aio.process import threads
-from aio.process.threads import Thread, WatchedThread, join_thread, start_apart, start_thread
+from aio.process.threads import (
+    Thread,
+    WatchedThread,
+    begun,
+    join_thread,
+    start_apart,
+    start_thread,
+)
 from checkpoint.sheltered import Worker, sheltered
 from checkpoint.threads import Workers, run_all, started
+from swap.gradients.inbox import GradientInbox
 from swap.interruptions.apart import run_apart
+from swap.update.pipeline import UpdatePipeline
 
 
 def dies(*_: object) -> None:
@@ -83,7 +93,7 @@ def use_workers() -> None:
 @pytest.mark.parametrize(
     "start",
     [
-        lambda: started(lambda: None, "a-thread"),
+        lambda: started(begun, "a-thread"),
         lambda: run_all([lambda: 1, lambda: 2], lambda: None, "a-thread"),
         use_workers,
     ],
@@ -94,6 +104,67 @@ def test_work_whose_thread_ends_before_it_begins_is_an_error_that_names_it(
 ) -> None:
     with pytest.raises(MemoryError, match=r"the thread a-thread.* had no memory to begin with"):
         start()
+
+
+NOTHING: Any = None
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: Engine("posix"),
+        start_worker,
+        lambda: sheltered(lambda _: None, "a-thread"),
+        lambda: started(begun, "a-thread"),
+        lambda: run_all([lambda: 1, lambda: 2], lambda: None, "a-thread"),
+        use_workers,
+        lambda: run_apart(lambda: None, "a-thread"),
+        lambda: UpdatePipeline(NOTHING, NOTHING),
+        lambda: GradientInbox(NOTHING, NOTHING, NOTHING, NOTHING),
+    ],
+    ids=[
+        "engine",
+        "worker",
+        "sheltered",
+        "started",
+        "run_all",
+        "workers",
+        "apart",
+        "pipeline",
+        "inbox",
+    ],
+)
+def test_a_thread_that_ends_between_its_start_and_its_work_is_an_error(
+    start: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aio.process.threads.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(threading.Thread, "run", dies)
+    with pytest.raises(MemoryError, match=r"the thread .* had no memory to begin with"):
+        start()
+
+
+def test_work_apart_that_had_no_memory_to_be_done_with_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr("swap.interruptions.apart.stay_in_background", dies)
+    with pytest.raises(MemoryError):
+        run_apart(lambda: None, "a-thread")
+
+
+@pytest.mark.parametrize("keeps", ["checkpoint.sheltered", "swap.interruptions.apart"])
+def test_error_of_work_comes_out_where_no_memory_is_left_to_let_go_of_it(
+    keeps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("of the work")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(f"{keeps}.let_go", dies)
+    run = sheltered if keeps.startswith("checkpoint") else run_apart
+    with pytest.raises(ValueError, match="of the work"):
+        run(fail, "a-thread")
 
 
 def test_a_watched_thread_that_ran_has_died_and_one_that_runs_has_not() -> None:
@@ -113,7 +184,7 @@ def test_a_watched_thread_that_ran_has_died_and_one_that_runs_has_not() -> None:
         start_worker,
         start_own,
         lambda: sheltered(lambda _: None, "a-thread"),
-        lambda: started(lambda: None, "a-thread"),
+        lambda: started(begun, "a-thread"),
         lambda: run_all([lambda: 1, lambda: 2], lambda: None, "a-thread"),
         lambda: run_apart(lambda: None, "a-thread"),
     ],

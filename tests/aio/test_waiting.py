@@ -1,6 +1,7 @@
 """Waiting for operations, callbacks after them, and what is told of errors that nobody asks for."""
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from aio import AioError, Engine, MemoryBackend, Operation, Request
+from aio import AioError, Engine, MemoryBackend, Operation, Request, files
+from aio.process import threads
 from tests.aio.conftest import Gate
+from tests.support.interrupts import interrupt_at_call
 
 
 class TestWaiting:
@@ -131,6 +134,25 @@ class TestWaiting:
             "nobody asked for the result of an operation that failed: cannot read 100 bytes at"
             f" offset 200 of {file.path}: end of file"
         )
+
+    def test_interrupt_of_a_file_that_waits_to_be_closed_comes_out_as_it_is(
+        self, make_file: Callable[..., Path]
+    ) -> None:
+        path = make_file(100)
+        where = (threading.__file__, files.__file__, threads.__file__)
+        for number in itertools.count():
+            gate = Gate()
+            with Engine(gate.backend()) as engine, engine.open(path) as file:
+                engine.read(file, 0, bytearray(100))
+                timer = threading.Timer(0.02, gate.open)
+                timer.start()
+                lines = interrupt_at_call(file.close, number, where)
+                timer.join()
+                file.close()
+            gate.close()
+            if lines.error is None:  # there are no more
+                break
+        assert number > 5
 
     def test_interrupt_ends_the_wait_and_not_the_operation(
         self, gate: Gate, gated: Engine, make_file: Callable[..., Path]
