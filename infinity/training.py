@@ -80,17 +80,15 @@ class Training:
     def __init__(self, parts: Parts) -> None:
         self.model, self.records, self.state = parts.model, parts.records, parts.state
         self.rule, self.rank_context = parts.rule, parts.rank_context
-        self.checkpoint_bytes = parts.checkpoint_bytes
+        self.checkpoint_bytes, self.loss_scale_state = parts.checkpoint_bytes, parts.loss_scale
         self.budget, self.activations = parts.budget, parts.activations
-        self.loss_scale_state = parts.loss_scale
         records, state, rank_context = parts.records, parts.state, parts.rank_context
         self.steps = [0] * len(records)
         self.gradients = Accumulated(records, state, rank_context, parts.loss_scale)
         self.norm: torch.Tensor | None = None
         """2-norm of the gradients of the last step."""
         self._index = {id(record.parameter): record.index for record in records}
-        self._max_grad_norm = parts.max_grad_norm
-        self._may_clip = parts.max_grad_norm is not None
+        self._max_grad_norm, self._may_clip = parts.max_grad_norm, parts.max_grad_norm is not None
         self._unclipped_steps = 0
         self._repeatable = self.rule.is_repeatable and parts.loss_scale is None
         self.residency = ModuleResidency(
@@ -101,7 +99,7 @@ class Training:
             records, rank_context.weights, self._phases, parts.activations, self.residency
         )
         self.versions = Versions(records, self.residency)
-        self._views = KeptViews(records)
+        self._views = KeptViews(records, rank_context.weights.held, self.residency)
         self.loans = Loans(records, self.residency, rank_context, self.versions, self._views)
         self.saves = BackgroundSaves()
         passes = Passes(self._end_pass) if self.rule.kept_by is None else None
@@ -144,8 +142,7 @@ class Training:
                 f"{parameter!r:.80} is a {type(parameter).__name__}, not a parameter; give the "
                 "tensor itself, such as model.get_parameter('head.weight')"
             )
-        index = self._index.get(id(parameter))
-        if index is None:
+        if (index := self._index.get(id(parameter))) is None:
             shape = tuple(parameter.shape)
             raise ValueError(f"a parameter of shape {shape} is none of the offloaded model")
         return index
@@ -185,8 +182,8 @@ class Training:
         if gradients.scale.overflows(norm):
             run_apart(self._skipped, "infinity-step")
             return
-        updates = self._updates(present)
-        self.state.step(updates, scale, then=partial(self._taken, present))
+        self._views.find(present)
+        self.state.step(self._updates(present), scale, then=partial(self._taken, present))
 
     def _skipped(self) -> None:
         """The step is none. One that an interrupt stopped before is looked at again."""
@@ -246,6 +243,7 @@ class Training:
         """The last step is finished, or, where it cannot be, to be forgotten by what is returned,
         as nothing of it is left then.
         """
+        self._views.find(range(len(self.records)))
         self.state.wait_for_updates()
         cannot_finish = isinstance(self.state.pipeline.failure, CorruptSwapError)
         if self.state.mixture.is_left or cannot_finish:
@@ -314,9 +312,13 @@ class Training:
 
     def watch_gradients(self, index: int) -> None:
         parameter = self.records[index].parameter
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        if not any(getattr(hook, "__self__", None) is self for hook in hooks.values()):
+        if not self._hooks_on(parameter):
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
+
+    def _hooks_on(self, parameter: torch.Tensor) -> list[int]:
+        """The numbers of ours. Not handles: an interrupt may have taken one."""
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        return [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]
 
     def changes_told(self, index: int) -> int:
         return self.versions.changes_told(index)
@@ -338,12 +340,10 @@ class Training:
             self._phases.backward_works()
 
     def _leave_gradients(self) -> None:
-        """To autograd, from now on. Not by handles: an interrupt may have taken one."""
-        for record in self.records:
-            hooks = getattr(record.parameter, "_post_accumulate_grad_hooks", None) or {}
-            for number, hook in list(hooks.items()):
-                if getattr(hook, "__self__", None) is self:
-                    del hooks[number]
+        """To autograd, from now on."""
+        for parameter in [record.parameter for record in self.records]:
+            for number in self._hooks_on(parameter):
+                del parameter._post_accumulate_grad_hooks[number]
 
     # Beginning and ending.
 
@@ -383,8 +383,7 @@ class Training:
     def _restore(self) -> None:
         """See ``Restoring``; what it left after an interrupt, when called again."""
         if self._open:
-            waits = *self.saves.waits(), self._tell_mixture
-            self._restoring.before(lambda: max(self.steps), *waits)
+            self._restoring.before(lambda: max(self.steps), *self.saves.waits(), self._tell_mixture)
         self._open = False
         self.state.speculation.expect_step = None
         self._restoring.run()

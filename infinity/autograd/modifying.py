@@ -86,6 +86,7 @@ class Loans:
         self._versions.check()
         self._residency.check_faces(indices)
         if modify:
+            self._views.find(indices)
             self._views.expire(indices)
             self._keep([index for index in indices if self._modified()[index] == 1])
 

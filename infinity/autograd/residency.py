@@ -41,6 +41,7 @@ from torch import nn
 from infinity.autograd.refusals import Watched, check_late
 from infinity.backward_passes import has_ended, threads_alive
 from infinity.parameters.frames import Frame, Hold
+from infinity.parameters.homes import Homes
 from infinity.parameters.offloaded.becoming import cover, is_ours, ours, overwrite_data, uncover
 from infinity.parameters.offloaded.handlers import is_moving
 from infinity.parameters.offloaded.modes import own_modes, unseen
@@ -87,7 +88,7 @@ class ModuleResidency:
             placeholder(record.shape, record.spec.dtype, device, refusal_of_weights(record.name))
             for record in records
         ]
-        self.at_home = [self._home_view(record) for record in records]
+        self.at_home = Homes(records, weights)
 
     # Putting the model under watch, and releasing it.
 
@@ -343,6 +344,7 @@ class ModuleResidency:
         """
         with self._lock:
             self._num_changes += 1
+            self.at_home.come_home(indices)
             for index in self._holds.keys() & set(indices) - self._kept_out:
                 if is_ours(self._records[index].parameter):
                     mark_absent(self._parameter(index))
@@ -364,10 +366,6 @@ class ModuleResidency:
                     del self._holds[index]
         self._weights.release(hold)
         return strangers
-
-    def _home_view(self, record: Record) -> torch.Tensor | None:
-        weight = self._weights.at_home(record.index)
-        return None if weight is None else weight.view(record.shape)
 
     @unseen
     def _put_out(self, indices: Iterable[int]) -> None:

@@ -40,10 +40,12 @@ from infinity.activations.storage import SavedActivation
 from infinity.autograd.phases import Phases
 from infinity.autograd.returned import copy_where_returned
 from infinity.autograd.views import View, bytes_of, is_whole
+from infinity.parameters.homes import Homes
 from infinity.parameters.offloaded.becoming import is_ours
 from infinity.parameters.offloaded.modes import outside_inference, unseen
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
+from swap.memory.uses import storage_at
 
 _SAMPLE = 16
 """Elements that are compared before all are."""
@@ -88,6 +90,9 @@ class _Handed:
 
 class Residency(Protocol):
     """What is known of forward passes."""
+
+    at_home: Homes
+    """Weights that are computed with where they are kept."""
 
     @property
     def held(self) -> list[int]:
@@ -232,6 +237,8 @@ class SavedTensors:
             return None
         storage = tensor.untyped_storage()
         index = self._weights.owner(storage._cdata)
+        if index is None:
+            index = self._residency.at_home.parameter_in(storage._cdata)
         if index is not None:
             return index, 0
         homes = self._homes.get(storage._cdata)
@@ -335,13 +342,14 @@ def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _home_ranges(records: list[Record], weights: Weights) -> dict[int, list[tuple[int, int, int]]]:
-    """For each storage that weights at home lie in: sorted (first byte, end, parameter)."""
+    """For each storage that weights at home lie in, as backward passes get them: sorted (first
+    byte, end, parameter).
+    """
     ranges: dict[int, list[tuple[int, int, int]]] = {}
     for record in records:
         weight = weights.at_home(record.index)
         if weight is not None and weight.numel():
-            storage = weight.untyped_storage()._cdata
-            ranges.setdefault(storage, []).append((*bytes_of(weight), record.index))
+            ranges.setdefault(storage_at(weight), []).append((*bytes_of(weight), record.index))
     for homes in ranges.values():
         homes.sort()
     return ranges

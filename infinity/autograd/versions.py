@@ -4,25 +4,33 @@ becomes of views that lie where values were before a change.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from checkpoint import ChangedTensorError
+from infinity.parameters.homes import Homes
+from infinity.parameters.offloaded.becoming import is_ours
 from infinity.parameters.offloaded.modes import unseen
-from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_view
+from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_view, storage_of
 from infinity.parameters.records import Record
 from infinity.parameters.structure import Structure
+from swap.cache.owners import Held
+from swap.memory.uses import root_of
 
 _REMEDY = (
     "change values inside `with offloaded.gathered([parameter], modify=True):`, which keeps them "
     "when the save has read what was there"
 )
 
+
+HeldWeights = Callable[[Set[int]], Sequence[Held]]
+"""Where current weights of parameters are that autograd or the program refers to; none at home."""
 
 _MOST_COUNTING_SECONDS = 1.0
 """More than it takes to count what changed."""
@@ -31,7 +39,7 @@ _MOST_COUNTING_SECONDS = 1.0
 class Weights(Protocol):
     """Where the weights of parameters are, as far as it matters here."""
 
-    at_home: list[torch.Tensor | None]
+    at_home: Homes
     """Those of parameters that are computed with where they are kept."""
 
     @property
@@ -225,15 +233,22 @@ class HomeWatch:
 
 
 class KeptViews:
-    """Views with a gradient that programs took of weights outside of forward passes and still have.
+    """Views of weights that programs keep.
 
-    They lie where the weights were just then. In memory they would follow an update; here some
-    would, and others keep what was there, by tier. So none has values once those of its parameter
-    change.
+    They lie where the weights were as they were taken. In memory they would follow an update; here
+    some would, and others keep what was there, by tier. So none has values once those of its
+    parameter change, or are elsewhere.
+
+    Those taken outside of forward passes are told as they are given out. Within forward passes
+    parameters compute as any others, and nobody is told. But the weights of each are in a storage
+    of their own: where that is in use before they change, and not by us, the tensors over it are
+    looked for among all that Python's collector knows.
     """
 
-    def __init__(self, records: Sequence[Record]) -> None:
+    def __init__(self, records: Sequence[Record], held: HeldWeights, weights: Weights) -> None:
         self._records = records
+        self._held = held
+        self._weights = weights
         self._views: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def add(self, index: int, view: torch.Tensor) -> None:
@@ -241,9 +256,23 @@ class KeptViews:
         known = [ref for ref in self._views.get(index, ()) if ref() is not None]
         self._views[index] = [*known, weakref.ref(view)]
 
+    @unseen
+    def find(self, indices: Iterable[int]) -> None:
+        """The values of these parameters are about to change: what views programs have of them is
+        known from now on.
+        """
+        changing = {*indices}
+        held = {one.storage: one for one in self._held(changing)}
+        in_place = {*self._weights.held}
+        at_home = self._weights.at_home.held(changing, in_place)
+        held |= {one.storage: one for one in at_home}
+        if held:
+            for index, view in _views_over(held):
+                self.add(index, view)
+
     def expire(self, indices: Iterable[int]) -> None:
-        """The values of these parameters are others now, or elsewhere: each use of their views
-        raises ``RuntimeError`` from now on. Idempotent.
+        """The values of these parameters are others now, or elsewhere: each use of the views that
+        are known of them raises ``RuntimeError`` from now on. Idempotent.
         """
         for index in [index for index in indices if index in self._views]:
             refusal = refusal_of_view(self._records[index].name)
@@ -254,5 +283,19 @@ class KeptViews:
             del self._views[index]
 
     def expire_all(self) -> None:
-        """As ``expire``, as the block ends."""
+        """As ``find`` and ``expire`` of everything, as the block ends."""
+        self.find(range(len(self._records)))
         self.expire([*self._views])
+
+
+def _views_over(held: Mapping[int, Held]) -> list[tuple[int, torch.Tensor]]:
+    """(parameter, tensor of the program over its weights), of all that there are."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            (one.parameter, found)
+            for found in gc.get_objects()
+            if issubclass(type(found), torch.Tensor)
+            and (one := held.get(storage_of(found))) is not None
+            and not is_ours(found)
+            and root_of(found) != one.own
+        ]

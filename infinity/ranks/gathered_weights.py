@@ -13,7 +13,7 @@ slices travel while this one is computed with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -23,9 +23,10 @@ import torch
 from aio import Slab, SlabFullError
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import GATHER, Ranks, Transfer
-from swap.cache.owners import Owners
+from swap.cache.owners import Held, Owners
 from swap.cache.patience import Patience
 from swap.cache.weight_cache import WeightCache
+from swap.memory.uses import other_uses, storage_at
 from swap.plan import eviction
 from swap.plan.schedule import Schedule
 from swap.storage.components import as_tensor
@@ -46,6 +47,8 @@ class Weights(Protocol):
     def borrow(self, parameter: int) -> torch.Tensor: ...
 
     def owner(self, storage: int) -> int | None: ...
+
+    def held(self, parameters: Set[int]) -> list[Held]: ...
 
     def renew(self, parameter: int, weight: torch.Tensor) -> None: ...
 
@@ -190,6 +193,21 @@ class GatheredWeights:
         """
         found = self._owners.of(storage)
         return self._slices.owner(storage) if found is None else found
+
+    def held(self, parameters: Set[int]) -> list[Held]:
+        """Current weights of these, gathered or in the arena, that autograd or the program refers
+        to.
+        """
+        whole = {index for index in parameters if not self._records[index].is_partitioned}
+        gathered = self._owners.held(parameters - whole)
+        held = [one for one in gathered if not self._is_ours_alone(one)]
+        return held + self._slices.held(whole)
+
+    def _is_ours_alone(self, held: Held) -> bool:
+        entry = self._entries.get(held.parameter)
+        if entry is None or storage_at(entry.weight) != held.storage:
+            return False
+        return not other_uses(entry.weight)
 
     def renew(self, parameter: int, weight: torch.Tensor) -> None:
         """Flat ``weight``, a copy of the current ones, is in their place from now on."""

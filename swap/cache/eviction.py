@@ -12,8 +12,8 @@ import torch
 
 from aio import AioError, Operation, SlabFullError
 from swap.cache.arena import Arena, Entry
-from swap.cache.owners import Owners
-from swap.memory.uses import other_uses
+from swap.cache.owners import Held, Owners
+from swap.memory.uses import other_uses, storage_at
 from swap.plan.eviction import Policy
 from swap.plan.layout import ParameterSpec
 from swap.tiers import BudgetError, format_bytes
@@ -69,6 +69,26 @@ class CacheEntries:
         self.entries.clear()
         self.stale.clear()
         self.owners.clear()
+
+    def held(self, parameters: Set[int]) -> list[Held]:
+        """Current weights of these that autograd or the program refers to, wherever they are."""
+        return [held for held in self.owners.held(parameters) if not self._is_ours_alone(held)]
+
+    def _is_ours_alone(self, held: Held) -> bool:
+        entry = self.entries.get(held.parameter)
+        if entry is None or storage_at(entry.weight) != held.storage:
+            return False
+        return not is_held_elsewhere(entry)
+
+    def open_for_refresh(self, parameter: int, parts: set[int]) -> Entry | None:
+        """A new entry that the update fills, if there is room: every one of its ``parts`` is still
+        to come.
+        """
+        entry = self.make_room(parameter, ahead=True, landing=False)
+        if entry is not None:
+            entry.missing = parts
+            self.entries[parameter] = entry
+        return entry
 
     def renew(self, parameter: int, weight: torch.Tensor) -> None:
         """Who holds weights from before a step gave them the current values: they are the entry

@@ -7,21 +7,34 @@ are still those weights, until they are updated.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from swap.memory.uses import root_of
+
 _FIRST_LOOK = 64
 """So many storages are noted before it is looked for dead ones."""
+
+
+class Held(NamedTuple):
+    """Current weights of a parameter that somebody refers to, and what of that is no program's."""
+
+    parameter: int
+    storage: int
+    """Its ``_cdata``."""
+    own: int
+    """The ``_cdata`` of the tensor that ours over that storage are views of."""
 
 
 class Owners:
     """Parameters by storages with their current weights, while any tensor refers to those."""
 
     def __init__(self) -> None:
-        self._noted: dict[int, tuple[int, int, StorageWeakRef]] = {}
-        """By ``_cdata`` of the storage: parameter, its age, the storage."""
+        self._noted: dict[int, tuple[Held, int, StorageWeakRef]] = {}
+        """By ``_cdata`` of the storage: what is there, the age of the parameter, the storage."""
         self._ages: Counter[int] = Counter()
         self._look_at = _FIRST_LOOK
 
@@ -33,16 +46,27 @@ class Owners:
             }
             self._look_at = 2 * len(self._noted) + _FIRST_LOOK
         where = weight.untyped_storage()
-        self._noted[where._cdata] = (parameter, self._ages[parameter], StorageWeakRef(where))
+        held = Held(parameter, where._cdata, root_of(weight))
+        self._noted[where._cdata] = (held, self._ages[parameter], StorageWeakRef(where))
 
     def of(self, storage: int) -> int | None:
         """The parameter whose weights are in the storage of that ``_cdata``, which is alive."""
         noted = self._noted.get(storage)
         if noted is None:
             return None
-        parameter, age, where = noted
-        is_current = age == self._ages[parameter] and not where.expired()
-        return parameter if is_current else None
+        held, age, where = noted
+        is_current = age == self._ages[held.parameter] and not where.expired()
+        return held.parameter if is_current else None
+
+    def held(self, parameters: Set[int]) -> list[Held]:
+        """Where the current weights of these are, for as long as anybody refers to them."""
+        return [
+            held
+            for held, age, where in [*self._noted.values()]
+            if held.parameter in parameters
+            and age == self._ages[held.parameter]
+            and not where.expired()
+        ]
 
     def outdate(self, parameters: Iterable[int]) -> None:
         """These get new values: what is noted of them now holds old ones."""

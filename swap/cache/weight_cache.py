@@ -11,7 +11,7 @@ The policy of ``swap.plan.eviction`` is told of uses, and says who is evicted.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 
 import torch
 
@@ -20,6 +20,7 @@ from aio.errors import let_go
 from aio.process.threads import LOOK_SECONDS, Changes, Latch
 from swap.cache.arena import Arena, Entry, Transfer
 from swap.cache.eviction import CacheEntries, wait_for
+from swap.cache.owners import Held
 from swap.cache.pace import Pace
 from swap.cache.patience import Patience, Workers
 from swap.cache.reads import WeightReads
@@ -91,6 +92,11 @@ class WeightCache:
     def owner(self, storage: int) -> int | None:
         """Whose weights have the storage of that ``_cdata``, be they evicted and held still."""
         return self._cached.owners.of(storage)
+
+    def held(self, parameters: Set[int]) -> list[Held]:
+        """See ``CacheEntries.held``; of those in the arena."""
+        with self._lock:
+            return self._cached.held(parameters)
 
     def renew(self, parameter: int, weight: torch.Tensor) -> None:
         """Flat ``weight``, a copy of the current ones, is in their place from now on."""
@@ -378,15 +384,9 @@ class WeightCache:
         )
 
     def _open_for_refresh(self, parameter: int) -> Entry | None:
-        """A new entry that the update fills; only while every part of it is still to come."""
         parts = set(self._components.layout.subgroups_of(parameter))
-        if self._pending.get(parameter) != parts:
-            return None
-        entry = self._cached.make_room(parameter, ahead=True, landing=False)
-        if entry is not None:
-            entry.missing = parts
-            self._entries[parameter] = entry
-        return entry
+        is_whole = self._pending.get(parameter) == parts
+        return self._cached.open_for_refresh(parameter, parts) if is_whole else None
 
     def _start_read(self, parameter: int, *, ahead: bool) -> Entry | None:
         """Start reading into a new entry, now or ``ahead`` of its use; None if there is no room."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Set
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from infinity.autograd.residency import ModuleResidency
 from infinity.parameters.offloaded.becoming import become_offloaded
 from infinity.parameters.offloaded.parameter import AbsentParameter
 from infinity.parameters.records import records_of
+from swap.cache.owners import Held
 
 
 class _Weights:
@@ -20,23 +21,26 @@ class _Weights:
 
     def __init__(self, sizes: list[int]) -> None:
         self._sizes = sizes
-        self.held: dict[Hashable, tuple[int, ...]] = {}
+        self.acquired: dict[Hashable, tuple[int, ...]] = {}
         self.fails = False
 
     def acquire(self, parameters: Iterable[int], holder: Hashable) -> list[torch.Tensor]:
         if self.fails:
             raise OSError("cannot be read")
-        self.held[holder] = tuple(parameters)
-        return [torch.ones(self._sizes[index]) for index in self.held[holder]]
+        self.acquired[holder] = tuple(parameters)
+        return [torch.ones(self._sizes[index]) for index in self.acquired[holder]]
 
     def release(self, holder: Hashable) -> None:
-        self.held.pop(holder, None)
+        self.acquired.pop(holder, None)
 
     def borrow(self, parameter: int) -> torch.Tensor:
         return torch.ones(self._sizes[parameter])
 
     def owner(self, storage: int) -> None:
         return None
+
+    def held(self, parameters: Set[int]) -> list[Held]:
+        return []
 
     def renew(self, parameter: int, weight: torch.Tensor) -> None:
         return None
@@ -88,7 +92,7 @@ def test_own_parameters_are_in_place_from_enter_to_leave(
     assert residency.held == [0]
     assert residency.is_computing
     assert not residency.leave(model)
-    assert (residency.held, weights.held) == ([], {})
+    assert (residency.held, weights.acquired) == ([], {})
     assert _absent(model) == [True, True]
 
 
@@ -116,7 +120,7 @@ def test_parameters_accessed_outside_make_room_for_one_another_and_go_with_the_f
     residency.visit(1)
     assert residency.held == [1]
     residency.leave(model)
-    assert (residency.held, weights.held) == ([], {})
+    assert (residency.held, weights.acquired) == ([], {})
 
 
 def test_weights_that_cannot_be_read_leave_nothing_held(
@@ -127,7 +131,7 @@ def test_weights_that_cannot_be_read_leave_nothing_held(
     with pytest.raises(OSError, match="cannot be read"):
         residency.enter(model, [0], sys._getframe())
     residency.leave(model)
-    assert (residency.held, weights.held) == ([], {})
+    assert (residency.held, weights.acquired) == ([], {})
     assert _absent(model) == [True, True]
 
 

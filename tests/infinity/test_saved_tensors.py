@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Set
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 from infinity.activations.offloading import Activations
 from infinity.autograd.phases import Phases
 from infinity.autograd.saved_tensors import SavedTensors
+from infinity.parameters.homes import Homes
 from infinity.parameters.records import Record, records_of
+from swap.cache.owners import Held
 from swap.timeline import Timeline
 
 WIDTH = 130
@@ -50,6 +52,9 @@ class _Weights:
     def owner(self, storage: int) -> int | None:
         return self.owners.get(storage)
 
+    def held(self, parameters: Set[int]) -> list[Held]:
+        raise NotImplementedError
+
     def renew(self, parameter: int, weight: torch.Tensor) -> None:
         return None
 
@@ -66,6 +71,7 @@ class _Rig:
         self.records = records_of(model, None)
         self.weights = _Weights(self.records, is_home=is_home)
         self.held: list[int] = []
+        self.at_home = Homes(self.records, self.weights)
         phases = Phases(Timeline(), torch.device("cpu"))
         self.saved = SavedTensors(self.records, self.weights, phases, Activations(), self)
         self.x = torch.randn(2, WIDTH, requires_grad=True)
