@@ -80,9 +80,8 @@ class Training:
     def __init__(self, parts: Parts) -> None:
         self.model, self.records, self.state = parts.model, parts.records, parts.state
         self.rule, self.rank_context = parts.rule, parts.rank_context
-        self.checkpoint_bytes = parts.checkpoint_bytes
+        self.checkpoint_bytes, self.loss_scale_state = parts.checkpoint_bytes, parts.loss_scale
         self.budget, self.activations = parts.budget, parts.activations
-        self.loss_scale_state = parts.loss_scale
         records, state, rank_context = parts.records, parts.state, parts.rank_context
         self.steps = [0] * len(records)
         self.gradients = Accumulated(records, state, rank_context, parts.loss_scale)
@@ -223,7 +222,8 @@ class Training:
 
     def _updates(self, present: Sequence[int] | None) -> dict[int, ParameterUpdate]:
         """What the next step means for those parameters, or for all that are in a group."""
-        options = options_of(self.optimizer.param_groups, self.index_of, self.rule.options_read)
+        groups, read = self.optimizer.param_groups, self.rule.options_read
+        options = options_of(groups, self.index_of, read, self.name_of)
         return updates_for(present, options, self.records, self.steps)
 
     def clear_gradients(self) -> None:
