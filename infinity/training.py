@@ -220,7 +220,8 @@ class Training:
 
     def _updates(self, present: Sequence[int] | None) -> dict[int, ParameterUpdate]:
         """What the next step means for those parameters, or for all that are in a group."""
-        options = options_of(self.optimizer.param_groups, self.index_of, self.rule.options_read)
+        groups, read = self.optimizer.param_groups, self.rule.options_read
+        options = options_of(groups, self.index_of, read, self.name_of)
         return updates_for(present, options, self.records, self.steps)
 
     def clear_gradients(self) -> None:

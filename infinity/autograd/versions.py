@@ -146,9 +146,10 @@ class Versions:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise RuntimeError(
                 f"{names[0]}{more} was changed in place while it was offloaded (by an "
-                "initialisation, an assignment, a merge of adapters, a collective, or a module "
-                "that changes its weights in forward, such as nn.Embedding with max_norm), and "
-                "what it holds now is not defined; change values inside `with "
+                "initialisation, an assignment, a merge of adapters, a collective, an optimizer "
+                "other than offloaded.optimizer, or a module that changes its weights in forward, "
+                "such as nn.Embedding with max_norm), and what it holds now is not defined; have "
+                "them updated by offload(optimizer=), and change values inside `with "
                 "offloaded.gathered([parameter], modify=True):`"
             )
 

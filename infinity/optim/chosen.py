@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from infinity.optim.optimizer import (
     check_in_model,
 )
 from infinity.optim.rule import FrozenRule, NativeOptimizer, OptimizerRule
+from infinity.optim.stepping import listed_twice
 from infinity.optim.torch_optimizer.rule import TorchRule
 from infinity.optim.torch_optimizer.workers import share_hooks
 from infinity.parameters.records import Record
@@ -58,7 +60,10 @@ def _check_factory(factory: object) -> None:
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, trained: Sequence[Record]) -> None:
-    """Raises ``ValueError`` unless the optimizer has the trained parameters and no others."""
+    """Raises ``ValueError`` unless the optimizer has the trained parameters, each once, and no
+    others.
+    """
+    times = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
     grouped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for parameter in grouped.values():
         check_in_model(parameter)
@@ -68,6 +73,8 @@ def _check_groups(optimizer: torch.optim.Optimizer, trained: Sequence[Record]) -
                 f"{record.name} is in no group of the optimizer that the factory made; add it, or "
                 "call requires_grad_(False) if it is not to be trained"
             )
+        if times[id(record.parameter)] > 1:
+            raise listed_twice(record.name, "the groups of the optimizer that the factory made")
     for parameter in grouped.values():
         raise ValueError(
             f"the {type(optimizer).__name__} that the factory made has a parameter of shape "

@@ -18,16 +18,32 @@ def options_of(
     groups: Sequence[Mapping[str, Any]],
     index_of: Callable[[torch.Tensor], int],
     names: Collection[str] | None,
+    name_of: Callable[[int], str],
 ) -> dict[int, Mapping[str, Any]]:
     """The options of every parameter's group, copied: later changes are for later steps. Those of
     ``names``, or all.
+
+    Raises ``ValueError`` with the name of a parameter that is there twice.
     """
     options: dict[int, Mapping[str, Any]] = {}
     for group in groups:
         frozen = options_in(group, names=names)
         for position, parameter in enumerate(group["params"]):
-            options[index_of(parameter)] = options_at(frozen, position)
+            index = index_of(parameter)
+            if index in options:
+                raise listed_twice(name_of(index), "offloaded.optimizer.param_groups")
+            options[index] = options_at(frozen, position)
     return options
+
+
+def listed_twice(name: str, groups: str) -> ValueError:
+    """A parameter that is twice in ``groups``: torch updates it twice in each step, at most with a
+    warning, and here an update is of all of a parameter.
+    """
+    return ValueError(
+        f"{name} is twice in {groups}, and in memory each step would update it twice; leave it "
+        "there once (weights that are tied are one parameter)"
+    )
 
 
 def updates_for(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from infinity.parameters.offloaded.assigned import assigned
 from infinity.parameters.offloaded.changes import Changes, copy_of, wait_for, writes_later
 from infinity.parameters.offloaded.gradient import GradientOwner, OffloadedGradient
 from infinity.parameters.offloaded.histories import ChangeCount
@@ -88,6 +89,17 @@ class GradientOfTiles:
         for (owner, index), rows in zip(self._owners(), self._rows_of(values), strict=True):
             owner.overwrite_gradient(index, owner.gradient_age(index), rows)
 
+    def assign(self, whole: torch.Tensor, gradient: Any) -> None:
+        """Replace it by what a program assigns to ``whole``, which stands for the parameter; or,
+        with None, clear it.
+        """
+        if gradient is not None:
+            gradient = assigned(self._name, whole, gradient)
+            is_dense = gradient.layout == torch.strided  # others cannot be cut
+            gradient = gradient if is_dense else gradient.to_dense()
+        for tile, rows in zip(self._tiles, self._rows(), strict=True):
+            tile.parameter.grad = None if gradient is None else gradient[rows]
+
     def name_of(self, _: int) -> str:
         return self._name
 
@@ -104,8 +116,11 @@ class GradientOfTiles:
 
     def _rows_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Copies: a store that keeps rows must not keep the whole."""
+        return [values[rows].clone() for rows in self._rows()]
+
+    def _rows(self) -> list[slice]:
         first = self._tiles[0].start
-        return [values[tile.start - first : tile.stop - first].clone() for tile in self._tiles]
+        return [slice(tile.start - first, tile.stop - first) for tile in self._tiles]
 
 
 class TileList(nn.ModuleList):

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from infinity.parameters.offloaded.assigned import check_assigned
 from infinity.parameters.offloaded.differentiated import PASSES
-from infinity.parameters.offloaded.gradient import OffloadedGradient, Source, read_only
+from infinity.parameters.offloaded.gradient import OffloadedGradient, read_only
+from infinity.parameters.offloaded.histories import Source
 from infinity.parameters.offloaded.parameter import cannot_be_copied
 from infinity.parameters.offloaded.placeholders import (
     ABOUT_TILED,
@@ -139,10 +139,11 @@ class TiledWeight(torch.Tensor):
                 f"a view of {self._name}, which is in tiles, has no gradient of its own; assign to "
                 "that of the parameter"
             )
-        if gradient is not None:
-            check_assigned(self._name, self, gradient)
-        for tile, rows in self._rows():
-            tile.parameter.grad = None if gradient is None else gradient[rows]
+        self._gradients().assign(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @property
     def _is_part(self) -> bool:

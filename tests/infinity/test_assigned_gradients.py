@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,36 @@ def test_an_assigned_sparse_gradient_is_taken_for_its_values(nvme: Path) -> None
         taken = offloaded.gradient(weight)
     assert taken is not None
     assert same_bits(taken, gradient)
+
+
+SOURCES: dict[str, Callable[[Any, Any], Any]] = {
+    "its view": lambda own, _: own.grad.view_as(own),
+    "its rows in another order": lambda own, _: own.grad.t(),
+    "a part, expanded": lambda own, _: own.grad[:1].expand(own.shape),
+    "another weight": lambda _, other: other,
+    "a view of another's gradient": lambda _, other: other.grad[:],
+    "sparse": lambda own, _: own.grad.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("name", SOURCES)
+def test_values_that_are_elsewhere_can_be_assigned(name: str, tiled: bool, nvme: Path) -> None:
+    """Views of gradients, and weights, as any tensor in memory."""
+    model = seeded(partial(Stack, 384, 3))
+    options: dict[str, Any] = {"max_parameter_bytes": 1 << 18} if tiled else {}
+    with infinity.offload(model, nvme, host_memory=WHOLE, **options) as offloaded:
+        vector_loss(model, 0, width=384).backward()
+        layers: Any = model.layers
+        weight, other = layers[0].weight, layers[1].weight
+        expected = SOURCES[name](weight, other).detach().clone()
+        weight.grad = SOURCES[name](weight, other)
+        taken = offloaded.gradient(weight)
+        assert taken is not None
+        assert same_bits(taken, expected if name != "sparse" else expected.to_dense())
+        del weight.grad
+        assert weight.grad is None
+        model.zero_grad()
 
 
 def test_a_gradient_of_any_dtype_is_taken_where_the_program_allows_it(nvme: Path) -> None:

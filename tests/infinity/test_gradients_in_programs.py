@@ -96,6 +96,30 @@ def _through_a_file(gradient: torch.Tensor) -> torch.Tensor:
     return loaded
 
 
+def _by_name(model: nn.Module, *_: object) -> None:
+    """Arguments by their names, and those that are there beside a factor of one."""
+    gradients = _gradients(model)
+    torch._foreach_add_(gradients, other=[torch.ones_like(g) for g in gradients], alpha=1e-3)
+    torch._foreach_mul_(self=gradients, scalar=0.5)
+    torch._foreach_copy_(gradients[:2], src=[g * 2 for g in gradients[:2]])
+    scalars = torch.linspace(1e-3, 1e-2, len(gradients))
+    ones = [torch.ones_like(g) for g in gradients]
+    torch._foreach_addcmul_(gradients, ones, ones, scalars)
+    gradients[0].mul_(1e3).div_(1, rounding_mode="floor")
+
+
+def _fused(model: nn.Module, *_: object) -> list[torch.Tensor]:
+    """Torch counts none of what these write."""
+    given = [torch.ones_like(g) for g in _gradients(model)]
+    moments = _gradients(model)
+    options: Any = {"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0}
+    options |= {"nesterov": False, "maximize": False, "is_first_step": False}
+    torch._fused_sgd_(given, [g.clone() for g in given], moments, **options)
+    infinite, scale = torch.zeros(1), torch.tensor(0.5)
+    torch._amp_foreach_non_finite_check_and_unscale_(moments, infinite, scale)
+    return given
+
+
 ACTS: dict[str, Act] = {
     "clip_grad_norm_": lambda model, *_: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
     "clip_grad_norm_ that does not set in": lambda model, *_: nn.utils.clip_grad_norm_(
@@ -121,6 +145,8 @@ ACTS: dict[str, Act] = {
     "vectors": _vectors,
     "an operator itself": _operator,
     "copies": _copies,
+    "by name": _by_name,
+    "fused": _fused,
 }
 
 
@@ -143,7 +169,7 @@ def _flat(seen: Any) -> list[Any]:
     return [seen]
 
 
-@pytest.mark.parametrize("name", matrix(ACTS, usual=[*ACTS][::2]))
+@pytest.mark.parametrize("name", matrix(ACTS, usual=[*[*ACTS][::2], "fused"]))
 def test_what_is_done_to_gradients_has_the_bits_of_plain_torch(name: str, nvme: Path) -> None:
     plain = seeded(Stack)
     expected = _run(ACTS[name], plain, _make_sgd(plain.parameters()))

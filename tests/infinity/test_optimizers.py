@@ -198,6 +198,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"layers\.1\.bias is in no group",
     ),
+    "one twice": (
+        lambda parameters: torch.optim.SGD([*parameters, parameters[0]], lr=1.0),
+        ValueError,
+        r"layers\.0\.weight is twice in the groups.*tied are one",
+    ),
     "other parameters": (
         lambda parameters: torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(5, 7))], lr=1.0),
         ValueError,
@@ -217,6 +222,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_optimizer_is_refused_before_anything_changes(name: str, nvme: Path) -> None:
     optimizer, error, message = WRONG[name]
@@ -229,6 +235,21 @@ def test_a_wrong_optimizer_is_refused_before_anything_changes(name: str, nvme: P
         pass
     assert type(model.layer(0).weight) is nn.Parameter
     assert all(same_bits(value, before[name]) for name, value in values_of(model).items())
+
+
+def test_a_parameter_that_comes_to_be_listed_twice_is_refused_by_the_step(nvme: Path) -> None:
+    """Torch would update it twice. The step can be taken when it is there once."""
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+        groups = offloaded.optimizer.param_groups
+        groups.append({**groups[0], "params": [model.layer(3).weight]})
+        vector_loss(model, 0).backward()
+        with pytest.raises(ValueError, match=r"layers\.3\.weight is twice in .*param_groups"):
+            offloaded.step()
+        del groups[1]
+        offloaded.step()
+        offloaded.flush()
+        assert set(offloaded._training.steps) == {1}
 
 
 def test_a_factory_that_makes_an_optimizer_with_own_tiers_is_refused_and_leaves_no_files(

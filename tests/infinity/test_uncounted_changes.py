@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.parameters.offloaded.changes import _counts_changes
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
 
@@ -131,6 +132,87 @@ def test_uncounted_change_of_weights_is_refused_by_name(
                 write_past(parameter)
     for key, value in values_of(model).items():
         assert same_bits(value, before[key]), key
+
+
+FUSED: dict[str, Callable[[list[Any]], Any]] = {
+    "AdamW": lambda listed: torch.optim.AdamW(listed, fused=True).step(),
+    "Adam": lambda listed: torch.optim.Adam(listed, fused=True).step(),
+    "SGD": lambda listed: torch.optim.SGD(listed, lr=0.1, fused=True).step(),
+    "Adagrad": lambda listed: torch.optim.Adagrad(listed, fused=True).step(),
+    "unscale": lambda listed: torch._amp_foreach_non_finite_check_and_unscale_(
+        listed, torch.zeros(1), torch.tensor(0.5)
+    ),
+}
+"""What torch writes without counting it."""
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_what_torch_itself_does_not_count_is_refused_by_name_of_weights(
+    name: str, host_memory: int, nvme: Path
+) -> None:
+    """Under a budget that holds them it would stay, and be lost under any other."""
+    model = seeded(Stack)
+    before = values_of(model)
+    weight = model.layer(0).weight
+    with infinity.offload(model, nvme, host_memory=host_memory):
+        vector_loss(model, 0).backward()
+        message = r"would change the weights of layers\.0\.weight.*gathered.*optimizer="
+        with torch.no_grad(), pytest.raises(RuntimeError, match=message):
+            FUSED[name]([weight])
+        model.zero_grad()
+    assert all(same_bits(value, before[name]) for name, value in values_of(model).items())
+
+
+def test_an_optimizer_in_the_backward_pass_is_refused(host_memory: int, nvme: Path) -> None:
+    model = seeded(Stack)
+    weight = model.layer(3).weight
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with infinity.offload(model, nvme, host_memory=host_memory):
+        with pytest.raises(RuntimeError, match=r"would change the weights of layers\.3\.weight"):
+            vector_loss(model, 0).backward()
+        model.zero_grad()
+
+
+def test_operators_of_torch_that_write_to_lists_are_known_to_count_or_not() -> None:
+    """``_foreach_`` ones do; a release may bring others."""
+    for name in torch._C._dispatch_get_all_op_names():
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        if not name.startswith("aten::") or base.startswith("_foreach_"):
+            continue
+        operator = getattr(getattr(torch.ops.aten, base), overload or "default", None)
+        if operator is None:
+            continue
+        written = [a for a in operator._schema.arguments if a.alias_info and a.alias_info.is_write]
+        if any("List" in str(a.type) for a in written) and base.endswith("_"):
+            assert not _counts_changes(operator), name
+            assert not _counts_changes(getattr(torch, base)), name
+    for function in (torch.mul, torch.Tensor.add_, torch._foreach_mul_, torch.ops.aten.mul_.Tensor):
+        assert _counts_changes(function)
+
+
+def test_what_was_detached_of_a_gradient_does_not_follow_it_to_other_data(nvme: Path) -> None:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=WHOLE):
+        vector_loss(model, 0).backward()
+        first, second = (model.layer(at).weight.grad for at in (0, 1))
+        assert first is not None
+        assert second is not None
+        expected = second.clone()
+        detached, same = first.detach(), model.layer(0).weight.grad
+        with pytest.raises(RuntimeError, match=r"detached of the gradient of layers\.0\.weight"):
+            first.data, second.data = second.data, first.data
+        for use in (detached.sum, detached.zero_):
+            with pytest.raises(RuntimeError, match=r"given other data.*clone\(\)"):
+                use()
+        with pytest.raises(RuntimeError, match="assign a copy"):
+            model.layer(0).weight.grad = detached
+        assert same is not None
+        for held in (first, same, first.detach(), second):
+            assert same_bits(held, expected)
+        with pytest.raises(RuntimeError, match="what was detached"):
+            first.detach().data = expected
+        model.zero_grad()
 
 
 KEEPS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -6,13 +6,17 @@ from typing import Any
 
 import torch
 
-from infinity.parameters.offloaded.gradient import OffloadedGradient
+from infinity.parameters.offloaded.gradient import GradientValues, OffloadedGradient
+from infinity.parameters.offloaded.placeholders import is_placeholder
 from swap.plain import memory_fault
 
 
-def check_assigned(name: str, parameter: torch.Tensor, gradient: Any) -> None:
-    """Raise what a gradient that a program assigns to ``parameter`` cannot be kept for: as torch
-    does, but that it may lie on another device, and for what has no values.
+def assigned(name: str, parameter: torch.Tensor, gradient: Any) -> torch.Tensor:
+    """The gradient that a program assigns to ``parameter``, or a copy of it, with its history,
+    where its values are elsewhere (weights that are offloaded) or a view of those of a gradient.
+
+    Raises what it cannot be kept for: as torch does, but that it may lie on another device, and for
+    what has no values.
     """
     subject = f"what was assigned to the gradient of {name}"
     if not isinstance(gradient, torch.Tensor):
@@ -34,6 +38,9 @@ def check_assigned(name: str, parameter: torch.Tensor, gradient: Any) -> None:
         wanted = getattr(parameter, "grad_dtype", parameter.dtype)
     if wanted is not None and gradient.dtype != wanted:
         raise ValueError(f"{subject} is {gradient.dtype}; convert it to {wanted}")
+    if is_placeholder(gradient) or isinstance(gradient, GradientValues):
+        return gradient.clone()
     fault = memory_fault(gradient) if gradient.layout == torch.strided else None
     if fault is not None:
         raise ValueError(f"{subject} {fault}; assign a tensor that has its values")
+    return gradient

@@ -70,16 +70,28 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
+_UNCOUNTED = (
+    *("_fused_", "_amp_foreach_", "apply_", "map_", "map2_", "rrelu_with_noise"),
+    *("batch_norm", "_batch_norm", "native_batch_norm", "_native_batch_norm"),
+    "fused_moving_avg_obs_fake_quant",
+)
+"""What torch's own functions begin with that write without counting it: fused optimizers, and what
+keeps averages.
+"""
+
+
 def _counts_changes(func: Any) -> bool:
     """Whether it is torch's own, which counts its changes in place in the version of a tensor.
 
-    Operators that others register, custom ones and collectives, need not.
+    Operators that others register, custom ones and collectives, need not, nor do a few of torch.
     """
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return str(func).startswith(("aten.", "prim.", "prims."))
+        space, _, name = str(func).partition(".")
+        return space in ("aten", "prim", "prims") and not name.startswith(_UNCOUNTED)
     module = str(getattr(func, "__module__", None) or "torch")
     own = module.split(".")[0] in ("torch", "builtins", "_operator")
-    return own and not module.startswith(("torch.distributed", "torch.cuda."))
+    is_counting = not getattr(func, "__name__", "").startswith(_UNCOUNTED)
+    return own and is_counting and not module.startswith(("torch.distributed", "torch.cuda."))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.parameters.offloaded.changes import Changes, wait_for, writes_later
-from infinity.parameters.offloaded.histories import ChangeCount, histories_of, with_histories
+from infinity.parameters.offloaded.histories import ChangeCount, Source, marks_of, with_histories
 from infinity.parameters.offloaded.modes import without_history
 from infinity.parameters.offloaded.placeholders import ABOUT_GRADIENTS, as_they_are, storage_of
 
@@ -60,6 +59,8 @@ class OffloadedGradient(torch.Tensor):
     _age: int
     _marks: Sequence[list[torch.Tensor]]
     """Its history; of its parts, if it has some."""
+    _detached: Source | None = None
+    """What it was detached of, if it was: it does not follow that to other memory."""
 
     @staticmethod
     def of(owner: GradientOwner, index: int, face: torch.Tensor) -> OffloadedGradient:
@@ -74,10 +75,12 @@ class OffloadedGradient(torch.Tensor):
     def stands_for(self, owner: GradientOwner, index: int) -> bool:
         """Whether this is the gradient that the parameter has now."""
         same = self._owner is owner and self._index == index
-        return same and self._age == owner.gradient_age(index)
+        is_left = self._detached is not None and self._detached.has_moved
+        return same and self._age == owner.gradient_age(index) and not is_left
 
     def read(self) -> torch.Tensor:
         """The values, a copy whose changes are counted."""
+        self.check_followed()
         return self._owner.gradient_values(self._index, self._age)
 
     def differentiable(self, values: torch.Tensor) -> torch.Tensor:
@@ -88,7 +91,21 @@ class OffloadedGradient(torch.Tensor):
     def detached(self) -> OffloadedGradient:
         same = OffloadedGradient.of(self._owner, self._index, self)
         same._age, same._marks = self._age, [[] for _ in self._marks]
+        same._detached = self._detached or self.source()
         return same
+
+    def source(self) -> Source:
+        return Source.of(self.name_of_parameter, self._owner.gradient_counts(self._index))
+
+    def check_followed(self) -> None:
+        """Raises ``RuntimeError`` where it has in memory what the gradient has no more."""
+        if self._detached is not None:
+            self._detached.check_followed()
+
+    def moves(self) -> None:
+        """A program has given it other memory."""
+        for count in self._owner.gradient_counts(self._index):
+            count.moves += 1
 
     def set_histories(self, marks: Sequence[torch.Tensor] = (), *, joins: bool = False) -> Any:
         for part in self._marks:
@@ -126,45 +143,16 @@ class OffloadedGradient(torch.Tensor):
             if name in _REFUSED or name in _RESHAPES or writes_later(func):
                 _refuse(name, next(_gradients_in((args, kwargs))).name_of_parameter)
             if func == _SET_DATA:
-                return _overwrite(args[0], lambda values: _copy_exactly(values, args[1]))
+                return _set_data(args[0], args[1])
             if name in ("__set__", "__delete__"):
                 _refuse(name, next(_gradients_in((args, kwargs))).name_of_parameter)
-            if name in ("mul_", "_foreach_mul_", "div_") and _is_one(args[1:]):
+            if name in ("mul_", "_foreach_mul_", "div_") and _is_one(args[1:], kwargs):
                 return args[0]  # clipping that does not set in
             if name in _OVERWRITES and isinstance(args[0], OffloadedGradient):
                 return _overwrite_by(func, args, kwargs)
             if name.startswith(("_foreach_", "_amp_foreach_")):
                 return _one_by_one(func, args, kwargs)
             return _on_values(func, args, kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The gradient of the parameter ``name`` as it was after ``seen`` changes."""
-
-    name: str
-    counts: Sequence[ChangeCount] = ()
-    seen: int = 0
-
-    @staticmethod
-    def of(gradient: OffloadedGradient) -> Source:
-        counts = gradient._owner.gradient_counts(gradient._index)
-        return Source(gradient.name_of_parameter, counts, _total(counts))
-
-    def check(self) -> None:
-        """Raises ``RuntimeError`` where the values have changed since, and a view in memory would
-        show those that they are now.
-        """
-        if _total(self.counts) != self.seen:
-            raise RuntimeError(
-                f"this view of the gradient of {self.name}, which is offloaded, was taken before "
-                "the gradient changed (by another backward pass, clipping, or in place), and has "
-                "the values from before; take it anew, or clone() what is to be kept"
-            )
-
-
-def _total(counts: Sequence[ChangeCount]) -> int:
-    return sum(count.changes for count in counts)
 
 
 class GradientValues(torch.Tensor):
@@ -246,7 +234,7 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     with _served_by_others():
         result = without_history(func, when=is_target)(*args, **kwargs)
     wait_for(func, result)
-    joining = histories_of((args[1:], kwargs)) if is_target else ()
+    joining = marks_of((args[1:], kwargs)) if is_target else ()
     for key, gradient in found.items():
         if changes[key].are_there() or key in target:
             gradient.keep(values[key])
@@ -266,6 +254,7 @@ def _with_values(tree: Any, values: Mapping[int, torch.Tensor]) -> Any:
 
 def _overwrite(gradient: OffloadedGradient, fill: Callable[[torch.Tensor], Any]) -> Any:
     """Have ``fill`` write all values; none of those before are asked for."""
+    gradient.check_followed()
     values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
     with _served_by_others():
         without_history(fill)(values)
@@ -279,7 +268,14 @@ def _overwrite_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     rest = _with_values((args[1:], kwargs), sources)
     _overwrite(args[0], lambda values: func(values, *rest[0], **rest[1]))
     # Where nothing has a history, what it had stays.
-    return args[0].set_histories(histories_of(rest), joins=not torch.is_grad_enabled())
+    return args[0].set_histories(marks_of(rest), joins=not torch.is_grad_enabled())
+
+
+def _set_data(gradient: OffloadedGradient, data: Any) -> None:
+    if gradient._detached is not None:  # which would go on as a tensor of its own
+        gradient.refuse("data.__set__ of what was detached")
+    _overwrite(gradient, lambda values: _copy_exactly(values, data))
+    gradient.moves()
 
 
 def _copy_exactly(values: torch.Tensor, source: Any) -> None:
@@ -309,7 +305,7 @@ def _as_seen(
 ) -> Any:
     """``result`` with the gradients in the place of their values, and views of these read only."""
     by_values = {id(tensor): found[key] for key, tensor in values.items()}
-    owners = {storage_of(tensor): Source.of(found[key]) for key, tensor in values.items()}
+    owners = {storage_of(tensor): found[key].source() for key, tensor in values.items()}
 
     def seen(leaf: Any) -> Any:
         return by_values[id(leaf)] if id(leaf) in by_values else _read_only(leaf, owners)
@@ -336,21 +332,27 @@ def read_only(values: torch.Tensor, source: Source) -> GradientValues:
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An operation on lists, one element after the other: one gradient is in memory at a time."""
+    kwargs = dict(kwargs)
+    args = [*args] or [kwargs.pop("self")]
     count = len(args[0])
     if func in _OVERWRITE_EACH:
+        args += [kwargs.pop("src")] if "src" in kwargs else []
         for position, gradient in enumerate(args[0]):
             own = [gradient, *(arg[position] for arg in args[1:2]), *args[2:]]
             of_one = _OVERWRITE_EACH[func]
             overwrite = _overwrite_by if isinstance(gradient, OffloadedGradient) else _on_values
             overwrite(of_one, own, kwargs)
         return None
+
+    def alone(value: Any, position: int) -> Any:
+        is_list = isinstance(value, (list, tuple)) and len(value) == count
+        is_row = isinstance(value, torch.Tensor) and value.shape == (count,)  # of ``scalars``
+        return value[position : position + 1] if is_list or is_row else value
+
     results = []
-    for position in range(count):
-        own = [
-            [arg[position]] if isinstance(arg, (list, tuple)) and len(arg) == count else arg
-            for arg in args
-        ]
-        results.append(_on_values(func, own, kwargs))
+    for at in range(count):
+        own, named = [alone(arg, at) for arg in args], {k: alone(v, at) for k, v in kwargs.items()}
+        results.append(_on_values(func, own, named))
     if all(result is None for result in results):
         return None
     return tuple(element for result in results for element in result)
@@ -360,8 +362,8 @@ def _gradients_in(tree: Any) -> Any:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, OffloadedGradient))
 
 
-def _is_one(factors: Sequence[Any]) -> bool:
-    if len(factors) != 1:
+def _is_one(factors: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    if len(factors) != 1 or options:
         return False
     factor = factors[0]
     if isinstance(factor, torch.Tensor):

@@ -28,6 +28,55 @@ class ChangeCount:
     changes: int = 0
     marks: list[torch.Tensor] = field(default_factory=list)
     """Of what it depends on."""
+    moves: int = 0
+    """How often a program gave it other memory, by ``data``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The gradient of the parameter ``name`` as it was after ``seen`` changes."""
+
+    name: str
+    counts: Sequence[ChangeCount] = ()
+    seen: int = 0
+    moves: int = 0
+
+    @staticmethod
+    def of(name: str, counts: Sequence[ChangeCount]) -> Source:
+        return Source(name, counts, _total(counts), _moves(counts))
+
+    @property
+    def has_moved(self) -> bool:
+        return _moves(self.counts) != self.moves
+
+    def check(self) -> None:
+        """Raises ``RuntimeError`` where the values have changed since, and a view in memory would
+        show those that they are now.
+        """
+        if _total(self.counts) != self.seen:
+            raise RuntimeError(
+                f"this view of the gradient of {self.name}, which is offloaded, was taken before "
+                "the gradient changed (by another backward pass, clipping, or in place), and has "
+                "the values from before; take it anew, or clone() what is to be kept"
+            )
+
+    def check_followed(self) -> None:
+        """Raises ``RuntimeError`` where the gradient has other memory by now, and what was detached
+        of it would have that from before.
+        """
+        if self.has_moved:
+            raise RuntimeError(
+                f"this was detached of the gradient of {self.name}, which is offloaded, before "
+                "that was given other data; take it anew, or clone() what is to be kept"
+            )
+
+
+def _total(counts: Sequence[ChangeCount]) -> int:
+    return sum(count.changes for count in counts)
+
+
+def _moves(counts: Sequence[ChangeCount]) -> int:
+    return sum(count.moves for count in counts)
 
 
 @unseen
@@ -38,7 +87,7 @@ def history_of(gradient: torch.Tensor) -> torch.Tensor:
     return mark
 
 
-def histories_of(operands: Any) -> tuple[torch.Tensor, ...]:
+def marks_of(operands: Any) -> tuple[torch.Tensor, ...]:
     """Marks of what a gradient that these are brought into in place depends on from then on."""
     if not torch.is_grad_enabled():
         return ()

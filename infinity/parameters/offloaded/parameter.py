@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from infinity.parameters.offloaded.assigned import check_assigned
+from infinity.parameters.offloaded.assigned import assigned
 from infinity.parameters.offloaded.changes import (
     CopyOwner,
     copy_of,
@@ -103,7 +103,7 @@ class OffloadedParameter(nn.Parameter):
         if gradient is not None:
             if not self.offload_trainable:
                 raise came_frozen(self._name, "cannot be given a gradient")
-            check_assigned(self._name, self, gradient)
+            gradient = assigned(self._name, self, gradient)
         is_arriving = _GRAD.__get__(self) is not None
         _GRAD.__set__(self, gradient if is_arriving else None)
         if not is_arriving or gradient is None:  # what arrives joins those that came before it
@@ -282,7 +282,8 @@ def _unchanged(func: Any, args: Any, kwargs: Any, parameters: Sequence[AbsentPar
 def _refuse_change(func: Any, parameter: AbsentParameter) -> None:
     raise RuntimeError(
         f"{getattr(func, '__name__', func)} would change the weights of {parameter._name}, which "
-        "is offloaded; change them inside `with offloaded.gathered([parameter], modify=True):`"
+        "is offloaded; change them inside `with offloaded.gathered([parameter], modify=True):`, or "
+        "have them updated by offload(optimizer=)"
     )
 
 
