@@ -18,6 +18,7 @@ import torch
 import checkpoint
 from checkpoint.sheltered import Cancellation
 from tests.support.memory import folder_in_memory
+from tests.support.proof import matrix
 
 tmp_path = folder_in_memory()
 
@@ -80,7 +81,7 @@ def _failed(load: Callable[[torch.Tensor], object]) -> weakref.ref[torch.Tensor]
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", matrix(WAYS, usual=[*WAYS][::2]))
 def test_what_a_failed_load_was_given_goes_with_its_last_reference(root: Path, way: str) -> None:
     assert _failed(lambda into: WAYS[way](root, into))() is None
 

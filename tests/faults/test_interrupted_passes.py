@@ -12,6 +12,7 @@ from infinity import OffloadedModel
 from infinity.autograd import residency
 from infinity.parameters.offloaded.parameter import OffloadedParameter, put_data
 from tests.support.interrupts import Lines, interrupt, interrupt_behind_call, sampled
+from tests.support.proof import matrix
 from tests.support.training import WHOLE, least_budget
 
 WIDTH = 130
@@ -67,7 +68,9 @@ def clear(model: nn.Module, offloaded: OffloadedModel, number: int) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("how", [interrupt, interrupt_behind_call])
+@pytest.mark.parametrize(
+    "how", matrix([interrupt, interrupt_behind_call], usual=[interrupt_behind_call])
+)
 def test_interrupted_passes_change_no_later_number(tmp_path: Path, how: How) -> None:
     model, losses = make(), list[float]()
 

@@ -23,7 +23,7 @@ from tests.support.interrupts import (
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import least_budget, same_bits, values_of
 
-NUM_SAMPLES = 3
+NUM_SAMPLES = 2
 
 
 def io(folder: Path) -> None:

@@ -20,6 +20,7 @@ from checkpoint.saving.data_files import RankFiles
 from checkpoint.sheltered import join_workers
 from infinity.snapshots import moment, points
 from tests.support.models import seeded
+from tests.support.proof import matrix
 from tests.support.snapshot_runs import ADAMW, Net
 
 _TIMES = 30
@@ -109,7 +110,10 @@ def _loaded(state: Any, path: Path) -> None:
     checkpoint.load(path, into=state)
 
 
-@pytest.mark.parametrize("call", [_saved, _saved_behind, _refused, _refused_behind, _loaded])
+CALLS = [_saved, _saved_behind, _refused, _refused_behind, _loaded]
+
+
+@pytest.mark.parametrize("call", matrix(CALLS, usual=[_saved_behind, _refused, _loaded]))
 def test_call_that_failed_keeps_no_tensor_of_the_caller(
     call: Callable[[Any, Path], None], tmp_path: Path
 ) -> None:

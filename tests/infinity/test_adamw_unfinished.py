@@ -13,6 +13,7 @@ from infinity import OffloadedAdamW
 from swap.device.interface import Stream
 from tests.support.adamw_model import backward, make_model, same, train, values
 from tests.support.memory import folder_in_memory
+from tests.support.proof import by_turns
 from tests.support.simulated_device.failing import Failing
 from tests.support.simulated_device.injected import simulated
 
@@ -151,8 +152,9 @@ def test_load_is_refused_while_nobody_can_wait_for_the_device(run: Run, tmp_path
     assert same(values(run.model), after_two(tmp_path))
 
 
-@pytest.mark.parametrize("end", ["flush", "load", "load_state_dict", "close"])
-@pytest.mark.parametrize("kind", ["copy", "wait"])
+@pytest.mark.parametrize(
+    ("end", "kind"), by_turns(["flush", "load", "load_state_dict", "close"], ["copy", "wait"])
+)
 def test_nothing_of_the_program_is_held_when_a_step_has_ended(
     kind: str, end: str, run: Run, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import Stack, seeded, vectors
+from tests.support.proof import matrix
 from tests.support.training import WHOLE, least_budget, same_bits, values_of
 
 
@@ -54,7 +55,7 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", matrix(MODELS, usual=["autocast"]))
 def test_casts_are_made_again_with_the_bits_of_plain_pytorch(name: str, nvme: Path) -> None:
     make = MODELS[name]
     plain = seeded(make)

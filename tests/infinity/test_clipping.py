@@ -11,6 +11,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import Stack, seeded, vector_loss
+from tests.support.proof import by_turns
 from tests.support.training import WHOLE, least_budget, values_of
 
 Clip = Callable[[float], torch.Tensor]
@@ -84,8 +85,7 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-@pytest.mark.parametrize("budget", ["whole", "least"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "budget"), by_turns(PROGRAMS, ["whole", "least"]))
 def test_gradients_after_clipping_train_as_in_plain_torch(
     name: str, budget: str, nvme: Path
 ) -> None:

@@ -115,7 +115,6 @@ def check_beside_memory(
         ],
         usual=[
             ("layer.compile()", "aot_eager", BF16),
-            ("torch.compile(layer)", "eager", FP32),
         ],
     ),
 )

@@ -8,7 +8,7 @@ import torch
 
 import infinity
 from tests.support.models import Gpt, seeded, token_loss
-from tests.support.proof import by_turns
+from tests.support.proof import by_turns, matrix
 from tests.support.simulated_device.injected import simulated
 from tests.support.training import WHOLE, assert_same_runs, same_bits, train, values_of
 
@@ -82,16 +82,16 @@ def _program(folder: Path, **memory: Any) -> list[torch.Tensor]:
     return [*seen, *values_of(model).values()]
 
 
-@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+@pytest.mark.parametrize("name", matrix(MEMORY, usual=["some, some on NVMe"]))
 def test_program_over_state_on_the_device_sees_what_it_sees_in_memory(
-    memory: dict[str, Any], tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     folders = [tmp_path / name for name in ("memory", "device")]
     for folder in folders:
         (folder / "nvme").mkdir(parents=True)
     expected = _program(folders[0], host_memory=WHOLE)
     with simulated():
-        found = _program(folders[1], **memory)
+        found = _program(folders[1], **MEMORY[name])
     assert len(found) == len(expected)
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert same_bits(one, other), number

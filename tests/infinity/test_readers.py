@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from tests.support.models import Stack, seeded, vector_loss, vectors
-from tests.support.proof import by_turns
+from tests.support.proof import matrix
 from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
 Hold = Callable[[Stack, Callable[[], None]], None]
@@ -139,10 +140,12 @@ def _trained(
     return found, values_of(model)
 
 
-@pytest.mark.parametrize(
-    ("hold", "read"),
-    by_turns([_operation, _module, _attribute, _left], [_by_forward, _by_operation, _in_forward]),
-)
+HOLDS = [_operation, _module, _attribute, _left]
+READS = [_by_forward, _by_operation, _in_forward]
+USUAL = [(_operation, _by_forward), (_module, _by_operation)]
+
+
+@pytest.mark.parametrize(("hold", "read"), matrix(product(HOLDS, READS), usual=USUAL))
 def test_what_a_thread_holds_over_a_step_is_not_computed_with_after_it(
     hold: Hold, read: Callable[[Stack], torch.Tensor], nvme: Path
 ) -> None:

@@ -166,14 +166,17 @@ def _torch_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True)
 
 
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"optimizer": _sgd},
+    {"optimizer": _torch_adamw},
+    {"optimizer": infinity.AdamW(lr=1e-2, state_dtype=torch.uint8)},
+    {"optimizer": infinity.AdamW(state_dtype=torch.bfloat16), "compute_dtype": torch.bfloat16},
+]
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"optimizer": _sgd},
-        {"optimizer": _torch_adamw},
-        {"optimizer": infinity.AdamW(lr=1e-2, state_dtype=torch.uint8)},
-        {"optimizer": infinity.AdamW(state_dtype=torch.bfloat16), "compute_dtype": torch.bfloat16},
-    ],
+    matrix(OPTIMIZERS, usual=OPTIMIZERS[1:3]),
 )
 def test_state_of_any_optimizer_is_restored(
     options: dict[str, Any], nvme: Path, tmp_path: Path

@@ -79,7 +79,7 @@ KINDS = ("float", "tensor", "torch.optim.AdamW")
 SCHEDULED = [cell for cell in product(SCHEDULERS, KINDS) if cell != ("lambda", "tensor")]
 
 
-@pytest.mark.parametrize(("name", "kind"), matrix(SCHEDULED, usual=SCHEDULED[::4]))
+@pytest.mark.parametrize(("name", "kind"), matrix(SCHEDULED, usual=SCHEDULED[::8]))
 def test_schedulers_change_what_they_change_in_torch(name: str, kind: str, nvme: Path) -> None:
     """A schedule moves on while the update before is still going on in the background."""
     optimizers: dict[str, Any] = {

@@ -3,6 +3,7 @@ refused by name from then on, wherever the weights are.
 """
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import infinity
 from infinity.autograd import versions
 from tests.support.models import Stack, seeded, vector_loss
+from tests.support.proof import by_turns
 from tests.support.training import WHOLE, least_budget, same_bits
 
 Change = Callable[[Any, Any, Path], None]
@@ -86,17 +88,25 @@ def _view(kept: Any) -> torch.Tensor:
     return view
 
 
+def _bytes_of(budget: str, nvme: Path) -> int:
+    """What is kept takes room of the weights."""
+    return WHOLE if budget == "whole" else least_budget(Stack, nvme) + (1 << 20)
+
+
 @pytest.fixture(params=["whole", "little"])
 def budget(request: pytest.FixtureRequest, nvme: Path) -> int:
-    """Bytes; what is kept takes room of the weights."""
-    return WHOLE if request.param == "whole" else least_budget(Stack, nvme) + (1 << 20)
+    return _bytes_of(request.param, nvme)
 
 
-@pytest.mark.parametrize("within", [True, False], ids=["of its layer", "of another"])
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    by_turns(TAKEN, [*product(["whole", "little"], ["its layer", "another"])]),
+    ids=str,
+)
 def test_view_is_right_until_a_step_and_refused_from_then_on(
-    name: str, within: bool, budget: int, nvme: Path, tmp_path: Path
+    name: str, way: tuple[str, str], nvme: Path, tmp_path: Path
 ) -> None:
+    budget, within = _bytes_of(way[0], nvme), way[1] == "its layer"
     model = seeded(lambda: Keeping(TAKEN[name], within=within))
     first = TAKEN[name](model.layer(0).weight)
     expected = _view(first).detach().clone()
