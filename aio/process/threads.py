@@ -18,6 +18,7 @@ from types import MethodType
 from typing import Any
 
 from aio.errors import AioError
+from aio.process.within import entered, take_over
 
 _REFUSALS = (
     ("can't start new thread",),
@@ -115,7 +116,7 @@ class WatchedThread(threading.Thread):
 
     The system gives a thread, and Python finds no memory for its first step: it ends with a line on
     stderr, and whoever waits for what it was to set waits for ever. What is called in it is let go
-    of at its end, and is known by that. Where `threading` calls something else one day, it waits.
+    of at its end, and is known by that. It is `within` what the thread is within that makes it. Where `threading` calls something else one day, it waits.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class WatchedThread(threading.Thread):
     ) -> None:
         super().__init__(target=target, name=name, args=args, daemon=daemon)
         self.has_begun = Latch()
+        self._within = entered()
         self._called: list[weakref.ref[object]] = []
         self._started = _Start(partial(_are_gone, self._called), name)
 
@@ -147,6 +149,7 @@ class WatchedThread(threading.Thread):
             raise
 
     def run(self) -> None:
+        take_over(self._within)
         self.has_begun.set()
         super().run()
 
