@@ -1,9 +1,13 @@
-"""Telling what is not there from what cannot be looked at now: only the first may be forgotten."""
+"""Telling what is not there from what cannot be looked at now: only the first may be forgotten.
+
+`Path.exists` and `Path.is_dir` of Python 3.14 take both for the same.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -33,3 +37,14 @@ def status_of(path: Path, *, follow: bool = True) -> os.stat_result | None:
         raise
     except ValueError:  # no name that a file can have
         return None
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path leads to anything. Raises OSError where that cannot be found out."""
+    return status_of(path) is not None
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a path leads to a directory. Raises as `is_there`."""
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)

@@ -25,6 +25,7 @@ from typing import Any
 from weakref import ref
 
 from aio import Engine
+from checkpoint.absence import is_directory
 from checkpoint.directory.destination import PathLike, checkpoint_path, resolved_stripes
 from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.directory.relocation import Relocation, may_be_directory
@@ -329,7 +330,7 @@ class Manager:
 
     def _found(self) -> list[int]:
         """Every step there may be something of, for rank 0. What is no directory is no step."""
-        if self._ranks.rank or not self.root.is_dir():
+        if self._ranks.rank or not is_directory(self.root):
             return []
         return [step for step in steps_in(self.root) if may_be_directory(self.path(step))]
 

@@ -40,6 +40,8 @@ from checkpoint.directory.locate import read_manifest
 from checkpoint.directory.lock import end_given_up
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.manifest import encode_manifest
+from checkpoint.known.damage import damage_to_tell
+from checkpoint.known.elsewhere import note_told
 from checkpoint.plan.readable import check_files, check_tree
 from checkpoint.plan.write_runs import STAGING_BYTES, check_staging_bytes
 from checkpoint.saving.entries import manifest_of
@@ -64,6 +66,15 @@ class _Order:
     is_used: bool = False
 
 
+class _Told(frozenset[str]):
+    """What a rank tells rank 0 with its plan: ids of saves of which it knows damage."""
+
+
+class _Ranks:
+    """Those of the last save by DCP, whichever group they were of."""
+
+
+_ranks = _Ranks()
 _THREAD = "checkpoint-dcp"
 
 
@@ -181,7 +192,7 @@ class StorageWriter(TorchStorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+        return replace(plan, storage_data=_Told(damage_to_tell()))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Rank 0 locks the checkpoint and makes the directories.
@@ -197,6 +208,9 @@ class StorageWriter(TorchStorageWriter):
         except BaseException:
             self._give_up(save)
             raise
+        if len(plans) > 1:
+            told = (plan.storage_data for plan in plans if isinstance(plan.storage_data, _Told))
+            note_told(_ranks, frozenset().union(*told).difference(damage_to_tell()))
         nbytes = sum(_tensor_bytes(plan) for plan in plans)
         return [
             replace(plan, storage_data=_Order(destination.uuid, rank, len(self._stripes), nbytes))

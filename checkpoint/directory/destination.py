@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio.errors import check_path
-from checkpoint.absence import is_name
+from checkpoint.absence import is_directory, is_name, is_there
 
 PathLike = str | os.PathLike[str]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -63,7 +63,7 @@ class Destination:
 
 def new_uuid(path: Path) -> str:
     """The id of a save to a path. It has a letter: folders that are named after dates are none."""
-    while (uuid := secrets.token_hex(4)).isdecimal() or (path / uuid).exists():
+    while (uuid := secrets.token_hex(4)).isdecimal() or is_there(path / uuid):
         continue
     return uuid
 
@@ -108,7 +108,7 @@ def stripe_paths(stripe_dirs: Iterable[PathLike] | None) -> tuple[Path, ...]:
     """Checks the directories that are to take the data. Raises TypeError, ValueError, OSError."""
     stripes = resolved_stripes(stripe_dirs)
     for stripe in stripes:
-        if not stripe.is_dir():
+        if not is_directory(stripe):
             raise NotADirectoryError(errno.ENOTDIR, "a stripe directory must exist", str(stripe))
     places = {(status.st_dev, status.st_ino) for status in map(Path.stat, stripes)}
     if len(places) != len(stripes):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from aio import sync_directory
 from aio.process.descriptors import Descriptor
+from checkpoint.absence import is_directory
 from checkpoint.directory.files.attributes import PRIVATE, Attributes, give_attributes
 from checkpoint.directory.locate import is_finished, read_head, read_manifest
 from checkpoint.directory.lock import Lock
@@ -105,11 +106,11 @@ def remove_generation(checkpoint: Path, uuid: str, stripes: Sequence[Path] = ())
     # The list stays as long as there may be something to find by it: other file systems, or others
     # of their journals, may be behind this one when the power goes.
     for parent in dict.fromkeys(folder.parent for folder in [*folders, *moved]):
-        if parent.is_dir():
+        if is_directory(parent):
             sync_directory(parent)
     if failures:
         raise failures[0]  # the list stays, and a later call finds what is left
-    if home.is_dir() and not home.is_symlink() and not is_away:
+    if is_directory(home) and not home.is_symlink() and not is_away:
         (home / STRIPES_NAME).unlink(missing_ok=True)
         _remove_data_directory(home)
     temporary_manifest(checkpoint, uuid).unlink(missing_ok=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from aio import Engine, File
+from aio import Engine, File, Slab
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.checksum import crc32c
 from checkpoint.format.records import FileRecord
@@ -17,10 +15,12 @@ def check_header(engine: Engine, file: File, record: FileRecord, *, lane: int = 
 
     Whatever its tensors hold: the header has the id of the save.
     """
-    header = np.empty(min(record.header_nbytes, _PIECE_BYTES), np.uint8)
+    # Memory of whole pages: into any other the engine reads by way of buffers of its own, which each
+    # lane then has beside what a load may take.
+    header = Slab(_PIECE_BYTES, huge_pages=False).allocate(_PIECE_BYTES)
     found = 0
     for first in range(0, record.header_nbytes, _PIECE_BYTES):
-        piece = header[: record.header_nbytes - first]
+        piece = header[: min(record.header_nbytes - first, _PIECE_BYTES)]
         engine.read(file, first, piece, lane=lane).result()
         found = crc32c(piece, found)
     if found != record.header_crc32c:

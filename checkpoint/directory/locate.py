@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import aio
+from checkpoint.absence import is_there
 from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode_manifest
@@ -72,7 +73,7 @@ def _read_manifest(checkpoint: Path) -> Manifest:
     try:
         raw = _read_regular_file(path, MAX_MANIFEST_BYTES)
     except FileNotFoundError:
-        if not checkpoint.exists():
+        if not is_there(checkpoint):
             raise FileNotFoundError(
                 errno.ENOENT, "there is no checkpoint", str(checkpoint)
             ) from None
@@ -224,7 +225,7 @@ def open_regular_file(path: Path, *, follow: bool = True) -> Iterator[tuple[Bina
 
 def is_finished(checkpoint: Path) -> bool:
     """Whether some save to this path has finished, whatever has become of it since."""
-    return (checkpoint / MANIFEST_NAME).exists()
+    return is_there(checkpoint / MANIFEST_NAME)
 
 
 def is_own_manifest(path: Path) -> bool:

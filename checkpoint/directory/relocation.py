@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from checkpoint.absence import is_absent
+from checkpoint.absence import is_absent, is_directory, is_there
 from checkpoint.directory.destination import PathLike, check_place, checkpoint_path
 from checkpoint.format.records import FileRecord, Manifest
 
@@ -83,7 +83,7 @@ class Relocation:
                 continue
             if path is not None:
                 return directory, path
-        if refused is not None and root is not None and not (Path(root) / file.path).exists():
+        if refused is not None and root is not None and not is_there(Path(root) / file.path):
             raise OSError(*refused)
         return None
 
@@ -121,7 +121,7 @@ def relocation(stripe_dirs: StripeDirs | None) -> Relocation:
 def may_be_directory(path: Path) -> bool:
     """Whether there is one, or that cannot be found out: it is an error for whoever needs it."""
     try:
-        return path.is_dir()
+        return is_directory(path)
     except OSError:
         return True
 
@@ -162,7 +162,7 @@ def _find(directory: Path, path: str, uuid: str) -> str | None:
 
     Raises OSError that names the file where that cannot be found out.
     """
-    if (directory / path).exists():
+    if is_there(directory / path):
         return path
     name = path.rpartition("/")[2]
     try:
@@ -171,6 +171,6 @@ def _find(directory: Path, path: str, uuid: str) -> str | None:
         what = f"{error.strerror}: {directory} cannot be listed, and may have it in a folder that "
         raise OSError(error.errno, what + "was renamed", str(directory / path)) from error
     for folder in folders:
-        if (folder / name).exists():
+        if is_there(folder / name):
             return f"{folder.name}/{name}"
     return None

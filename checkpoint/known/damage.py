@@ -24,10 +24,11 @@ _Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Damage:
-    """Of the save of this id, whose manifest was the file at this place."""
+    """Of the save of this id, whose manifest was the file at this place, found at a path."""
 
     uuid: str
     manifest: _Place | None
+    path: Path
 
 
 _damaged: dict[_Place, _Damage] = {}
@@ -113,6 +114,14 @@ def damaged_saves() -> set[str]:
     return {damage.uuid for damage in list(_damaged.values())}
 
 
+def damage_to_tell() -> list[str]:
+    """`damaged_saves` for other processes, which know no places: without what has another directory
+    or file in its place by now, from a backup as a rule, of which no damage is known.
+    """
+    found = [one.uuid for place, one in list(_damaged.items()) if _is_at(one.path, place)]
+    return sorted(set(found))
+
+
 def is_damaged(checkpoint: Path, manifest: Manifest) -> bool:
     """Whether damage of this save was found where its data files are by this manifest."""
     places = _data_places(checkpoint, manifest, manifest.files)
@@ -127,9 +136,9 @@ def has_damaged_manifest(checkpoint: Path) -> bool:
 
 def note(checkpoint: Path, manifest: Manifest, files: Iterable[FileRecord] | None = None) -> None:
     """These data files of a save are damaged, or any of them may be."""
-    damage = _Damage(manifest.uuid, _place(checkpoint))
-    for place in _data_places(checkpoint, manifest, files):
-        _damaged[place] = damage
+    place_of_manifest = _place(checkpoint)
+    for place, path in _data_places(checkpoint, manifest, files).items():
+        _damaged[place] = _Damage(manifest.uuid, place_of_manifest, path)
     for oldest in list(_damaged)[:-_MOST_DAMAGED]:  # a copy: other threads read, too
         _damaged.pop(oldest, None)
 
@@ -172,19 +181,30 @@ def _data_files(checkpoint: Path, manifest: Manifest) -> list[tuple[Path, FileRe
 
 def _data_places(
     checkpoint: Path, manifest: Manifest, files: Iterable[FileRecord] | None = None
-) -> set[_Place]:
+) -> dict[_Place, Path]:
     """Of the directories with the data files of a save, or of those with these and of these; those
-    that are there.
+    that are there, each with its path.
     """
     paths = [manifest.file_path(checkpoint, one) for one in files or ()]
     paths = paths or [path for path, _ in _data_files(checkpoint, manifest)]
     directories = {path.parent for path in paths} or {checkpoint}
-    places = set()
+    places = {}
     for path in [*directories, *(paths if files is not None else ())]:
         with suppress(OSError):  # who reads it will say why
             status = path.stat()
-            places.add((status.st_dev, status.st_ino))
+            places[status.st_dev, status.st_ino] = path.absolute()
     return places
+
+
+def _is_at(path: Path, place: _Place) -> bool:
+    """Whether a path leads there still, or it cannot be told where to: what was there has another
+    path, or is gone with all that is of its save.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return True
+    return (status.st_dev, status.st_ino) == place
 
 
 def _place(checkpoint: Path) -> _Place | None:

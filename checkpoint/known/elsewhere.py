@@ -1,6 +1,7 @@
 """Damage that other ranks know of: they read parts that this one does not, and one rank removes.
 
-Each tells of it as it saves. What it does not tell of any more has been read since, and is sound.
+Each tells of it as it saves. What it does not tell of any more has been read since, and is sound, or
+has been replaced. What this one knows of itself is in `damage`, and sound as soon as it has read it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _told: list[tuple[Callable[[], object], frozenset[str]]] = []
 
 
 def note_told(ranks: object, saves: Iterable[str]) -> None:
-    """What the ranks of a coordinator know of now, by the ids of the saves that are damaged."""
+    """What the other ranks of a coordinator know of now, by the ids of the damaged saves."""
     global _told
     others = [one for one in _told if one[0]() is not None and one[0]() is not ranks]
     _told = [*others, (_reference(ranks), frozenset(saves))]

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from checkpoint.ranks.within import is_within
+from aio.process.within import is_within
 from checkpoint.sheltered import Worker
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ class Arrival(dict[str, str]):
 
 def is_amid(ranks: Coordinator) -> bool:
     """Whether this thread would wait for itself: it is in the midst of another operation of these
-    ranks. Those hear of what is wrong if that one ends by the error.
+    ranks, or calls what the program gave to one. Those hear of what is wrong if that ends by it.
     """
     return ranks.world_size > 1 and is_within(ranks)
 
@@ -128,9 +128,9 @@ def is_amid(ranks: Coordinator) -> bool:
 def amid(ranks: Coordinator, operation: Operation) -> RuntimeError:
     """The error of an operation where `is_amid`."""
     return RuntimeError(
-        f"rank {ranks.rank} {doing(operation)} in a handler of a signal or of the log (or a "
-        "finalizer) that has come in the midst of another call with the same coordinator, which "
-        "goes on only when that ends; set a flag there, and make the call later"
+        f"rank {ranks.rank} {doing(operation)} in the midst of another call with the same "
+        "coordinator, which goes on only when that ends: in a handler of a signal or of the log, a "
+        "finalizer, or a byte source or sink; set a flag there, and make the call later"
     )
 
 

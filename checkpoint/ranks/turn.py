@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from aio.process.within import Within, enter
 from checkpoint.ranks.coordinator import Coordinator, Operation, amid, is_amid, tell
-from checkpoint.ranks.within import Within, enter
 from checkpoint.sheltered import Cancellation, Worker, wait_for
 
 T = TypeVar("T")

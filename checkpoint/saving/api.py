@@ -305,7 +305,8 @@ def plan_save(
         return account_of(state_plan, target, stripes, uuid)
 
     every = together(coordinator, check)
-    note_told(coordinator, (save for theirs in every for save in theirs["damaged"]))
+    others = [theirs for rank, theirs in enumerate(every) if rank != coordinator.rank]
+    note_told(coordinator, (save for theirs in others for save in theirs["damaged"]))
     target, stripes, state_plan, saved = found[0]
 
     def decide() -> SavePlan:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from aio import read_regular_file, sync_directory
+from checkpoint.absence import is_there
 from checkpoint.directory.destination import Destination
 from checkpoint.directory.files.attributes import attributes_at
 from checkpoint.directory.generations import (
@@ -112,7 +113,7 @@ class Generation:
 def check_replaceable(checkpoint: Path) -> None:
     """Raises FileExistsError for a manifest.json that no save wrote: it is not ours to replace."""
     manifest = checkpoint / MANIFEST_NAME
-    if manifest.exists() and not is_own_manifest(manifest):
+    if is_there(manifest) and not is_own_manifest(manifest):
         raise FileExistsError(
             errno.EEXIST,
             "there is a file of this name that is not the manifest of a checkpoint",

@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpoint.format.records import ChunkRecord, TensorRecord
 from checkpoint.format.slices import flat_first, range_boxes
-from checkpoint.known.damage import damaged_saves
+from checkpoint.known.damage import damage_to_tell
 from checkpoint.plan.ownership import OwnedRanges, Piece, share_out
 from checkpoint.plan.state_plan import FilePlan, StatePlan, plan_part_files
 from checkpoint.plan.striping import Part
@@ -51,7 +51,7 @@ def account_of(
     return {
         "name": target.name,
         "uuid": uuid,
-        "damaged": sorted(damaged_saves()),
+        "damaged": damage_to_tell(),
         "stripes": [str(stripe) for stripe in stripes],
         "tensors": [
             list(_owned_ranges(tensor.record.name, tensor.source)) for tensor in state.tensors

@@ -20,7 +20,12 @@ from functools import partial
 from pathlib import Path
 
 from aio import Engine
+<<<<<<< HEAD
 from aio.process.threads import Latch, begun, say
+=======
+from aio.process.threads import Latch, say
+from aio.process.within import enter
+>>>>>>> fresh-ckpt2
 from checkpoint.directory.lock import end_given_up
 from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, apart
@@ -129,6 +134,7 @@ def _outcome(
         with ExitStack() as turn:
             order.ranks.begin(Operation.SAVE)
             turn.callback(order.ranks.end)
+            turn.callback(enter(order.ranks).ends)
             turn.callback(order.copier.close)
             plan = order.plan(cancellation, order.copier)
             num_here = _wait_for_earlier(order, cancellation)

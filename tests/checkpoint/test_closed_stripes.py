@@ -34,9 +34,9 @@ def closed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     closed.mkdir()
     is_behind = request.param == "behind a closed one"
     if request.param != "not to be listed":
-        for name in ("exists", "is_dir"):
-            really = getattr(Path, name)
-            monkeypatch.setattr(Path, name, _refusing(really, closed, parent=is_behind))
+        for name in ("exists", "is_dir"):  # as of Python 3.14, on every one
+            monkeypatch.setattr(Path, name, getattr(os.path, name.replace("_", "")))
+        monkeypatch.setattr(Path, "stat", _refusing(Path.stat, closed, parent=is_behind))
     folders_of = _refusing(relocation.folders_of, closed, parent=True)
     monkeypatch.setattr(
         relocation, "folders_of", lambda directory, _: folders_of(directory, uuid=_)

@@ -8,6 +8,7 @@ import logging
 import os
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +143,29 @@ def test_what_is_loaded_in_place_of_a_damaged_step_goes_with_its_last_reference(
         assert found() is None
     finally:
         gc.enable()
+
+
+def test_what_cannot_be_looked_at_is_not_taken_for_missing_also_in_python_3_14(
+    series: checkpoint.Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, failing = Path.stat, [series.root]
+
+    def looking(path: Path, **options: Any) -> os.stat_result:
+        if path in failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return looked(path, **options)
+
+    def is_there(path: Path, **_: Any) -> bool:
+        return path not in failing and os.path.exists(path)
+
+    monkeypatch.setattr(Path, "stat", looking)
+    monkeypatch.setattr(Path, "exists", is_there)
+    monkeypatch.setattr(Path, "is_dir", is_there)
+    for call in (series.steps, series.latest, series.load):
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            call()
+    failing[:] = [series.path(2)]
+    assert series.load()["step"] == 2
+    (series.path(2) / MANIFEST_NAME).unlink()
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        checkpoint.load(series.path(2))

@@ -14,3 +14,8 @@ def test_a_rank_that_dcp_gives_nothing_to_write_leaves_no_file(tmp_path: Path) -
         manifest = json.loads((tmp_path / "step" / "manifest.json").read_text())
         assert files == [file["path"].rpartition("/")[2] for file in manifest["files"]]
         assert len(files) == 1
+
+
+def test_what_another_rank_knows_of_damage_counts_for_steps_that_dcp_saves(tmp_path: Path) -> None:
+    for kept in run_ranks(rank_dcp.save_after_damage, tmp_path, 2):
+        assert kept == [[1], [1, 2], [1, 2, 3], [3, 4]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import rank_managers
+from tests.support import rank_calls, rank_managers
 from tests.support.proof import matrix
 from tests.support.ranks import run_ranks
 
@@ -79,6 +79,29 @@ def test_calls_in_handlers_that_would_wait_for_what_they_broke_into_are_refused(
             (complaint,) = heard
             assert complaint.startswith(f"RuntimeError: rank {rank} "), name
             assert complaint.endswith("set a flag there, and make the call later"), name
+
+
+def test_calls_of_what_is_loaded_into_or_saved_that_would_wait_for_that_are_refused(
+    tmp_path: Path,
+) -> None:
+    ranks = run_ranks(rank_calls.calls_of_sources_and_sinks, tmp_path, 2)
+    for kind in ("sink", "source"):
+        for name in ("latest", "save"):
+            every = [(rank, one) for rank, told in enumerate(ranks) for one in told[f"{name}, {kind}"]]
+            assert len(every) >= 2, (kind, name)
+            for rank, complaint in every:
+                assert complaint.startswith(f"RuntimeError: rank {rank} "), complaint
+                assert "in the midst of another call with the same coordinator" in complaint
+        alone = [one for told in ranks for one in told[f"of one process, {kind}"]]
+        assert len(alone) >= 2
+        assert set(alone) == {""}
+
+
+def test_step_of_which_damage_was_mended_or_replaced_is_kept_and_removed_as_others_are(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(rank_calls.damage_mended, tmp_path, 2)
+    assert first == second == [[1, 2, 3], [3, 4], [3, 4, 5], [4, 5]]
 
 
 @pytest.mark.timeout(300)

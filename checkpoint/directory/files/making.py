@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aio import sync_directory
+from checkpoint.absence import is_there
 
 _MOST_TRIES = 100
 """To make a directory while others remove those above it."""
@@ -14,7 +15,7 @@ _MOST_TRIES = 100
 
 def missing_directories(path: Path) -> list[Path]:
     """What would have to be made for a directory to exist, itself first."""
-    return [parent for parent in [path, *path.parents] if not parent.exists()]
+    return [parent for parent in [path, *path.parents] if not is_there(parent)]
 
 
 def make_directory(path: Path) -> list[Path]:
