@@ -30,8 +30,10 @@ def own_storage(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """The values of ``flat``, contiguous, where they are, in a storage that nothing else lies in,
     and which keeps that memory.
     """
-    alias = from_dlpack(flat.view(torch.uint8)) if flat.numel() else flat
     own: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    if not flat.numel():  # which would be in whatever storage it was made of
+        return own.view(shape)  # type: ignore[no-any-return]
+    alias = from_dlpack(flat.view(torch.uint8))
     there: torch.Tensor = own.set_(alias.untyped_storage(), 0, shape)
     return there
 
